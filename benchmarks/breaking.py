@@ -17,12 +17,12 @@ from benchmarks.goodput import watching
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
 from phalanx.runs.checkpoints import checkpoints, step_of
-from phalanx.runs.create import to_toml
 from phalanx.runs.events import ROLLED_BACK, read_events
+from phalanx.runs.metrics import METRICS_FILE, read_metrics
 from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import rank_pids, wait_until
-from phalanx.train.loggers import METRICS_FILE, read_metrics
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 

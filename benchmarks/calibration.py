@@ -24,20 +24,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from phalanx.cost.estimate.memory import GIB
-from phalanx.plan.calibrate.calibrate import (
-    LEAST_WAIT,
-    Calibration,
-    MeasuredRun,
-    calibrate,
-    detect_cpu,
-    predict_run,
-    read_measured_run,
-    write_machine,
-)
+from phalanx.plan.calibrate.calibrate import Calibration, calibrate, detect_cpu, predict_run, write_machine
+from phalanx.plan.calibrate.measured_run import LEAST_WAIT, MeasuredRun, read_measured_run
 from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, read_benchmark_file
 from phalanx.plan.predicted_vs_measured import compare_with_prediction
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.search.explain import evaluate_layout
+from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.report.facts import step_rows
@@ -80,7 +72,10 @@ tokens = 256
 [checkpoint]
 every = 0
 """
-SHAPE = "vocab_size = 2048\nhidden_size = 256\nnum_heads = 8\nffn_hidden_size = 768\nmax_seq_len = 256\ntie_embeddings = false\n"
+SHAPE = (
+    "vocab_size = 2048\nhidden_size = 256\nnum_heads = 8\nffn_hidden_size = 768\n"
+    "max_seq_len = 256\ntie_embeddings = false\n"
+)
 MODELS = {
     "dense": SHAPE + "num_layers = 8",
     "experts": SHAPE + "num_layers = 6\n[model.moe]\nnum_experts = 8\ntop_k = 2\nexpert_ffn_size = 384",

@@ -2,8 +2,8 @@
 
     python -m benchmarks.copies       # some minutes; prints the table and writes docs/benchmarks/copies.md
 
-Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one is killed at a
-random moment. Steps lost are those that both had finished and that were done again."""
+Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one is
+killed at a random moment. Steps lost are those that both had finished and that were done again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import mean, median
 
 from phalanx.report.run_data import read_run
-from phalanx.runs.create import to_toml
 from phalanx.runs.events import BEGAN, FAILED, read_events
+from phalanx.runs.metrics import read_metrics
 from phalanx.runs.step_records import rank_record_file
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import rank_pids, wait_until
-from phalanx.train.loggers import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "copies.md"
 MODEL = {

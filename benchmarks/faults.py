@@ -37,12 +37,13 @@ from phalanx.launch.process import exit_rank, set_worker_environment
 from phalanx.launch.rendezvous import SINGLE_NODE
 from phalanx.launch.supervisor import FailurePolicy
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED, create_run
 from phalanx.runs.events import ROLLED_BACK, read_events
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import load_run
 from phalanx.testing.fault_injection import fill_disk, flip_bit, memory_limited, small_disk, truncate_file
 from phalanx.testing.network_namespaces import star_network
 from phalanx.testing.processes import rank_pids, wait_until
+from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 from tests.train.faults import TOGETHER
@@ -304,7 +305,8 @@ def page(found: Sequence[Broken]) -> str:
 - Same bits: all these losses are, to the last bit, those of another run of as many ranks that never failed. Not asked
   where ranks were fewer for a while, or text was passed over.
 - A node that comes, or comes back, is a new start of all, in order: ranks save first. Where fewer nodes than possible
-  meet, they wait for the last call, here of {LAST_CALL_SECONDS} s (`recovery.last_call_timeout_seconds`; 30 s by default),
+  meet, they wait for the last call, here of {LAST_CALL_SECONDS} s \
+(`recovery.last_call_timeout_seconds`; 30 s by default),
   after a node that has gone without a word was missed for 10 s.
 - No memory left: the rank joins a cgroup in which it may take {ROOM_BYTES // 2**20} MiB more, and the kernel kills it.
 - A full disk: the run is started again by itself until that has been in vain as often as it may be

@@ -1,4 +1,6 @@
-"""Fit the planner's constants to published runs, within their bounds, and write src/phalanx/cost/estimate/constants.toml.
+"""Fit the planner's constants to published runs, within their bounds.
+
+Writes src/phalanx/cost/estimate/constants.toml.
 
     python -m benchmarks.fit_planner ../shared/published/runs.csv
 

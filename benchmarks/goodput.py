@@ -29,13 +29,14 @@ from statistics import mean, median
 from typing import Any
 
 from phalanx.cost.formulas.reliability import goodput
-from phalanx.runs.create import EXIT_STOPPED, to_toml
 from phalanx.runs.events import read_events
+from phalanx.runs.metrics import METRICS_FILE, read_metrics
 from phalanx.runs.step_records import rank_record_file
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import rank_pids, wait_until
-from phalanx.train.loggers import METRICS_FILE, read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "goodput.md"
 RANKS, LIMIT, END_SECONDS = 2, 0.1, 300
@@ -319,11 +320,13 @@ def page(found: Measured, every_seconds: float) -> str:
 
 Target: a measured goodput within {LIMIT:.0%} of the formula's: {off:+.1%} ({"met" if abs(off) <= LIMIT else "missed"}).
 
-- Two ranks on two cores, a model of {MODEL["num_layers"]} layers and width {MODEL["hidden_size"]}; `checkpoint.every = "auto"`
+- Two ranks on two cores, a model of {MODEL["num_layers"]} layers and width {MODEL["hidden_size"]}; \
+`checkpoint.every = "auto"`
   and `cluster.failures_per_device_hour` as often as ranks are killed: at exponentially distributed times with a mean of
   {every_seconds:.0f} s, whatever the run is doing.
 - Measured: steps in the model / time from the first start until the run is told to stop, beside the same of a run that
-  is neither killed nor saved, in the same hour. The formula is `phalanx.cost.formulas.reliability.goodput`, given the interval,
+  is neither killed nor saved, in the same hour. The formula is `phalanx.cost.formulas.reliability.goodput`, \
+given the interval,
   both costs of a save together, the mean time between failures and the restart of this table. (Longer: the first
   {BEHIND} steps after a save beside those after them.)
 - By the median step: this run's own, as if all steps could take as long, whatever else makes some longer.

@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from benchmarks.recording import LARGER, SMALL, described
 from phalanx.data.loader import prefetch
-from phalanx.launch.process import init_distributed
-from phalanx.runs.create import create_run, read_run_directory
-from phalanx.train.guards.flight_recorder import BUFFER, REMEMBERED, recorder_fingerprint
+from phalanx.launch.process import BUFFER, REMEMBERED, init_distributed
+from phalanx.runs.create import read_run_directory
+from phalanx.train.create_run import create_run
+from phalanx.train.guards.flight_recorder import recorder_fingerprint
 from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.guards.watchdog import LOOK_SECONDS, Watchdog
 from phalanx.train.trainer import Trainer

@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.ngram import witten_bell
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.data.sources import documents, is_held_out
+from phalanx.runs.metrics import MetricsRecord, read_metrics
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.loggers import MetricsRecord, read_metrics
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"

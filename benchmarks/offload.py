@@ -28,8 +28,8 @@ from typing import Any
 
 from benchmarks.limit import Limit, memory_limit
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.runs.create import to_toml
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 
 LAYERS, WIDTH, FFN, SEQUENCE = 36, 1024, 2816, 256
@@ -195,7 +195,8 @@ def page(memory: Run, disk: Run, total: int, limit_bytes: int, tokens: int) -> s
 Speed on disk: {share:.2f} of that in memory (goal: at least {GOAL}). Losses and gradient norms of all
 {len(disk.steps)} steps identical to the last bit: {"yes" if same(memory, disk) else "no"}.
 
-- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `layout.data_parallel = "zero2"`, one rank of one thread; {tokens:,}
+- {total / 1e6:.0f} M parameters ({WIDTH} wide), bf16, `layout.data_parallel = "zero2"`, \
+one rank of one thread; {tokens:,}
   tokens per update in forward passes of {2 * SEQUENCE}, blocks recomputed. More tokens per update make the ratio
   better: what is read and written per update stays the same but for the gradients.
 - The limit is of {disk.limit.kind}: all memory of the process, Python and PyTorch (about 0.25 GB) and its page cache

@@ -18,7 +18,8 @@ from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import prefetch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.parallel.mesh import build_mesh
-from phalanx.parallel.pipeline.runtime import InferenceMicroBatch, PipelineStrategy, StageModule
+from phalanx.parallel.pipeline.runtime import PipelineStrategy
+from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.strategy import Strategy
 from phalanx.schedule.registry import layout_schedule, representative_schedule
 from phalanx.schedule.simulate import Span

@@ -13,9 +13,10 @@ from scipy.stats import spearmanr
 
 from benchmarks.published import Known, met
 from phalanx.cost.estimate.constants import memory_constants, time_constants
-from phalanx.cost.estimate.job_table import ScheduleKind, job_table
+from phalanx.cost.estimate.job_table import job_table
 from phalanx.cost.estimate.memory import estimate_memory, oom_probability
 from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.kinds import ScheduleKind
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.tables.csv_rows import read_rows
 from phalanx.plan.tables.job_columns import JobRow, stage_columns

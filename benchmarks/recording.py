@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from phalanx.data.loader import prefetch
-from phalanx.runs.create import create_run, read_run_directory
+from phalanx.runs.create import read_run_directory
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
+from phalanx.train.create_run import create_run
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.profiling.step_profiler import StepProfiler
 from phalanx.train.trainer import Trainer

@@ -5,8 +5,8 @@
     python -m benchmarks.swarm --page                            # only writes docs/benchmarks/swarm.md again
 
 Four nodes and a coordinator are `phalanx swarm join` and `serve`, each in a network namespace of its own, on links
-that the kernel shapes (`phalanx.testing.network_namespaces`: root and iproute2 are needed), with mutual TLS. They learn a small
-mixture of experts from real text. Central training is `phalanx train` with four times the batch. Seed 0 runs at both
+that the kernel shapes (`phalanx.testing.network_namespaces`: root and iproute2 are needed), with mutual TLS. They
+learn a small mixture of experts from real text. Central training is `phalanx train` with four times the batch. Seed 0 runs at both
 speeds, the others at the faster one, for what is learned does not depend on it; so does ddp, which is slow.
 """
 
@@ -31,12 +31,12 @@ import torch
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import WEIGHT_BYTES, node_share, round_bytes, round_time, state_bytes
 from phalanx.data.prepare import prepare
+from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
 from phalanx.testing.network_namespaces import StarNetwork, star_network
 from phalanx.testing.swarm_processes import swarm_processes
-from phalanx.train.loggers import read_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "swarm.md"
 ROWS = PAGE.with_suffix(".jsonl")

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import SHAPES
 from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
-from phalanx.train.profiling.memory_meter import peak_memory_bytes
 
 Step = Callable[[], float]
 

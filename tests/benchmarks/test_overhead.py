@@ -8,7 +8,7 @@ from benchmarks.overhead import OURS, PLAIN, Comparison, Round, loss_difference,
 from benchmarks.peers.launch import Block
 from benchmarks.shapes import RANKS, SHAPES
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.spec.run import plan_batch
+from phalanx.spec.batch import plan_batch
 
 
 def a_round(fast: float, slow: float, loss: float = 1.0) -> Round:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cost.exact.rank_memory import checkpoint_bytes
+from phalanx.cost.exact.model_state import checkpoint_bytes
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
-from phalanx.launch import supervisor
-from phalanx.runs import create
+from phalanx.launch import preflight, supervisor
+from phalanx.runs.create import run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 
@@ -398,8 +398,8 @@ def test_a_foreign_checkpoint(place: Path, monkeypatch: Any, capsys: Any) -> Non
 
 def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not even root can make a directory in /proc."""
-    usage = create.shutil.disk_usage(place)
-    monkeypatch.setattr(create.shutil, "disk_usage", lambda _: usage)
+    usage = preflight.shutil.disk_usage(place)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
     said = message(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
     assert "output_dir = '/proc/phalanx/bad'" in said
     assert "another directory" in said
@@ -407,8 +407,8 @@ def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> 
 
 def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """The disk is nearly full: said before the run, with what it needs."""
-    usage = create.shutil.disk_usage(place)
-    monkeypatch.setattr(create.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    usage = preflight.shutil.disk_usage(place)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
     said = message(["train", "run.toml"], monkeypatch, capsys)
     assert "GB free" in said
     assert "checkpoint.keep" in said
@@ -417,23 +417,23 @@ def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
 def test_a_run_that_is_resumed_has_room_for_the_checkpoints_that_it_has(place: Path, monkeypatch: Any) -> None:
     """Of a disk that was large enough when it began."""
     run = load_run(place / "run.toml")
-    usage, each = create.shutil.disk_usage(place), checkpoint_bytes(run)
+    usage, each = preflight.shutil.disk_usage(place), checkpoint_bytes(run)
 
     def free(checkpoints: float) -> None:
-        monkeypatch.setattr(create.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
 
     free(run.checkpoint.keep + 1)
-    create.preflight(run, 1, resume=True)
+    preflight.preflight(run, 1, resume=True)
     for step in range(run.checkpoint.keep):
-        directory = create.run_directory(run) / "checkpoints" / f"step-{step:08d}"
+        directory = run_directory(run) / "checkpoints" / f"step-{step:08d}"
         directory.mkdir(parents=True)
         manifest = {"format": "phalanx-checkpoint", "step": step, "model": run.model.model_dump(mode="json")}
         (directory / "manifest.json").write_text(json.dumps({**manifest, "optimizer": run.optimizer.name}))
     free(1)
-    create.preflight(run, 1, resume=True)
+    preflight.preflight(run, 1, resume=True)
     free(0.9)
     with pytest.raises(UserError, match="GB free"):
-        create.preflight(run, 1, resume=True)
+        preflight.preflight(run, 1, resume=True)
 
 
 def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -473,5 +473,5 @@ def test_the_real_command_ends_with_2(place: Path) -> None:
 def test_the_good_run_is_good(place: Path) -> None:
     """The table starts from a run that works: only what a row changes is wrong."""
     run = load_run("run.toml", environment={})
-    create.preflight(run, 2, resume=False)
+    preflight.preflight(run, 2, resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from parity.trajectory import described, trainer
 
-from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
+from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from tests.cli import commands

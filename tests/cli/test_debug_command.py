@@ -11,9 +11,10 @@ from measure.test_hang import Op, run
 from phalanx.runs.events import BEGAN, ENDED, FAILED, QUARANTINED, ROLLED_BACK, append_event
 from phalanx.runs.hang_dumps import write_dump, write_failure
 from phalanx.runs.lock import acquire_run_lock
+from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import write_effective_layout
-from phalanx.spec.layout import Layout, ParallelDims
+from phalanx.spec.layout import Layout
 from tests.cli.commands import known, shown
 
 RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'

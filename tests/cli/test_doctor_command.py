@@ -37,7 +37,8 @@ def run(tmp_path: Path) -> Path:
     """16 ranks of llama3-8b on two nodes like the record."""
     path = tmp_path / "run.toml"
     path.write_text(
-        f'output_dir = "{tmp_path}"\n[model]\npreset = "llama3-8b"\n[training]\nseq_len = 4096\ntokens_per_step = 131072\n'
+        f'output_dir = "{tmp_path}"\n[model]\npreset = "llama3-8b"\n'
+        "[training]\nseq_len = 4096\ntokens_per_step = 131072\n"
         '[layout]\ndata_parallel = "zero3"\n[cluster]\npreset = "h100"\nnodes = 2\nnproc_per_node = 8\n'
     )
     return path
@@ -47,7 +48,8 @@ def run(tmp_path: Path) -> Path:
 def cpu_run(tmp_path: Path) -> Path:
     path = tmp_path / "cpu.toml"
     path.write_text(
-        '[model]\npreset = "tiny"\nnum_layers = 2\n[training]\nseq_len = 64\ntokens_per_step = 1024\nprecision = "fp32"\n'
+        '[model]\npreset = "tiny"\nnum_layers = 2\n'
+        '[training]\nseq_len = 64\ntokens_per_step = 1024\nprecision = "fp32"\n'
         '[cluster]\ndevice = "cpu"\n[layout]\ndata_parallel = "zero3"\n'
     )
     return path

@@ -12,12 +12,13 @@ import torch
 from parity.trajectory import MOE, described, steps, trainer
 
 from phalanx.runs.checkpoints import find_damage, latest_valid
-from phalanx.runs.create import create_run
+from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.checkpoint.checkpointer import load_full_tensors
-from phalanx.train.loggers import open_loggers, read_metrics
+from phalanx.train.checkpoint.state import load_full_tensors
+from phalanx.train.create_run import create_run
+from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from tests.cli import commands
 

@@ -14,8 +14,9 @@ import pytest
 
 from phalanx.cli.commands.plan import run_on_cluster
 from phalanx.cost.estimate.memory import GIB
-from phalanx.cost.exact.pipeline_split import check_layout
-from phalanx.plan.search.explain import PART_DESCRIPTIONS, parse_layout
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.plan.search.evaluate import parse_layout
+from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from tests.cli import commands

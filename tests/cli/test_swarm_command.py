@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
-from phalanx.model.huggingface.checkpoint import export_hf
+from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import initial_weight
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model

@@ -18,9 +18,9 @@ from phalanx.cli.commands import train
 from phalanx.cli.commands.train import replan_layout
 from phalanx.cli.main import app
 from phalanx.launch.process import select_nproc
-from phalanx.runs.create import to_toml
 from phalanx.spec.errors import LocalNodeError
 from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.files.write import to_toml
 
 RUN = """
 name = "first"

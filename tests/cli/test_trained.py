@@ -11,8 +11,8 @@ from parity.trajectory import described, trainer
 from phalanx.cli.commands.generate import pieces
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.sampling import generate
-from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
+from phalanx.train.create_run import create_run
 from phalanx.train.progress import ProgressDisplay
 from tests.cli.commands import shown
 

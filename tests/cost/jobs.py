@@ -1,6 +1,7 @@
 """Jobs for tests: one row of columns with every value named."""
 
-from phalanx.cost.estimate.job_table import ActivationCheckpointing, AttentionKernel, JobTable, ScheduleKind, job_table
+from phalanx.cost.estimate.job_table import JobTable, job_table
+from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.tables.job_columns import machine_columns, model_columns, stage_columns, trainer_behaviour
 from phalanx.spec.files.load import load_machine, load_model
 

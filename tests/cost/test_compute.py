@@ -1,6 +1,5 @@
 import pytest
 
-from phalanx.cost.estimate.job_table import ActivationCheckpointing
 from phalanx.cost.exact.flops import (
     SELECTIVE_MATMUL_FRACTION,
     forward_flops,
@@ -10,6 +9,7 @@ from phalanx.cost.exact.flops import (
     training_flops_per_token,
 )
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.kinds import ActivationCheckpointing
 from phalanx.spec.files.load import load_model
 from phalanx.spec.model import ModelSpec
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.estimate.constants import memory_constants
-from phalanx.cost.estimate.job_table import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.cost.estimate.memory import GIB, estimate_memory, micro_batches_in_flight, oom_probability, reserved_bytes
 from phalanx.cost.exact.rank_memory import rank_memory, rank_model_states
-from phalanx.plan.search.candidates import candidate_from_run, candidate_jobs
+from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import peak_activations
 from phalanx.spec.files.load import run_from_table

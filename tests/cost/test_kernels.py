@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.estimate.constants import time_constants
-from phalanx.cost.estimate.job_table import AttentionKernel
 from phalanx.cost.estimate.kernel_time import attention_seconds, linear_seconds, matmul_seconds, memory_pass_seconds
+from phalanx.cost.kinds import AttentionKernel
 from tests.cost.jobs import job, jobs
 
 C = time_constants()

@@ -1,7 +1,6 @@
 import pytest
 
-from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.rank_memory import (
+from phalanx.cost.exact.model_state import (
     PUBLISHED_MIXED_PRECISION_ADAM,
     StateBytes,
     checkpoint_bytes,
@@ -9,6 +8,7 @@ from phalanx.cost.exact.rank_memory import (
     model_state_bytes,
     state_bytes,
 )
+from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model, run_from_table
 
 ALEXNET, GPT3 = 61_000_000, 175_000_000_000

@@ -5,8 +5,9 @@ import pytest
 
 from phalanx.cost.estimate import offload
 from phalanx.cost.estimate.constants import time_constants
-from phalanx.cost.estimate.job_table import JobTable, OffloadTarget
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.kinds import OffloadTarget
 from tests.cost.jobs import job, jobs
 
 C = time_constants()

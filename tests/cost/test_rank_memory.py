@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.comm_buffers import bucket_sizes, fsdp_unit_sizes
+from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.rank_memory import (
-    RankMemory,
-    disk_offload_bytes,
-    rank_memory,
-    rank_model_states,
-    sharded_state_bytes,
-    state_bytes,
-)
+from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model, run_from_table
 from phalanx.spec.layout import Layout
@@ -239,7 +233,7 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
 def test_buckets_are_those_of_zero():
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
-    from phalanx.parallel.data.zero import _make_buckets
+    from phalanx.parallel.data.zero_buckets import _make_buckets
 
     with torch.device("meta"):
         parts = [

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from phalanx.cost.estimate import step_time
 from phalanx.cost.estimate.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
-from phalanx.cost.estimate.job_table import ScheduleKind
 from phalanx.cost.estimate.step_time import StageTime, step_seconds
+from phalanx.cost.kinds import ScheduleKind
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
 from tests.cost.jobs import job, jobs

@@ -104,5 +104,8 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch):
 
 
 def test_the_command_starts_without_torch_or_numpy():
-    program = "import sys, phalanx.cli.commands.data; print([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules])"
+    program = (
+        "import sys, phalanx.cli.commands.data; "
+        "print([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter, split_tail
-from phalanx.data.loader import IGNORE_INDEX, Batch, TokenLoader, evaluation_batches, prefetch, rank_rows, shuffle_epoch
+from phalanx.data.loader import TokenLoader, evaluation_batches, prefetch, rank_rows
+from phalanx.data.packing import IGNORE_INDEX, Batch, shuffle_epoch
 from phalanx.spec.errors import UserError
 
 lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.debug.collective_log import is_peer_loss, minority_ranks
-from phalanx.debug.hang_analysis import diagnose_hang, format_coordinates
+from phalanx.debug.hang_analysis import diagnose_hang
+from phalanx.debug.hang_evidence import format_coordinates
 from phalanx.runs.hang_dumps import (
     ABORTED,
     FAILED,
@@ -27,7 +28,7 @@ from phalanx.runs.hang_dumps import (
     write_dump,
     write_failure,
 )
-from phalanx.spec.layout import ParallelDims, process_groups
+from phalanx.spec.degrees import ParallelDims, process_groups
 
 WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
 BUSY = ("/x/mine/model.py", 7, "forward")

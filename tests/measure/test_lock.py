@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from parity.trajectory import described
 
-from phalanx.runs.create import preflight
+from phalanx.launch.preflight import preflight
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import UserError
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.train.profiling.memory_meter import peak_memory_bytes
+from phalanx.parallel.comm.device_memory import peak_memory_bytes
 
 SIZE = 200_000_000
-PEAK = "import torch; from phalanx.train.profiling.memory_meter import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+PEAK = (
+    "import torch; from phalanx.train.profiling.memory_meter import peak_memory_bytes; "
+    "print(peak_memory_bytes(torch.device('cpu')))"
+)
 
 
 def resident_bytes() -> int:

@@ -10,18 +10,13 @@ import pytest
 import torch
 from parity.trajectory import described
 
-from phalanx.bench.layer_shapes import (
-    AttentionShape,
-    MatmulShape,
-    attention_shapes,
-    benchmark_attention,
-    benchmark_matmul,
-    matmul_shapes,
-)
-from phalanx.bench.layer_shapes import _core_calls as core_calls
-from phalanx.bench.layer_shapes import _product_calls as product_calls
+from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
+from phalanx.bench.matmul import _core_calls as core_calls
+from phalanx.bench.matmul import _product_calls as product_calls
+from phalanx.bench.matmul import benchmark_attention, benchmark_matmul
 from phalanx.cost.exact.flops import rank_flops
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.flop_counter import FlopCounter
 from tests.verify.test_dryrun import LAYOUTS, MOE, row
 

@@ -15,7 +15,7 @@ from measure.test_hang import BUSY, dump
 from phalanx.debug import oom
 from phalanx.runs.hang_dumps import describe_fault, fault_file, write_dump
 from phalanx.runs.step_records import rank_record_file
-from phalanx.spec.layout import ParallelDims
+from phalanx.spec.degrees import ParallelDims
 
 EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"

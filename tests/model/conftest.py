@@ -12,7 +12,8 @@ from torch import Tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import init_parameters
-from phalanx.parallel.strategy import Strategy, materialize
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.strategy import Strategy
 from phalanx.spec.model import ModelSpec
 
 Build = Callable[..., Transformer]

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
-from phalanx.model.huggingface.checkpoint import export_hf, open_hf_weights, shard_names
+from phalanx.model.huggingface.checkpoint import open_hf_weights
+from phalanx.model.huggingface.export import export_hf, shard_names
 from phalanx.parallel.apply import init_parameters
-from phalanx.parallel.strategy import Strategy, materialize
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config, model_table
 from phalanx.spec.files.load import load_model, preset_names

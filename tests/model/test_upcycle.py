@@ -11,17 +11,17 @@ import torch
 from parity.trajectory import DENSE, described, trainer
 from torch import Tensor
 
-from phalanx.model.huggingface.checkpoint import export_hf
+from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import initial_weight
 from phalanx.model.upcycle import replicate_mlp
 from phalanx.parallel.expert.partial_experts import TrainedExperts
-from phalanx.runs.create import create_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.pieces import model_pieces
 from phalanx.swarm.serve import initial_pieces
 from phalanx.testing import rank_pool
+from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import initial_weights
 
@@ -156,7 +156,10 @@ def test_a_head_of_its_own_begins_as_the_embedding_that_it_was_tied_to(tmp_path,
         (
             {},
             {"expert_ffn_size": 24},
-            r"model\.moe\.expert_ffn_size = 24: is not the width .*\(model\.ffn_hidden_size = 48.*\n.*set model\.moe\.expert_ffn_size = 48",
+            (
+                r"model\.moe\.expert_ffn_size = 24: is not the width .*"
+                r"\(model\.ffn_hidden_size = 48.*\n.*set model\.moe\.expert_ffn_size = 48"
+            ),
         ),
         ({}, {"num_shared_experts": 1}, r"model\.moe\.num_shared_experts = 1: would add the MLP"),
     ],

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.data.loader import prefetch
 from phalanx.data.prepare import prepare
 from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers, set_local_choice_weight
-from phalanx.parallel.strategy import optimizer_state_tensors
+from phalanx.parallel.module_tensors import optimizer_state_tensors
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Codec
 from phalanx.testing import rank_pool

@@ -17,13 +17,14 @@ from parity.trajectory import DENSE, MOE, described, steps, trainer, trajectory
 from torch import nn
 
 from phalanx.cost.exact.traffic import traffic_by_role
-from phalanx.data.loader import Batch, prefetch
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import Batch
 from phalanx.parallel.data.parameter_server import ParameterServer, ParameterServerWorker, build_parameter_server
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, assign_parameters_to_servers
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.loggers import MetricsRecord
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
 from phalanx.train.trainer import Trainer
 

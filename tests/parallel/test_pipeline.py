@@ -12,7 +12,8 @@ from parity.trajectory import DENSE, MOE, described, trainer
 
 from phalanx.cost.exact.pipeline_split import contiguous_ranges
 from phalanx.data.loader import prefetch
-from phalanx.parallel.pipeline.runtime import PipelineStrategy, StageModule
+from phalanx.parallel.pipeline.runtime import PipelineStrategy
+from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.spec.run import RunSpec

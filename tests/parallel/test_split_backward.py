@@ -10,8 +10,8 @@ from parity.trajectory import DENSE, MOE, Table
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.module_tensors import named_parameters
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads, compute_weight_grads, split_backward
-from phalanx.parallel.strategy import named_parameters
 from phalanx.spec.base import parse_table
 from phalanx.spec.model import ModelSpec
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parity.trajectory import DENSE, GPT2, MOE, Table, described, proof
-from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.schedule.registry import PUBLISHED
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES

@@ -17,7 +17,7 @@ import pytest
 
 from parity.fuzz import difference, layouts
 from parity.trajectory import DENSE, GPT2, MOE, described, proof
-from phalanx.cost.exact.pipeline_split import check_pipeline
+from phalanx.cost.exact.layout_checks import check_pipeline
 from phalanx.schedule.registry import load_schedule_csv
 from phalanx.schedule.schedule import to_csv
 from phalanx.schedule.search import search_schedule

@@ -11,8 +11,9 @@ from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoin
 from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport, advise
 from phalanx.plan.advice.rules_of_thumb import BY_SIZE, RULES, DegreeRange, RuleOfThumb, RunSituation
 from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
-from phalanx.plan.search.search import evaluate, rank_fitting, runnable_layouts, search_layouts
+from phalanx.plan.search.search import rank_fitting, runnable_layouts, search_layouts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec

@@ -9,21 +9,16 @@ import pytest
 
 from phalanx.cost.estimate.job_table import job_table
 from phalanx.cost.estimate.step_time import StepTime, step_seconds
-from phalanx.plan.calibrate.calibrate import (
-    MeasuredRun,
-    calibrate,
-    job_row,
-    measured_targets,
-    predict_run,
-    read_measured_run,
-)
-from phalanx.plan.search.candidates import candidate_from_run, candidate_jobs
+from phalanx.plan.calibrate.calibrate import calibrate, job_row, measured_targets, predict_run
+from phalanx.plan.calibrate.measured_run import MeasuredRun, read_measured_run
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.tables.job_columns import time_constants_for
-from phalanx.runs.create import to_toml
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 
 TRUTH = {"gemm_0": 0.6, "hbm_0": 0.3, "link": 0.1, "overlap": 0.4, "optimizer_passes": 30.0, "step_seconds": 0.02}

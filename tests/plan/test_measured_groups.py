@@ -13,7 +13,7 @@ from parity.trajectory import DENSE, MOE, described, trainer
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.data.loader import prefetch
 from phalanx.plan.placement.traffic_matrix import communicating_groups
-from phalanx.spec.layout import parallel_dims
+from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import MEASURED_STEP, metered_step

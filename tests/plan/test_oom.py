@@ -10,8 +10,9 @@ import pytest
 import tomli_w
 
 from phalanx.cost.estimate.constants import memory_constants
+from phalanx.cost.exact.model_state import model_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.rank_memory import model_state_bytes, rank_memory
+from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.advice.oom import (
     RemedyEffect,
     apply_until_fits,
@@ -25,12 +26,13 @@ from phalanx.plan.advice.oom import (
     run_footprint,
 )
 from phalanx.plan.advice.oom_remedies import REMEDIES
-from phalanx.plan.search.explain import evaluate_layout
+from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY as RISK
+from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.layout import Layout
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 
 GIB = 2**30
 Table = dict[str, Any]

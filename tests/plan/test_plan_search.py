@@ -8,15 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.estimate.job_table import AttentionKernel
 from phalanx.cost.exact.flops import forward_flops, mfu, training_flops_per_token
-from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
-from phalanx.plan.search.candidates import candidate_from_run, candidate_jobs, enumerate_layouts, offload_variants
-from phalanx.plan.search.explain import evaluate_layout, plan_or_raise
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import candidate_from_run, enumerate_layouts, offload_variants
+from phalanx.plan.search.evaluate import evaluate, evaluate_layout, with_exact_memory
+from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
-from phalanx.plan.search.search import TIE_TOLERANCE, evaluate, search_layouts, with_exact_memory
+from phalanx.plan.search.result import TIE_TOLERANCE
+from phalanx.plan.search.search import search_layouts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
-from phalanx.plan.search.search import evaluate
 from tests.cli.commands import known
 from tests.plan.test_plan_search import run
 

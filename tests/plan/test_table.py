@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cost.estimate.job_table import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.tables.csv_rows import NEEDED, OPTIONAL, read_rows
 from phalanx.plan.tables.job_columns import trainer_behaviour
 from phalanx.plan.tables.predict import Prediction, PredictionFailure, predict_rows

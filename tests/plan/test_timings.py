@@ -19,8 +19,8 @@ from phalanx.plan.calibrate.microbenchmarks import (
     read_benchmark_file,
 )
 from phalanx.plan.tables.job_columns import time_constants_for
-from phalanx.runs.create import to_toml
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.write import to_toml
 from tests.plan.test_calibrate import IMAGINED, MACHINE, described, imagined
 
 SHAPES = [(1, 1024, 768, 256), (1, 256, 768, 1024), (1, 1024, 2048, 256)]

@@ -17,7 +17,7 @@ from typing import Any
 
 from parity.trajectory import DENSE, MOE, described
 
-from phalanx.runs.create import to_toml
+from phalanx.spec.files.write import to_toml
 
 SECONDS = 240
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.plan.calibrate.calibrate import read_measured_run
+from phalanx.plan.calibrate.measured_run import read_measured_run
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.collective_times import collective_times
 from phalanx.report.run_data import RankRecord, RunData, read_run

@@ -19,11 +19,12 @@ import torch
 from phalanx.report.bottlenecks import Bottleneck, find_bottlenecks
 from phalanx.report.run_data import read_run
 from phalanx.report.step_breakdown import step_times
-from phalanx.runs.create import create_run, read_run_directory
+from phalanx.runs.create import read_run_directory
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
+from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import Trainer

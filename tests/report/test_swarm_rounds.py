@@ -21,9 +21,9 @@ from phalanx.report.facts import report_facts
 from phalanx.report.html.page import main
 from phalanx.report.run_data import read_run
 from phalanx.report.swarm_rounds import round_rows
-from phalanx.runs.create import to_toml
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.swarm_records import RoundRecord
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Method
 from tests.cli.commands import known, shown

@@ -16,9 +16,10 @@ from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import actions
 from phalanx.schedule.simulate import ActionTimes, simulate
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.files.load import run_from_table
-from phalanx.spec.layout import parallel_dims
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 
 STEPS, WHOLE = 40, 1.0
 DENSE = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from phalanx.schedule.generate import dualpipe_v, interleaved, zb_h1, zb_v
+from phalanx.schedule.published import dualpipe_v, interleaved, zb_h1, zb_v
 from phalanx.schedule.schedule import Schedule, read_csv, to_csv
 from phalanx.schedule.validate import violations
 

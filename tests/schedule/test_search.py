@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.schedule.generate import one_f_one_b, zb_h1, zb_v
+from phalanx.schedule.published import one_f_one_b, zb_h1, zb_v
 from phalanx.schedule.search import search_schedule, split_backward_passes
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.schedule.validate import violations

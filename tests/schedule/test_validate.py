@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from phalanx.schedule.published import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.schedule import Action, Grid, Schedule, ScheduleStep, read_csv, to_csv
 from phalanx.schedule.simulate import ActionTimes, micro_batches_held, peak_activations, simulate
 from phalanx.schedule.validate import lockstep_violations, violations

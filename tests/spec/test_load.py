@@ -1,10 +1,10 @@
 import pytest
 
-from phalanx.runs.create import to_toml
+from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model, load_run, preset_names, run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.layout import check_inapplicable_options
-from phalanx.spec.run import plan_batch
 
 
 def run_file(tmp_path, text):
@@ -99,7 +99,10 @@ def test_an_empty_value_is_the_default(tmp_path):
 
 
 def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
-    offloaded = '[layout]\ndata_parallel = "zero3"\nreshard_after_forward = false\noffload = "nvme"\noffload_directory = "/x"\nmicro_batch_size = 2'
+    offloaded = (
+        '[layout]\ndata_parallel = "zero3"\nreshard_after_forward = false\n'
+        'offload = "nvme"\noffload_directory = "/x"\nmicro_batch_size = 2'
+    )
     path = run_file(tmp_path, offloaded)
     ddp = load_run(path, ["layout.data_parallel=ddp"], {}).layout
     assert (ddp.reshard_after_forward, ddp.offload, ddp.offload_directory, ddp.micro_batch_size) == (

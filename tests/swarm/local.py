@@ -18,7 +18,7 @@ from parity.trajectory import MOE, described
 from torch import Tensor
 
 from phalanx.data.prepare import prepare
-from phalanx.runs.create import to_toml
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.pieces import model_pieces

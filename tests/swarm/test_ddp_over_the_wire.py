@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.cost.exact.swarm import node_share, round_bytes, state_bytes
 from phalanx.data.prepare import prepare
-from phalanx.parallel.strategy import optimizer_state_tensors
+from phalanx.parallel.module_tensors import optimizer_state_tensors
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import encode
 from phalanx.swarm.pieces import model_pieces

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.prepare import prepare
-from phalanx.runs.create import to_toml
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.write import to_toml
 from phalanx.swarm.coordinator.ledger import Ledger
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
 from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes

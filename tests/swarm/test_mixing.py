@@ -14,13 +14,13 @@ from torch import Tensor
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.prepare import prepare
 from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.codec import decode
 from phalanx.swarm.pieces import model_pieces, round_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.worker.replica import read_weights
 from phalanx.swarm.worker.worker import SwarmWorker
-from phalanx.train.loggers import MetricsRecord
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 from tests.swarm.local import NODES, Members, Swarm, pieces, run_of, served

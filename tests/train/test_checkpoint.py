@@ -19,16 +19,19 @@ import pytest
 from parity.trajectory import MOE, described, steps, trainer, trajectory
 
 from phalanx.data.loader import prefetch
+from phalanx.launch.preflight import preflight
 from phalanx.runs import checkpoints as manifest
 from phalanx.runs.checkpoints import check_manifest, checkpoints, find_damage, latest_valid
-from phalanx.runs.create import create_run, preflight, to_toml
 from phalanx.runs.lock import is_running
+from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.fault_injection import truncate_file
-from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint, load_full_tensors
-from phalanx.train.loggers import read_metrics
+from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
+from phalanx.train.checkpoint.state import load_full_tensors
+from phalanx.train.create_run import create_run
 
 HALF = 5
 SHORT = {"training.steps": 2 * HALF}

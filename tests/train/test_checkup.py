@@ -20,9 +20,9 @@ from phalanx.doctor.compare_nodes import COLLECTIVES
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
 from phalanx.runs import hang_dumps
-from phalanx.runs.create import to_toml
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.testing import rank_pool
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
 

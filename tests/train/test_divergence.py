@@ -11,13 +11,13 @@ import pytest
 import torch
 from parity.trajectory import described, prepared_text, steps, trainer
 
-from phalanx.runs.create import create_run
 from phalanx.runs.events import read_events
+from phalanx.runs.metrics import read_metrics
 from phalanx.spec.run import RunSpec
 from phalanx.train import worker
+from phalanx.train.create_run import create_run
 from phalanx.train.guards.divergence import LEAST, LossSpikeDetector, count_rollbacks, record_rollback, steps_to_skip
 from phalanx.train.learner import MicroBatch
-from phalanx.train.loggers import read_metrics
 from phalanx.train.trainer import Trainer
 
 STEPS, EVERY, WRONG = 30, 6, 15

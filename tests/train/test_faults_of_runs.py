@@ -19,8 +19,9 @@ from parity.trajectory import described, steps, trainer
 
 from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
-from phalanx.runs.create import EXIT_STOPPED, to_toml
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
 from tests.train.test_recovery import LONG, events, reaches, trained, training

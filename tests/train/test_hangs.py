@@ -18,15 +18,17 @@ from parity.trajectory import described
 from train.test_trainer import wait_for_steps
 
 from phalanx.debug.explain_run import explain_run
-from phalanx.debug.hang_analysis import Explanation
+from phalanx.debug.hang_evidence import Explanation
 from phalanx.launch.elastic_agent import launch_ranks
-from phalanx.launch.process import report_and_exit_code, set_worker_environment
+from phalanx.launch.failures import report_and_exit_code
+from phalanx.launch.process import set_worker_environment
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED, create_run
 from phalanx.runs.hang_dumps import read_failures
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.testing.fault_injection import NotAllowed, memory_limited
 from phalanx.testing.processes import SECONDS, rank_pids
-from phalanx.train.loggers import read_metrics
+from phalanx.train.create_run import create_run
 
 TIMEOUT = 6.0
 

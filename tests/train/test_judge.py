@@ -14,10 +14,11 @@ from measure.test_hang import WAITING, dump
 from phalanx.launch.elastic_agent import FailureAction
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.supervisor import FailurePolicy
-from phalanx.runs.create import EXIT_STOPPED
 from phalanx.runs.events import BEGAN, FAILED, append_event, read_events
 from phalanx.runs.hang_dumps import write_dump
-from phalanx.spec.layout import Layout, ParallelDims
+from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 
 ELSEWHERE = Rendezvous("run", "192.0.2.1", 29500, 1, 2, join_seconds=1, last_call_seconds=1)

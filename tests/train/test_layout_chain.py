@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from phalanx.data.prepare import prepare
-from phalanx.model.huggingface.checkpoint import export_hf, open_hf_weights
+from phalanx.model.huggingface.checkpoint import open_hf_weights
+from phalanx.model.huggingface.export import export_hf
 from phalanx.runs.checkpoints import checkpoints
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool

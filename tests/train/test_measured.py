@@ -23,7 +23,7 @@ from phalanx.plan.predicted_vs_measured import (
     compare_with_prediction,
     ranks_in_role,
 )
-from phalanx.runs.create import to_toml
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import first_steady_step, metered_step

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from phalanx.runs.metrics import METRICS_FILE, read_metrics
 from phalanx.spec.errors import UserError
 from phalanx.train import loggers
-from phalanx.train.loggers import METRICS_FILE, JsonLinesLogger, open_loggers, read_metrics, wandb_id
+from phalanx.train.loggers import JsonLinesLogger, open_loggers, wandb_id
 
 
 def written(directory: Path, steps: range, after_step: int = 0) -> None:

@@ -17,7 +17,8 @@ from parity.trajectory import DENSE, described, steps, trainer
 
 from phalanx.data.prepare import prepare
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED, to_toml
+from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
 from tests.train.test_recovery import events, reaches, trained

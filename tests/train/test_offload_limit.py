@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from benchmarks.limit import base_bytes, memory_limit
+from phalanx.cost.exact.model_state import checkpoint_bytes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.rank_memory import checkpoint_bytes, rank_memory
+from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.runs.checkpoints import checkpoints, find_damage
-from phalanx.runs.create import to_toml
 from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.files.write import to_toml
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
 MODEL = {

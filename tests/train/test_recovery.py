@@ -17,11 +17,12 @@ import pytest
 from parity.trajectory import described, steps, trainer
 
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED, to_toml
 from phalanx.runs.events import read_events
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import LAYOUT_FILE
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from phalanx.train.loggers import read_metrics
 
 STEPS = 24
 SHORT = {"training.steps": STEPS, "checkpoint.every": 5}

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from parity.trajectory import DENSE, MOE, described, steps, trainer
 from train.test_hangs import directory_of, ended, started
 
-from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.dtensor_shards import local_tensor
+from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import ParallelDims
 from phalanx.testing import rank_pool
-from phalanx.train.checkpoint.checkpointer import checkpoint_tensors
+from phalanx.train.checkpoint.state import checkpoint_tensors
 from phalanx.train.guards.replica_check import (
     CHUNK,
     _gathered,

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
-from phalanx.runs.create import to_toml
 from phalanx.runs.events import read_events
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.local_slurm import LocalSlurm, SlurmUnavailable, local_slurm
 from tests.cli.commands import shown
 

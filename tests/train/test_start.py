@@ -11,7 +11,8 @@ import pytest
 import torch
 from parity.trajectory import DENSE, described, steps, trainer
 
-from phalanx.data.loader import IGNORE_INDEX, prefetch
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")

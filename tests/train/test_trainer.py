@@ -23,11 +23,14 @@ from torch.distributed import TCPStore
 from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.debug.collective_log import is_peer_loss
-from phalanx.launch.process import read_failures
-from phalanx.runs.create import EXIT_INTERRUPTED, EXIT_STOPPED, create_run, to_toml
+from phalanx.launch.failures import read_failures
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from phalanx.spec.files.write import to_toml
 from phalanx.testing import rank_pool
 from phalanx.testing.processes import rank_pids, wait_until
-from phalanx.train.loggers import open_loggers, read_metrics
+from phalanx.train.create_run import create_run
+from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import DivergenceError, Trainer
 

@@ -14,7 +14,7 @@ from measure.test_hang import BUSY, WAITING, dump
 
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.runs.hang_dumps import dump_file, read_dumps
-from phalanx.spec.layout import ParallelDims
+from phalanx.spec.degrees import ParallelDims
 from phalanx.testing.processes import SECONDS, wait_until
 from phalanx.train.guards import flight_recorder, watchdog
 from phalanx.train.guards.watchdog import Watchdog

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.bench.layer_shapes import TORCH_DTYPES
 from phalanx.bench.timing import time_calls
 from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic, bus_factor
 from phalanx.cost.precision import Precision
+from phalanx.parallel.dtypes import TORCH_DTYPES
 from phalanx.spec.run import RunSpec
 
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]

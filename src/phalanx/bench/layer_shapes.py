@@ -4,25 +4,15 @@ Shapes: B batch, T tokens, H heads, K head width; a product is of m rows with n 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
-from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-from phalanx.bench.timing import time_calls
 from phalanx.cost.exact.flops import lm_head_shape, tokens_through_parameter
 from phalanx.cost.exact.parameter_shapes import Shape, strip_block_index
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
-from phalanx.spec.run import RunSpec, plan_batch
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-Row = dict[str, Any]
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -133,67 +123,3 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------
-
-
-def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Of each product median seconds and FLOP/s: forward, and of the gradients of its inputs and of its weights."""
-    dtype = TORCH_DTYPES[run.training.precision]
-    rows: list[Row] = []
-    for product, (names, count) in matmul_shapes(run, world_size).items():
-        row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
-        timed = _timed(_product_calls(product, dtype, device), device, iterations)
-        rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
-    return rows
-
-
-def _product_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    batch = (product.batch,) if product.batch > 1 else ()
-    make = partial(torch.randn, device=device, dtype=dtype)
-    x, weight = make(*batch, product.m, product.k), make(*batch, product.n, product.k)
-    gradient = make(*batch, product.m, product.n)
-    return {
-        "forward": lambda: x @ weight.mT,
-        "inputs": lambda: gradient @ weight,
-        "weights": lambda: gradient.mT @ x,
-    }
-
-
-def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Of each part of attention median seconds, forward and backward."""
-    dtype = TORCH_DTYPES[run.training.precision]
-    rows: list[Row] = []
-    for core, count in attention_shapes(run, world_size).items():
-        timed = _timed(_core_calls(core, dtype, device), device, iterations)
-        row = {"count": count, **asdict(core), "flops": core.flops}
-        rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
-    return rows
-
-
-def _core_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
-    make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
-    q = make(core.batch, core.heads, core.queries, core.head_dim)
-    k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
-    mask = torch.ones(core.queries, core.keys, dtype=torch.bool, device=device) if core.masked else None
-    mask = mask.tril() if mask is not None and core.causal else mask
-    repeats = core.heads // core.kv_heads if mask is not None and device.type != "cpu" else 1  # as the model does
-
-    def forward() -> Tensor:
-        keys, values = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(
-            q,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=core.causal and mask is None,
-            enable_gqa=core.heads > keys.shape[1],
-        )
-
-    out = forward()
-    gradient = torch.ones_like(out)
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}
-
-
-def _timed(
-    calls: dict[str, Callable[[], Tensor]] | dict[str, Callable[[], object]], device: torch.device, iterations: int
-) -> dict[str, float]:
-    return {what: median(time_calls(call, device, iterations)) for what, call in calls.items()}

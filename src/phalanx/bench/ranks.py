@@ -32,24 +32,23 @@ from phalanx.bench.collectives import (
     time_case,
 )
 from phalanx.bench.latency_bandwidth_fit import PiecewiseFit, fit_latency_bandwidth
-from phalanx.bench.layer_shapes import benchmark_attention, benchmark_matmul
+from phalanx.bench.matmul import benchmark_attention, benchmark_matmul
 from phalanx.bench.memory_bandwidth import array_bytes, bandwidth, cache_bytes
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.failures import report_with_traceback, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
     env_rank,
     exit_rank,
     init_distributed,
-    report_with_traceback,
     select_device,
     set_worker_environment,
-    write_failure,
 )
 from phalanx.parallel.mesh import Mesh, build_mesh
-from phalanx.runs.create import to_toml, with_absolute_paths
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")

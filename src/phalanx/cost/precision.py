@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.cost.estimate.job_table import Column
+from phalanx.cost.kinds import Column
 
 Precision = Literal["bf16", "fp32", "fp64"]
 

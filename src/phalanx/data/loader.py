@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -16,20 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.packing import IGNORE_INDEX, Batch, pack_rows, shuffle_epoch
 from phalanx.spec.errors import UserError
-
-IGNORE_INDEX = -100
-"""The target of a position that has none; torch's cross_entropy leaves it out."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    tokens: np.ndarray
-    """Inputs, int64 [B, T]."""
-    targets: np.ndarray
-    """The token after each input, int64 [B, T]; -100 where there is none."""
-    document_starts: np.ndarray | None
-    """For each position, where in its row its document begins, int32 [B, T]; None: plain causal attention."""
 
 
 class StepLoader(Protocol):
@@ -46,56 +33,6 @@ class StepLoader(Protocol):
 
     def skip_steps(self, steps: int) -> None:
         """Leave out the sequences of so many steps, from where the run goes on."""
-
-
-def pack_rows(
-    tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, sequence: int, mask: bool
-) -> Batch:
-    """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
-
-    Document d takes the stream from begins[d] to begins[d + 1] (int64 [documents + 1]); stream position p of
-    it is tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] on
-    (int64 [B]). `mask` asks for `starts`.
-    """
-    rows, width = len(first), sequence + 1
-    head = np.searchsorted(begins, first, side="right") - 1
-    tail = np.searchsorted(begins, first + sequence, side="right") - 1
-    # A piece is the part of one document that is in one row; all rows' pieces lie one after the other.
-    pieces = tail - head + 1
-    row = np.repeat(np.arange(rows), pieces)
-    document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - head, pieces)
-    start = np.maximum(begins[document] - first[row], 0)
-    stop = np.minimum(begins[document + 1] - first[row], width)
-    length = stop - start
-    where = np.repeat(shifts[document] + first[row] - row * width, length)
-    where += np.arange(rows * width)
-    cut = tokens[where].reshape(rows, width)
-    starts = None
-    if mask and ((start > 0) & (start < sequence)).any():
-        starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
-    return Batch(cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64), starts)
-
-
-@dataclass(frozen=True)
-class EpochOrder:
-    """The order of one epoch."""
-
-    begins: np.ndarray
-    """Where each document of the shuffled stream begins, int64 [documents + 1]."""
-    shifts: np.ndarray
-    """What leads from a position in the stream to one in the file, int64 [documents]."""
-    order: np.ndarray
-    """The order in which its sequences are seen, int64 [sequences]."""
-
-
-def shuffle_epoch(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> EpochOrder:
-    """The order of epoch `epoch`; `offsets` int64 [documents + 1] is where documents begin in the file."""
-    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
-    documents = generator.permutation(len(offsets) - 1)
-    begins = np.zeros(len(offsets), np.int64)
-    np.cumsum(np.diff(offsets)[documents], out=begins[1:])
-    order = generator.permutation((int(begins[-1]) - 1) // sequence)
-    return EpochOrder(begins, offsets[:-1][documents] - begins[:-1], order)
 
 
 class TokenLoader:

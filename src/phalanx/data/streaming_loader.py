@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.loader import Batch, check_resumable, pack_rows, rank_rows
+from phalanx.data.loader import check_resumable, rank_rows
+from phalanx.data.packing import Batch, pack_rows
 from phalanx.data.sources import Document, SourceFile, is_held_out, list_source_files, read_documents
 from phalanx.data.tokenize import tokenize_documents
 from phalanx.data.tokenizer import Tokenizer

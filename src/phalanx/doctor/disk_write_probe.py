@@ -1,5 +1,8 @@
-"""`python -m phalanx.doctor.disk_write_probe DIRECTORY MIB`: writes and syncs a file that has no name, so that nothing is
-left behind however this ends, and says how long it took. A slow disk gets less of it."""
+"""Write and sync a file that has no name, and print how long it took.
+
+`python -m phalanx.doctor.disk_write_probe DIRECTORY MIB`. The file has no name so that nothing is left behind, however
+the probe ends. On a slow disk the probe writes less.
+"""
 
 import os
 import sys

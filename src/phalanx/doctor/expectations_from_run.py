@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.cost.exact.rank_memory import checkpoint_bytes, checkpoint_space_needed_bytes, rank_memory
+from phalanx.cost.exact.model_state import checkpoint_bytes, checkpoint_space_needed_bytes
+from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.doctor.expectations import Expectations
 from phalanx.spec.run import RunSpec
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from phalanx.doctor.subprocesses import CommandOutput, run_command
+from phalanx.runs.host import host_name
 
 COMMANDS, ENVIRONMENT = "commands", "environment"
 VARIABLES = re.compile(
@@ -60,7 +60,7 @@ class Machine:
     def host(self) -> str:
         """Its name: Slurm's where that started us, since srun --exclude takes no other."""
         slurm = self.started_with.get("SLURMD_NODENAME")
-        return slurm or self.read(HOSTNAME) or (socket.gethostname() if self.root is None else "unknown")
+        return slurm or self.read(HOSTNAME) or (host_name() if self.root is None else "unknown")
 
     @cached_property
     def environment(self) -> Mapping[str, str]:

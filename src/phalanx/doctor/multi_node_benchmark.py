@@ -1,5 +1,8 @@
-"""`torchrun -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR`: whether the nodes of a run are fit together, by the run's
-ranks: the collectives that its layout sends, each pair of nodes, their clocks, and what error counters grew by."""
+"""Measure with a run's ranks whether its nodes work together.
+
+`torchrun -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR` measures the collectives that the layout sends, each
+pair of nodes, their clocks, and the growth of error counters.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,28 @@ import torch.distributed as dist
 
 from phalanx.bench.ranks import benchmark_collectives
 from phalanx.bench.timing import time_calls
-from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.doctor import cross_node_bandwidth, error_counters
 from phalanx.doctor.compare_nodes import COLLECTIVES, clock_skew_findings, failed_rank_findings
 from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult, round_robin_pairs
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
 from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.failures import report_with_traceback, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
     env_rank,
     exit_rank,
     init_distributed,
-    report_with_traceback,
     select_device,
     set_worker_environment,
-    write_failure,
 )
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs import hang_dumps
-from phalanx.runs.create import to_toml, with_absolute_paths
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
 PAIR_BYTES, WARMUP_BYTES = 64 * 2**20, 2**20

@@ -38,8 +38,7 @@ from phalanx.launch.rendezvous import (
     make_rendezvous_handler,
     wait_for_host,
 )
-from phalanx.runs.create import EXIT_INTERRUPTED, EXIT_STOPPED
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 
 STOP_SECONDS = 600
 """Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""

@@ -19,22 +19,20 @@ from phalanx.launch.elastic_agent import (
     run_until_done,
     stop_signals_as_exit,
 )
-from phalanx.launch.process import (
+from phalanx.launch.failures import (
     describe_failure,
     find_first_failure,
     print_failure,
     print_final_failure,
     print_resume_hint,
     read_failures,
-    select_device,
-    set_worker_environment,
 )
+from phalanx.launch.process import select_device, set_worker_environment
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
 from phalanx.runs.checkpoints import checkpoints, is_finished, step_of
-from phalanx.runs.create import EXIT_STOPPED
 from phalanx.runs.events import BEGAN, ENDED, FAILED, append_event, read_events
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.run import RunSpec

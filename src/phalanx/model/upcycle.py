@@ -37,7 +37,10 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         moe.expert_ffn_size == source.ffn_hidden_size,
         "model.moe.expert_ffn_size",
         moe.expert_ffn_size,
-        f"is not the width of the MLP that experts begin as (model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)",
+        (
+            "is not the width of the MLP that experts begin as "
+            f"(model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)"
+        ),
         f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
     )
     require(

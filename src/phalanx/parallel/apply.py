@@ -33,7 +33,7 @@ from phalanx.parallel.data.offload import CpuOffload, DiskOffload
 from phalanx.parallel.data.parameter_server import build_parameter_server
 from phalanx.parallel.data.sharding_checks import check_shardable_module
 from phalanx.parallel.data.zero import ZeRO
-from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel, expert_parameter_names
 from phalanx.parallel.expert.partial_experts import (
     TrainedExperts,
@@ -44,9 +44,11 @@ from phalanx.parallel.expert.partial_experts import (
     select_trained_experts,
 )
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.pipeline.runtime import PipelineStrategy, StageModule
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
-from phalanx.parallel.strategy import Strategy, materialize
+from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.parallel.strategy import Strategy
 from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.dtensor_shards import local_tensor
 
 
 @torch.no_grad()

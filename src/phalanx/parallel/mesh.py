@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.spec.layout import AXES, SHARDED_STRATEGIES, Layout, ParallelDims, parallel_dims
+from phalanx.spec.degrees import AXES, ParallelDims, parallel_dims
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 
 
 @dataclass(frozen=True)

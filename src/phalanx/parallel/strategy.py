@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
+from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
 from phalanx.schedule.schedule import Action, ScheduleStep
-
-CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
 class MicroBatchProtocol(Protocol):
@@ -256,92 +255,3 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tenso
     logits = logits_BTV.flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignored, reduction="sum")
-
-
-def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under the names they have in a model to which no layout was applied."""
-    for name, parameter in module.named_parameters():
-        yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), parameter
-
-
-def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules named likewise."""
-    for name, part in module.named_modules():
-        yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), part
-
-
-def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a checkpoint keeps, named likewise."""
-    kept = set(module.state_dict())
-    for name, buffer in module.named_buffers():
-        if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in kept:
-            yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), buffer
-
-
-def optimizer_state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """The tensors of optimizer state, but for counts of steps."""
-    states = (state for optimizer in optimizers for state in optimizer.state.values())
-    return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim]
-
-
-def step_parameters(
-    optimizers: Iterable[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
-) -> None:
-    """Step only these parameters, with these gradients; the others' `grad` must be None."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    for optimizer in optimizers:
-        optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def materialize(module: nn.Module, device: torch.device, parameters_on: torch.device | None = None) -> None:
-    """Move a module to a device, or give one without memory its memory there: parameters are not filled, buffers are 0.
-    Parameters may rest elsewhere."""
-    meta = any(parameter.is_meta for parameter in module.parameters())
-    module.to_empty(device=parameters_on or device) if meta else module.to(parameters_on or device)
-    if meta:
-        for buffer in module.buffers():
-            buffer.zero_()
-    place_buffers(module, device)
-
-
-def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers to a device; those without memory are 0."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-
-
-def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in another's place, or places."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is old:
-                part._parameters[name] = new
-
-
-class SupportsNbytes(Protocol):
-    """Something with a size in bytes: a tensor, a bucket."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-
-P = TypeVar("P", bound=SupportsNbytes)
-
-
-def chunk_by_bytes(items: Sequence[P], limit: int) -> list[list[P]]:
-    """Neighbours of together up to `limit` bytes; what is larger stands alone."""
-    pieces: list[list[P]] = []
-    size = 0
-    for item in items:
-        if not pieces or size + item.nbytes > limit:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(item)
-        size += item.nbytes
-    return pieces

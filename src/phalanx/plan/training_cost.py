@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.rank_memory import model_state_bytes, optimizer_kind
 from phalanx.cost.formulas.energy import energy_cost, energy_kwh, rental_cost
 from phalanx.cost.formulas.reliability import (
     LLAMA3,
@@ -15,7 +15,7 @@ from phalanx.cost.formulas.reliability import (
     optimal_interval_seconds,
     reliability,
 )
-from phalanx.plan.search.search import EvaluatedLayout
+from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.run import RunSpec
 
 

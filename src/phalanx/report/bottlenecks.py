@@ -14,12 +14,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.estimate.job_table import PHALANX_CHECKPOINTING
 from phalanx.cost.exact.flops import recomputed_flops_per_token, training_flops_per_token
+from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes, flops_per_rank, pipeline_rank, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.layout import expert_parallel_groups, parallel_dims
+from phalanx.spec.degrees import expert_parallel_groups, parallel_dims
 from phalanx.spec.run import RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]

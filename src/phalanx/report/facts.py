@@ -14,9 +14,9 @@ import numpy as np
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.plan.predicted_vs_measured import compare_with_prediction
 from phalanx.plan.search.candidates import candidate_from_run
-from phalanx.plan.search.explain import evaluate_layout
+from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
-from phalanx.plan.search.search import EvaluatedLayout
+from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.training_cost import configured_goodput
 from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks

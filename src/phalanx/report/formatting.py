@@ -218,14 +218,18 @@ def _columns(own: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 def _round(at: int, steps: int, sent: int, received: int, training: float, whole: float, refused: str) -> str:
     moved = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
     why = f"; refused: {refused}" if refused else ""
-    return f"round {at}: {steps} steps, {moved}, {format_percent(training / (whole or 1.0))} of {format_seconds(whole)} training{why}"
+    return (
+        f"round {at}: {steps} steps, {moved}, "
+        f"{format_percent(training / (whole or 1.0))} of {format_seconds(whole)} training{why}"
+    )
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes told "
         f"{format_number(sum(row['bytes'].values()), 'B')} of {sum(row['tokens'].values()):,} tokens in "
-        f"{format_seconds(row['seconds'])}{''.join(f'; refused {count} x: {node}' for node, count in row['refused'].items())}"
+        f"{format_seconds(row['seconds'])}"
+        f"{''.join(f'; refused {count} x: {node}' for node, count in row['refused'].items())}"
         for row in rows
         if row["seconds"] is not None
     ]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cost.exact.flops import training_flops_per_token
-from phalanx.cost.exact.pipeline_split import check_layout
-from phalanx.plan.calibrate.calibrate import LEAST_STEPS, WARM_UP
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.plan.calibrate.measured_run import LEAST_STEPS, WARM_UP
 from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
 from phalanx.runs.lock import is_running
 from phalanx.runs.step_records import FORMAT, TRACE_DIR

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.exact.flops import rank_flops
-from phalanx.plan.calibrate.calibrate import MeasuredRun
+from phalanx.plan.calibrate.measured_run import MeasuredRun
 from phalanx.report.collective_times import collective_times
 from phalanx.report.run_data import Line, RankRecord, RunData, read_run, steady_steps
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
-from phalanx.spec.layout import parallel_dims
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.run import RunSpec
 
 Table = NDArray[np.float64]
 PHASES = ("data", "passes", "reduce", "optimizer")

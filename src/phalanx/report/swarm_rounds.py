@@ -1,5 +1,8 @@
-"""A swarm's rounds: what a node sent, waited for and held, beside what `cost/exact/swarm.py` says; and what a coordinator was
-told by all nodes."""
+"""Collect the facts of a swarm's rounds.
+
+Of a node: traffic, waiting times and memory, compared with the predictions of `cost/exact/swarm.py`. Of a coordinator:
+the reports of all nodes.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from phalanx.doctor.machine import Machine
+from phalanx.runs.host import host_name
 
 HANGS, FAILURES = "hangs", "failures"
 FORMAT = 1
@@ -119,7 +119,7 @@ def write_dump(directory: Path, dump: HangDump) -> None:
 
 def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
     """Leave why a rank of this host failed."""
-    _write(failure_file(directory, record["rank"]), json.dumps({"host": Machine().host, **record}, indent=1))
+    _write(failure_file(directory, record["rank"]), json.dumps({"host": host_name(), **record}, indent=1))
 
 
 def remove_dumps(directory: Path, rank: int) -> None:

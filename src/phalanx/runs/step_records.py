@@ -2,8 +2,8 @@
 
 RUN_DIR/trace/rank-00000.jsonl      of each rank
 
-The first line of every start says who writes (`RunHeader`), the others what happened (`StepRecord`, `PauseRecord`). A step
-that was looked at closely has more: when each pass, wait and collective was, and what memory held (`StepProfiler`).
+The first line of every start says who writes (`RunHeader`), the others what happened (`StepRecord`, `PauseRecord`). A
+profiled step has more: when each pass, wait and collective was, and the contents of memory (`StepProfiler`).
 All times are seconds of the rank's own time.perf_counter(); the opening says what to add to have that of rank 0."""
 
 from __future__ import annotations

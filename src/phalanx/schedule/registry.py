@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 
-from phalanx.schedule.generate import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
+from phalanx.schedule.published import dualpipe_v, gpipe, interleaved, naive, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.schedule import Schedule, read_csv
 from phalanx.schedule.validate import violations
 from phalanx.spec.errors import UserError

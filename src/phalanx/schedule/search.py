@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from phalanx.schedule.generate import dualpipe_v, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.list_scheduling import PriorityFunction, list_schedule
+from phalanx.schedule.published import dualpipe_v, one_f_one_b, zb_h1, zb_h2, zb_v
 from phalanx.schedule.schedule import Action, ActionKind, Schedule
 from phalanx.schedule.simulate import ActionTimes, peak_activations, simulate
 from phalanx.spec.errors import UserError

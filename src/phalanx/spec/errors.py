@@ -39,3 +39,11 @@ class UserErrorGroup(UserError):  # noqa: N818
 
     def __str__(self) -> str:
         return "\n".join(str(error) for error in self.errors)
+
+
+EXIT_STOPPED = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that a signal ended before its last step, with a checkpoint."""
+
+
+EXIT_INTERRUPTED = 130
+"""That of one that Ctrl-C ended so, as shells have it."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 from pydantic import Field
 
-from phalanx.spec.base import Spec, divisors
+from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
@@ -124,150 +122,6 @@ class Layout(Spec):
     """What is gathered at once (zero3, hsdp): the whole model, a block, or a block's attention and MLP each."""
     fsdp_prefetch: int = Field(1, ge=0)
     """Gathers that run ahead of the one that is needed (zero3, hsdp)."""
-
-
-@dataclass(frozen=True)
-class ParallelDims:
-    """The size of every mesh axis; their product is the world size. Tensor-parallel ranks, which meet in every layer,
-    sit next to each other; data-parallel ranks, which meet once per step, or pipelines, may be far apart."""
-
-    dp_replicate: int
-    """Copies of the model (its shards together count as one)."""
-    dp_shard: int
-    """Ranks that share one sharded copy."""
-    pp: int
-    """Ranks that a batch passes one after another."""
-    cp: int
-    """Ranks that share one sequence."""
-    tp: int
-    """Ranks that share one matrix product."""
-    servers: int = 0
-    """Ranks that own parameters and compute nothing; they come first."""
-    ep: int = 1
-    """Of the ranks of a stage, those that have different experts; no axis of its own."""
-    pipeline_outermost: bool = False
-    """Whether a pipeline's stages are furthest apart, and not data-parallel ranks."""
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Outermost first."""
-        return ("pp", "dp_replicate", "dp_shard", "cp", "tp") if self.pipeline_outermost else AXES
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is on every axis; a server is at none, but is given one."""
-        found, outside = {}, rank - self.servers
-        for axis in reversed(self.axes):
-            outside, found[axis] = divmod(outside, getattr(self, axis))
-        return found
-
-    def expert_rank(self, rank: int) -> int:
-        """Which of `ep` runs of a layer's experts a rank has."""
-        within, place = 0, self.coordinates(rank)
-        for axis in STAGE_AXES:
-            within = within * getattr(self, axis) + place[axis]
-        return within % self.ep
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks that read different data."""
-        return self.dp_replicate * self.dp_shard
-
-    def with_cp_as_data_parallel(self, sharded: bool) -> ParallelDims:
-        """The same, with context parallelism as what it is to whoever keeps or sums what is trained: more ranks with
-        the same model and other data; they share one copy where copies are `sharded`."""
-        replicate, shard = (1, self.cp) if sharded else (self.cp, 1)
-        return replace(self, cp=1, dp_replicate=self.dp_replicate * replicate, dp_shard=self.dp_shard * shard)
-
-    @property
-    def world_size(self) -> int:
-        """All ranks of the run."""
-        return self.servers + self.pp * self.dp_size * self.cp * self.tp
-
-
-def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
-    """The mesh axes of `layout` on `world_size` ranks.
-
-    Raises UserError if the ranks cannot be divided so, or for a choice that means nothing in this layout.
-    """
-    check_inapplicable_options(layout)
-    servers = layout.num_servers if layout.data_parallel == "parameter_server" else 0
-    if servers and servers >= world_size:
-        raise UserError(
-            "layout.num_servers",
-            servers,
-            f"leaves no worker of the {world_size} ranks of the run",
-            f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
-        )
-    model_ranks = layout.pp * layout.cp * layout.tp
-    if (world_size - servers) % model_ranks:
-        above_one = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
-        raise UserError(
-            f"layout.{above_one}",
-            model_ranks,
-            f"does not divide the ranks that compute ({world_size - servers})",
-            f"use a multiple of {model_ranks} ranks, or lower a degree",
-        )
-    dp = (world_size - servers) // model_ranks
-    if layout.data_parallel == "hsdp":
-        allowed = ", ".join(map(str, divisors(dp)))
-        if layout.dp_shard is None:
-            raise UserError(
-                "layout.dp_shard", None, 'is needed with layout.data_parallel = "hsdp"', f"use one of {allowed}"
-            )
-        if dp % layout.dp_shard:
-            problem = f"does not divide the {dp} data-parallel ranks"
-            raise UserError("layout.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
-        if layout.dp_shard == 1 and layout.offload != "none":
-            fix = f'use another of {allowed}, or layout.data_parallel = "zero1"'
-            raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
-    share_experts = dp * layout.cp * layout.tp
-    copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
-    if share_experts // copies % layout.ep:
-        allowed = ", ".join(map(str, divisors(share_experts // copies)))
-        problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
-        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
-    shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
-    outside = layout.rank_order == "pipeline"
-    return ParallelDims(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
-
-
-AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
-"""By default from outside to inside (`Degrees.axes`)."""
-STAGE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""Of the ranks of a stage."""
-MODEL_PARALLEL_AXES = ("pp", "tp", "cp", "ep")
-"""Degrees of ranks that share a model or a sequence."""
-
-
-def uses_model_parallelism(layout: Layout) -> bool:
-    """Whether ranks share a model or a sequence."""
-    return any(getattr(layout, axis) > 1 for axis in MODEL_PARALLEL_AXES)
-
-
-def process_groups(sizes: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
-    """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
-    shape = [getattr(sizes, axis) for axis in sizes.axes]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for index, place in enumerate(product(*map(range, shape))):
-        others = tuple(at for axis, at in zip(sizes.axes, place, strict=True) if axis not in axes)
-        found.setdefault(others, []).append(sizes.servers + index)
-    return [tuple(ranks) for ranks in found.values()]
-
-
-def pipeline_stage_groups(sizes: ParallelDims) -> list[tuple[int, ...]]:
-    """The ranks at every place of the pipeline."""
-    return process_groups(sizes, *STAGE_AXES)
-
-
-def expert_parallel_groups(sizes: ParallelDims) -> list[tuple[int, ...]]:
-    """The ranks of every group that have different experts: neighbours among those of a stage."""
-    if sizes.ep == 1:
-        return []
-    return [
-        ranks[first : first + sizes.ep]
-        for ranks in pipeline_stage_groups(sizes)
-        for first in range(0, len(ranks), sizes.ep)
-    ]
 
 
 def assign_parameters_to_servers(sizes: Mapping[str, int], servers: int) -> dict[str, int]:

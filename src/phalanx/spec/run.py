@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.spec.base import Spec, divisors, require
+from phalanx.spec.base import Spec, require
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.layout import Layout, parallel_dims
+from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SPLIT, SwarmSpec
 from phalanx.spec.tokenizer import BYTES_VOCAB
-
-# A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.
-MICRO_BATCH_TOKENS = 16_384
-LOGITS_BYTES = 2**31
-MIN_MICRO_BATCHES_PER_STAGE = 4
-"""Micro-batches of a step for each rank of a pipeline, by default: 1F1B idles for a fifth of it then."""
-STRATEGIES_WITH_UNEVEN_BATCHES = ("ddp", "zero1", "parameter_server")
-"""Ways of data parallelism whose ranks need not do the same number of forward passes."""
 
 
 class DataSpec(Spec):
@@ -216,7 +207,10 @@ class RunSpec(Spec):
             not training.replica_check_interval or self.layout.data_parallel != "parameter_server",
             "training.replica_check_interval",
             training.replica_check_interval,
-            'has nothing to compare with layout.data_parallel = "parameter_server": servers own what workers only borrow',
+            (
+                'has nothing to compare with layout.data_parallel = "parameter_server": '
+                "servers own what workers only borrow"
+            ),
             "set it to 0",
         )
         if self.swarm is not None:
@@ -286,81 +280,3 @@ class RunSpec(Spec):
         require(
             not self.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first"
         )
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """How one optimizer update is cut: sequences = micro_batch x dp x accumulation."""
-
-    global_batch_size: int
-    """Sequences in one optimizer update, over all ranks."""
-    dp_size: int
-    """Ranks that read different data."""
-    micro_batch_size: int
-    """Sequences per rank in one forward pass, at most."""
-    gradient_accumulation_steps: int
-    """Forward passes per rank in one optimizer update, at most."""
-    learning_rate_scale: float = 1.0
-    """What learning rates are multiplied by."""
-
-
-def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
-    """Cut a step's tokens over the ranks: global batch = micro-batch x ranks x accumulation.
-
-    Ranks that reduce gradients once per step may have uneven shares. Raises UserError if the batch cannot be cut, or
-    the layout cannot run it so.
-    """
-    dp = parallel_dims(run.layout, world_size).dp_size
-    training = run.training
-    sequences = training.tokens_per_step // training.seq_len
-    base = training.base_dp_size or dp
-    scales = training.batch_scaling != "keep"
-    require(
-        scales == (training.base_dp_size is not None),
-        "training.base_dp_size",
-        training.base_dp_size,
-        f'{"is needed" if scales else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
-        "set both base_ranks and scaling (linear or sqrt), or neither",
-    )
-    require(
-        training.base_dp_size is None or sequences % base == 0,
-        "training.base_dp_size",
-        base,
-        f"do not divide the {sequences} sequences of a step",
-        f"use one of {', '.join(map(str, divisors(sequences)))}",
-    )
-    if training.base_dp_size is not None:
-        sequences = sequences // base * dp
-    nearest = max(1, round(sequences / dp)) * dp * training.seq_len
-    require(
-        sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
-        "training.tokens_per_step",
-        training.tokens_per_step,
-        f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
-        f"use training.tokens_per_step = {nearest}",
-    )
-    share = -(-sequences // dp)
-    tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
-    limit = max(1, tokens // training.seq_len)
-    if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
-        limit = max(1, min(limit, share // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp)))
-    fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
-    micro_batch = run.layout.micro_batch_size or max((n for n in fits if n <= limit), default=1)
-    require(
-        micro_batch in fits,
-        "layout.micro_batch_size",
-        micro_batch,
-        f"does not divide the {share} sequences that each rank has per step",
-        f"use one of {', '.join(map(str, fits))}",
-    )
-    require(
-        not run.layout.ddp_static_graph or dp == 1 or micro_batch == share,
-        "layout.ddp_static_graph",
-        True,
-        f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
-        f"remove it, or set layout.micro_batch_size = {share}",
-    )
-    ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.batch_scaling]
-    return BatchPlan(
-        sequences, dp, micro_batch, gradient_accumulation_steps=-(-share // micro_batch), learning_rate_scale=ratio
-    )

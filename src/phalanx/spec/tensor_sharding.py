@@ -7,10 +7,11 @@ from math import lcm
 from typing import Literal
 
 from phalanx.spec.base import divisors
+from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)

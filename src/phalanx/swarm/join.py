@@ -19,20 +19,20 @@ import torch.distributed as dist
 from phalanx.cost.exact.swarm import node_share, state_bytes
 from phalanx.data.prepare import PreparedData
 from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.failures import report_and_exit_code, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
     env_rank,
     exit_rank,
     handling_signals,
     init_distributed,
-    report_and_exit_code,
     select_device,
     select_nproc,
     set_worker_environment,
-    write_failure,
 )
+from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
-from phalanx.runs.create import create_run, read_run_directory
+from phalanx.runs.create import read_run_directory
 from phalanx.runs.lock import acquire_run_lock, check_not_running
 from phalanx.runs.swarm_records import ROUNDS_FILE
 from phalanx.spec.errors import UserError
@@ -45,8 +45,8 @@ from phalanx.swarm.rpc.certificates import certificate_member
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.create_run import create_run
 from phalanx.train.loggers import JsonLinesLogger, open_loggers
-from phalanx.train.profiling.memory_meter import device_memory_bytes
 from phalanx.train.training_data import open_training_data
 
 LINK_FILE = "link.json"
@@ -138,7 +138,10 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
             "memory",
             f"{memory_bytes / 1e9:.2f} GB",
             f"is too little: a node's state takes {least:.2f} GB",
-            'use a machine with more, or swarm.frozen_expert_codec = "int8", or another method: spes holds less than diloco',
+            (
+                'use a machine with more, or swarm.frozen_expert_codec = "int8", '
+                "or another method: spes holds less than diloco"
+            ),
         )
     return max(1, fitting)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
-from phalanx.data.loader import IGNORE_INDEX
+from phalanx.data.packing import IGNORE_INDEX
 from phalanx.model.init import initial_weight
 from phalanx.model.moe import Router
 from phalanx.parallel.apply import apply_layout, autocast_context
@@ -21,7 +21,8 @@ from phalanx.parallel.context_parallel import local_token_indices
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import StepReduction
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.run import RunSpec
 from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 
 

@@ -8,14 +8,13 @@ import os
 import time
 import uuid
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from phalanx.launch.preflight import check_wandb
+from phalanx.runs.metrics import METRICS_FILE, MetricsRecord, read_lines
 from phalanx.spec.errors import UserError
 
-MetricsRecord = dict[str, Any]
-METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb.id"
 
 
@@ -36,7 +35,7 @@ class JsonLinesLogger:
         """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
         `flush_seconds` with the next."""
         self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= after_step]
+        kept = [line for line in read_lines(path) if json.loads(line)["step"] <= after_step]
         aside = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         with aside.open("w") as file:
             file.writelines(kept)
@@ -110,14 +109,6 @@ def wandb_id(directory: Path) -> str:
     return file.read_text()
 
 
-def check_wandb(project: str) -> None:
-    """Raise UserError if W&B is not installed."""
-    found = find_spec("wandb")
-    if found is None or found.origin is None:  # a mere directory of this name, such as W&B leaves behind
-        problem = "needs wandb, which is not installed"
-        raise UserError("metrics.wandb", project, problem, "pip install -e '.[wandb]'")
-
-
 def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str, config: MetricsRecord) -> list[Logger]:
     """The logs of a run; `after_step` is the last step of the checkpoint it resumes from, 0 for a fresh one.
 
@@ -132,17 +123,5 @@ def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str,
     return logs
 
 
-def read_metrics(directory: Path) -> list[MetricsRecord]:
-    """All records of a run directory, in order. A number that was not finite is None."""
-    return [json.loads(line) for line in _lines(directory / METRICS_FILE)]
-
-
 def _not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _lines(path: Path) -> list[str]:
-    """The complete lines of a file; a run that was killed may have left half a line."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.parallel.apply import autocast_context
-from phalanx.train.loggers import MetricsRecord
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.trainer import Trainer
 
@@ -37,8 +37,8 @@ def start_message(trainer: Trainer, resumed: int) -> str:
         lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
     if cut.learning_rate_scale != 1:
         lines.append(
-            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.batch_scaling}): {format_rank_count(cut.dp_size)} instead of "
-            f"{run.training.base_dp_size}"
+            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
+            f"{format_rank_count(cut.dp_size)} instead of {run.training.base_dp_size}"
         )
     if resumed:
         others = f" of {format_rank_count(resumed)}" if resumed != sizes.world_size else ""

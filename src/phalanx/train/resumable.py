@@ -9,26 +9,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs.checkpoints import check_manifest, check_not_all_damaged, read_manifest, step_of
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint.checkpointer import (
-    Checkpointer,
-    broadcast_from_rank0,
+from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
+from phalanx.train.checkpoint.in_memory import InMemoryCheckpointer
+from phalanx.train.checkpoint.state import (
     checkpoint_tensors,
-    latest_step,
-    latest_valid_checkpoint,
     load_checkpoint,
     restore_rng_state,
     restore_tensors,
     rng_state,
     set_rng_state,
 )
-from phalanx.train.checkpoint.in_memory import InMemoryCheckpointer
 from phalanx.train.guards.divergence import count_rollbacks, steps_to_skip
 from phalanx.train.learner import Learner
-from phalanx.train.loggers import MetricsRecord
 from phalanx.train.optim.optimizers import LearningRateRescaling
 from phalanx.train.training_data import TrainingData
 

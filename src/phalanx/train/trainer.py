@@ -14,21 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cost.estimate.job_table import PHALANX_CHECKPOINTING
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
-from phalanx.data.loader import IGNORE_INDEX, Batch, evaluation_batches, prefetch
+from phalanx.cost.kinds import PHALANX_CHECKPOINTING
+from phalanx.data.loader import evaluation_batches, prefetch
+from phalanx.data.packing import IGNORE_INDEX, Batch
+from phalanx.parallel.comm.device_memory import peak_memory_bytes
+from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
+from phalanx.runs.errors import DivergenceError
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import PauseRecord, StepRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
-from phalanx.train.checkpoint.checkpointer import broadcast_from_rank0
-from phalanx.train.guards.divergence import DivergenceError, LossSpikeDetector
+from phalanx.train.guards.divergence import LossSpikeDetector
 from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.learner import MicroBatch
-from phalanx.train.loggers import Logger, MetricsRecord
+from phalanx.train.loggers import Logger
 from phalanx.train.optim.optimizers import learning_rate_factor
-from phalanx.train.profiling.memory_meter import peak_memory_bytes
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner

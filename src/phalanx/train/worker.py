@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from phalanx.bench.layer_shapes import TORCH_DTYPES
-from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.launch.failures import write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
     die_with_launcher,
@@ -28,33 +28,30 @@ from phalanx.launch.process import (
     handling_signals,
     init_distributed,
     select_device,
-    write_failure,
 )
+from phalanx.parallel.comm.device_memory import device_memory_bytes
+from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.dtypes import TORCH_DTYPES
 from phalanx.runs.checkpoints import checkpoints, is_finished, quarantine, step_name, step_of
-from phalanx.runs.create import EXIT_INTERRUPTED, EXIT_STOPPED, create_run, read_run_directory
+from phalanx.runs.create import read_run_directory
+from phalanx.runs.errors import CorruptionError, DivergenceError
 from phalanx.runs.events import BEGAN, ENDED, QUARANTINED, append_event, mtime_or_none
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
+from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.step_records import FORMAT, RunHeader, rank_record_file
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.files.load import load_machine, load_run, preset_names, write_effective_layout
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint.checkpointer import broadcast_from_rank0, latest_step, latest_valid_checkpoint
-from phalanx.train.guards.divergence import (
-    CorruptionError,
-    DivergenceError,
-    LossSpikeDetector,
-    count_rollbacks,
-    diverged_again,
-    record_rollback,
-)
+from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
+from phalanx.train.create_run import create_run
+from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, diverged_again, record_rollback
 from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
-from phalanx.train.loggers import METRICS_FILE, JsonLinesLogger, Logger, open_loggers
+from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
 from phalanx.train.messages import end_message, generate_sample, start_message
 from phalanx.train.profiling.clock_sync import measure_clock_offset
-from phalanx.train.profiling.memory_meter import device_memory_bytes
 from phalanx.train.profiling.memory_report import remove_measured, write_comparison
 from phalanx.train.profiling.peak_flops import measure_peak_flops
 from phalanx.train.profiling.step_profiler import StepProfiler, first_steady_step

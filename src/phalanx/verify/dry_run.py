@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.loader import rank_rows
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
+from phalanx.spec.degrees import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 from phalanx.train.profiling.step_profiler import first_steady_step, profile_step

@@ -15,7 +15,7 @@ from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import GroupKind, Traffic
 from phalanx.plan.placement.traffic_matrix import communicating_groups
 from phalanx.plan.predicted_vs_measured import STATE
-from phalanx.spec.layout import parallel_dims, pipeline_stage_groups, process_groups, uses_model_parallelism
+from phalanx.spec.degrees import parallel_dims, pipeline_stage_groups, process_groups, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import kv_head_replication
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives

@@ -75,7 +75,7 @@ def _out_of_memory(
 ) -> None:
     from phalanx.cli.commands.plan import run_on_cluster
     from phalanx.cli.views import oom as views
-    from phalanx.cost.exact.pipeline_split import require_resolved_layout
+    from phalanx.cost.exact.layout_checks import require_resolved_layout
     from phalanx.plan.advice.oom import diagnose
     from phalanx.spec.files.load import load_run
 

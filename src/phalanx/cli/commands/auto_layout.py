@@ -13,7 +13,7 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     the one with least risk, and what the planner says of the first ten, as JSON. Says on stderr what was taken."""
     import json
 
-    from phalanx.cli.searching import search_progress
+    from phalanx.cli.common.progress import search_progress
     from phalanx.cli.views.plan import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 

@@ -17,7 +17,8 @@ WIDE = 0.4
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.plan.calibrate.calibrate import Calibration, MeasuredRun
+    from phalanx.plan.calibrate.calibrate import Calibration
+    from phalanx.plan.calibrate.measured_run import MeasuredRun
 
 
 def calibrate(
@@ -65,7 +66,8 @@ def calibrate(
         raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
-    from phalanx.plan.calibrate.calibrate import detect_cpu, read_measured_run, write_machine
+    from phalanx.plan.calibrate.calibrate import detect_cpu, write_machine
+    from phalanx.plan.calibrate.measured_run import read_measured_run
     from phalanx.plan.calibrate.microbenchmarks import read_benchmark_file
     from phalanx.report.step_breakdown import with_measured_parts
     from phalanx.spec.files.load import load_machine

@@ -13,7 +13,7 @@ from phalanx.cli.common.options import Json
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from phalanx.debug.hang_analysis import Explanation
+    from phalanx.debug.hang_evidence import Explanation
 
 
 def debug(

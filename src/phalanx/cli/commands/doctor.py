@@ -166,7 +166,7 @@ def _gathered(directory: Path, wanted: int) -> list[DoctorFinding]:
 
 def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
     from phalanx.cli.commands.auto_layout import choose_layout_for
-    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.spec.files.load import load_run
 
     assert run is not None

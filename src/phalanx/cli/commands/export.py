@@ -31,7 +31,7 @@ def export(
     """
     require(to == "hf", "--to", to, "is not a known format", "use --to hf")
     from phalanx.data.tokenizer import load_tokenizer
-    from phalanx.model.huggingface.checkpoint import export_hf
+    from phalanx.model.huggingface.export import export_hf
     from phalanx.train.checkpoint.load_model import load_trained_model
 
     spec, model, tokenizer = load_trained_model(run)

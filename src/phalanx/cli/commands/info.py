@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.cost.exact.flops import forward_flops_per_token, training_flops_per_token
+from phalanx.cost.exact.model_state import Optimizer, model_state_bytes
 from phalanx.cost.exact.parameters import ParameterCount, count_parameters
-from phalanx.cost.exact.rank_memory import Optimizer, model_state_bytes
 from phalanx.spec.base import require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError

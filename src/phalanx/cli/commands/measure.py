@@ -116,7 +116,7 @@ def _size(text: str) -> int:
 
 def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
     """What its ranks find, of sizes up to `largest` bytes; their errors are printed, and end this process."""
-    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.spec.torch_compat import check_torch_supports
 
     if run.cluster.nodes > 1:
@@ -148,7 +148,7 @@ def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
     """Each rank has what it sends and what it receives: on a GPU in its memory, else all in that of the machine."""
     import torch
 
-    from phalanx.train.profiling.memory_meter import device_memory_bytes
+    from phalanx.parallel.comm.device_memory import device_memory_bytes
 
     memory = device_memory_bytes(torch.device(device_type))
     needed = 2 * size_bytes * (1 if device_type == "cuda" else ranks)

@@ -11,15 +11,17 @@ from rich.table import Column, Table
 
 from phalanx.cli.commands.info import describe, format_si
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
-from phalanx.cost.exact.pipeline_split import require_resolved_layout
+from phalanx.cost.exact.layout_checks import require_resolved_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, fits_safely
 from phalanx.spec.base import divisors
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import MODEL_PARALLEL_AXES
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
-from phalanx.spec.layout import MODEL_PARALLEL_AXES, VALID_DATA_STRATEGIES, Layout
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 WIDTH = 120
@@ -30,7 +32,10 @@ NOTES = (
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
     "total: the most at one time, less than the parts together, whose peaks come at different times",
-    f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, with what driver and libraries take, as in `phalanx advise oom`",
+    (
+        f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, "
+        "with what driver and libraries take, as in `phalanx advise oom`"
+    ),
 )
 
 
@@ -158,7 +163,10 @@ def _line(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> st
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
     ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
-    return f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, recompute {run.layout.activation_checkpointing}"
+    return (
+        f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, "
+        f"recompute {run.layout.activation_checkpointing}"
+    )
 
 
 def _table(world_size: int, found: list[MemoryRow]) -> Table:

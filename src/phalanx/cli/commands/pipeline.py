@@ -18,7 +18,7 @@ from rich.text import Text
 from phalanx.cli.common.options import Json, Overrides, RunFile
 from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
 from phalanx.report.drawing.schedule import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
-from phalanx.schedule.idealised import active_fraction_per_tick, book_overlap
+from phalanx.schedule.published import active_fraction_per_tick, book_overlap
 from phalanx.schedule.registry import PUBLISHED, build_schedule, representative_schedule
 from phalanx.schedule.schedule import Schedule, read_csv, to_csv
 from phalanx.schedule.search import search_schedule

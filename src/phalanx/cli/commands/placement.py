@@ -27,8 +27,8 @@ from phalanx.plan.placement.findings import (
 )
 from phalanx.plan.placement.traffic_matrix import TrafficMatrix, merge_matrices, traffic_matrices
 from phalanx.report.drawing.heatmap import Heatmap, format_bytes, save_picture
+from phalanx.spec.degrees import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.files.load import load_run
-from phalanx.spec.layout import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
@@ -218,8 +218,8 @@ def _network(facts: dict[str, Any]) -> str:
     needs = f": {seconds:.3g} s at least" if seconds else ""
     relay = " (with --pxn, as NCCL relays it, less)" if total["spine"] and not facts["pxn"] else ""
     return (
-        f"\nof the network's {format_bytes(total['rail'] + total['spine'])}, {facts['cross_rail_share_of_network']:.1%} go "
-        f"from rail to rail, by the spine{relay}\n"
-        f"busiest network device: {busiest['nic']} of node {busiest['node']}, sends {format_bytes(busiest['sent_bytes'])}, "
-        f"receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
+        f"\nof the network's {format_bytes(total['rail'] + total['spine'])}, "
+        f"{facts['cross_rail_share_of_network']:.1%} go from rail to rail, by the spine{relay}\n"
+        f"busiest network device: {busiest['nic']} of node {busiest['node']}, "
+        f"sends {format_bytes(busiest['sent_bytes'])}, receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
     )

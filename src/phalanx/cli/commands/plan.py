@@ -17,10 +17,10 @@ from phalanx.cli.commands.plan_checks import (
     given_options,
 )
 from phalanx.cli.common.options import Json, Machine, Overrides
-from phalanx.cli.searching import search_progress
+from phalanx.cli.common.progress import search_progress
 
 if TYPE_CHECKING:
-    from phalanx.plan.search.search import EvaluatedLayout, Plan
+    from phalanx.plan.search.result import EvaluatedLayout, Plan
     from phalanx.spec.cluster import ClusterSpec
     from phalanx.spec.run import RunSpec
 
@@ -119,8 +119,8 @@ def plan(
 
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     """The run with a layout, to train."""
-    from phalanx.runs.create import to_toml
     from phalanx.spec.errors import UserError
+    from phalanx.spec.files.write import to_toml
 
     try:
         file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
@@ -224,7 +224,7 @@ def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path 
 
 def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
     """What a layout takes that the user wrote: one that cannot be is said before any search."""
-    from phalanx.plan.search.explain import evaluate_layout, parse_layout
+    from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 
     return evaluate_layout(run, world_size, parse_layout(text))
 

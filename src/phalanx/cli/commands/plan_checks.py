@@ -11,7 +11,7 @@ import typer
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
-    from phalanx.plan.search.search import EvaluatedLayout
+    from phalanx.plan.search.result import EvaluatedLayout
     from phalanx.spec.run import RunSpec
 
 VIEWS = ("--explain", "--why-not", "--diff", "--export")

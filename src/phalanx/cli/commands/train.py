@@ -122,7 +122,7 @@ def train(
     if nproc is not None:  # the run directory says so, too, for whoever goes on with it
         cluster = described.cluster.model_copy(update={"nproc_per_node": nproc})
         described = described.model_copy(update={"cluster": cluster})
-    from phalanx.runs.create import EXIT_STOPPED
+    from phalanx.spec.errors import EXIT_STOPPED
 
     def stop(*_: object) -> None:  # until there are ranks, which save before they end
         print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
@@ -167,9 +167,9 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
 
 
 def _config(run: RunSpec, nproc: int | None) -> str:
-    from phalanx.cost.exact.pipeline_split import check_layout
-    from phalanx.runs.create import to_toml
-    from phalanx.spec.run import plan_batch
+    from phalanx.cost.exact.layout_checks import check_layout
+    from phalanx.spec.batch import plan_batch
+    from phalanx.spec.files.write import to_toml
 
     ranks = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
@@ -179,7 +179,10 @@ def _config(run: RunSpec, nproc: int | None) -> str:
     world_size = ranks * run.cluster.nodes
     check_layout(run, world_size)
     cut = plan_batch(run, world_size)
-    note = f"# per update: {cut.micro_batch_size} sequences x {cut.dp_size} ranks x {cut.gradient_accumulation_steps} accumulated"
+    note = (
+        f"# per update: {cut.micro_batch_size} sequences x {cut.dp_size} ranks "
+        f"x {cut.gradient_accumulation_steps} accumulated"
+    )
     return f"{note}\n{to_toml(run)}".rstrip()
 
 
@@ -214,7 +217,7 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
 
 
 def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
-    from phalanx.runs.create import preflight
+    from phalanx.launch.preflight import preflight
 
     known = run.cluster.nproc_per_node
     plan = None
@@ -233,7 +236,7 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
 
 def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, host: str, port: int) -> int:
     """The same on one of several nodes, each of which runs this command."""
-    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.launch.process import select_nproc
     from phalanx.launch.rendezvous import Rendezvous
     from phalanx.launch.supervisor import supervise_training
@@ -258,8 +261,10 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, ho
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
     """The run's directory, and what keeps others out of it."""
-    from phalanx.cli.preparing import tokenization_progress
-    from phalanx.runs.create import check_and_prepare, lock_run_directory, write_run_directory
+    from phalanx.cli.common.progress import tokenization_progress
+    from phalanx.launch.preflight import lock_run_directory
+    from phalanx.runs.create import write_run_directory
+    from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
         prepared = check_and_prepare(run, ranks, resume, progress)
@@ -276,7 +281,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
 
     Raises UserError where no layout fits.
     """
-    from phalanx.cost.exact.pipeline_split import check_layout
+    from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.report.run_data import read_run
     from phalanx.runs.create import run_directory
 

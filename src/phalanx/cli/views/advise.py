@@ -9,7 +9,7 @@ from rich.console import Console
 from phalanx.cost.estimate.memory import GIB
 from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport
 from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
-from phalanx.plan.search.search import EvaluatedLayout
+from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.run import RunSpec
 
 TITLES: dict[Kind, str] = {

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.commands.info import format_si
-from phalanx.spec.layout import AXES, parallel_dims
+from phalanx.spec.degrees import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.verify.plan_comparison import PlanCheck
 

@@ -21,7 +21,7 @@ from phalanx.plan.search.explain import (
 )
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
-from phalanx.plan.search.search import EvaluatedLayout, Plan
+from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown

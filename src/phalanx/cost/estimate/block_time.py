@@ -8,9 +8,10 @@ import numpy as np
 
 from phalanx.cost.estimate.collective_time import all_to_all_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
-from phalanx.cost.estimate.job_table import RECOMPUTED, ActivationCheckpointing, AttentionKernel, Column, JobTable
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import attention_seconds, by_generation, linear_seconds, memory_pass_seconds
 from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
+from phalanx.cost.kinds import RECOMPUTED, ActivationCheckpointing, AttentionKernel, Column
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.estimate.constants import TimeConstants
-from phalanx.cost.estimate.job_table import Column, JobTable
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.kinds import Column
 
 
 def fast_link_bandwidth(c: TimeConstants, jobs: JobTable) -> Column:

@@ -24,7 +24,10 @@ def bounds(constant: Field[Any]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """Of step times. "Passes" are reads or writes of a tensor of 2-byte numbers; eras are those of `JobTable.hardware_generation`."""
+    """Constants of step times.
+
+    "Passes" are reads or writes of a tensor of 2-byte numbers; eras are those of `JobTable.hardware_generation`.
+    """
 
     gemm_0: float = bounded(0.75, 1.05)
     """Of the most that a matrix product was seen to reach, what large products reach in training (era 0)."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.estimate.constants import TimeConstants
-from phalanx.cost.estimate.job_table import AttentionKernel, Column, JobTable
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.kinds import AttentionKernel, Column
 
 TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 64, 3))
 """Rows and columns of the tiles that libraries cut a product into, and how often each is smaller than the largest."""

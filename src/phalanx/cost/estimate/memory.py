@@ -9,8 +9,9 @@ from math import erf, sqrt
 import numpy as np
 
 from phalanx.cost.estimate.constants import MemoryConstants
-from phalanx.cost.estimate.job_table import RECOMPUTED, AttentionKernel, Column, JobTable, ScheduleKind
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.offload import device_state_bytes, host_bytes
+from phalanx.cost.kinds import RECOMPUTED, AttentionKernel, Column, ScheduleKind
 from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
 
 GIB = 2**30

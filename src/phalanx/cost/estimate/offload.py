@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.estimate.constants import TimeConstants
-from phalanx.cost.estimate.job_table import Column, JobTable, OffloadTarget
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import memory_pass_seconds
+from phalanx.cost.kinds import Column, OffloadTarget
 from phalanx.cost.precision import master_weight_bytes
 
 LINK = 0.8

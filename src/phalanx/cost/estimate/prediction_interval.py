@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.estimate.constants import IntervalConstants
-from phalanx.cost.estimate.job_table import Column, JobTable
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.kinds import Column
 
 KINDS = ("low_precision", "experts", "sharded", "small", "stated")
 

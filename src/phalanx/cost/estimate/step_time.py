@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from phalanx.cost.estimate.block_time import BlockTime, block_seconds, smooth_max
 from phalanx.cost.estimate.collective_time import network_bandwidth, p2p_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
-from phalanx.cost.estimate.job_table import Column, JobTable, ScheduleKind
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import matmul_seconds, memory_pass_seconds
 from phalanx.cost.estimate.offload import offload_seconds, upload_seconds
+from phalanx.cost.kinds import Column, ScheduleKind
 
 
 @dataclass(frozen=True)

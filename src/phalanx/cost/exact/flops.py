@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from phalanx.cost.estimate.job_table import ActivationCheckpointing
 from phalanx.cost.exact.parameter_shapes import Shape, num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.pipeline_split import layers_per_rank
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
+from phalanx.cost.kinds import ActivationCheckpointing
 from phalanx.schedule.registry import representative_schedule
-from phalanx.spec.layout import parallel_dims
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35
 """Of the FLOPs of a block's linear products, those of every second one, which torchtitan's selective recomputation does

@@ -9,7 +9,6 @@ Not in it: a gradient that is added to another, the allocator's gaps, libraries,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from phalanx.cost.exact.activation_memory import (
     ActivationBytes,
@@ -26,7 +25,9 @@ from phalanx.cost.exact.comm_buffers import (
     parameter_server_buffers,
     pipeline_buffer_bytes,
 )
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, optimizer_step_bytes, pipeline_memory_peaks
+from phalanx.cost.exact.model_state import STATES, Optimizer, StateBytes, optimizer_kind, sharded_state_bytes
 from phalanx.cost.exact.parameter_shapes import (
     Shape,
     Shapes,
@@ -35,112 +36,15 @@ from phalanx.cost.exact.parameter_shapes import (
     num_elements,
     parameter_shapes,
 )
-from phalanx.cost.exact.parameters import ParameterCount, count_parameters
-from phalanx.cost.exact.pipeline_split import check_layout, layers_per_stage
+from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule
-from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers, parallel_dims
-from phalanx.spec.run import BatchPlan, OptimizerSpec, RunSpec, plan_batch
-
-Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
-
-STATES: dict[Optimizer, int] = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
-"""Numbers that an optimizer keeps per parameter: none, a momentum, Adam's two moments, Muon's momentum."""
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of model state by part: of one parameter, or times a count, of a whole model."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """Bytes that training holds from step to step."""
-        return self.parameters + self.gradients + self.optimizer
-
-    def __mul__(self, count: int) -> StateBytes:
-        return StateBytes(self.parameters * count, self.gradients * count, self.optimizer * count)
-
-    def __add__(self, more: StateBytes) -> StateBytes:
-        optimizer = self.optimizer + more.optimizer
-        return StateBytes(self.parameters + more.parameters, self.gradients + more.gradients, optimizer)
-
-
-PUBLISHED_MIXED_PRECISION_ADAM = StateBytes(parameters=2, gradients=2, optimizer=12)
-"""The 16 bytes of the literature (ZeRO, arXiv 1910.02054, section 3.1): half-precision parameters and
-gradients, and an fp32 master copy among the optimizer's state. Phalanx's bf16 has 16 too, cut otherwise."""
-
-
-def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
-    """Bytes per parameter that Phalanx keeps; multiply by a count of parameters.
-
-    Parameters, gradients and state are fp32 for bf16 and fp32 alike: the bf16 copies that the products read
-    are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
-    """
-    number = STATE_BYTES[precision]
-    return StateBytes(number, number, STATES[optimizer] * number)
-
-
-def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:
-    """Bytes of a model's whole state. With muon, AdamW trains what is not a matrix inside a block."""
-    if optimizer != "muon":
-        return state_bytes(optimizer, precision) * count.total
-    rest = count.total - count.block_matrices
-    return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * rest
-
-
-def checkpoint_bytes(run: RunSpec) -> int:
-    """Bytes of one checkpoint: parameters and optimizer state."""
-    state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
-    return state.parameters + state.optimizer
-
-
-def checkpoint_space_needed_bytes(run: RunSpec, there: int) -> int:
-    """Bytes that the checkpoints of a run still need beside those that are there: the oldest goes when a new one has
-    come."""
-    return max(1, run.checkpoint.keep + 1 - there) * checkpoint_bytes(run)
-
-
-def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
-    """What a run's optimizer is called here."""
-    if spec.name == "sgd":
-        return "sgd-momentum" if spec.momentum else "sgd"
-    return spec.name
-
-
-def sharded_state_bytes(strategy: Strategy, precision: Precision, whole: int, owned: int, states: int) -> StateBytes:
-    """State that one rank keeps of a model of `whole` parameters, of which it owns `owned`, and keeps `states` numbers
-    of optimizer state.
-
-    Bytes per parameter with Adam on N ranks (`whole` 1, `owned` 1/N, `states` 2/N; of ddp 2):
-
-        |              | bf16      | fp32      |
-        |--------------|-----------|-----------|
-        | ddp          | 16        | 16        |
-        | zero1        | 4 + 12/N  | 8 + 8/N   |
-        | zero2        | 2 + 14/N  | 4 + 12/N  |
-        | zero3, hsdp  | 16/N      | 16/N      |
-
-    In bf16, zero1 and zero2 keep model and gradients in bf16, and fp32 rows, which they train, among the optimizer's
-    state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
-    the model's own.
-    """
-    computed, kept = COMPUTE_BYTES[precision], STATE_BYTES[precision]
-    trained_apart = kept * owned if precision == "bf16" else 0
-    match strategy:
-        case "zero1":
-            return StateBytes(computed * whole, computed * whole, trained_apart + kept * states)
-        case "zero2":
-            return StateBytes(computed * whole, computed * owned, trained_apart + kept * states)
-        case "zero3" | "hsdp":
-            return StateBytes(kept * owned, kept * owned, kept * states)
-        case "ddp" | "parameter_server":
-            return StateBytes(kept * whole, kept * whole, kept * states)
+from phalanx.spec.batch import BatchPlan, plan_batch
+from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.run import RunSpec
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import GroupKind, Traffic, sent_bytes
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.schedule.registry import representative_schedule
-from phalanx.spec.layout import SHARDED_STRATEGIES, parallel_dims
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.layout import SHARDED_STRATEGIES
+from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import tensor_sharding
 
 NUM_SCALARS = 6

@@ -8,6 +8,7 @@ from dataclasses import replace
 from phalanx.cost.exact.activation_memory import StageBlocks, pipeline_stages
 from phalanx.cost.exact.activation_traffic import stage_activation_traffic
 from phalanx.cost.exact.collective_counts import CollectiveCounts, count_collectives
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.parameter_shapes import (
     Shapes,
     is_muon_parameter,
@@ -15,21 +16,17 @@ from phalanx.cost.exact.parameter_shapes import (
     num_elements,
     parameter_shapes,
 )
-from phalanx.cost.exact.pipeline_split import check_layout, layers_per_stage
+from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.rank_memory import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.exact.saved_tensors import ForwardShape
 from phalanx.cost.formulas.collectives import GroupKind, Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule
-from phalanx.spec.layout import (
-    SHARDED_STRATEGIES,
-    Layout,
-    assign_parameters_to_servers,
-    parallel_dims,
-    uses_model_parallelism,
-)
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims, uses_model_parallelism
+from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import rows_on_rank, tensor_sharding
 
 

@@ -169,7 +169,8 @@ def step_traffic(
     section 7: 2 Psi for DDP and ZeRO-1 and 2, 3 Psi for ZeRO-3, where P = G = Psi, a = 1 and N is large):
 
         ddp 2 G f | zero1 (G + P) f | zero2 (a G + P) f | zero3 a (2 P + G) f, or a (P + G) f if not resharded
-        hsdp: zero3, + 2 (G/N) (R-1)/R | parameter_server: P received, G sent by a worker (see `parameter_server_traffic`)
+        hsdp: zero3, + 2 (G/N) (R-1)/R
+        parameter_server: P received, G sent by a worker (see `parameter_server_traffic`)
 
     All is linear in P and G: parts of a model that are treated differently add up.
     """

@@ -7,8 +7,8 @@ import textwrap
 
 from phalanx.launch.jobs.job import PORT, SAVING_SECONDS, ClusterJob
 from phalanx.launch.jobs.volume import WORK, job_environment, require_options
-from phalanx.runs.create import EXIT_STOPPED
 from phalanx.spec.base import require
+from phalanx.spec.errors import EXIT_STOPPED
 
 RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
 LONGEST_NAME = 52

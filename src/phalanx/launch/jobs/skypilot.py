@@ -7,8 +7,8 @@ import textwrap
 
 from phalanx.launch.jobs.job import PORT, ClusterJob, shell_join
 from phalanx.launch.jobs.volume import WORK, job_environment, require_options
-from phalanx.runs.create import EXIT_STOPPED
 from phalanx.spec.base import require
+from phalanx.spec.errors import EXIT_STOPPED
 
 RUN_FILE = "~/phalanx/run.toml"
 

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 
 from phalanx.launch.jobs.job import SAVING_SECONDS, ClusterJob, shell_join
-from phalanx.runs.create import EXIT_STOPPED
 from phalanx.spec.base import require
+from phalanx.spec.errors import EXIT_STOPPED
 
 CHECK_MINUTES = 5
 """For `phalanx doctor --quick`, which takes one at most where nothing hangs."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.dtensor_utils import as_dtensor
+from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.parallel.malloc_tuning import tune_malloc
 from phalanx.spec.errors import UserError
 

@@ -5,8 +5,8 @@ the workers' gradients, in the order of the workers, and divide them by the toke
 first ranks are the servers, and parameters are spread over them by bytes. A worker holds weights and gradients only,
 whatever the optimizer.
 
-Synchronously, that is all. Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a worker
-goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
+Synchronously, that is all. Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a
+worker goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
 weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1 copies
 of its weights.
 
@@ -22,20 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.moe import Router
-from phalanx.parallel.grad_norm import global_grad_norm
-from phalanx.parallel.strategy import (
-    StepReduction,
-    Strategy,
-    named_parameters,
-    optimizer_state_tensors,
-    place_buffers,
-    replace_parameter,
+from phalanx.parallel.data.parameter_server_messages import (
+    Shapes,
+    flatten_parameters,
+    irecv,
+    isend,
+    parameter_views,
+    receive_buffer,
+    router_biases,
 )
+from phalanx.parallel.grad_norm import global_grad_norm
+from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors, place_buffers, replace_parameter
+from phalanx.parallel.strategy import StepReduction, Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout, assign_parameters_to_servers
-
-Shapes = dict[str, torch.Size]
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,20 @@ class ParameterServerWorker(Strategy):
 
     def __init__(self, module: nn.Module, roles: ServerTopology, device: torch.device) -> None:
         whole = dict(named_parameters(module))
-        self.weights = [_flatten_parameters(whole, shapes, device) for shapes in roles.owned]
+        self.weights = [flatten_parameters(whole, shapes, device) for shapes in roles.owned]
         """One vector for each server's parameters, which the model's are views of."""
         self.sums = [torch.zeros_like(weights) for weights in self.weights]
         """Of gradients, likewise."""
         for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
-            gradients = _parameter_views(sums, shapes)
-            for name, view in _parameter_views(weights, shapes).items():
+            gradients = parameter_views(sums, shapes)
+            for name, view in parameter_views(weights, shapes).items():
                 parameter = nn.Parameter(view, whole[name].requires_grad)
                 parameter.grad = gradients[name]
                 replace_parameter(module, whole[name], parameter)
         place_buffers(module, device)
         super().__init__(module)
         self.trainable_parameters, self.roles = {}, roles
-        self.biases = _router_biases(module)
+        self.biases = router_biases(module)
         self.steps_sent = 0
         """Steps whose gradients were sent."""
         self.versions = [0] * len(roles.servers)
@@ -117,7 +117,7 @@ class ParameterServerWorker(Strategy):
         sent = [gradients.cpu() for gradients in self.sums]
         works = []
         for server, gradients in zip(self.roles.servers, sent, strict=True):
-            works += [_isend(message, server, 2 * self.steps_sent), _isend(gradients, server, 2 * self.steps_sent + 1)]
+            works += [isend(message, server, 2 * self.steps_sent), isend(gradients, server, 2 * self.steps_sent + 1)]
         self.steps_sent += 1
         self._message_size = 2 + len(sums)
         if self.roles.staleness is None:
@@ -151,7 +151,7 @@ class ParameterServerWorker(Strategy):
         with self.comm_wait.measure():
             dist.broadcast(header, self.roles.servers[0], group=self.roles.groups[0])
             for server, group, weights in zip(self.roles.servers, self.roles.groups, self.weights, strict=True):
-                received = _receive_buffer(weights)
+                received = receive_buffer(weights)
                 dist.broadcast(received, server, group=group)
                 weights.copy_(received)
         self.versions = [self.steps_sent] * len(self.versions)
@@ -164,12 +164,12 @@ class ParameterServerWorker(Strategy):
                 tag = 2 * (self.versions[index] + 1)
                 if (expected := self._expected[index]) is None:
                     header = self._header_buffer()
-                    expected = self._expected[index] = _irecv(header, server, tag), header
+                    expected = self._expected[index] = irecv(header, server, tag), header
                 work, header = expected
                 # Gloo says that a message has come only to who waits for it; its first number says so before.
                 if self.versions[index] >= needed and header[0] < 0:
                     break
-                received = _receive_buffer(self.weights[index])
+                received = receive_buffer(self.weights[index])
                 with self.comm_wait.measure():
                     work.wait()
                     dist.recv(received, server, tag=tag + 1)
@@ -198,10 +198,10 @@ class ParameterServer(Strategy):
     def __init__(self, module: nn.Module, roles: ServerTopology) -> None:
         whole, cpu = dict(named_parameters(module)), torch.device("cpu")
         shapes = roles.owned[dist.get_rank()]
-        self.weights = _flatten_parameters(whole, shapes, cpu)
+        self.weights = flatten_parameters(whole, shapes, cpu)
         self.sum = torch.zeros_like(self.weights)
-        gradients, trained = _parameter_views(self.sum, shapes), {}
-        for name, view in _parameter_views(self.weights, shapes).items():
+        gradients, trained = parameter_views(self.sum, shapes), {}
+        for name, view in parameter_views(self.weights, shapes).items():
             if whole[name].requires_grad:
                 trained[name] = nn.Parameter(view)
                 trained[name].grad = gradients[name]
@@ -210,7 +210,7 @@ class ParameterServer(Strategy):
         place_buffers(module, cpu)
         super().__init__(module)
         self.trainable_parameters, self.roles = trained, roles
-        self.biases = _router_biases(module)
+        self.biases = router_biases(module)
         self.done = 0
         """Updates."""
         self._header = torch.zeros(2, dtype=torch.float64)
@@ -288,7 +288,7 @@ class ParameterServer(Strategy):
     def _post(self, worker: int, message: Tensor, gradients: Tensor, ahead: int) -> None:
         """Begin to receive what a worker sends so many steps ahead."""
         tag = 2 * (self.done + ahead)
-        works = [_irecv(message, worker, tag), _irecv(gradients, worker, tag + 1)]
+        works = [irecv(message, worker, tag), irecv(gradients, worker, tag + 1)]
         self._posted[worker].append((works, message, gradients))
 
     def _message(self) -> Tensor:
@@ -307,43 +307,5 @@ class ParameterServer(Strategy):
         message, weights = self._message(), self.weights.clone()
         works = []
         for worker in self.roles.workers:
-            works += [_isend(message, worker, 2 * self.done), _isend(weights, worker, 2 * self.done + 1)]
+            works += [isend(message, worker, 2 * self.done), isend(weights, worker, 2 * self.done + 1)]
         self._sending.append((works, message, weights))
-
-
-def _flatten_parameters(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
-    """The named parameters one after another; zeros for those without memory."""
-    dtype = next(iter(whole.values())).dtype
-    vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
-    for name, view in _parameter_views(vector, shapes).items():
-        if not whole[name].is_meta:
-            view.copy_(whole[name].detach())
-    return vector
-
-
-def _parameter_views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """The parts of such a vector by name."""
-    parts = vector.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-
-
-def _router_biases(module: nn.Module) -> list[Tensor]:
-    """What a server corrects beside parameters, and sends: an asynchronous worker does not hear of every update."""
-    return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
-
-
-def _receive_buffer(weights: Tensor) -> Tensor:
-    """Where to receive weights: in their place, or beside a GPU's."""
-    return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
-
-
-def _isend(tensor: Tensor, to: int, tag: int) -> dist.Work:
-    work = dist.isend(tensor, to, tag=tag)
-    assert work is not None
-    return work
-
-
-def _irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
-    work = dist.irecv(tensor, source, tag=tag)
-    assert work is not None
-    return work

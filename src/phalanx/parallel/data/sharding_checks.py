@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from phalanx.parallel.strategy import named_parameters
+from phalanx.parallel.module_tensors import named_parameters
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 

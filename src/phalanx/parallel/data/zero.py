@@ -12,35 +12,36 @@ Bytes per parameter, with Adam: in fp32 the owned rows are part of the model tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
-from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
-from phalanx.parallel.dtensor_utils import as_dtensor
+from phalanx.parallel.data.zero_buckets import (
+    MIB,
+    PIECE_BYTES,
+    Bucket,
+    OwnedParameter,
+    RowSharding,
+    make_buckets,
+    master_copy,
+    trainable_parameters_of,
+)
 from phalanx.parallel.grad_norm import clip_coefficient
-from phalanx.parallel.strategy import (
-    Strategy,
+from phalanx.parallel.module_tensors import (
     chunk_by_bytes,
     materialize,
     named_parameters,
     optimizer_state_tensors,
     step_parameters,
 )
+from phalanx.parallel.strategy import Strategy
 from phalanx.spec.layout import Layout
-
-MIB = 2**20
-PIECE_BYTES = 256 * MIB
-"""Owned rows that are stepped at once: their gradients are cast to the rows' precision just for it."""
 
 
 class ZeRO(Strategy):
@@ -64,8 +65,8 @@ class ZeRO(Strategy):
         beside = {}
         if compute_dtype is not None or offload is not None:
             beside = {
-                name: _master_copy(splits[name].rows(p), device, offload)
-                for name, p in _trainable(named_parameters(module))
+                name: master_copy(splits[name].rows(p), device, offload)
+                for name, p in trainable_parameters_of(named_parameters(module))
             }
         if compute_dtype is not None:
             for parameter in module.parameters():
@@ -77,13 +78,13 @@ class ZeRO(Strategy):
         self.offload = offload
         owned = {
             name: OwnedParameter(name, p, splits[name], beside.get(name), offload)
-            for name, p in _trainable(self.trainable_parameters.items())
+            for name, p in trainable_parameters_of(self.trainable_parameters.items())
         }
         self.trainable_parameters = {name: part.master for name, part in owned.items()}
         limit = layout.bucket_mb * MIB
         if offload is not None:  # a piece is whole buckets; their bytes are those of all ranks, in a model's precision
             limit = min(limit, offload.piece_bytes * split.ranks / 2)
-        self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in _make_buckets(owned.values(), limit)]
+        self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
         self._communicates = True
         self._begun = 0
         self._factor: Tensor | None = None
@@ -192,185 +193,3 @@ class ZeRO(Strategy):
         for bucket in self.buckets:
             self._gather(bucket)
         self._finish_gather()
-
-
-class RowSharding:
-    """Which rows of a tensor are this rank's: of N ranks the first own as many as it takes, the last may have fewer."""
-
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self.mesh = mesh
-        self.ranks, self.rank = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group() if self.mesh is not None else None
-
-    def rows_per_rank(self, whole: Tensor) -> int:
-        """Rows per rank."""
-        return -(-len(whole) // self.ranks)
-
-    def rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows (a view)."""
-        each = self.rows_per_rank(whole)
-        return whole.detach()[min(self.rank * each, len(whole)) : min((self.rank + 1) * each, len(whole))]
-
-    def as_dtensor(self, rows: Tensor, whole: Tensor) -> Tensor:
-        """This rank's rows as part of a tensor like `whole`."""
-        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], whole.shape)
-
-
-class OwnedParameter:
-    """A parameter that computes, and the rows of it that this rank trains."""
-
-    def __init__(
-        self, name: str, parameter: nn.Parameter, split: RowSharding, beside: Tensor | None, offload: CpuOffload | None
-    ) -> None:
-        """`beside` are the rows where they are not those of the parameter itself."""
-        self.name, self.parameter, self.split, self.offload = name, parameter, split, offload
-        self.matrix = (len(parameter), parameter[0].numel())
-        self.size = split.rows_per_rank(parameter) * self.matrix[1]
-        """Elements of a rank, with padding."""
-        self.aliased = beside is None
-        self.rows = split.rows(parameter) if beside is None else beside
-        self.master = nn.Parameter(split.as_dtensor(self.rows, parameter))
-        self.gradient: Tensor | None = None
-        """Of the rows, summed over ranks, in the precision of the model."""
-        self._resting: Tensor | None = None
-
-    def accumulate(self, came: Tensor, keep_whole: bool) -> None:
-        """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
-        whole = self.parameter.grad
-        if keep_whole and whole is not None:
-            self.gradient = self.split.rows(whole)
-            if came is not whole:
-                self.gradient.copy_(came)
-        elif self.offload is not None:
-            if self._resting is None:
-                self._resting = self.offload.to_host(came)
-            elif self.gradient is None:
-                self._resting.copy_(came)
-            else:
-                self._resting.add_(came.to(self._resting.device))
-            self.offload.write_back([self._resting])
-            self.gradient, self.parameter.grad = self._resting, None
-        else:
-            self.gradient = came if self.gradient is None or came is whole else self.gradient.add_(came)
-
-    def master_gradient(self, factor: Tensor | None) -> Tensor | None:
-        """The gradient, times a factor, where and as precise as the master is."""
-        if self.gradient is None:
-            return None
-        scaled = (
-            self.gradient if factor is None else self.gradient * factor.to(self.gradient.device, self.gradient.dtype)
-        )
-        return self.split.as_dtensor(scaled.to(self.rows.device, self.rows.dtype), self.parameter)
-
-
-class Bucket:
-    """Parameters whose gradients are sent at once, and whose rows are gathered at once.
-
-    On the way they lie in a buffer [N, n]: for each rank its rows of every parameter, padded where they are fewer.
-    """
-
-    def __init__(self, parts: list[OwnedParameter], split: RowSharding, exposed: WaitTimer) -> None:
-        self.parts, self.exposed, self.group = parts, exposed, split.group
-        self.sizes = [part.size for part in parts]
-        self.missing = len(parts)
-        """Gradients of the micro-batch under way that have not come yet."""
-        self._reducing: ReduceScatter | None = None
-        self._gathering: tuple[dist.Work, Tensor] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Of the owned rows, with padding: equal on all ranks, which so step the same pieces."""
-        return sum(part.size * part.rows.element_size() for part in self.parts)
-
-    def start_reduce(self, keep_whole: bool) -> None:
-        """Send each owner its rows of these gradients."""
-        if self.group is None:
-            return
-        for part in self.parts:
-            if part.parameter.grad is None:
-                part.parameter.grad = torch.zeros_like(part.parameter)
-        wholes = [part.parameter.grad.view(part.matrix) for part in self.parts if part.parameter.grad is not None]
-        sent = wholes[0].new_empty(self.group.size(), sum(self.sizes))
-        torch._chunk_cat(wholes, dim=0, num_chunks=self.group.size(), out=sent)
-        del wholes
-        if not keep_whole:
-            for part in self.parts:
-                part.parameter.grad = None
-        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.exposed)
-
-    def finish_reduce(self, keep_whole: bool) -> None:
-        """Hand every parameter the sum of its owned rows' gradients."""
-        if self._reducing is None:
-            for part in self.parts:
-                if part.parameter.grad is not None:
-                    part.accumulate(part.parameter.grad, keep_whole)
-            return
-        self._reducing.wait()
-        summed = self._reducing.out.split(self.sizes)
-        self._reducing = None
-        for part, flat in zip(self.parts, summed, strict=True):
-            part.accumulate(flat[: part.rows.numel()].view_as(part.rows), keep_whole)
-
-    def drop_gradients(self) -> None:
-        for part in self.parts:
-            part.gradient = part.parameter.grad = None
-
-    def start_gather(self) -> None:
-        """Send the owned rows, as they were trained, to every rank."""
-        if self.group is None:
-            for part in self.parts:
-                if not part.aliased:
-                    part.parameter.detach().copy_(part.rows)
-            return
-        mine = self.parts[0].parameter.new_zeros(sum(self.sizes))
-        for part, flat in zip(self.parts, mine.split(self.sizes), strict=True):
-            flat[: part.rows.numel()].view_as(part.rows).copy_(part.rows)
-        whole = mine.new_empty(self.group.size() * len(mine))
-        work = all_gather(whole, mine, group=self.group, async_op=True)
-        self._gathering = work, whole.view(self.group.size(), -1)
-
-    def finish_gather(self) -> None:
-        """Let the model compute with what came."""
-        if self._gathering is None:
-            return
-        work, whole = self._gathering
-        self._gathering = None
-        with self.exposed.measure():
-            work.wait()
-        for part, came in zip(self.parts, whole.split(self.sizes, dim=1), strict=True):
-            matrix = part.parameter.detach().view(part.matrix)
-            if matrix.numel() == came.numel():
-                matrix.view(came.shape).copy_(came)
-            else:
-                matrix.copy_(came.reshape(-1, part.matrix[1])[: len(matrix)])
-
-
-def _trainable(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are not frozen: every rank keeps the others whole, and trains nothing of them."""
-    return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
-
-
-def _master_copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) -> Tensor:
-    """Rows that are trained apart from the parameter; a tensor without memory gives rows to be filled."""
-    if offload is not None:
-        return offload.to_host(rows)
-    return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)
-
-
-def _make_buckets(rows: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
-    """Buckets of about `limit` bytes of parameters of one dtype, in the order in which the backward pass comes by."""
-    buckets: list[list[OwnedParameter]] = []
-    size = 0
-    for part in reversed(list(rows)):
-        parameter = part.parameter
-        last = buckets[-1][0] if buckets else None
-        alike = last is not None and (last.split, last.parameter.dtype) == (part.split, parameter.dtype)
-        if not alike or size >= limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(part)
-        size += parameter.numel() * parameter.element_size()
-    return buckets

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.model.moe import Experts, MoE, combine_expert_outputs, permute_by_expert, to_host_list
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.strategy import named_modules, named_parameters
+from phalanx.parallel.module_tensors import named_modules, named_parameters
 
 
 class ExpertParallelGroup:

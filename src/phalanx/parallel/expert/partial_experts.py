@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from phalanx.model.moe import Experts, MoE, grouped_linear
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.dtensor_utils import rows_per_rank
+from phalanx.parallel.dtensor_shards import rows_per_rank
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
-from phalanx.parallel.strategy import ModelShardingProtocol, named_modules
+from phalanx.parallel.module_tensors import named_modules
+from phalanx.parallel.strategy import ModelShardingProtocol
 from phalanx.spec.swarm import Codec
 
 KINDS = ("gate", "up", "down")

@@ -8,7 +8,7 @@ Gradients add up over the step and are summed over data-parallel ranks once, at 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import cast
@@ -17,60 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.pipeline.p2p import PipelineP2P
 from phalanx.parallel.pipeline.split_backward import (
-    DeferredWeightGrads,
     WeightGradient,
     compute_weight_grads,
     split_backward,
 )
+from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
 from phalanx.schedule.schedule import Action, Schedule, actions
-from phalanx.spec.model import ModelSpec
-
-
-@dataclass(frozen=True)
-class InferenceMicroBatch:
-    """A micro-batch without targets."""
-
-    tokens: Tensor
-    document_starts: Tensor | None
-
-
-class StageModule(Transformer):
-    """The stages of one rank: a transformer without the blocks, embedding and head that other ranks have. What it has
-    is named as in the whole."""
-
-    def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
-        """`layers` are the blocks of each of this rank's stages, `stages` all stages of the pipeline."""
-        super().__init__(spec)
-        self.layers, self.last = dict(layers), stages - 1
-        mine = {str(layer): self.blocks[layer] for of_stage in layers.values() for layer in of_stage}
-        self.blocks = nn.ModuleDict(mine)  # type: ignore[assignment]
-        self.deferred_weight_grads = DeferredWeightGrads()
-        self.tied_embedding_copy: Tensor | None = None
-        """Of the embedding, where it is also the head and another rank trains it."""
-        if 0 not in layers:
-            del self.embedding
-            if spec.position_embedding == "learned":
-                del self.positions
-        if self.last not in layers:
-            del self.norm
-            if not spec.tie_embeddings:
-                del self.head
-
-    def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
-        """A stage's output (of the last the logits), and its auxiliary loss; `x` is the stage's input, or tokens."""
-        x_BTD = self.embed(x, starts_BT) if stage == 0 else x
-        blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
-        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, starts_BT)
-        return (self.compute_logits(x_BTD) if stage == self.last else x_BTD), auxiliary
-
-    @property
-    def head_weight(self) -> Tensor:
-        return super().head_weight if self.tied_embedding_copy is None else self.tied_embedding_copy
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from phalanx.model.attention import Attention
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, TensorTuple
+from phalanx.parallel.tensor.autograd import TensorTuple
+from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
 from phalanx.spec.model import ModelSpec
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from phalanx.parallel.dtensor_utils import as_dtensor, rows_per_rank
+from phalanx.parallel.dtensor_shards import as_dtensor, rows_per_rank
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.strategy import named_parameters, replace_parameter
+from phalanx.parallel.module_tensors import named_parameters, replace_parameter
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.tensor_sharding import TensorSharding, kv_head_replication, tensor_sharding

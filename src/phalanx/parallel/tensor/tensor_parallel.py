@@ -15,7 +15,7 @@ send the gradient of a product's input while they compute those of its weights."
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,10 +30,19 @@ from phalanx.model.norm import RMSNorm
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.dtensor_utils import rows_per_rank
+from phalanx.parallel.dtensor_shards import rows_per_rank
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
-
-TensorTuple = tuple[Tensor, ...]
+from phalanx.parallel.tensor.autograd import (
+    AllReduce,
+    AllReduceForward,
+    ColumnParallelLinear,
+    GatherFromSequence,
+    ReduceToSequence,
+    VocabParallelCrossEntropy,
+    autocast_operands,
+    column_parallel,
+    row_parallel,
+)
 
 
 class TensorParallelGroup:
@@ -113,7 +122,9 @@ class TensorParallelGroup:
         vocabulary; at least in fp32."""
         logits = logits_BTV.flatten(0, 1)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return cast(Tensor, _CrossEntropy.apply(logits, targets_BT.flatten(), ignored, self.first_row, self))
+        return cast(
+            Tensor, VocabParallelCrossEntropy.apply(logits, targets_BT.flatten(), ignored, self.first_row, self)
+        )
 
     def wait(self, work: dist.Work | None) -> None:
         """For what is under way."""
@@ -125,136 +136,7 @@ class TensorParallelGroup:
 # -- pairs of products -------------------------------------------------------------------------------------------------
 
 
-def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
-    """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
-    products = _ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), ranks)
-    return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
-
-
-def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
-    """The second: the sum over ranks of their products, as the residual stream has it."""
-    return _add_bias(_RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
-
-
-def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    return product if bias is None else product + bias.to(product.dtype)
-
-
-class _ColumnParallelLinear(torch.autograd.Function):
-    """z_i = x W_i^T. The input is kept as the residual stream has it, and gathered again for the weights' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
-        *weights, ranks = weights_and_ranks
-        ctx.save_for_backward(x)
-        ctx.weights, ctx.ranks = weights, ranks
-        whole = ranks.gather_tokens(x)
-        return tuple(F.linear(whole, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
-        # A weight's gradient that is put off fetches its input when its time comes.
-        now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
-        coming = ranks.start_gather_tokens(x) if now else partial(ranks.gather_tokens, x)
-        of_x = gradients[0] @ weights[0]
-        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
-        leaving = ranks.start_reduce_tokens(of_x)
-        whole = cache(coming)
-        put_off = [
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, whole)) if needed else None
-            for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
-        ]
-        return leaving(), *put_off, None
-
-
-class _RowParallelLinear(torch.autograd.Function):
-    """y = sum over ranks of h W^T."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.weight, ctx.ranks = weight, ranks
-        return ranks.reduce_tokens(F.linear(hidden, weight))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
-        gradient = ranks.gather_tokens(gradient)
-        needed = ctx.needs_input_grad[1]
-        put_off = (
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
-            if needed
-            else None
-        )
-        return gradient @ weight, put_off, None
-
-
-def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
-    return gradient.flatten(0, -2).T @ x().flatten(0, -2)
-
-
-def autocast_operands(*tensors: Tensor) -> TensorTuple:
-    """Operands of a product as autocast would have them."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
-
-
 # -- other ways into and out of what ranks share -----------------------------------------------------------------------
-
-
-class _GatherFromSequence(torch.autograd.Function):
-    """Of the residual stream all tokens; each rank's gradient of them is a term of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.gather_tokens(x) if ranks.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.reduce_tokens(gradient if ctx.ranks.sequence else gradient.clone()), None
-
-
-class _ReduceToSequence(torch.autograd.Function):
-    """The way back."""
-
-    @staticmethod
-    def forward(ctx: Any, term: Tensor, ranks: TensorParallelGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.reduce_tokens(term if ranks.sequence else term.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.gather_tokens(gradient), None
-
-
-class _AllReduce(torch.autograd.Function):
-    """A sum over ranks of which every rank's loss has a share."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.all_reduce(x.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.all_reduce(gradient.clone()), None
-
-
-class _AllReduceForward(torch.autograd.Function):
-    """A sum over ranks in which each counts its own share."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
-        return ranks.all_reduce(x.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 # -- the parts of a model ----------------------------------------------------------------------------------------------
@@ -301,7 +183,7 @@ def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, .
 
 def _logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """This rank's columns of the logits, [B, T, V / ranks]."""
-    (logits,) = _ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
+    (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
     return cast(Tensor, logits)
 
 
@@ -310,7 +192,7 @@ def _embed(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tenso
     row = tokens_BT - ranks.first_row
     others = (row < 0) | (row >= len(embedding.weight))
     x_BTD = F.embedding(row.masked_fill(others, 0), embedding.weight).masked_fill(others[..., None], 0)
-    return cast(Tensor, _ReduceToSequence.apply(x_BTD, ranks))
+    return cast(Tensor, ReduceToSequence.apply(x_BTD, ranks))
 
 
 def _positions(positions: nn.Embedding, ranks: TensorParallelGroup, place: Tensor) -> Tensor:
@@ -329,13 +211,13 @@ def _through(
 ) -> tuple[Tensor, Tensor]:
     """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
     x_BTD, auxiliary = through(*args)
-    return x_BTD, cast(Tensor, _AllReduceForward.apply(auxiliary, ranks))
+    return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, ranks))
 
 
 def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
     """x / rms(x) x weight, where each rank has some of the heads (and as many ranks each of them)."""
     exact = x if x.dtype == torch.float64 else x.float()
-    total = cast(Tensor, _AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
+    total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
     scale = (total / (ranks.size * x.shape[-1]) + norm.eps).rsqrt()
     return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
 
@@ -343,8 +225,8 @@ def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> 
 def _mix(mix: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     """Every rank has some columns of each expert. The choice is made where the residual stream is."""
     (x,) = autocast_operands(x)
-    x, weights = _GatherFromSequence.apply(x, ranks), _GatherFromSequence.apply(weights, ranks)
-    return cast(Tensor, _ReduceToSequence.apply(mix(x, weights, ranks.gather_tokens(chosen)), ranks))
+    x, weights = GatherFromSequence.apply(x, ranks), GatherFromSequence.apply(weights, ranks)
+    return cast(Tensor, ReduceToSequence.apply(mix(x, weights, ranks.gather_tokens(chosen)), ranks))
 
 
 def _count(count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -352,28 +234,3 @@ def _count(count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Ten
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """log sum_v exp x_v - x_target, by three all-reduces of a number per token (Megatron-LM, section 3)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorParallelGroup
-    ) -> Tensor:
-        column = target_N - first
-        here = (column >= 0) & (column < x_NV.shape[1])
-        column = column.masked_fill(~here, 0)[:, None]
-        highest = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
-        share_NV = (x_NV - highest[:, None]).exp_()
-        likely = (x_NV.gather(1, column)[:, 0] - highest).masked_fill(~here, 0)
-        total, likely = ranks.all_reduce(torch.stack([share_NV.sum(1), likely])).unbind()
-        counted = target_N != ignored
-        ctx.save_for_backward(share_NV.div_(total[:, None]), column, here, counted)
-        return ((total.log() - likely) * counted).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        share_NV, column, here, counted = ctx.saved_tensors
-        of_x = share_NV.scatter_add(1, column, -here.to(share_NV.dtype)[:, None])
-        return of_x.mul_((counted * gradient)[:, None]), None, None, None, None

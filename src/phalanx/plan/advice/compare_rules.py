@@ -8,22 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind, state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.rank_memory import model_state_bytes, optimizer_kind, state_bytes
 from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb, RunSituation
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, enumerate_layouts
+from phalanx.plan.search.evaluate import can_run, evaluate
 from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, suggest_fit
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
-from phalanx.plan.search.search import (
-    EvaluatedLayout,
-    can_run,
-    evaluate,
-    runnable_layouts,
-    search_layouts,
-    smallest_layout,
-    with_offload_variants,
-)
+from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.plan.search.search import runnable_layouts, search_layouts, smallest_layout, with_offload_variants
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
@@ -147,8 +141,8 @@ def _impossible(
     held = sorted(_fullest(least).items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
     reason = (
-        f"the smallest such layout takes {describe_memory_use(every.run.cluster, least)}, and {MAX_OOM_PROBABILITY:.0%} is too much; on the "
-        f"device {parts}"
+        f"the smallest such layout takes {describe_memory_use(every.run.cluster, least)}, "
+        f"and {MAX_OOM_PROBABILITY:.0%} is too much; on the device {parts}"
     )
     return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
 

@@ -13,10 +13,13 @@ from math import inf
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.plan.advice.oom_remedies import REMEDIES, Remedy, with_layout
 from phalanx.plan.search.candidates import candidate_from_run
+from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import fits_safely, safe_capacity_bytes
-from phalanx.plan.search.search import EvaluatedLayout, evaluate, search_layouts
+from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.plan.search.search import search_layouts
+from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
 WORTH = 0.01

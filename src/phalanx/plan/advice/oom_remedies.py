@@ -15,9 +15,10 @@ from typing import Any
 from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
 from phalanx.plan.search.candidates import ZERO, choose_rank_order
 from phalanx.spec.base import divisors
+from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, Layout
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"

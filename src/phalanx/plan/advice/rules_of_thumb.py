@@ -177,7 +177,10 @@ def _shardable(s: RunSituation) -> str:
 
 def _recompute(s: RunSituation) -> str:
     said = f"activations of one sequence take most, {_gib(s.activation_bytes)}"
-    rule = f"sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; Phalanx keeps every block's input"
+    rule = (
+        f"sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; "
+        "Phalanx keeps every block's input"
+    )
     return f"{said} ({rule})" if s.largest == "activations" else ""
 
 

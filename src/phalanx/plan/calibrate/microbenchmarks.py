@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from phalanx.cost.estimate.collective_time import all_to_all_seconds, p2p_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
-from phalanx.cost.estimate.job_table import Column, JobTable
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import attention_seconds, matmul_seconds, memory_pass_seconds
+from phalanx.cost.kinds import Column
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec

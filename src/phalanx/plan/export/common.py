@@ -8,9 +8,10 @@ from functools import reduce
 from math import sqrt
 from typing import Literal
 
+from phalanx.spec.batch import BatchPlan
+from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import ParallelDims
-from phalanx.spec.run import BatchPlan, RunSpec
+from phalanx.spec.run import RunSpec
 
 Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]
 NAMES: dict[Trainer, str] = {

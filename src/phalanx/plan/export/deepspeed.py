@@ -116,10 +116,13 @@ def _scheduler(job: ExportJob) -> Table:
 
 def _notes(job: ExportJob) -> list[str]:
     run, layout, sizes, spec = job.run, job.run.layout, job.sizes, job.run.model
-    shape = f"{spec.num_layers} layers, width {spec.hidden_size}, {spec.num_heads} heads of {spec.head_dim} ({spec.num_kv_heads} key/value)"
+    shape = (
+        f"{spec.num_layers} layers, width {spec.hidden_size}, "
+        f"{spec.num_heads} heads of {spec.head_dim} ({spec.num_kv_heads} key/value)"
+    )
     notes = [
-        f"The model is made by the program: {shape}, inner width {spec.ffn_hidden_size}, {spec.vocab_size} rows of embedding; "
-        f"sequences of {run.training.seq_len} tokens, {run.training.steps} steps.",
+        f"The model is made by the program: {shape}, inner width {spec.ffn_hidden_size}, "
+        f"{spec.vocab_size} rows of embedding; sequences of {run.training.seq_len} tokens, {run.training.steps} steps.",
         "Vectors decay as matrices do, unless the program gives parameter groups.",
     ]
     if sizes.pp > 1:
@@ -143,7 +146,8 @@ def _notes(job: ExportJob) -> list[str]:
         notes.append("Parameters rest in CPU memory, and optimizer state in files, as here.")
     if layout.activation_checkpointing != "none":
         notes.append(
-            f'The program recomputes (layout.activation_checkpointing = "{layout.activation_checkpointing}"): deepspeed.checkpointing.checkpoint.'
+            f'The program recomputes (layout.activation_checkpointing = "{layout.activation_checkpointing}"): '
+            "deepspeed.checkpointing.checkpoint."
         )
     if run.optimizer.lr_schedule == "linear" and run.optimizer.min_lr_ratio:
         notes.append("The learning rate falls to 0, not to optimizer.min_lr_ratio.")

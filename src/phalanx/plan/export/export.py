@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.cost.exact.pipeline_split import check_layout, layers_per_stage
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.plan.export.common import NAMES, ExportedConfig, ExportJob, Trainer
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
@@ -12,11 +13,14 @@ from phalanx.plan.export.nanotron import nanotron
 from phalanx.plan.export.torchtitan import torchtitan
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.explain import plan_or_raise
-from phalanx.plan.search.search import Plan, ProgressCallback, search_layouts
+from phalanx.plan.search.result import Plan
+from phalanx.plan.search.search import ProgressCallback, search_layouts
 from phalanx.spec.base import require
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import Layout, parallel_dims
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
 
 WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
     "megatron": megatron,

@@ -15,14 +15,15 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic
 from phalanx.schedule.registry import layout_schedule
-from phalanx.spec.layout import (
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import (
     ParallelDims,
     expert_parallel_groups,
     parallel_dims,
     pipeline_stage_groups,
     process_groups,
 )
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import kv_head_replication
 
 Ranks = NDArray[np.int64]

@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from phalanx.cost.estimate.job_table import (
-    PHALANX_CHECKPOINTING,
-    AttentionKernel,
-    JobTable,
-    OffloadTarget,
-    ScheduleKind,
-    broadcast_jobs,
-)
-from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
-from phalanx.cost.exact.rank_memory import STATES, effective_strategy, optimizer_kind, sharded_state_bytes
+from phalanx.cost.exact.rank_memory import effective_strategy
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.precision import COMPUTE_BYTES
-from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
-from phalanx.schedule.registry import representative_schedule
+from phalanx.cost.kinds import PHALANX_CHECKPOINTING, ScheduleKind
 from phalanx.spec.base import divisors, require
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
-from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout, RankOrder, parallel_dims
-from phalanx.spec.run import RunSpec, plan_batch
+from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout, RankOrder
+from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
-ORDERS: dict[str, ScheduleKind] = {
-    "1f1b": ScheduleKind.ONE_F_ONE_B,
-    "gpipe": ScheduleKind.GPIPE,
-    "interleaved": ScheduleKind.INTERLEAVED,
-    "zb-h1": ScheduleKind.ZB_H1,
-    "zb-h2": ScheduleKind.ZB_H2,
-    "zb-v": ScheduleKind.ZB_V,
-}
-"""Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
 ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
-OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
 IGNORED_FIELDS = {
     "data_parallel",
     "dp_shard",
@@ -56,7 +35,6 @@ IGNORED_FIELDS = {
 UNKNOWN = "is not what the planner predicts"
 MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
-STAGE_POSITIONS = ("first", "middle", "last")
 
 
 @dataclass(frozen=True)
@@ -159,12 +137,6 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
     for data in strategies if alone else (candidate.data_parallel,):
         for place, directory in places.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
             yield replace(candidate, data_parallel=data, offload=place, offload_directory=directory)
-
-
-def candidate_jobs(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> JobTable:
-    """Candidates as columns, run by Phalanx."""
-    common = {**_common(run), "ranks": world_size}
-    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, found).items()})
 
 
 def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
@@ -315,77 +287,12 @@ def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str
             yield "interleaved", v
 
 
-def _common(run: RunSpec) -> JobRow:
-    """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
-    cluster = run.cluster
-    return {
-        **model_columns(run.model, run.training.seq_len),
-        **machine_columns(cluster),
-        "low_precision": 0,
-        "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
-        "compiled": float(run.training.compile),
-        "fused_elementwise": 0,
-        "overlap_grad_reduce": 1,
-        "overlap_param_gather": 0,
-        "overlap_tp": 0,
-        "overlap_tp_with_weight_grads": 1,
-        "overlap_ep": 0,
-        "dedup_node_dispatch": 0,
-        "tp_reductions_per_block": 2,
-        "deepspeed": 0,
-        "scatter_gather_p2p": 0,
-        "gathers_logits": 0,
-        "optimizer_post_validation": 0,
-    }
-
-
-def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[float]]:
-    """Columns that layouts differ in."""
-    states = STATES[optimizer_kind(run.optimizer)]
-    each = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
-    state = [each[c.data_parallel] for c in found]
-    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
-    cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
-    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
-    return {
-        **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
-        "micro_batch": [c.micro_batch_size for c in found],
-        "micro_batches": [c.micro_batches for c in found],
-        "virtual_stages": [c.virtual_stages for c in found],
-        "attention": [_attention(run, c) for c in found],
-        "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in found],
-        "zero_stage": [ZERO[c.data_parallel] for c in found],
-        "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in found],
-        "sequence_parallel": [float(c.tp > 1) for c in found],
-        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in found],
-        "parameter_bytes": [s.parameters for s in state],
-        "gradient_bytes": [s.gradients for s in state],
-        "state_bytes": [s.optimizer for s in state],
-        "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
-        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
-        **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
-        "pipeline_outermost": [float(c.rank_order == "pipeline") for c in found],
-        "offload": [OFFLOAD[c.offload] for c in found],
-        "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in found],
-    }
-
-
-def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
-    """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
-    and of the rank with the head."""
-    own = run.model_copy(update={"layout": candidate.layout()})
-    ranks, (first, last) = layers_per_rank(own), representative_schedule(own.layout).end_ranks
-    costs = layer_flops(run.model, run.training.seq_len)[1:-1]
-    between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
-    middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
-    begin, slowest, end = (
-        [run.model.is_moe_layer(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
-    )
-    return begin, slowest, end
-
-
-def _attention(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
-    if candidate.cp > 1 and candidate.cp_method == "ring" and run.cluster.device != "cpu":
-        return AttentionKernel.RING_PLAIN
-    return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2
+ORDERS: dict[str, ScheduleKind] = {
+    "1f1b": ScheduleKind.ONE_F_ONE_B,
+    "gpipe": ScheduleKind.GPIPE,
+    "interleaved": ScheduleKind.INTERLEAVED,
+    "zb-h1": ScheduleKind.ZB_H1,
+    "zb-h2": ScheduleKind.ZB_H2,
+    "zb-v": ScheduleKind.ZB_V,
+}
+"""Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""

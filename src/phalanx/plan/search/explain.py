@@ -6,24 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.cost.estimate.memory import GIB
-from phalanx.cost.exact.pipeline_split import check_layout
-from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, candidate_jobs
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import process_bytes
-from phalanx.plan.search.search import (
-    TIE_TOLERANCE,
-    EvaluatedLayout,
-    Plan,
-    ProgressCallback,
-    evaluate,
-    search_layouts,
-    with_exact_memory,
-)
+from phalanx.plan.search.result import TIE_TOLERANCE, EvaluatedLayout, Plan
+from phalanx.plan.search.search import ProgressCallback, search_layouts
 from phalanx.plan.tables.job_columns import host_memory
-from phalanx.spec.base import parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import parse_toml_value
-from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
 PART_DESCRIPTIONS = {
@@ -97,30 +87,6 @@ def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
     return found
 
 
-def parse_layout(text: str) -> Layout:
-    """A layout from what a user writes: "tp=4, pp=8, data_parallel=zero1".
-
-    Raises UserError for what is not a field of it.
-    """
-    table: dict[str, object] = {}
-    for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data_parallel=zero1"')
-        table[key] = parse_toml_value(value)
-    return parse_table(Layout, table, "layout")
-
-
-def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
-    """What a given layout takes.
-
-    Raises UserError if it cannot run, or for what the planner does not know.
-    """
-    own = run.model_copy(update={"layout": layout})
-    check_layout(own, world_size)
-    return with_exact_memory(run, world_size, evaluate(own, world_size, [candidate_from_run(own, world_size)])[0])
-
-
 @dataclass(frozen=True)
 class WhatIf:
     """A change, and the best layout after it."""
@@ -158,7 +124,10 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
     if plan.closest_to_fitting is None:
         raise ValueError("something fits")
-    said = f"the smallest, {plan.closest_to_fitting.candidate}, takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
+    said = (
+        f"the smallest, {plan.closest_to_fitting.candidate}, "
+        f"takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
+    )
     sequences = run.training.tokens_per_step // run.training.seq_len
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from phalanx.cost.estimate.step_time import StageTime, layer_seconds
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.plan.search.candidates import CandidateLayout, candidate_jobs
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Schedule

@@ -14,11 +14,12 @@ from phalanx.cost.estimate.constants import (
     names,
     time_constants,
 )
-from phalanx.cost.estimate.job_table import AttentionKernel, Column, JobTable, OffloadTarget, ScheduleKind
+from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.memory import GIB
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.kinds import AttentionKernel, Column, OffloadTarget, ScheduleKind
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError

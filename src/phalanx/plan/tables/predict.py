@@ -15,10 +15,11 @@ from phalanx.cost.estimate.constants import (
     memory_constants,
     time_constants,
 )
-from phalanx.cost.estimate.job_table import Column, JobTable, job_table
+from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.estimate.memory import GIB, estimate_memory, oom_probability
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.kinds import Column
 from phalanx.plan.tables.csv_rows import Row
 from phalanx.plan.tables.row_to_job import TableJob, job_from_row, state_memory
 from phalanx.spec.errors import UserError

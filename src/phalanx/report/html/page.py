@@ -185,7 +185,10 @@ def _verdict(facts: Facts) -> str:
 
 def _finding(finding: Facts) -> str:
     evidence = escape(formatting.as_sentence(finding["evidence"]))
-    return f"<b>{escape(formatting.bottleneck_headline(finding))}.</b> {evidence} <span class='quiet'>{escape(finding['suggestion'])}.</span>"
+    return (
+        f"<b>{escape(formatting.bottleneck_headline(finding))}.</b> {evidence} "
+        f"<span class='quiet'>{escape(finding['suggestion'])}.</span>"
+    )
 
 
 def _table(facts: Facts) -> str:

@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
-from phalanx.data.loader import Batch, prefetch
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import Batch
 from phalanx.parallel.expert.partial_experts import TrainedExperts, set_local_choice_weight
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
@@ -33,7 +35,7 @@ from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.optimizer_state import optimizer_moments, transfer_moments
 from phalanx.swarm.worker.replica import GradientCapture, held_bytes, read_weights, write_weights
-from phalanx.train.loggers import Logger, MetricsRecord
+from phalanx.train.loggers import Logger
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 

@@ -71,7 +71,8 @@ class CheckpointScheduler:
         seen = f" ({failures} in {_format_duration(seconds)})" if mtbf < self._expected_seconds else ""
         self.reason = (
             f"a checkpoint every {steps:,} steps ({_format_duration(steps * each)}): one costs "
-            f"{_format_duration(cost)} of training, and a failure is to be expected every {_format_duration(mtbf)}{seen}"
+            f"{_format_duration(cost)} of training, "
+            f"and a failure is to be expected every {_format_duration(mtbf)}{seen}"
             if changed
             else None
         )

@@ -8,21 +8,18 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.dtensor_utils import as_dtensor, local_tensor
-from phalanx.parallel.strategy import Strategy, named_buffers
+from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.runs.checkpoints import (
     DAMAGED_SUFFIX,
     FORMAT,
@@ -40,8 +37,7 @@ from phalanx.runs.checkpoints import (
     write_synced,
 )
 from phalanx.spec.errors import UserError
-
-T = TypeVar("T")
+from phalanx.train.checkpoint.state import rng_state
 
 # A run of one process is no accident.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -193,14 +189,6 @@ def _reason(error: BaseException) -> str:
     return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
 
 
-def broadcast_from_rank0(find: Callable[[], T]) -> T:
-    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
-    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return cast(T, told[0])
-
-
 def latest_step(directory: Path) -> int:
     """The step of the newest checkpoint in a directory, whole or not; -1 where there is none. A collective."""
     return broadcast_from_rank0(lambda: max(map(step_of, checkpoints(directory)), default=-1))
@@ -243,112 +231,3 @@ def _damage(checkpoint: Path) -> str | None:
     told: list[str | None] = [None] * ranks
     dist.all_gather_object(told, find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
     return next((found for found in told if found is not None), None)
-
-
-def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer state under layout-free names."""
-    tensors = {
-        f"model.{name}": strategy.as_global_dtensor(name, tensor.detach())
-        for name, tensor in strategy.trainable_parameters.items()
-    }
-    tensors |= {f"model.{name}": tensor for name, tensor in named_buffers(strategy.module)}
-    names = {id(parameter): name for name, parameter in strategy.trainable_parameters.items()}
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):  # SGD without momentum keeps a None
-                    name = names[id(parameter)]
-                    tensors[f"optimizer.{key}.{name}"] = (
-                        strategy.as_global_dtensor(name, value) if value.ndim else value
-                    )
-    return tensors
-
-
-def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All of a checkpoint, whole, in CPU memory."""
-    reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = _saved(reader).items()
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def _saved(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
-    """What a checkpoint has of each tensor."""
-    entries = reader.read_metadata().state_dict_metadata.items()
-    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-
-
-def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Load a checkpoint into a model and its optimizers, whatever layout either has.
-
-    Raises UserError if the checkpoint is of another model.
-    """
-    reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = {name: tuple(entry.size) for name, entry in _saved(reader).items()}
-    for optimizer in optimizers:
-        _materialize_optimizer_state(optimizer, strategy, saved)
-    tensors = checkpoint_tensors(strategy, optimizers)
-    for name, tensor in tensors.items():
-        if saved.get(name) != tuple(tensor.shape):
-            raise UserError(
-                "checkpoint",
-                str(checkpoint),
-                f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
-                f"and {list(tensor.shape)} in this run",
-                "resume with the model and optimizer that it was saved with",
-            )
-    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
-    strategy.sync_model_weights()
-
-
-def restore_tensors(
-    shapes: Mapping[str, tuple[int, ...]],
-    parts: Mapping[str, Tensor],
-    strategy: Strategy,
-    optimizers: list[torch.optim.Optimizer],
-) -> None:
-    """Have the state of which these are this rank's parts, of tensors of these shapes, in the same layout."""
-    for optimizer in optimizers:
-        _materialize_optimizer_state(optimizer, strategy, shapes)
-    for name, tensor in checkpoint_tensors(strategy, optimizers).items():
-        local_tensor(tensor).copy_(parts[name])
-    strategy.sync_model_weights()
-
-
-def _materialize_optimizer_state(
-    optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, shape in saved.items():
-        kind, _, rest = name.partition(".")
-        key, _, parameter_name = rest.partition(".")
-        parameter = strategy.trainable_parameters.get(parameter_name)
-        if kind == "optimizer" and parameter is not None and id(parameter) in mine:
-            scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            optimizer.state[parameter][key] = strategy.init_optimizer_state(parameter) if shape else scalar
-
-
-def restore_rng_state(checkpoint: Path, rank: int) -> None:
-    """Return this rank's random state; a rank that the checkpoint does not know keeps its fresh one."""
-    path = checkpoint / f"rank-{rank:05d}.json"
-    if not path.exists():
-        return
-    set_rng_state(json.loads(path.read_text())["random"])
-
-
-def rng_state() -> dict[str, str]:
-    """This rank's, in JSON's words."""
-    state = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
-
-
-def set_rng_state(told: Mapping[str, str]) -> None:
-    """Return to what `rng_state` said."""
-    state = {key: bytearray.fromhex(text) for key, text in told.items()}
-    torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(state["cuda"], dtype=torch.uint8))

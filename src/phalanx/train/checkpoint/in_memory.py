@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.launch.shared_memory import HEADER, NEIGHBOUR_SLOTS, OWN_SLOTS, SLOTS_ENV, SharedMemorySlot
-from phalanx.parallel.dtensor_utils import local_tensor
+from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.errors import UserError
 
 ALIGNED = 64

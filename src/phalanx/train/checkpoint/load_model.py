@@ -11,12 +11,13 @@ from torch import Tensor
 from phalanx.data.prepare import tokenizer_without_training
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import init_parameters
-from phalanx.parallel.strategy import Strategy, materialize
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.strategy import Strategy
 from phalanx.runs.checkpoints import require_valid_checkpoint
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.train.checkpoint.checkpointer import load_checkpoint
+from phalanx.train.checkpoint.state import load_checkpoint
 
 SWARM_WEIGHTS = ("model/base.safetensors", "base.safetensors")
 """What all nodes of a swarm have, in the directories of its coordinator and of a node: whole parameters."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from phalanx.runs.checkpoints import PREVIOUS_SUFFIX, checkpoints, read_manifest
-from phalanx.train.checkpoint.checkpointer import Checkpointer, load_full_tensors, restore_rng_state
+from phalanx.train.checkpoint.checkpointer import Checkpointer
+from phalanx.train.checkpoint.state import load_full_tensors, restore_rng_state
 
 _OF_EXPERTS = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.weight|router\.bias)$")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,18 +14,6 @@ from phalanx.spec.errors import UserError
 
 HISTORY, LEAST = 50, 10
 """Steps whose losses say what is usual, and how many it takes."""
-
-
-class DivergenceError(RuntimeError):
-    """Training cannot go on from here: all ranks found so together, and `blamed` are those that it is due to."""
-
-    def __init__(self, said: str, blamed: Sequence[int] = ()) -> None:
-        super().__init__(said)
-        self.suspect_ranks = list(blamed)
-
-
-class CorruptionError(DivergenceError):
-    """Ranks no longer hold alike what they must: nobody knows since when, so that no checkpoint is known to be good."""
 
 
 class LossSpikeDetector:

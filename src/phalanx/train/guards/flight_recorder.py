@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,17 +13,10 @@ import torch.distributed as dist
 from phalanx.debug.collective_log import is_user_code
 from phalanx.runs.hang_dumps import Frame, RecordedCollective
 
-BUFFER, REMEMBERED = "TORCH_FR_BUFFER_SIZE", 2000
-"""Collectives that a rank remembers."""
 KEPT, KEPT_OF_GROUP = 300, 4
 """Of these, so many are written down: the last ones of all, and of every group."""
 RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """PyTorch's, by backend; that of NCCL is where it has CUDA."""
-
-
-def enable_flight_recorder() -> None:
-    """Have them remembered: before there is a process group. What the user has set stays."""
-    os.environ.setdefault(BUFFER, str(REMEMBERED))
 
 
 def recorder_fingerprint() -> bytes:

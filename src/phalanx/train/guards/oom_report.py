@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from phalanx.debug.oom import cgroup_memory_limit
-from phalanx.parallel.dtensor_utils import local_tensor
-from phalanx.train.profiling.memory_meter import STATUS, peak_memory_bytes
+from phalanx.parallel.comm.device_memory import STATUS, peak_memory_bytes
+from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.train.trainer import Trainer
 
 # Of PyTorch's allocators on a CPU, and of CUDA where the error has no class of its own.

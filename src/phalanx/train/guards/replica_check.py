@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.debug.collective_log import minority_ranks
-from phalanx.debug.hang_analysis import format_coordinates
-from phalanx.parallel.dtensor_utils import local_tensor
-from phalanx.parallel.strategy import Strategy, named_parameters
-from phalanx.spec.layout import ParallelDims
-from phalanx.train.checkpoint.checkpointer import checkpoint_tensors
-from phalanx.train.guards.divergence import CorruptionError
+from phalanx.debug.hang_evidence import format_coordinates
+from phalanx.parallel.dtensor_shards import local_tensor
+from phalanx.parallel.module_tensors import named_parameters
+from phalanx.parallel.strategy import Strategy
+from phalanx.runs.errors import CorruptionError
+from phalanx.spec.degrees import ParallelDims
+from phalanx.train.checkpoint.state import checkpoint_tensors
 
 CHUNK = 2**20
 """Elements that are looked at together: each takes 8 bytes meanwhile."""

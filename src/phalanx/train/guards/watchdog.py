@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from phalanx.debug.collective_log import AUTOGRAD_FILE
 from phalanx.debug.oom import cgroup_oom_kills
+from phalanx.runs.errors import DivergenceError
 from phalanx.runs.hang_dumps import ABORTED, FAILED, FORMAT, STALLED, HangDump, dump_file, fault_file, write_dump
 from phalanx.spec.errors import UserError
-from phalanx.train.guards.divergence import DivergenceError
 from phalanx.train.guards.flight_recorder import group_ranks, recent_collectives, recorder_fingerprint
 from phalanx.train.guards.sibling_processes import resume_stopped, sibling_process_states
 from phalanx.train.trainer import Trainer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from phalanx.parallel.dtensor_utils import local_tensor, rows_per_rank
+from phalanx.parallel.dtensor_shards import local_tensor, rows_per_rank
 
 # Quintic coefficients that raise small singular values fastest (same source).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, compare_with_prediction
-from phalanx.spec.layout import uses_model_parallelism
+from phalanx.spec.degrees import uses_model_parallelism
 from phalanx.spec.run import RunSpec
 
 FOLDER = "measured"

@@ -11,14 +11,14 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from phalanx.data.loader import Batch
+from phalanx.data.packing import Batch
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.parallel.data.ddp import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import StepReduction, Strategy
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner
-from phalanx.train.loggers import MetricsRecord
 from phalanx.train.profiling.clock_sync import ClockOffset, measure_clock_offset
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 from phalanx.train.profiling.flop_counter import FlopCounter

@@ -1,4 +1,4 @@
-"""What a person sees while layouts are searched."""
+"""Progress bars: tokenization and the search for layouts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from phalanx.data.tokenize import Progress, TokenizationCounts
+
 if TYPE_CHECKING:
     from phalanx.plan.search.search import ProgressCallback
+
+
+@contextmanager
+def tokenization_progress() -> Iterator[Progress]:
+    """A line on a terminal that counts documents and tokens, and vanishes when they are ready."""
+    with Console(stderr=True).status("reading the text ...") as status:
+        yield lambda counts: status.update(format_counts(counts))
+
+
+def format_counts(counts: TokenizationCounts) -> str:
+    """Documents and tokens so far."""
+    return f"tokenizing: {counts.documents:,} documents, {counts.tokens:,} tokens"
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""Check that a layout can run a model on a number of ranks."""
+
+from __future__ import annotations
+
+from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.schedule.registry import layout_schedule
+from phalanx.spec.base import require
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import check_supported
+from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import check_divisibility
+
+ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
+"""Schedules that take micro-batches of which ranks have different numbers."""
+
+
+def require_resolved_layout(run: RunSpec) -> None:
+    """Raise UserError for a run whose layout nobody has chosen yet."""
+    require(
+        not run.auto_layout,
+        "layout",
+        "auto",
+        "is the planner's to choose, which is not asked here",
+        "use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
+    )
+
+
+def check_layout(run: RunSpec, world_size: int) -> None:
+    """Raise UserError for a layout that so many ranks, this model and these batches cannot have."""
+    require_resolved_layout(run)
+    check_supported(run.layout)
+    plan_batch(run, world_size)
+    check_divisibility(run, world_size)
+    check_pipeline(run, world_size)
+
+
+def check_pipeline(run: RunSpec, world_size: int) -> None:
+    """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
+    layout = run.layout
+    if layout.pp == 1:
+        return
+    cut = plan_batch(run, world_size)
+    layers_per_stage(run)
+    try:
+        schedule = layout_schedule(layout, cut.gradient_accumulation_steps)
+    except UserError as error:
+        if layout.schedule_file is not None:
+            raise
+        problem = f"cannot run a step of {cut.gradient_accumulation_steps} micro-batches: that {error.problem}"
+        fix = "change layout.micro_batch_size or training.tokens_per_step"
+        raise UserError("layout.schedule", layout.schedule, problem, fix) from None
+    name = layout.schedule_file or layout.schedule
+    if name not in ANY_NUMBER and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
+        raise UserError(
+            "training.tokens_per_step",
+            run.training.tokens_per_step,
+            f'gives ranks different numbers of micro-batches, which "{name}" does not take',
+            "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
+        )
+    first, last = schedule.end_ranks
+    if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
+        raise UserError(
+            "model.tie_embeddings",
+            True,
+            f'with layout.data_parallel = "{layout.data_parallel}" embedding and head must be on one rank',
+            'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data_parallel = "zero1"',
+        )
+    if run.training.compile and schedule.splits_backward:
+        raise UserError(
+            "training.compile",
+            True,
+            f'cannot split backward passes as "{name}" does',
+            'set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
+        )

@@ -1,0 +1,141 @@
+"""Checks of a run before any process is spawned: layout, disk, memory, loggers, and the run directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
+from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
+from phalanx.runs.checkpoints import check_manifest, check_not_all_damaged, checkpoints
+from phalanx.runs.create import directory_not_writable, latest_manifest, run_directory
+from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
+from phalanx.runs.metrics import METRICS_FILE
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.spec.tokenizer import BYTES_VOCAB
+from phalanx.spec.torch_compat import check_torch_supports
+
+
+def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
+    """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
+    check_layout(run, world_size)
+    check_torch_supports(run.layout)
+    known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
+    if run.model.vocab_size < known:
+        raise UserError(
+            "model.vocab_size",
+            run.model.vocab_size,
+            f"is less than the tokenizer's {known} tokens",
+            f"set model.vocab_size = {known}",
+        )
+    if run.recovery.in_memory_checkpoint_every:
+        _check_copies(run, world_size)
+    if run.metrics.wandb is not None:
+        check_wandb(run.metrics.wandb)
+    if run.layout.offload_directory is not None:
+        _check_offload(run, run.layout.offload_directory, world_size)
+    _check_directory(run, resume)
+    # Ranks of other nodes notice that one was lost when a collective's time is over.
+    others = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
+    check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + others)
+
+
+def _check_copies(run: RunSpec, world_size: int) -> None:
+    def refuse(problem: str) -> None:
+        raise UserError(
+            "recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, "set it to 0"
+        )
+
+    if not hasattr(os, "memfd_create"):
+        refuse("needs memory without a name (memfd_create), which this system has not")
+    if run.layout.offload == "nvme":
+        refuse('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
+    each = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
+    copies = 2 if run.cluster.nodes == 1 else 4
+    needed = copies * each * world_size / run.cluster.nodes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        refuse(f"takes {needed / 1e9:.1f} GB of this machine's {memory / 1e9:.1f} for {copies} copies of each state")
+
+
+def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
+    place = Path(directory).expanduser()
+    fix = "name a directory on a local disk"
+    if not place.is_dir():
+        raise UserError("layout.offload_directory", directory, "is no directory on this machine", fix)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("layout.offload_directory", directory, "cannot be written to", fix)
+    ranks_here = world_size / run.cluster.nodes
+    free, needed = shutil.disk_usage(place).free, ranks_here * disk_offload_bytes(run, world_size)
+    if needed > free:
+        raise UserError(
+            "layout.offload_directory",
+            directory,
+            f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free",
+            fix,
+        )
+
+
+def _check_directory(run: RunSpec, resume: bool) -> None:
+    directory = run_directory(run)
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            "output_dir",
+            str(existing),
+            "is not a directory that can be written to",
+            "set output_dir to another directory",
+        )
+    found = checkpoints(directory / "checkpoints")
+    if found and resume:
+        check_manifest(run, latest_manifest(found))
+    elif resume:
+        check_not_all_damaged(directory / "checkpoints")
+    elif found or (directory / METRICS_FILE).exists():
+        raise UserError(
+            "name",
+            run.name,
+            f"{directory} holds a run already",
+            "add --resume to continue it, or choose another with --set name=...",
+        )
+    needed, free = checkpoint_space_needed_bytes(run, len(found)), shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            "checkpoint.keep",
+            run.checkpoint.keep,
+            f"needs {needed / 1e9:.2f} GB for checkpoints, and {existing} has {free / 1e9:.2f} GB free",
+            "free space, lower checkpoint.keep, or set output_dir to another disk",
+        )
+
+
+def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
+    """Hold a run's directory for its launcher, from before it writes there until it has ended, also where it becomes
+    the rank itself (exec); None where the file system has no locks.
+
+    Raises UserError if another has it, or has trained there since the run was checked.
+    """
+    directory = run_directory(run)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = acquire_run_lock(directory, name=LAUNCHER_LOCK_FILE)
+    except OSError as error:
+        raise directory_not_writable(directory, error) from None
+    _check_directory(run, resume)
+    if lock is not None:
+        os.set_inheritable(lock.fileno(), True)
+    return lock
+
+
+def check_wandb(project: str) -> None:
+    """Raise UserError if W&B is not installed."""
+    found = find_spec("wandb")
+    if found is None or found.origin is None:  # a mere directory of this name, such as W&B leaves behind
+        problem = "needs wandb, which is not installed"
+        raise UserError("metrics.wandb", project, problem, "pip install -e '.[wandb]'")

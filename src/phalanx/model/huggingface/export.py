@@ -1,0 +1,123 @@
+"""Write a model as a Hugging Face checkpoint: safetensors in shards, with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx.model.huggingface.checkpoint import DTYPES, INDEX, ONE_FILE
+from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources
+from phalanx.model.huggingface.tokenizer import hf_tokenizer_files
+from phalanx.model.transformer import Transformer
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.hf_config import hf_config
+from phalanx.spec.model import ModelSpec
+
+SHARD_BYTES = 5_000_000_000
+
+
+def export_hf(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    directory: str | Path,
+    tokenizer: str | Path | None = None,
+    end: int | None = None,
+    dtype: str = "fp32",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load.
+
+    `tensors` are full parameters by our names, `tokenizer` a tokenizer.json, `end` the id of its end-of-text
+    token, `dtype` "fp32" or "bf16". The directory appears whole or not at all. Raises UserError if it is there
+    and not empty, if no Hugging Face architecture has the model's shape, or if a parameter is missing.
+    """
+    directory = Path(directory).expanduser()
+    if dtype not in DTYPES:
+        raise UserError("dtype", dtype, "is not supported", f"use one of {', '.join(DTYPES)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
+    config = hf_config(spec) | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    special = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+    texts = {"config.json": _json(config | special)}
+    if end is not None:
+        texts["generation_config.json"] = _json(special | {"pad_token_id": end})
+    if tokenizer is not None:
+        texts |= hf_tokenizer_files(Path(tokenizer), end, spec.max_seq_len)
+    shapes = _shapes(spec)
+    wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
+    if wrong:
+        raise UserError("weights", wrong[0], "is missing or of another shape", "export a whole checkpoint")
+    sources = hf_sources(config["model_type"], shapes)
+    beside = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    beside.mkdir(parents=True)
+    try:
+        for name, text in texts.items():
+            (beside / name).write_text(text, encoding="utf-8")
+        _write_tensors(sources, shapes, tensors, beside, DTYPES[dtype], shard_bytes)
+        for file in beside.glob("*.safetensors"):  # which safetensors makes for their owner alone
+            shutil.copymode(beside / "config.json", file)
+        beside.rename(directory)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}
+
+
+def _write_tensors(
+    sources: Mapping[str, TensorSource],
+    shapes: Mapping[str, torch.Size],
+    tensors: Mapping[str, Tensor],
+    directory: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    """One file, or several with the index of what they hold; one file's tensors are in memory at a time."""
+    sizes = {name: _elements(source, shapes) * dtype.itemsize for name, source in sources.items()}
+    shards = shard_names(sizes, shard_bytes)
+    files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    files = [ONE_FILE] if len(shards) == 1 else files
+    for file, names in zip(files, shards, strict=True):
+        made = {name: _tensor(sources[name], tensors, dtype) for name in names}
+        save_file(made, directory / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (directory / INDEX).write_text(_json(index), encoding="utf-8")
+
+
+def _elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int:
+    return sum(shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names)
+
+
+def _tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
+    whole = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
+    return (whole.T if source.transposed else whole).contiguous()
+
+
+def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
+    """Names in their order, in runs of at most `limit_bytes`; a larger one is alone."""
+    runs: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if size > room or not runs:
+            runs.append([])
+            room = limit_bytes
+        runs[-1].append(name)
+        room -= size
+    return runs
+
+
+def _json(table: Mapping[str, Any]) -> str:
+    return json.dumps(table, indent=2) + "\n"

@@ -1,0 +1,49 @@
+"""Messages between workers and parameter servers: flat buffers, their views, sends and receives."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.moe import Router
+
+Shapes = dict[str, torch.Size]
+
+
+def flatten_parameters(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
+    """The named parameters one after another; zeros for those without memory."""
+    dtype = next(iter(whole.values())).dtype
+    vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
+    for name, view in parameter_views(vector, shapes).items():
+        if not whole[name].is_meta:
+            view.copy_(whole[name].detach())
+    return vector
+
+
+def parameter_views(vector: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """The parts of such a vector by name."""
+    parts = vector.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def router_biases(module: nn.Module) -> list[Tensor]:
+    """What a server corrects beside parameters, and sends: an asynchronous worker does not hear of every update."""
+    return [part.bias for part in module.modules() if isinstance(part, Router) and part.moe.bias_update_rate]
+
+
+def receive_buffer(weights: Tensor) -> Tensor:
+    """Where to receive weights: in their place, or beside a GPU's."""
+    return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
+
+
+def isend(tensor: Tensor, to: int, tag: int) -> dist.Work:
+    work = dist.isend(tensor, to, tag=tag)
+    assert work is not None
+    return work
+
+
+def irecv(tensor: Tensor, source: int, tag: int) -> dist.Work:
+    work = dist.irecv(tensor, source, tag=tag)
+    assert work is not None
+    return work

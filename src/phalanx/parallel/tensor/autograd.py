@@ -1,0 +1,173 @@
+"""Autograd functions of tensor parallelism: column- and row-parallel products, all-gather, reduce-scatter, all-reduce,
+and the cross entropy over a vocabulary in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TensorTuple = tuple[Tensor, ...]
+
+
+if TYPE_CHECKING:
+    from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup
+
+
+def column_parallel(x: Tensor, ranks: TensorParallelGroup, *layers: nn.Linear) -> TensorTuple:
+    """The first of a pair: this rank's columns of the products of `x` with each layer's matrix."""
+    products = ColumnParallelLinear.apply(*autocast_operands(x, *(layer.weight for layer in layers)), ranks)
+    return tuple(_add_bias(z, layer.bias) for z, layer in zip(products, layers, strict=True))
+
+
+def row_parallel(hidden: Tensor, ranks: TensorParallelGroup, layer: nn.Linear) -> Tensor:
+    """The second: the sum over ranks of their products, as the residual stream has it."""
+    return _add_bias(RowParallelLinear.apply(*autocast_operands(hidden, layer.weight), ranks), layer.bias)
+
+
+def _add_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias.to(product.dtype)
+
+
+class ColumnParallelLinear(torch.autograd.Function):
+    """z_i = x W_i^T. The input is kept as the residual stream has it, and gathered again for the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
+        *weights, ranks = weights_and_ranks
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.ranks = weights, ranks
+        whole = ranks.gather_tokens(x)
+        return tuple(F.linear(whole, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
+        # A weight's gradient that is put off fetches its input when its time comes.
+        now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
+        coming = ranks.start_gather_tokens(x) if now else partial(ranks.gather_tokens, x)
+        of_x = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
+        leaving = ranks.start_reduce_tokens(of_x)
+        whole = cache(coming)
+        put_off = [
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, whole)) if needed else None
+            for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
+        ]
+        return leaving(), *put_off, None
+
+
+class RowParallelLinear(torch.autograd.Function):
+    """y = sum over ranks of h W^T."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.weight, ctx.ranks = weight, ranks
+        return ranks.reduce_tokens(F.linear(hidden, weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
+        gradient = ranks.gather_tokens(gradient)
+        needed = ctx.needs_input_grad[1]
+        put_off = (
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
+            if needed
+            else None
+        )
+        return gradient @ weight, put_off, None
+
+
+def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
+    return gradient.flatten(0, -2).T @ x().flatten(0, -2)
+
+
+def autocast_operands(*tensors: Tensor) -> TensorTuple:
+    """Operands of a product as autocast would have them."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+
+
+class GatherFromSequence(torch.autograd.Function):
+    """Of the residual stream all tokens; each rank's gradient of them is a term of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather_tokens(x) if ranks.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.reduce_tokens(gradient if ctx.ranks.sequence else gradient.clone()), None
+
+
+class ReduceToSequence(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.reduce_tokens(term if ranks.sequence else term.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather_tokens(gradient), None
+
+
+class AllReduce(torch.autograd.Function):
+    """A sum over ranks of which every rank's loss has a share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.all_reduce(gradient.clone()), None
+
+
+class AllReduceForward(torch.autograd.Function):
+    """A sum over ranks in which each counts its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallelGroup) -> Tensor:
+        return ranks.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """log sum_v exp x_v - x_target, by three all-reduces of a number per token (Megatron-LM, section 3)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorParallelGroup
+    ) -> Tensor:
+        column = target_N - first
+        here = (column >= 0) & (column < x_NV.shape[1])
+        column = column.masked_fill(~here, 0)[:, None]
+        highest = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
+        share_NV = (x_NV - highest[:, None]).exp_()
+        likely = (x_NV.gather(1, column)[:, 0] - highest).masked_fill(~here, 0)
+        total, likely = ranks.all_reduce(torch.stack([share_NV.sum(1), likely])).unbind()
+        counted = target_N != ignored
+        ctx.save_for_backward(share_NV.div_(total[:, None]), column, here, counted)
+        return ((total.log() - likely) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        share_NV, column, here, counted = ctx.saved_tensors
+        of_x = share_NV.scatter_add(1, column, -here.to(share_NV.dtype)[:, None])
+        return of_x.mul_((counted * gradient)[:, None]), None, None, None, None

@@ -1,0 +1,104 @@
+"""Convert candidate layouts to a job table: one column per field, one row per candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from phalanx.cost.estimate.job_table import JobTable, broadcast_jobs
+from phalanx.cost.exact.model_state import STATES, optimizer_kind, sharded_state_bytes
+from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
+from phalanx.cost.kinds import PHALANX_CHECKPOINTING, AttentionKernel, OffloadTarget, ScheduleKind
+from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.plan.search.candidates import ORDERS, ZERO, CandidateLayout
+from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
+from phalanx.schedule.registry import representative_schedule
+from phalanx.spec.run import RunSpec
+
+OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
+
+
+STAGE_POSITIONS = ("first", "middle", "last")
+
+
+def candidate_jobs(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> JobTable:
+    """Candidates as columns, run by Phalanx."""
+    common = {**_common(run), "ranks": world_size}
+    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, found).items()})
+
+
+def _common(run: RunSpec) -> JobRow:
+    """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
+    cluster = run.cluster
+    return {
+        **model_columns(run.model, run.training.seq_len),
+        **machine_columns(cluster),
+        "low_precision": 0,
+        "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
+        "compiled": float(run.training.compile),
+        "fused_elementwise": 0,
+        "overlap_grad_reduce": 1,
+        "overlap_param_gather": 0,
+        "overlap_tp": 0,
+        "overlap_tp_with_weight_grads": 1,
+        "overlap_ep": 0,
+        "dedup_node_dispatch": 0,
+        "tp_reductions_per_block": 2,
+        "deepspeed": 0,
+        "scatter_gather_p2p": 0,
+        "gathers_logits": 0,
+        "optimizer_post_validation": 0,
+    }
+
+
+def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[float]]:
+    """Columns that layouts differ in."""
+    states = STATES[optimizer_kind(run.optimizer)]
+    each = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
+    state = [each[c.data_parallel] for c in found]
+    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
+    cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
+    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
+    return {
+        **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
+        "micro_batch": [c.micro_batch_size for c in found],
+        "micro_batches": [c.micro_batches for c in found],
+        "virtual_stages": [c.virtual_stages for c in found],
+        "attention": [_attention(run, c) for c in found],
+        "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in found],
+        "zero_stage": [ZERO[c.data_parallel] for c in found],
+        "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in found],
+        "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in found],
+        "sequence_parallel": [float(c.tp > 1) for c in found],
+        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in found],
+        "parameter_bytes": [s.parameters for s in state],
+        "gradient_bytes": [s.gradients for s in state],
+        "state_bytes": [s.optimizer for s in state],
+        "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
+        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
+        **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
+        "pipeline_outermost": [float(c.rank_order == "pipeline") for c in found],
+        "offload": [OFFLOAD[c.offload] for c in found],
+        "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in found],
+    }
+
+
+def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
+    """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
+    and of the rank with the head."""
+    own = run.model_copy(update={"layout": candidate.layout()})
+    ranks, (first, last) = layers_per_rank(own), representative_schedule(own.layout).end_ranks
+    costs = layer_flops(run.model, run.training.seq_len)[1:-1]
+    between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
+    middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))
+    begin, slowest, end = (
+        [run.model.is_moe_layer(layer) for layer in layers] for layers in (ranks[first], middle, ranks[last])
+    )
+    return begin, slowest, end
+
+
+def _attention(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
+    if candidate.cp > 1 and candidate.cp_method == "ring" and run.cluster.device != "cpu":
+        return AttentionKernel.RING_PLAIN
+    return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

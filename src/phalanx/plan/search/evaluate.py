@@ -1,0 +1,118 @@
+"""Evaluate layouts: step time, memory, and the probability of running out of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from phalanx.cost.estimate.memory import estimate_memory, oom_probability
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.kinds import PHALANX_CHECKPOINTING, Column
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
+from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_probability, process_bytes
+from phalanx.plan.search.result import PARTS, EvaluatedLayout
+from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
+from phalanx.spec.base import parse_table
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import parse_toml_value
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from what a user writes: "tp=4, pp=8, data_parallel=zero1".
+
+    Raises UserError for what is not a field of it.
+    """
+    table: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data_parallel=zero1"')
+        table[key] = parse_toml_value(value)
+    return parse_table(Layout, table, "layout")
+
+
+def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
+    """What a given layout takes.
+
+    Raises UserError if it cannot run, or for what the planner does not know.
+    """
+    own = run.model_copy(update={"layout": layout})
+    check_layout(own, world_size)
+    return with_exact_memory(run, world_size, evaluate(own, world_size, [candidate_from_run(own, world_size)])[0])
+
+
+def oom_probabilities(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> Column:
+    """The probability that memory is not enough for each of some layouts."""
+    jobs, c = candidate_jobs(run, world_size, found), memory_constants_for(run.cluster)
+    return np.broadcast_to(oom_probability(c, jobs, estimate_memory(c, jobs)), len(found))
+
+
+def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
+    """Whether Phalanx trains it."""
+    try:
+        check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
+    except UserError:
+        return False
+    return True
+
+
+def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) -> EvaluatedLayout:
+    """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
+    more than the formula has for any trainer."""
+    own = run.model_copy(update={"layout": option.candidate.layout()})
+    held, host = device_and_host_bytes(run.cluster, rank_memory(own, world_size).values())
+    used = process_bytes(run.cluster, held) if run.cluster.calibration else held
+    risk = max(option.p_oom, layout_oom_probability(run.cluster, held, host))
+    return replace(option, memory_bytes=used, host_bytes=host, p_oom=risk)
+
+
+def evaluate(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> list[EvaluatedLayout]:
+    """What each of some layouts takes, in their order."""
+    if not found:
+        return []
+    jobs, size = candidate_jobs(run, world_size, found), len(found)
+    c = memory_constants_for(run.cluster)
+    time, held = step_seconds(time_constants_for(run.cluster), jobs), estimate_memory(c, jobs)
+    risk = oom_probability(c, jobs, held)
+    spread = np.exp(interval_half_width(run.cluster, jobs))
+    tokens, sequence = run.training.tokens_per_step, run.training.seq_len
+    flops, peak = training_flops_per_token(run.model, sequence), float(jobs.peak_flops[0])
+    again = {
+        name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
+    }
+
+    def number(column: Column, at: int) -> float:
+        return float(np.broadcast_to(column, size)[at])
+
+    options = []
+    for at, candidate in enumerate(found):
+        seconds = number(time.total, at)
+        stages = {
+            name: {part: number(getattr(stage, part), at) for part in ("state", "activations", "logits", "buffers")}
+            for name, stage in (("first", held.first), ("last", held.last))
+        }
+        speed = tokens / seconds
+        options.append(
+            EvaluatedLayout(
+                candidate,
+                seconds,
+                seconds / number(spread, at),
+                seconds * number(spread, at),
+                {part: number(getattr(time, part), at) for part in PARTS},
+                number(held.allocated, at),
+                number(held.host, at),
+                stages,
+                number(risk, at),
+                speed,
+                mfu(speed, flops, peak, world_size),
+                mfu(speed, flops + again[candidate.activation_checkpointing], peak, world_size),
+            )
+        )
+    return options

@@ -1,0 +1,86 @@
+"""Results of a search: one evaluated layout, and all of them in order of preference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.cost.kinds import Column
+from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
+
+PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "offload", "waiting")
+
+
+@dataclass(frozen=True)
+class EvaluatedLayout:
+    """A layout with what it takes."""
+
+    candidate: CandidateLayout
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    """Between `low` and `high` lie 80 of 100 steps."""
+    parts: dict[str, float]
+    """Seconds of the step by what they go to; `exchange` is part of `compute`."""
+    memory_bytes: float
+    """Held by the fullest rank; on a machine that was calibrated with what a process has beside tensors."""
+    host_bytes: float
+    """In CPU memory, for the rank that offloads most."""
+    stages: dict[str, dict[str, float]]
+    """Bytes by part of the first and the last stage."""
+    p_oom: float
+    tokens_per_second: float
+    mfu: float
+    """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
+    pairs (`describe.flops_per_token`), as most publications do."""
+    hfu: float
+    """With what recomputation does once more."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of the step in which a rank only communicates."""
+        return sum(self.parts[part] for part in ("exchange", "send", "data_parallel"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found."""
+
+    options: list[EvaluatedLayout]
+    """Those that fit and can run, fastest first."""
+    considered: int
+    fitting: int
+    closest_to_fitting: EvaluatedLayout | None
+    """The one that is nearest to fitting, where none does."""
+
+    @property
+    def fastest_safe(self) -> EvaluatedLayout | None:
+        """The fastest whose memory is almost surely enough, if any of `options` is."""
+        return next((option for option in self.options if option.p_oom < SAFE_OOM_PROBABILITY), None)
+
+    @property
+    def chosen(self) -> EvaluatedLayout:
+        """What is used where nobody chooses: the fastest of `options` that is almost surely enough, or the surest."""
+        return self.fastest_safe or min(self.options, key=lambda option: option.p_oom)
+
+    @property
+    def pareto_front(self) -> list[EvaluatedLayout]:
+        """Of `options`, those that no other beats in both time and memory."""
+        found: list[EvaluatedLayout] = []
+        for option in self.options:
+            if not found or option.memory_bytes < found[-1].memory_bytes:
+                found.append(option)
+        return found
+
+
+TIE_TOLERANCE = 0.001
+"""Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
+
+
+def preference_order(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
+    """The order of preference: by time, and where times are alike by simplicity, then by memory."""
+    alike = np.floor(np.log(seconds) / TIE_TOLERANCE)
+    return np.lexsort((memory, axes, alike))

@@ -1,0 +1,17 @@
+"""Errors that end training on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DivergenceError(RuntimeError):
+    """Training cannot go on from here: all ranks found so together, and `blamed` are those that it is due to."""
+
+    def __init__(self, said: str, blamed: Sequence[int] = ()) -> None:
+        super().__init__(said)
+        self.suspect_ranks = list(blamed)
+
+
+class CorruptionError(DivergenceError):
+    """Ranks no longer hold alike what they must: nobody knows since when, so that no checkpoint is known to be good."""

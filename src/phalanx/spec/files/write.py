@@ -1,0 +1,38 @@
+"""Write a run as a TOML file that loads into the same run."""
+
+from __future__ import annotations
+
+import os
+
+import tomli_w
+
+from phalanx.spec.files.load import cluster_overrides
+from phalanx.spec.run import RunSpec
+
+
+def with_absolute_paths(run: RunSpec) -> RunSpec:
+    """The run with paths that mean the same from any working directory."""
+
+    def path(source: str) -> str:
+        named = source == "stdlib" or source.startswith("hf:")
+        return source if named else os.path.abspath(os.path.expanduser(source))
+
+    data = run.data
+    tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else path(data.tokenizer)
+    lists = {"train": [path(s) for s in data.train], "held_out": [path(s) for s in data.held_out]}
+    model = run.model.replace(from_hf=path(run.model.from_hf)) if run.model.from_hf else run.model
+    named = ("offload_directory", "schedule_file")
+    files = {field: path(value) for field in named if (value := getattr(run.layout, field)) is not None}
+    described = {
+        "data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists),
+        "model": model,
+        "layout": run.layout.replace(**files),
+    }
+    return run.model_copy(update={"output_dir": path(run.output_dir), **described})
+
+
+def to_toml(run: RunSpec) -> str:
+    """A run as a TOML file that loads into the same run. Of a machine with a name only what differs from its preset is
+    written, so that another may take its place."""
+    table = run.model_dump(mode="json", exclude_none=True)
+    return tomli_w.dumps({**table, "cluster": cluster_overrides(run.cluster)})

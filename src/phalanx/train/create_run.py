@@ -1,0 +1,72 @@
+"""Create a run: check it, prepare its data, and write its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.loader import TokenLoader
+from phalanx.data.prepare import PreparedData, prepare
+from phalanx.data.tokenizer import load_tokenizer
+from phalanx.launch.preflight import preflight
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import latest_manifest, run_directory, write_run_directory
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.write import with_absolute_paths
+from phalanx.spec.run import RunSpec
+
+
+def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
+    """Check a run, prepare its data, and write its directory; returns the directory.
+
+    Raises UserError before anything is written if the run cannot work.
+    """
+    return write_run_directory(run, check_and_prepare(run, world_size, resume))
+
+
+def check_and_prepare(
+    run: RunSpec, world_size: int, resume: bool, progress: Callable[..., None] | None = None
+) -> PreparedData:
+    """Check a run, and prepare its data.
+
+    Raises UserError if the run cannot work.
+    """
+    preflight(run, world_size, resume)
+    prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
+    run = with_absolute_paths(run)
+    found = checkpoints(run_directory(run) / "checkpoints") if resume else []
+    sequences = plan_batch(run, world_size).global_batch_size
+    _check_tokens(run, prepared, sequences, latest_manifest(found) if found else None)
+    if run.model.from_hf and not found:
+        from phalanx.train.training_data import initial_weights  # torch, which by now is needed anyway
+
+        initial_weights(run)
+    return prepared
+
+
+def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:
+    """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
+    continue from was made with other text."""
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    if tokenizer.vocab > run.model.vocab_size:
+        raise UserError(
+            "model.vocab_size",
+            run.model.vocab_size,
+            f"is less than the tokenizer's {tokenizer.vocab} tokens",
+            f"set model.vocab_size = {tokenizer.vocab}",
+        )
+    held_out = IndexedDataset(prepared.held_out)
+    if held_out.size < 2:
+        raise UserError(
+            "data.held_out",
+            run.data.held_out or run.data.train,
+            f"leaves {held_out.size} tokens to evaluate on",
+            "give more text, or raise data.held_out_fraction",
+        )
+    if prepared.train:
+        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
+        if manifest is not None:
+            loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
