@@ -95,7 +95,7 @@ class Running:
             self.launchers[name] = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def began(self) -> list[Any]:
-        return [event for event in read_events(self.directory) if event["what"] == "began"]
+        return [event for event in read_events(self.directory) if event["what"] == "started"]
 
     def trains(self, begun: int, ranks: int, steps: int = 1) -> float:
         """Wait until the last start, which is not one of so many before, has done some steps; when it did the first."""

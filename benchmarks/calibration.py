@@ -43,7 +43,7 @@ LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] 
 LOOP_HEADING = "Before and after calibrate"
 LOOP_TEXT = """{runs} runs of `python -m benchmarks.calibration{few}` that were not calibrated on, held against the plan
 that knows this machine's peak alone, against the plan after `phalanx calibrate` of {fitted} others, of which two steps
-each were looked at closely, and against that with {sweeps} files of `phalanx measure` beside them. Computing and
+each were looked at closely, and against that with {sweeps} files of `phalanx bench` beside them. Computing and
 waiting are told apart where every rank has a core of its own. Bytes, and those of tensors, are counted: no calibration
 changes them.
 
@@ -186,7 +186,7 @@ SWEPT = [
     *_all("experts", 2, "ep=2,micro_batch_size=4"),
     *_all("dense", 4, "data_parallel=zero1,micro_batch_size=2", "tp=4,micro_batch_size=4"),
 ]
-"""Layouts whose operations `phalanx measure` times."""
+"""Layouts whose operations `phalanx bench` times."""
 
 
 def command_of(words: Sequence[str], short: Short, work: Path) -> None:
@@ -203,7 +203,7 @@ def command_of(words: Sequence[str], short: Short, work: Path) -> None:
 
 
 def sweep(short: Short, work: Path) -> BenchmarkFile:
-    """What `phalanx measure` finds for a layout, unless it is there."""
+    """What `phalanx bench` finds for a layout, unless it is there."""
     file = work / f"{short.name}.json"
     if not file.exists():
         command_of(["measure", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
@@ -215,7 +215,7 @@ def train(short: Short, work: Path) -> MeasuredRun:
     directory = work / short.name
     if not (directory / "done").exists():
         shutil.rmtree(directory, ignore_errors=True)
-        command_of(["train", "--measure-memory", "--trace-steps", CLOSELY], short, work)
+        command_of(["train", "--profile-memory", "--profile-steps", CLOSELY], short, work)
         shutil.rmtree(directory / "checkpoints")
         (directory / "done").touch()
     return with_measured_parts(replace(read_measured_run(directory), name=str(short)), directory)
@@ -229,7 +229,7 @@ class Loop:
     before: dict[str, list[float]]
     after: dict[str, list[float]]
     measured: dict[str, list[float]]
-    """With what `phalanx measure` found, too."""
+    """With what `phalanx bench` found, too."""
 
     def __str__(self) -> str:
         lines = ["| | runs | median error before | after | with `measure` |", "|---|---:|---:|---:|---:|"]
@@ -243,7 +243,7 @@ class Loop:
 
 def loop(runs: dict[Path, MeasuredRun], before: ClusterSpec, after: ClusterSpec, measured: ClusterSpec) -> Loop:
     """The errors on runs that were not calibrated on, with the machine as it is known without a run (but for its peak,
-    which every run measures), as other runs showed it, and as `phalanx measure` did beside them."""
+    which every run measures), as other runs showed it, and as `phalanx bench` did beside them."""
     return Loop(*(_errors(runs, machine) for machine in (before, after, measured)))
 
 

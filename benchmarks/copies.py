@@ -2,8 +2,8 @@
 
     python -m benchmarks.copies       # some minutes; prints the table and writes docs/benchmarks/copies.md
 
-Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one is
-killed at a random moment. Steps lost are those that both had finished and that were done again."""
+Two ranks train with `recovery.in_memory_checkpoint_every = 1` and no checkpoint on the way; twenty times a random one
+is killed at a random moment. Steps lost are those that both had finished and that were done again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from phalanx.report.run_data import read_run
-from phalanx.runs.events import BEGAN, FAILED, read_events
+from phalanx.runs.events import FAILED, STARTED, read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.runs.step_records import rank_record_file
 from phalanx.spec.files.load import run_from_table
@@ -63,7 +63,7 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
     """Kill a rank so often; the steps that each time were lost."""
     finished = []
     for number in range(kills):
-        wait_until(lambda number=number: happened(directory, BEGAN) > number, "a start")
+        wait_until(lambda number=number: happened(directory, STARTED) > number, "a start")
         after = read_events(directory)[-1]["step"]
         wait_until(lambda after=after: any(line["step"] > after for line in read_metrics(directory)), "a step")
         time.sleep(chance.uniform(0, LATEST_SECONDS))
@@ -71,8 +71,8 @@ def lost_steps(directory: Path, kills: int, chance: random.Random) -> list[int]:
         wait_until(lambda number=number: happened(directory, FAILED) > number, "a failure")
         told = [event["step"] for event in read_events(directory) if event["what"] == FAILED][-1]  # by who was left
         finished.append(max(told, read_metrics(directory)[-1]["step"]))
-    wait_until(lambda: happened(directory, BEGAN) > kills, "the last start")
-    again = [event["step"] for event in read_events(directory) if event["what"] == BEGAN][1:]
+    wait_until(lambda: happened(directory, STARTED) > kills, "the last start")
+    again = [event["step"] for event in read_events(directory) if event["what"] == STARTED][1:]
     # A copy of a step is there a moment before that step is written down.
     return [max(0, before - after) for before, after in zip(finished, again, strict=True)]
 

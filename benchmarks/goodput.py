@@ -172,9 +172,9 @@ def failures_of(watched: Watched, events: Sequence[Mapping[str, Any]]) -> list[F
         noted = float(event["time"])
         kill = min(at for at in watched.killed if since < at <= noted)
         since = noted
-        began = [e for e in events if e["what"] == "began" and noted < e["time"] < end]
+        began = [e for e in events if e["what"] == "started" and noted < e["time"] < end]
         steps = [at for at, step in watched.seen if began and began[-1]["time"] < at < end and step > began[-1]["step"]]
-        again = next((e["step"] for e in events if e["what"] == "began" and e["time"] > noted), event["step"])
+        again = next((e["step"] for e in events if e["what"] == "started" and e["time"] > noted), event["step"])
         found.append(Failure(noted - kill, steps[0] - kill if steps else None, event["step"] - again))
     return found
 
@@ -227,7 +227,7 @@ class Measured:
 def measured(directory: Path, watched: Watched, undisturbed_seconds: float) -> Measured:
     """What a run came to, from what it wrote down."""
     events = read_events(directory)
-    began = float(next(event["time"] for event in events if event["what"] == "began"))
+    began = float(next(event["time"] for event in events if event["what"] == "started"))
     seconds = [record["step_seconds"] for record in read_metrics(directory) if "loss" in record]
     lines = [json.loads(line) for line in rank_record_file(directory, 0).read_text().splitlines()]
     saves = [line for line in lines if "pause" in line or "format" in line]

@@ -140,7 +140,7 @@ def main() -> None:
 
 The goal of light, which every run does, is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column
 ({worst:.4f} at most). Off is `metrics.per_rank_records = false`, which writes nothing but still takes the times that
-`metrics.jsonl` has. Full is a step of `--trace-steps` (the one in which memory is metered as well takes several times
+`metrics.jsonl` has. Full is a step of `--profile-steps` (the one in which memory is metered as well takes several times
 as long). Medians over {ROUNDS} rounds of a step of each kind in turn; neighbouring steps differ by more than light
 costs, so all calls that a step makes to be recorded are also timed alone, {CALLS:,} times: off with these is the last
 column.

@@ -6,8 +6,9 @@
 
 Four nodes and a coordinator are `phalanx swarm join` and `serve`, each in a network namespace of its own, on links
 that the kernel shapes (`phalanx.testing.network_namespaces`: root and iproute2 are needed), with mutual TLS. They
-learn a small mixture of experts from real text. Central training is `phalanx train` with four times the batch. Seed 0 runs at both
-speeds, the others at the faster one, for what is learned does not depend on it; so does ddp, which is slow.
+learn a small mixture of experts from real text. Central training is `phalanx train` with four times the batch.
+Seed 0 runs at both speeds, the others at the faster one, for what is learned does not depend on it;
+so does ddp, which is slow.
 """
 
 from __future__ import annotations

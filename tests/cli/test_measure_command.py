@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.commands.measure import parse_size_sweep
+from phalanx.cli.commands.bench import parse_size_sweep
 from phalanx.spec.errors import UserError
 from tests.cli import commands
 from tests.measure.test_nccl_tests import AVERAGE, ROW

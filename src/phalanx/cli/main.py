@@ -1,11 +1,9 @@
-"""The `phalanx` command: one file per subcommand; each parses, calls one room, and prints."""
+"""The `phalanx` command: one file per subcommand; each parses, calls one package, and prints."""
 
 from __future__ import annotations
 
-import ast
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,38 +13,51 @@ from phalanx import __version__
 from phalanx.cli.common.usage_errors import translate_usage_errors
 from phalanx.spec.errors import UserError
 
-COMMANDS = (
-    "data",
-    "pipeline",
-    "advise",
-    "calibrate",
-    "debug",
-    "doctor",
-    "dryrun",
-    "experts",
-    "export",
-    "generate",
-    "info",
-    "init",
-    "launch",
-    "memory",
-    "measure",
-    "mesh",
-    "placement",
-    "plan",
-    "report",
-    "swarm",
-    "train",
-    "watch",
-)
-"""Each a file beside this one with a function of its name, or with an `app` of several."""
+PANELS = {
+    "Plan": {
+        "plan": "Rank all layouts of a run on a cluster.",
+        "advise": "Compare rules of thumb with the planner; fix OOM.",
+        "memory": "Show predicted memory per rank and strategy.",
+        "mesh": "Show process groups per axis.",
+        "placement": "Map ranks to nodes and bytes to links.",
+        "pipeline": "Show, check and split pipeline schedules.",
+        "info": "Show parameters, FLOPs and state of a model.",
+        "calibrate": "Fit the planner to runs on your machine.",
+    },
+    "Train": {
+        "init": "Write a commented run file.",
+        "train": "Train the model of a run file.",
+        "launch": "Write job files for Slurm, Kubernetes, SkyPilot.",
+        "watch": "Show a run while it trains.",
+    },
+    "Verify": {
+        "dryrun": "Trace a training step and compare it with the plan.",
+        "report": "Compare predicted with measured; find bottlenecks.",
+        "bench": "Benchmark the machine at the shapes of a run.",
+    },
+    "Operate": {
+        "doctor": "Check that machines are fit to train.",
+        "debug": "Explain why a run hung or failed.",
+    },
+    "Data and models": {
+        "data": "Tokenize text and inspect tokens.",
+        "generate": "Sample text from the latest checkpoint.",
+        "export": "Write a checkpoint in the Hugging Face format.",
+        "experts": "Show expert load; reorder experts over ranks.",
+    },
+    "Swarm": {
+        "swarm": "Train one model at several sites over slow links.",
+    },
+}
+"""Commands by panel, with one line each. A command is a file in `commands/` with a function of its name or an `app`."""
+COMMANDS = [name for commands in PANELS.values() for name in commands]
 
 
 class LazyCommandGroup(TyperGroup):
     """Commands whose files are imported when they are asked for, so that each starts without the others."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return COMMANDS
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)
@@ -76,9 +87,10 @@ class LazyCommandGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
-            raise UserError("command", cmd_name, "is not known", did_you_mean(cmd_name, list(COMMANDS)))
+            raise UserError("command", cmd_name, "is not known", did_you_mean(cmd_name, COMMANDS))
         if self.listing:
-            return TyperCommand(cmd_name, help=command_help(cmd_name))
+            panel = next(panel for panel, commands in PANELS.items() if cmd_name in commands)
+            return TyperCommand(cmd_name, help=PANELS[panel][cmd_name], rich_help_panel=panel)
         file = import_module(f"phalanx.cli.commands.{cmd_name}")
         own = getattr(file, "app", None)
         if own is None:
@@ -87,20 +99,6 @@ class LazyCommandGroup(TyperGroup):
         command = typer.main.get_command(own)
         command.name = cmd_name
         return command
-
-
-def command_help(name: str) -> str:
-    """A command's help, read from its file: that of its function, or of its `app`. To import all of these files takes
-    several times as long as all else that lists them."""
-    tree = ast.parse((Path(__file__).parent / "commands" / f"{name}.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return ast.get_docstring(node) or ""
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "app" and isinstance(node.value, ast.Call):
-            for word in node.value.keywords:
-                if word.arg == "help":
-                    return str(ast.literal_eval(word.value))
-    return ""
 
 
 app = typer.Typer(

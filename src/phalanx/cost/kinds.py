@@ -50,8 +50,10 @@ PHALANX_CHECKPOINTING = {
     "selective": ActivationCheckpointing.ATTENTION,
     "full": ActivationCheckpointing.FULL,
 }
-"""What `layout.activation_checkpointing` means: even where flash kernels keep no scores, selective drops what attention's projections
-keep."""
+"""Map `layout.activation_checkpointing` to its method.
+
+Even where flash kernels save no scores, selective drops the saved activations of attention's projections.
+"""
 
 
 class ScheduleKind(IntEnum):

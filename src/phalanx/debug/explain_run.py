@@ -12,9 +12,9 @@ from typing import Any
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.debug.hang_evidence import Explanation, Verdict
 from phalanx.runs.events import (
-    BEGAN,
-    ENDED,
+    FINISHED,
     LIFECYCLE_EVENTS,
+    STARTED,
     describe_damaged_checkpoints,
     describe_failures,
     describe_rollbacks,
@@ -37,7 +37,7 @@ def explain_run(directory: Path) -> Explanation:
     run = with_last_used_layout(load_run(directory / "run.toml", environment={}), directory)
     dumps, failures, events = read_dumps(directory), read_failures(directory), read_events(directory)
     told = [dump["ranks"] for dump in dumps.values()]
-    began = [event["ranks"] for event in events if event["what"] == BEGAN]
+    began = [event["ranks"] for event in events if event["what"] == STARTED]
     ranks = told[0] if told else max([max(failures, default=0) + 1, *began[-1:]])
     try:
         sizes = parallel_dims(run.layout, ranks)
@@ -91,11 +91,11 @@ def _verdict_without_dumps(
         if written := [time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]:
             said += f"; ranks last noted a step {min(written):.0f} s ago"
         see = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
-    elif last["what"] == ENDED and last["step"] < steps:
+    elif last["what"] == FINISHED and last["step"] < steps:
         said, see = f"the run was stopped in order, after step {last['step']} of {steps}", go_on
-    elif last["what"] == ENDED:
+    elif last["what"] == FINISHED:
         said = f"the run ended in order, after step {last['step']}"
-    elif last["what"] == BEGAN:
+    elif last["what"] == STARTED:
         if faults := {rank: told for rank in range(last["ranks"]) if (told := describe_fault(directory, rank))}:
             said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
             return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")

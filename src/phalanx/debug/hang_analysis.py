@@ -61,9 +61,9 @@ def _killed(case: Evidence) -> Verdict | None:
 def _collective_decision(case: Evidence) -> Verdict | None:
     """What all ranks found together, and ended for: a loss that is not finite, or ranks that hold other numbers."""
     for record in case.failures.values():
-        if "blamed" in record:
+        if "suspect_ranks" in record:
             fix = "it says what to do; with --resume the run goes on from its newest checkpoint"
-            return Verdict("error", tuple(record["blamed"]), str(record["reason"]), fix)
+            return Verdict("error", tuple(record["suspect_ranks"]), str(record["reason"]), fix)
     return None
 
 
@@ -228,7 +228,7 @@ def _lost(case: Evidence) -> Verdict | None:
         if inside:
             call = calls[inside[0]][last]
             said = f"{case.group(key)} came to {describe_call(call)}, number {last}, and it did not end"
-            fix = "the network between them, or a device: phalanx measure times the links; check cards and cables"
+            fix = "the network between them, or a device: phalanx bench times the links; check cards and cables"
             return Verdict("lost", key[1], said, fix)
     return None
 

@@ -86,7 +86,7 @@ class Evidence:
         self.states: dict[int, str] = {}
         """Of processes that others looked at: the worst that one saw."""
         for dump in dumps.values():
-            for rank, state in dump["beside"].items():
+            for rank, state in dump["sibling_states"].items():
                 if state in STOPPED or int(rank) not in self.states:
                     self.states[int(rank)] = state
         # A rank that was stopped tells only what it did when it was woken, to end.
@@ -150,7 +150,7 @@ class Evidence:
             return f"{word}; {failure['reason']}" if failure and own else word
         dump = self.dumps[rank]
         call = self.last_call(rank)
-        still = f", still for {dump['stood_seconds']:.0f} s" if dump["why"] == STALLED else ""
+        still = f", still for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
         said = [f"after step {dump['step']}{still}: {self.where(rank)}", *([f"in {call}"] if call else [])]
         if state in (*STOPPED, "D"):  # one that has died did so after its word
             said.append(STATES[state or ""])
@@ -208,7 +208,8 @@ def describe_divergence_point(case: Evidence, ranks: Sequence[int]) -> str:
             theirs = next((place for place in here.values() if place != here[mine]), None)
             return (
                 f"; from number {number} of {case.group(key)} on its calls came from other lines "
-                f"({format_frame(here[mine])}, where others were at {format_frame(theirs)}): one was left out there, or added"
+                f"({format_frame(here[mine])}, where others were at {format_frame(theirs)}): "
+                "one was left out there, or added"
             )
     return ""
 

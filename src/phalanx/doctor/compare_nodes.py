@@ -46,7 +46,7 @@ NODES = CheckRule(
     "nodes",
     "the run (cluster.nodes)",
     "see why the others did not: unreachable, stuck, or not started",
-    "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --leave DIR",
+    "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --save-report DIR",
 )
 BREAKS = CheckRule(
     "nodes.drift_breaks",
@@ -56,7 +56,7 @@ BREAKS = CheckRule(
     "",
     "Primus, GCM (drift against the majority)",
     "bring the node to what most have, or leave it out",
-    "phalanx doctor --gather DIR --json",
+    "phalanx doctor --compare-reports DIR --json",
 )
 DRIFT = CheckRule(
     "nodes.drift",
@@ -66,7 +66,7 @@ DRIFT = CheckRule(
     "",
     "Primus, GCM (drift against the majority)",
     "bring the node to what most have",
-    "phalanx doctor --gather DIR --json",
+    "phalanx doctor --compare-reports DIR --json",
 )
 CLOCK = CheckRule(
     "nodes.clock",
@@ -86,7 +86,7 @@ OLD = CheckRule(
     "min",
     "ours: of a node that hangs now an old word would stand for it",
     "see whether the node answers now; give each check a directory of its own",
-    "phalanx doctor RUN.toml --leave DIR",
+    "phalanx doctor RUN.toml --save-report DIR",
 )
 RULES = (NODES, OLD, BREAKS, DRIFT, CLOCK)
 
@@ -129,7 +129,10 @@ def read_node_reports(directory: Path) -> list[NodeReport]:
     files = sorted(directory.glob(f"*{ENDING}"))
     if not files:
         raise UserError(
-            "--gather", str(directory), f"has no *{ENDING}", "run `phalanx doctor --leave` there on every node"
+            "--compare-reports",
+            str(directory),
+            f"has no *{ENDING}",
+            "run `phalanx doctor --save-report` there on every node",
         )
     return [_node(file) for file in files]
 
@@ -175,7 +178,7 @@ def _found_together(directory: Path) -> list[DoctorFinding]:
         return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
     except (OSError, ValueError, TypeError) as error:
         problem = f"is not what phalanx.doctor.multi_node_benchmark writes ({type(error).__name__})"
-        raise UserError("--gather", str(file), problem, "remove it, and measure again") from None
+        raise UserError("--compare-reports", str(file), problem, "remove it, and measure again") from None
 
 
 def _node(file: Path) -> NodeReport:
@@ -186,7 +189,9 @@ def _node(file: Path) -> NodeReport:
         return NodeReport(str(known["host"]), float(known["clock_offset_seconds"]), dict(known["facts"]), found, job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not what a node leaves ({type(error).__name__})"
-        raise UserError("--gather", str(file), problem, "run `phalanx doctor --leave` on that node again") from None
+        raise UserError(
+            "--compare-reports", str(file), problem, "run `phalanx doctor --save-report` on that node again"
+        ) from None
 
 
 def compare_nodes(nodes: Sequence[NodeReport], wanted: int = 0) -> list[DoctorFinding]:

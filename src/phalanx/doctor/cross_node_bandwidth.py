@@ -25,7 +25,7 @@ WRONG = CheckRule(
     "numbers",
     "nccl-tests (#wrong)",
     "drain these nodes: some memory, link or GPU changes data silently",
-    "phalanx measure collectives RUN.toml; dcgmi diag -r 3",
+    "phalanx bench collectives RUN.toml; dcgmi diag -r 3",
 )
 BANDWIDTH = CheckRule(
     "between.busbw",

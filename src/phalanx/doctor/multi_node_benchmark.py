@@ -1,7 +1,7 @@
 """Measure with a run's ranks whether its nodes work together.
 
-`torchrun -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR` measures the collectives that the layout sends, each
-pair of nodes, their clocks, and the growth of error counters.
+`torchrun -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR` measures the collectives that the layout sends,
+each pair of nodes, their clocks, and the growth of error counters.
 """
 
 from __future__ import annotations

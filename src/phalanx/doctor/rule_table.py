@@ -33,7 +33,7 @@ def rule_sections() -> dict[str, tuple[CheckRule, ...]]:
     return {
         **{TITLES[run_checks.check_name(check)]: check.RULES for check in run_checks.CHECKS},
         "Whatever a check asks": run_checks.RULES,
-        "Nodes beside each other (`--gather`)": compare_nodes.RULES,
+        "Nodes beside each other (`--compare-reports`)": compare_nodes.RULES,
         "Between nodes (`phalanx.doctor.multi_node_benchmark`, `--collectives`)": cross_node_bandwidth.RULES,
         "Error counters, before and after that": error_counters.RULES,
     }

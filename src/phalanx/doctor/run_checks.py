@@ -81,8 +81,8 @@ UNREADABLE = CheckRule(
     "yes",
     "",
     "ours",
-    "send a record of this machine (phalanx doctor --record DIR) with a bug report",
-    "phalanx doctor --record DIR",
+    "send a record of this machine (phalanx doctor --save-snapshot DIR) with a bug report",
+    "phalanx doctor --save-snapshot DIR",
 )
 RULES = (STUCK, UNREADABLE)
 FACTS, MODULE = "facts", "phalanx.doctor.run_checks"

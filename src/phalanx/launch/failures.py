@@ -62,10 +62,10 @@ def print_final_failure(directory: Path, first: Mapping[str, Any]) -> int:
 
 def describe_failure(first: Mapping[str, Any]) -> str:
     """Which rank failed, when and why; or what all ranks found."""
-    if "blamed" in first:
+    if "suspect_ranks" in first:
         return str(first["reason"])
     when = f"failed after step {first['step']}: " if "step" in first else ""
-    if "lost" in first:
+    if "lost_peer" in first:
         when += "it lost another rank: "
     return f"rank {first['rank']} {when}{first['reason']}"
 
@@ -83,7 +83,7 @@ def find_first_failure(
     killed.sort(key=lambda one: (one[1] == -signal.SIGABRT, float(failures[one[0]].timestamp)))
     if told and (not killed or (own and all(code == -signal.SIGABRT for _, code in killed))):
         first = min(own or told, key=lambda failure: float(failure["time"]))
-        return dict(first) if own else {**first, "lost": True}
+        return dict(first) if own else {**first, "lost_peer": True}
     first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -128,7 +128,7 @@ def write_failure(
         "final": final,
         "traceback": traceback.format_exc(),
         **(memory or {}),
-        **({"blamed": error.suspect_ranks} if isinstance(error, DivergenceError) else {}),
+        **({"suspect_ranks": error.suspect_ranks} if isinstance(error, DivergenceError) else {}),
     }
     try:
         hang_dumps.write_failure(directory, record)

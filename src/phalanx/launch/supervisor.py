@@ -31,7 +31,7 @@ from phalanx.launch.process import select_device, set_worker_environment
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
 from phalanx.runs.checkpoints import checkpoints, is_finished, step_of
-from phalanx.runs.events import BEGAN, ENDED, FAILED, append_event, read_events
+from phalanx.runs.events import FAILED, FINISHED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
@@ -93,9 +93,9 @@ def supervise_training(
             words_left := recovery.new_failure_records()
         ):  # it was not stopped in order, unless ranks just lost each other by it
             first = find_first_failure(directory, {}, told=words_left)
-            if "lost" not in first:
+            if "lost_peer" not in first:
                 return print_final_failure(directory, first)
-        if ENDED not in (event["what"] for event in read_events(directory)[before:]):
+        if FINISHED not in (event["what"] for event in read_events(directory)[before:]):
             print("phalanx: stopped by a signal while ranks were starting: nothing new is saved", file=sys.stderr)
         raise
     return 0
@@ -161,7 +161,7 @@ class FailurePolicy:
         first = find_first_failure(self.directory, failures, kills, words)
         self._seen.add(_failure_id(first))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / "checkpoints")
-        began = [event["step"] for event in read_events(self.directory) if event["what"] == BEGAN]
+        began = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
         step = max([*(word.get("step", 0) for word in words), *map(step_of, saved[:1]), *began[-1:]], default=0)
         if step > self.last_step_reached:
             self.last_step_reached, self.consecutive_failures, self.consecutive_remote_failures, self.suspect_ranks = (
@@ -171,7 +171,7 @@ class FailurePolicy:
                 set(),
             )
         # NCCL aborts those whose peers are gone.
-        lost = "lost" in first or first["reason"].startswith("was killed by SIGABRT")
+        lost = "lost_peer" in first or first["reason"].startswith("was killed by SIGABRT")
         here = self.nodes == 1 or (first["rank"] in failures and not lost)
         self.consecutive_failures, self.consecutive_remote_failures = (
             self.consecutive_failures + here,
@@ -183,9 +183,9 @@ class FailurePolicy:
         verdict = failure_headline(self.directory)
         # A node that is gone notes nothing.
         reason = first["reason"] if here or not lost else "lost ranks of another node"
-        rank = [*first.get("blamed", ()), first["rank"]][0]
+        rank = [*first.get("suspect_ranks", ()), first["rank"]][0]
         append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=verdict, here=here)
-        self.final = "lost" not in first and (first["code"] == 2 or first.get("final", False))
+        self.final = "lost_peer" not in first and (first["code"] == 2 or first.get("final", False))
         if (
             self.final
             or self.consecutive_failures > self.restarts
@@ -232,7 +232,7 @@ class FailurePolicy:
             return None
         hide_gpu(worst)
         self.left_out_after, self.consecutive_failures, self.suspect_ranks = self.last_step_reached, 0, set()
-        append_event(self.directory, "left out", rank=worst)
+        append_event(self.directory, "rank_dropped", rank=worst)
         print(
             f"phalanx: going on without rank {worst}, which failed again and again: with {ranks} of {nproc}",
             file=sys.stderr,

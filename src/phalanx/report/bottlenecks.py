@@ -231,7 +231,7 @@ def _communication(recorded: RunData, columns: StepTimes, real: Timeline | None)
         share,
         f"even the rank that waits least waits {np.median(seconds[begun:]):.3g} s of a step for collectives"
         f"{most_waited_collective(recorded)}{sent}",
-        "look at the link with phalanx measure collectives; keep the axis that sends most on the fastest links, send "
+        "look at the link with phalanx bench collectives; keep the axis that sends most on the fastest links, send "
         "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
         since=columns.steps[begun],
     )

@@ -40,7 +40,7 @@ def collective_times(recorded: RunData) -> tuple[CollectiveTiming, ...]:
 
 def _alone(call: Line) -> float | None:
     """Seconds of a collective that a rank stood still for; None of one that it did not, or whose end nobody knows."""
-    if call["ended"] is None:
+    if call["end"] is None:
         return None
-    seconds = call["ended"] - call["began"]
+    seconds = call["end"] - call["start"]
     return seconds if 0 < WAITED_FOR * seconds <= call["exposed"] else None

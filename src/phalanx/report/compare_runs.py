@@ -97,7 +97,7 @@ def _told(value: Any) -> str:
 def _rows(found: Sequence[Facts]) -> Iterator[Facts]:
     """Measures of each run in turn, None where it has none."""
     for what, unit in dict.fromkeys(
-        (row["what"], row["unit"]) for facts in found for row in facts["beside"] if not row["role"]
+        (row["what"], row["unit"]) for facts in found for row in facts["comparison"] if not row["role"]
     ):
         rows = [formatting.measured_row(facts, what) for facts in found]
         found_row = _row(what, unit, [row["measured"] if row else None for row in rows])

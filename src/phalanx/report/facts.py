@@ -23,7 +23,7 @@ from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import Line, RunData, measured_peak
 from phalanx.report.step_breakdown import StepTimes, step_times
-from phalanx.runs.events import BEGAN, active_seconds_until
+from phalanx.runs.events import STARTED, active_seconds_until
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
@@ -68,7 +68,7 @@ def report_facts(recorded: RunData) -> Facts:
             "run": _run_summary(recorded),
             "verdict": asdict(named[0]) if named else None,
             "findings": [asdict(finding) for finding in named],
-            "beside": [*step_rows(recorded, found, option, planned), *_rank_rows(recorded), *_round_rows(recorded)],
+            "comparison": [*step_rows(recorded, found, option, planned), *_rank_rows(recorded), *_round_rows(recorded)],
             "measures": _measures(recorded, found),
             "ranks": _ranks(recorded, found),
             "curves": _curves(recorded),
@@ -220,8 +220,8 @@ def _goodput(recorded: RunData) -> float | None:
         return None
     first = records[0]
     lines = [*first.steps, *first.pauses]
-    ends = [line["began"] + _seconds(line) for line in lines]
-    whole = max(ends) - min(line["began"] for line in lines) + active_seconds_until(recorded.run_events, BEGAN)
+    ends = [line["start"] + _seconds(line) for line in lines]
+    whole = max(ends) - min(line["start"] for line in lines) + active_seconds_until(recorded.run_events, STARTED)
     every = recorded.run.metrics.every if recorded.run else 1
     earlier = recorded.step_metrics if recorded.run_events else []
     before = sum(line["step_seconds"] * every for line in earlier if line["step"] <= recorded.began_after)
@@ -255,9 +255,9 @@ def _overlap(recorded: RunData) -> float | None:
         for record in recorded.ranks.values()
         for line in record.steps
         for call in line.get("collectives", ())
-        if call["ended"] is not None and "memory" not in line
+        if call["end"] is not None and "memory" not in line
     ]
-    whole = sum(call["ended"] - call["began"] for call in calls)
+    whole = sum(call["end"] - call["start"] for call in calls)
     return 1 - sum(call["exposed"] for call in calls) / whole if whole else None
 
 

@@ -197,7 +197,7 @@ def last_value(curve: list[float | None] | None) -> float | None:
 
 def measured_row(facts: Mapping[str, Any], what: str) -> Mapping[str, Any] | None:
     """The row of a step's measure, where there is one."""
-    return next((row for row in facts["beside"] if row["what"] == what and not row["role"]), None)
+    return next((row for row in facts["comparison"] if row["what"] == what and not row["role"]), None)
 
 
 def round_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -129,7 +129,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     ranks, world_size, began_after = _records(directory / TRACE_DIR, [] if is_node else problems)  # nodes keep none
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
-        world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("began_after", 0)
+        world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("resumed_at_step", 0)
     run = _run(directory / "run.toml", world_size, problems)
     if run is not None and run.swarm is not None and not rounds:
         problems.append(f"no round has been written to {ROUNDS_FILE} yet")

@@ -103,7 +103,7 @@ def step_times(recorded: RunData) -> StepTimes | None:
         busy=of(_passes),
         optimizer=of(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
         rows=rows,
-        waits_are_known=all("waited" in rank[0] for rank in lines),
+        waits_are_known=all("wait_seconds" in rank[0] for rank in lines),
     )
 
 
@@ -122,7 +122,7 @@ def _passes(line: Line) -> float:
 
 
 def _waited(line: Line, what: str) -> float:
-    return float(line.get("waited", {}).get(what, 0.0))
+    return float(line.get("wait_seconds", {}).get(what, 0.0))
 
 
 def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:

@@ -15,17 +15,17 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
-BEGAN, FAILED, ENDED, ROLLED_BACK = "began", "failed", "ended", "rolled back"
+STARTED, FAILED, FINISHED, ROLLED_BACK = "started", "failed", "finished", "rolled_back"
 """Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
 run went back, and the same ranks begin again."""
-LIFECYCLE_EVENTS = (BEGAN, FAILED, ENDED, ROLLED_BACK)
+LIFECYCLE_EVENTS = (STARTED, FAILED, FINISHED, ROLLED_BACK)
 """By which it is known whether ranks are at work."""
-QUARANTINED = "set aside"
+QUARANTINED = "checkpoint_quarantined"
 """A checkpoint was, for it was damaged."""
 REQUIRED_FIELDS = {
-    BEGAN: ("ranks", "step"),
+    STARTED: ("ranks", "step"),
     FAILED: ("rank", "step", "reason"),
-    ENDED: ("step",),
+    FINISHED: ("step",),
     ROLLED_BACK: ("after", "to", "reason"),
     QUARANTINED: ("checkpoint", "problem"),
 }
@@ -54,11 +54,11 @@ def active_seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> floa
     last = max((at for at, event in enumerate(events) if event["what"] == what), default=0)
     total, launcher = 0.0, None
     for before, after in pairwise(events[: last + 1]):
-        launcher = _launcher(before) if before["what"] == BEGAN else launcher
+        launcher = _launcher(before) if before["what"] == STARTED else launcher
         end = float(after["time"])
-        if after["what"] == BEGAN and after.get("alive_until") is not None and _launcher(after) != launcher:
+        if after["what"] == STARTED and after.get("alive_until") is not None and _launcher(after) != launcher:
             end = min(end, float(after["alive_until"]))
-        if before["what"] != ENDED:
+        if before["what"] != FINISHED:
             total += max(0.0, end - float(before["time"]))
     return total
 
@@ -73,8 +73,8 @@ def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
     if not events:
         return 0, 0.0
     happened = [event["what"] for event in events if event["what"] in LIFECYCLE_EVENTS]
-    unnoted = sum(after == BEGAN == before for before, after in pairwise(happened))  # then a start follows another
-    under_way = 0.0 if happened[-1:] == [ENDED] else time.time() - float(events[-1]["time"])
+    unnoted = sum(after == STARTED == before for before, after in pairwise(happened))  # then a start follows another
+    under_way = 0.0 if happened[-1:] == [FINISHED] else time.time() - float(events[-1]["time"])
     return len(describe_failures(events, but_last=False)) + unnoted, active_seconds_until(
         events, events[-1]["what"]
     ) + under_way
@@ -83,9 +83,9 @@ def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
 def describe_failures(events: Sequence[Mapping[str, Any]], but_last: bool) -> list[str]:
     """A line on each failure of a run: when, which rank, why, and what was found out of it; `but_last` leaves out the
     one that it broke off by, if it has not begun since."""
-    since = [event for event in events if event["what"] in (BEGAN, FAILED)]
+    since = [event for event in events if event["what"] in (STARTED, FAILED)]
     told: list[Mapping[str, Any]] = []
-    for before, event in pairwise([{"what": BEGAN}, *since]):
+    for before, event in pairwise([{"what": STARTED}, *since]):
         if event["what"] != FAILED:
             continue
         if before["what"] == FAILED and not (_is_here(before) and _is_here(event)):  # one, noted on several nodes

@@ -61,7 +61,7 @@ class HangDump(TypedDict):
     step: int
     """The last that it had finished."""
     why: str
-    stood_seconds: float
+    stalled_seconds: float
     """How long nothing had moved."""
     error: NotRequired[str]
     """What it failed with then, or before that."""
@@ -74,7 +74,7 @@ class HangDump(TypedDict):
     """The last ones, oldest first."""
     oom_kills: int
     """Processes of its group that the kernel killed for want of memory since it began."""
-    beside: dict[str, str]
+    sibling_states: dict[str, str]
     """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
 
 

@@ -7,5 +7,8 @@ import socket
 
 
 def host_name() -> str:
-    """Return Slurm's name of this node where Slurm started the process (`srun --exclude` takes no other), else its own."""
+    """Return Slurm's name of this node where Slurm started the process, else the node's own name.
+
+    `srun --exclude` accepts only Slurm's name.
+    """
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -42,12 +42,12 @@ class StepRecord(TypedDict):
     """One step."""
 
     step: int
-    began: float
+    start: float
     seconds: dict[str, float]
     """Of its phases, which follow each other: data, passes, reduce, optimizer."""
     stages: dict[str, dict[str, float]]
     """Seconds of the passes F, B, I and W by stage; waits for others' tensors are not in them, but for collectives."""
-    waited: NotRequired[dict[str, float]]
+    wait_seconds: NotRequired[dict[str, float]]
     """Seconds in which the rank stood still for others, on a CPU: of passes for collectives in them (of these
     all_to_all), between them for other stages (pipeline), and in reduce and optimizer."""
     peak_memory_bytes: int
@@ -71,11 +71,11 @@ class CollectiveSpan(TypedDict):
     """One collective of a step that was looked at closely."""
 
     operation: str
-    made_of: str
+    executed_as: str
     group: list[int]
     bytes: int
-    began: float
-    ended: float | None
+    start: float
+    end: float | None
     """None where the backend does not tell."""
     exposed: float
     """Seconds of it in which the rank waited for it."""
@@ -86,7 +86,7 @@ class PauseRecord(TypedDict):
 
     step: int
     pause: str
-    began: float
+    start: float
     seconds: float
 
 
@@ -97,9 +97,11 @@ def parse_step_range(text: str) -> range:
     """
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
-        raise UserError("--trace-steps", text, "is not a window of steps", "write the first and the last: 10:13")
+        raise UserError("--profile-steps", text, "is not a window of steps", "write the first and the last: 10:13")
     if not 1 <= int(first) <= int(last):
-        raise UserError("--trace-steps", text, "is an empty window", "count from 1, and write the smaller number first")
+        raise UserError(
+            "--profile-steps", text, "is an empty window", "count from 1, and write the smaller number first"
+        )
     return range(int(first), int(last) + 1)
 
 

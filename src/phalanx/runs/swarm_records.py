@@ -1,7 +1,7 @@
 """What a swarm writes down of its rounds, for whoever reads the directories of its members.
 
 nodes/NAME/swarm.jsonl      a node: of each round bytes, seconds and memory (`Spent`)
-RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/ledger.py`); the file marks such a directory
+RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/ledger.py`); marks such a directory
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
         raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
     shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
-    outside = layout.rank_order == "pipeline"
+    outside = layout.rank_order == "pipeline_outer"
     return ParallelDims(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
 
 

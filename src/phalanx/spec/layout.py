@@ -11,7 +11,7 @@ from phalanx.spec.base import Spec
 from phalanx.spec.errors import UserError
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
-RankOrder = Literal["data", "pipeline"]
+RankOrder = Literal["data_outer", "pipeline_outer"]
 PIPELINE_DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 NOT_IMPLEMENTED = "is described, but does not run yet"
 SHARDED_STRATEGIES = ("zero1", "zero2", "zero3", "hsdp")
@@ -67,7 +67,7 @@ class Layout(Spec):
     """Tensor-parallel degree."""
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
-    rank_order: RankOrder = "data"
+    rank_order: RankOrder = "data_outer"
     """Which ranks are furthest apart: those with different data, which meet once per step (data), so that a pipeline's
     are neighbours; or a pipeline's stages, which send little (pipeline), so that a stage's are, and with them its
     experts."""

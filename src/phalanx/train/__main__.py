@@ -25,18 +25,18 @@ def main() -> None:
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many of the ranks train; the others stand by")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="where to train, whatever is found here")
-    parser.add_argument("--measure-memory", action="store_true", help="measure memory and collectives of one step")
-    parser.add_argument("--trace-steps", metavar="FIRST:LAST", help="look closely at these steps")
+    parser.add_argument("--profile-memory", action="store_true", help="measure memory and collectives of one step")
+    parser.add_argument("--profile-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
     try:
-        window = parse_step_range(arguments.trace_steps) if arguments.trace_steps else None
+        window = parse_step_range(arguments.profile_steps) if arguments.profile_steps else None
     except UserError as error:
         parser.error(str(error))
     layout = Layout.model_validate_json(arguments.layout) if arguments.layout else None
     if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
         exit_rank(run_standby_rank(arguments.run))
     fewer = None if layout is None else ReducedRanks(layout, arguments.ranks)
-    measure, device = arguments.measure_memory, arguments.device
+    measure, device = arguments.profile_memory, arguments.device
     exit_rank(run_rank(arguments.run, arguments.set, arguments.resume, measure, window, fewer, device))
 
 

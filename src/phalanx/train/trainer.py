@@ -279,11 +279,11 @@ class Trainer(ResumableLearner):
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _performance_metrics(self, line: StepRecord, tokens: int) -> MetricsRecord:
-        seconds, waited = line["seconds"], line.get("waited", {})
+        seconds, waited = line["seconds"], line.get("wait_seconds", {})
         total = sum(seconds.values())
         speed = tokens / total
         ranks = self.mesh.dims.world_size
-        started = {"ranks": ranks, "began_after": self.resumed_at_step}
+        started = {"ranks": ranks, "resumed_at_step": self.resumed_at_step}
         record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total}
         record |= {f"{phase}_seconds": spent for phase, spent in seconds.items()}
         if waited and self.strategy.runs_model:
@@ -307,7 +307,7 @@ class Trainer(ResumableLearner):
             line: PauseRecord = {
                 "step": self.step,
                 "pause": pause,
-                "began": begun,
+                "start": begun,
                 "seconds": time.perf_counter() - begun,
             }
             notes.write(dict(line))

@@ -35,7 +35,7 @@ from phalanx.parallel.dtypes import TORCH_DTYPES
 from phalanx.runs.checkpoints import checkpoints, is_finished, quarantine, step_name, step_of
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.errors import CorruptionError, DivergenceError
-from phalanx.runs.events import BEGAN, ENDED, QUARANTINED, append_event, mtime_or_none
+from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.runs.metrics import METRICS_FILE
@@ -284,7 +284,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
     if trainer.is_main:
         launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
         ranks = trainer.mesh.dims.world_size
-        append_event(directory, BEGAN, ranks=ranks, step=trainer.step, launcher=launcher, alive_until=alive_until)
+        append_event(directory, STARTED, ranks=ranks, step=trainer.step, launcher=launcher, alive_until=alive_until)
     failed = True
     try:
         with ProgressDisplay(trainer.step, run.training.steps, quiet) as progress:
@@ -303,7 +303,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
             evaluation = trainer.train(logs, progress, closely, notes)
         failed = False
         if trainer.is_main:
-            append_event(directory, ENDED, step=trainer.step)
+            append_event(directory, FINISHED, step=trainer.step)
     finally:
         for log in [*logs, *([notes] if notes else [])]:
             log.close(failed)

@@ -46,7 +46,7 @@ def advise(
 
         phalanx advise oom run.toml --machine h100 --nproc 8
 
-        phalanx advise oom run.toml --machine h100 --nodes 2 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
+        phalanx advise oom run.toml --machine h100 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
     """
     wants_oom, path = _words(first, second)
     if wants_oom:

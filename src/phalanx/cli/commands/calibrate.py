@@ -25,7 +25,7 @@ def calibrate(
     found_by: Annotated[
         list[Path],
         typer.Argument(
-            help="Directories of runs on this machine, and files of phalanx measure.",
+            help="Directories of runs on this machine, and files of phalanx bench.",
             metavar="RUN_DIR... [MEASURED.json]...",
         ),
     ],
@@ -42,15 +42,15 @@ def calibrate(
 
     Any runs of `phalanx train` do, of at least five steps; short ones in different layouts tell most: data, tensor,
     context, pipeline and expert parallelism, small and large micro-batches. Of a step its whole time counts, and how
-    long its ranks computed and waited for collectives; of steps that were looked at closely (--trace-steps) also each
-    collective by size and group. Files of `phalanx measure --out` add what it found: matrix products, attention,
+    long its ranks computed and waited for collectives; of steps that were looked at closely (--profile-steps) also each
+    collective by size and group. Files of `phalanx bench --out` add what it found: matrix products, attention,
     memory, collectives. What nothing decides stays as published.
 
     Examples:
 
         phalanx calibrate runs/a runs/b runs/c --out here.toml
 
-        phalanx measure run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
+        phalanx bench run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
 
         phalanx calibrate runs/a runs/b measured.json --out here.toml
 

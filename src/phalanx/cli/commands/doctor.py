@@ -31,16 +31,16 @@ def doctor(
     topology: Annotated[
         Path | None, typer.Option(help="Write there what joins GPUs, for phalanx plan, placement.", metavar="FILE")
     ] = None,
-    record: Annotated[
+    save_snapshot: Annotated[
         Path | None, typer.Option(help="Write there all that was looked at, to be sent or kept.", metavar="DIR")
     ] = None,
-    sysroot: Annotated[
+    from_snapshot: Annotated[
         Path | None, typer.Option(help="Look at a machine that was so recorded, not at this one.", metavar="DIR")
     ] = None,
-    leave: Annotated[
+    save_report: Annotated[
         Path | None, typer.Option(help="Leave word of this node there, on storage that all share.", metavar="DIR")
     ] = None,
-    gather: Annotated[
+    compare_reports: Annotated[
         Path | None, typer.Option(help="Hold against each other what nodes left there.", metavar="DIR")
     ] = None,
     collectives: Annotated[
@@ -64,38 +64,52 @@ def doctor(
 
         phalanx doctor run.toml
 
-        srun --ntasks-per-node 1 phalanx doctor run.toml --quick --leave shared/health
+        srun --ntasks-per-node 1 phalanx doctor run.toml --quick --save-report shared/health
 
-        phalanx doctor run.toml --gather shared/health    # then: srun --exclude=$(cat shared/health/failing_nodes.txt)
+        phalanx doctor run.toml --compare-reports shared/health  # srun --exclude=$(cat shared/health/failing_nodes.txt)
 
         phalanx doctor run.toml --collectives --nproc 2
 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m phalanx.doctor.multi_node_benchmark run.toml --out shared/health
 
-        phalanx doctor --record mine; phalanx doctor --sysroot mine
+        phalanx doctor --save-snapshot mine; phalanx doctor --from-snapshot mine
     """
     _check_options(
         run,
-        {"--sysroot": sysroot, "--record": record, "--leave": leave, "--topology": topology},
-        {"--gather": gather, "--collectives": collectives or None},
+        {
+            "--from-snapshot": from_snapshot,
+            "--save-snapshot": save_snapshot,
+            "--save-report": save_report,
+            "--topology": topology,
+        },
+        {"--compare-reports": compare_reports, "--collectives": collectives or None},
     )
-    if nccl_log is not None and sysroot is None and _is_missing(nccl_log):
+    if nccl_log is not None and from_snapshot is None and _is_missing(nccl_log):
         raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
-    if record is not None and record.exists() and (not record.is_dir() or any(record.iterdir())):
-        raise UserError("--record", str(record), "is there already", "name a new directory: a record is of one moment")
+    if (
+        save_snapshot is not None
+        and save_snapshot.exists()
+        and (not save_snapshot.is_dir() or any(save_snapshot.iterdir()))
+    ):
+        raise UserError(
+            "--save-snapshot",
+            str(save_snapshot),
+            "is there already",
+            "name a new directory: a snapshot is of one moment",
+        )
     expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
-    if gather is not None:
-        found, out = _gathered(gather, expected.nodes or 0), out or gather
+    if compare_reports is not None:
+        found, out = _gathered(compare_reports, expected.nodes or 0), out or compare_reports
     elif collectives:
         found = _collectives(run, nproc, set_ or [])
     else:
-        found = _examined(expected, sysroot, record, leave, topology)
+        found = _examined(expected, from_snapshot, save_snapshot, save_report, topology)
     _tell(found, out, json_)
 
 
 def _check_options(run: Path | None, of_machines: dict[str, object], alone: dict[str, object]) -> None:
     given = [option for option, value in {**alone, **of_machines}.items() if value is not None]
-    if (len(given) > 1 and given[0] in alone) or {"--sysroot", "--record"} <= set(given):
+    if (len(given) > 1 and given[0] in alone) or {"--from-snapshot", "--save-snapshot"} <= set(given):
         raise UserError(" ".join(given), None, "do not go together", "give one of them")
     if given == ["--collectives"] and run is None:
         raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", "name it")
@@ -116,23 +130,31 @@ def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expe
 
 
 def _examined(
-    expected: Expectations, sysroot: Path | None, record: Path | None, leave: Path | None, topology: Path | None
+    expected: Expectations,
+    from_snapshot: Path | None,
+    save_snapshot: Path | None,
+    save_report: Path | None,
+    topology: Path | None,
 ) -> list[DoctorFinding]:
     """Findings of one machine, and what else was asked for of it."""
     from phalanx.doctor import run_checks
-    from phalanx.doctor.compare_nodes import storage_clock
-    from phalanx.doctor.compare_nodes import write_node_report as left
+    from phalanx.doctor.compare_nodes import storage_clock, write_node_report
 
-    if sysroot is not None and not sysroot.is_dir():
-        raise UserError("--sysroot", str(sysroot), "is no directory", "give one that phalanx doctor --record wrote")
-    machine = Machine(sysroot, record)
+    if from_snapshot is not None and not from_snapshot.is_dir():
+        raise UserError(
+            "--from-snapshot",
+            str(from_snapshot),
+            "is no directory",
+            "give one that phalanx doctor --save-snapshot wrote",
+        )
+    machine = Machine(from_snapshot, save_snapshot)
     if topology is not None:
         _write_topology(machine, topology)
-    if leave is None:
-        return list(run_checks.examine_node(machine, expected, with_facts=record is not None).findings)
-    leave.mkdir(parents=True, exist_ok=True)
-    node = run_checks.examine_node(machine, expected, ahead_seconds=storage_clock(leave))
-    print(f"left {left(leave, node)}", file=sys.stderr)
+    if save_report is None:
+        return list(run_checks.examine_node(machine, expected, with_facts=save_snapshot is not None).findings)
+    save_report.mkdir(parents=True, exist_ok=True)
+    node = run_checks.examine_node(machine, expected, ahead_seconds=storage_clock(save_report))
+    print(f"left {write_node_report(save_report, node)}", file=sys.stderr)
     return list(node.findings)
 
 

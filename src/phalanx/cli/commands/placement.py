@@ -160,7 +160,9 @@ def _sent(heat: Heatmap) -> dict[str, Any]:
 def _name(run: RunSpec, world_size: int) -> str:
     layout = run.layout
     axes = [f"{axis} {getattr(layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(layout, axis) > 1]
-    axes = [f"{axis} outermost" if axis.startswith("pp") and layout.rank_order == "pipeline" else axis for axis in axes]
+    axes = [
+        f"{axis} (outer)" if axis.startswith("pp") and layout.rank_order == "pipeline_outer" else axis for axis in axes
+    ]
     kind = f"{layout.data_parallel} dp {parallel_dims(layout, world_size).dp_size}"
     return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
 
@@ -221,5 +223,6 @@ def _network(facts: dict[str, Any]) -> str:
         f"\nof the network's {format_bytes(total['rail'] + total['spine'])}, "
         f"{facts['cross_rail_share_of_network']:.1%} go from rail to rail, by the spine{relay}\n"
         f"busiest network device: {busiest['nic']} of node {busiest['node']}, "
-        f"sends {format_bytes(busiest['sent_bytes'])}, receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
+        f"sends {format_bytes(busiest['sent_bytes'])}, "
+        f"receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
     )

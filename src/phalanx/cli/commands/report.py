@@ -35,7 +35,7 @@ def report(
     """Say where the time of a run went, what keeps it from being faster, and how far the prediction was off.
 
     Prints it, and writes a page that needs no network (with --json only where --html says). Several runs are compared.
-    For the passes of a step, and memory over it, train with --trace-steps. Times are predicted for the machine of the
+    For the passes of a step, and memory over it, train with --profile-steps. Times are predicted for the machine of the
     run file; with --machine for another description of it, such as what `phalanx calibrate` wrote.
 
     Examples:
@@ -78,7 +78,7 @@ def _write_trace(recorded: list[RunData], file: Path) -> None:
     if len(recorded) > 1:
         raise UserError("--trace", str(file), f"is of one run, not of {len(recorded)}", "give one RUN_DIR")
     if not recorded[0].ranks:
-        fix = "train with metrics.per_rank_records = true, and with --trace-steps for passes and collectives"
+        fix = "train with metrics.per_rank_records = true, and with --profile-steps for passes and collectives"
         raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix)
     _write(file, json.dumps(chrome_trace(recorded[0])), "--trace")
 

@@ -118,7 +118,7 @@ def join(
 
         phalanx swarm join 203.0.113.7:7077 --certs ann
 
-        phalanx swarm join 203.0.113.7:7077 --certs ann --nproc 2 --set layout.data_parallel=zero1 --set 'data.train=["text"]'
+        phalanx swarm join host:7077 --certs ann --nproc 2 --set layout.data_parallel=zero1 --set 'data.train=["text"]'
     """
     _port(address, "ADDRESS")
     _check_installed()

@@ -66,13 +66,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
-    measure_memory: Annotated[
+    profile_memory: Annotated[
         bool,
         typer.Option(
-            "--measure-memory", help="Measure what one early step holds and sends on each rank, beside the prediction."
+            "--profile-memory", help="Measure what one early step holds and sends on each rank, beside the prediction."
         ),
     ] = False,
-    trace_steps: Annotated[
+    profile_steps: Annotated[
         str | None,
         typer.Option(
             help="Look closely at these steps, both ends among them: when every pass and collective was, and of the "
@@ -96,9 +96,9 @@ def train(
 
         phalanx train run.toml --resume
 
-        phalanx train run.toml --nproc 2 --measure-memory
+        phalanx train run.toml --nproc 2 --profile-memory
 
-        phalanx train run.toml --nproc 2 --trace-steps 10:13
+        phalanx train run.toml --nproc 2 --profile-steps 10:13
 
         phalanx train automatic.toml --nproc 2 --machine here.toml
 
@@ -114,8 +114,8 @@ def train(
     if described.swarm is not None:
         fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
         raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix)
-    if trace_steps is not None:
-        check_profiled_steps(described, trace_steps)
+    if profile_steps is not None:
+        check_profiled_steps(described, profile_steps)
     if print_config:
         print(_config(described, nproc))
         return
@@ -130,8 +130,8 @@ def train(
 
     signal.signal(signal.SIGTERM, stop)
     options = [
-        *(["--measure-memory"] if measure_memory else []),
-        *(["--trace-steps", trace_steps] if trace_steps else []),
+        *(["--profile-memory"] if profile_memory else []),
+        *(["--profile-steps", profile_steps] if profile_steps else []),
     ]
     if nodes is not None or rendezvous is not None or described.cluster.nodes > 1:
         least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
@@ -150,9 +150,11 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
     """Raise UserError for no window of steps, or one in which nothing would be noted."""
     window = parse_step_range(steps)
     if window[0] > run.training.steps:
-        raise UserError("--trace-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
+        raise UserError("--profile-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
     if not run.metrics.per_rank_records:
-        raise UserError("--trace-steps", steps, "has no effect with metrics.per_rank_records = false", "set it to true")
+        raise UserError(
+            "--profile-steps", steps, "has no effect with metrics.per_rank_records = false", "set it to true"
+        )
 
 
 def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:

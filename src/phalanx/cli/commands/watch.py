@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phalanx.runs.events import ENDED, read_events
+from phalanx.runs.events import FINISHED, read_events
 from phalanx.spec.errors import UserError
 
 RESTART_SECONDS = 60.0
@@ -98,7 +98,7 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
 def _has_ended(directory: Path) -> bool:
     """Whether a run that has broken off is not started again: it says so itself, or nothing is heard of it."""
     happened = read_events(directory)
-    if happened and happened[-1]["what"] == ENDED:
+    if happened and happened[-1]["what"] == FINISHED:
         return True
     heard = 0.0
     for file in (*directory.iterdir(), *directory.glob("failures/*")):

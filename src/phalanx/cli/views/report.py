@@ -98,8 +98,8 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
             )
             for finding in facts["findings"][1:]
         )
-    if facts["beside"]:
-        yield _beside(facts["beside"])
+    if facts["comparison"]:
+        yield _beside(facts["comparison"])
     if facts["ranks"]:
         yield rank_time_table(facts["ranks"])
         yield Text(formatting.TABLE_NOTE, "dim")

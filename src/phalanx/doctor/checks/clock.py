@@ -30,7 +30,7 @@ OFFSET = CheckRule(
     "chronyc makestep",
 )
 RULES = (SYNCHRONISED, OFFSET)
-UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--leave, --gather)")]
+UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--save-report, --compare-reports)")]
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:

@@ -6,9 +6,9 @@ first ranks are the servers, and parameters are spread over them by bytes. A wor
 whatever the optimizer.
 
 Synchronously, that is all. Asynchronously (`layout.max_staleness` = s; bounded delay, section 3.4 of the paper) a
-worker goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker, and
-weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1 copies
-of its weights.
+worker goes on as long as its weights lack at most s updates. An update is still made of one gradient of every worker,
+and weights that have come are taken at once. A server then has room for s + 1 gradients of every worker and s + 1
+copies of its weights.
 
 All of it goes through CPU memory and gloo: servers need no GPU, and workers none that reach each other."""
 

@@ -53,7 +53,7 @@ class OperationFit:
     """What was timed apart from steps: how many there are of a kind, and how far off the model is on them."""
 
     of: str
-    """A run's name, or a file of `phalanx measure`."""
+    """A run's name, or a file of `phalanx bench`."""
     kind: str
     count: int
     before: float
@@ -75,7 +75,7 @@ class Calibration:
 
 
 def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequence[BenchmarkFile] = ()) -> Calibration:
-    """A machine with the constants that these runs on it make likely, and what `phalanx measure` found there.
+    """A machine with the constants that these runs on it make likely, and what `phalanx bench` found there.
 
     Raises UserError for runs in different arithmetics, or in layouts that the planner does not know.
     """

@@ -42,7 +42,7 @@ class MeasuredRun:
     peak_flops: float | None
     """Of a rank, as it was measured or known when the run began."""
     tensor_bytes: float | None = None
-    """The most that tensors of rank 0 held at one time, where the run measured that (`--measure-memory`)."""
+    """The most that tensors of rank 0 held at one time, where the run measured that (`--profile-memory`)."""
     computing_seconds: float = nan
     """Of a step the slowest rank's passes without waits for others, where ranks noted that; NaN if they did not."""
     waiting_seconds: float = nan
@@ -77,12 +77,12 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         raise UserError("run directory", str(directory), "does not say how many ranks it had", "run it anew")
     last: list[dict[str, Any]] = []
     for record in reversed(records):
-        if (record.get("ranks"), record.get("began_after")) != (ranks, records[-1].get("began_after")):
+        if (record.get("ranks"), record.get("resumed_at_step")) != (ranks, records[-1].get("resumed_at_step")):
             break
         last.append(record)
     measured = _measured_step(directory)
     slow = measured.get("step")  # and those that were looked at closely
-    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != slow and "closely" not in record]
+    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != slow and "profiled" not in record]
     if len(settled) < LEAST_STEPS:
         problem = (
             f"has {len(last)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, and "

@@ -1,5 +1,5 @@
 """Single operations that were timed apart from steps, as evidence for the planner's constants: products, attention and
-memory by `phalanx measure`, collectives by it or in steps that were looked at closely."""
+memory by `phalanx bench`, collectives by it or in steps that were looked at closely."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OperationTimings:
     """Operations of a kind on one machine, for one run."""
 
     of: str
-    """Whose: of a run, or a file of `phalanx measure`."""
+    """Whose: of a run, or a file of `phalanx bench`."""
     kind: str
     seconds: Array
     shares: Array
@@ -72,7 +72,7 @@ class CollectiveTiming:
 
 @dataclass(frozen=True)
 class BenchmarkFile:
-    """What `phalanx measure` found of a machine, for a run on so many ranks."""
+    """What `phalanx bench` found of a machine, for a run on so many ranks."""
 
     name: str
     run: RunSpec
@@ -87,7 +87,7 @@ class BenchmarkFile:
 
 
 def read_benchmark_file(file: Path) -> BenchmarkFile:
-    """What `phalanx measure --out` wrote.
+    """What `phalanx bench --out` wrote.
 
     Raises UserError for what is no such file.
     """
@@ -107,8 +107,8 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
     except OSError as error:
         raise UserError("measured", str(file), f"cannot be read: {error.strerror}", "name another file") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"is not what phalanx measure writes ({type(error).__name__}: {error})"
-        fix = "write it with phalanx measure RUN.toml --out FILE.json"
+        problem = f"is not what phalanx bench writes ({type(error).__name__}: {error})"
+        fix = "write it with phalanx bench RUN.toml --out FILE.json"
         raise UserError("measured", str(file), problem, fix) from None
 
 

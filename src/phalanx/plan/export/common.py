@@ -130,7 +130,7 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
             notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
-    together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data"
+    together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
     if together and "layout.rank_order" not in expressed:
         notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
     return notes

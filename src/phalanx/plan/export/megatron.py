@@ -180,7 +180,7 @@ def _parallel(job: ExportJob) -> Flags:
     even = len({len(layers) for layers in job.stages}) == 1
     cut = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
-    inside = layout.rank_order == "data" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    inside = layout.rank_order == "data_outer" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
     recompute: dict[str, Flags] = {
         "none": {},
         "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},

@@ -192,7 +192,7 @@ def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFind
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
-    outside = ' with layout.rank_order = "pipeline"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
+    outside = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, found, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
         ("cp", process_groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),

@@ -78,7 +78,7 @@ def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[fl
         "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
         **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
         **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
-        "pipeline_outermost": [float(c.rank_order == "pipeline") for c in found],
+        "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in found],
         "offload": [OFFLOAD[c.offload] for c in found],
         "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in found],
     }

@@ -55,7 +55,7 @@ class CandidateLayout:
     activation_checkpointing: str
     schedule: str
     virtual_stages: int
-    rank_order: RankOrder = "data"
+    rank_order: RankOrder = "data_outer"
     offload: str = "none"
     offload_directory: str | None = None
 
@@ -70,7 +70,7 @@ class CandidateLayout:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
         degrees = [f"{degree} {self.cp_method}" if degree.startswith("cp") else degree for degree in degrees]
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        outside = " outermost" if self.rank_order == "pipeline" else ""
+        outside = " (outer)" if self.rank_order == "pipeline_outer" else ""
         pipeline = [f"pp {self.pp}{outside} {self.schedule}{chunks}"] if self.pp > 1 else []
         shard = f" of {self.dp_shard}" if self.data_parallel == "hsdp" else ""
         again = [] if self.activation_checkpointing == "none" else [f"recompute {self.activation_checkpointing}"]
@@ -259,7 +259,7 @@ def _data_parallel_options(dp: int, tp: int, pp: int, cp: int, domain: int) -> I
 def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
     """Stages, where ranks leave domains that more than one of a stage could share: data-parallel ranks and experts send
     much more than stages do, and those of a domain send it together."""
-    return "pipeline" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data"
+    return "pipeline_outer" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data_outer"
 
 
 def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:

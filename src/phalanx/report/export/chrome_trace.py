@@ -37,7 +37,7 @@ def _rank(record: RankRecord) -> Iterator[Event]:
     yield _meta(record.rank, "process_sort_index", sort_index=record.rank)
     events = [event for line in record.steps for event in _step(record, line)]
     events += [
-        _event(record.rank, 0, line["pause"], line["began"] + record.offset_seconds, line["seconds"], step=line["step"])
+        _event(record.rank, 0, line["pause"], line["start"] + record.offset_seconds, line["seconds"], step=line["step"])
         for line in record.pauses
     ]
     for lane in sorted({event["tid"] for event in events if "tid" in event} | set(range(len(LANES)))):
@@ -50,7 +50,7 @@ def _step(record: RankRecord, line: Line) -> Iterator[Event]:
     """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
     rank, step = record.rank, line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
-    begun, seconds = line["began"] + offset, line["seconds"]
+    begun, seconds = line["start"] + offset, line["seconds"]
     yield _event(rank, 0, f"step {step}", begun, sum(seconds.values()), step=step, clock_error_seconds=error)
     for phase, lasted in seconds.items():
         yield _event(rank, 0, phase, begun, lasted, step=step)
@@ -60,9 +60,9 @@ def _step(record: RankRecord, line: Line) -> Iterator[Event]:
         yield _event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **about)
     for what, a, b in line.get("waits", ()):
         yield _event(rank, 2, what, a + offset, b - a)
-    for lane, call in _apart(call for call in line.get("collectives", ()) if call["ended"] is not None):
-        about = {name: call[name] for name in ("group", "bytes", "exposed", "made_of")}
-        yield _event(rank, 3 + lane, call["operation"], call["began"] + offset, call["ended"] - call["began"], **about)
+    for lane, call in _apart(call for call in line.get("collectives", ()) if call["end"] is not None):
+        about = {name: call[name] for name in ("group", "bytes", "exposed", "executed_as")}
+        yield _event(rank, 3 + lane, call["operation"], call["start"] + offset, call["end"] - call["start"], **about)
     for moment in line.get("memory", ()):
         held = {part: size for part, size in moment.items() if part != "at"}
         yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (moment["at"] + offset), "args": held}
@@ -71,9 +71,9 @@ def _step(record: RankRecord, line: Line) -> Iterator[Event]:
 def _apart(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
     """Each call with the first lane that is free when it begins."""
     free: list[float] = []
-    for call in sorted(calls, key=lambda call: float(call["began"])):
-        lane = next((lane for lane, until in enumerate(free) if until <= call["began"]), len(free))
-        free[lane : lane + 1] = [call["ended"]]
+    for call in sorted(calls, key=lambda call: float(call["start"])):
+        lane = next((lane for lane, until in enumerate(free) if until <= call["start"]), len(free))
+        free[lane : lane + 1] = [call["end"]]
         yield lane, call
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.report.run_data import Line
 from phalanx.report.step_breakdown import computed_seconds
-from phalanx.runs.events import BEGAN, failure_count_and_uptime, read_events
+from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
 from phalanx.runs.lock import is_running
 from phalanx.runs.step_records import FORMAT, TRACE_DIR
 from phalanx.runs.swarm_records import JOURNAL_FILE
@@ -153,7 +153,7 @@ class RunMetrics:
 
     def _started(self) -> float:
         """When it last was: when its ranks began, or until they do, when it was asked for."""
-        began = [float(event["time"]) for event in read_events(self.directory) if event["what"] == BEGAN]
+        began = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
         return max([*began, _modified(self.directory / "run.toml")])
 
     def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
@@ -164,7 +164,7 @@ class RunMetrics:
             with suppress(OSError):  # it may be gone by now
                 yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
                 yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
-        yield "phalanx_starts_total", {}, sum(event["what"] == BEGAN for event in read_events(self.directory))
+        yield "phalanx_starts_total", {}, sum(event["what"] == STARTED for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
 
@@ -204,7 +204,7 @@ def _of_rank(label: dict[str, str], opening: Line, line: Line) -> Iterator[Sampl
     yield "phalanx_peak_memory_bytes", label, line["peak_memory_bytes"]
     for phase, seconds in line["seconds"].items():
         yield "phalanx_phase_seconds", {**label, "phase": phase}, seconds
-    for phase, seconds in line.get("waited", {}).items():
+    for phase, seconds in line.get("wait_seconds", {}).items():
         yield "phalanx_wait_seconds", {**label, "phase": phase}, seconds
 
 

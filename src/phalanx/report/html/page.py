@@ -15,7 +15,7 @@ from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
-TRACE = "train with --trace-steps FIRST:LAST"
+TRACE = "train with --profile-steps FIRST:LAST"
 DRAWN: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
     "ranks": ("Where each rank's step went", figures.ranks, "Too few steps were noted to say where their time goes."),
     "timeline": ("The passes of a step", figures.passes, f"No step was looked at closely: {TRACE}."),
@@ -193,16 +193,16 @@ def _finding(finding: Facts) -> str:
 
 def _table(facts: Facts) -> str:
     """A table for each group of rows."""
-    if not facts["beside"]:
+    if not facts["comparison"]:
         said = "A coordinator trains nothing." if facts["run"].get("leads") else "Nothing was measured yet."
         return f'<p class="quiet">{said}</p>'
     columns = "<th>predicted</th><th>measured</th><th>ratio</th>"
     tables = "".join(
         f"<table><thead><tr><th>{escape(title)}</th>{columns}</tr></thead>"
         f"<tbody>{''.join(map(_row, rows))}</tbody></table>"
-        for title, rows in formatting.group_rows(facts["beside"])
+        for title, rows in formatting.group_rows(facts["comparison"])
     )
-    return f'<div class="beside">{tables}</div>'
+    return f'<div class="comparison">{tables}</div>'
 
 
 def _row(row: Mapping[str, Any]) -> str:

@@ -154,13 +154,13 @@ class Watchdog:
             "time": time.time(),
             "step": self.step,
             "why": why,
-            "stood_seconds": round(time.monotonic() - self._stood_since, 1),
+            "stalled_seconds": round(time.monotonic() - self._stood_since, 1),
             "stack": [(place.filename, place.lineno or 0, place.name) for place in reversed(stack)][:DEPTH],
             "waiting": _is_waiting(stack),
             "groups": group_ranks(),
             "calls": [],
             "oom_kills": (cgroup_oom_kills() or 0) - self._killed,
-            "beside": {str(rank): state for rank, (_, state) in sibling_process_states().items()},
+            "sibling_states": {str(rank): state for rank, (_, state) in sibling_process_states().items()},
         }
         if error is not None:
             dump["error"] = error

@@ -1,7 +1,7 @@
 """One step of a run measured from inside: what each rank held by part, and every collective; beside what was predicted.
 
 RUN_DIR/measured/rank-00000.json      of each rank
-RUN_DIR/measured/beside.json          predicted beside measured"""
+RUN_DIR/measured/comparison.json          predicted beside measured"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_comparison(run: RunSpec, world_size: int, directory: Path) -> str:
     if len(measured) < world_size:
         return "nothing was measured: the run had fewer steps"
     rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
-    (directory / FOLDER / "beside.json").write_text(json.dumps(rows, indent=1))
+    (directory / FOLDER / "comparison.json").write_text(json.dumps(rows, indent=1))
     unseen = "\nwhat PowerSGD sends is not recorded" if run.layout.gradient_compression == "powersgd" else ""
     unseen += "\nworking: activations and buffers" if uses_model_parallelism(run.layout) else ""
     unseen += "\nall_to_all: predicted for balanced experts" if run.layout.ep > 1 else ""

@@ -39,7 +39,7 @@ class StepPhaseTimer:
             stages[str(stage)][kind] += ended - begun
         line: StepRecord = {
             "step": step,
-            "began": marks[0],
+            "start": marks[0],
             "seconds": dict(zip(self.names, (b - a for a, b in pairwise(marks)), strict=True)),
             "stages": {stage: dict(kinds) for stage, kinds in stages.items()},
             "peak_memory_bytes": peak_memory_bytes,
@@ -47,7 +47,7 @@ class StepPhaseTimer:
         if self.clock.device.type == "cpu":  # on a GPU the host does not wait
             waits = {name: waited.pop_seconds() for name, waited in strategy.wait_timers.items()}
             pipeline = {} if strategy.pipeline_wait is None else {"pipeline": strategy.pipeline_wait.pop_seconds()}
-            line["waited"] = self.waited | waits | pipeline
+            line["wait_seconds"] = self.waited | waits | pipeline
         return line
 
 

@@ -74,7 +74,7 @@ class StepProfiler:
         trainer.step_record["spans"] = executed_passes(trainer.strategy)
         if trainer.moe_layers:
             trainer.step_record["expert_tokens"] = (trainer.expert_loads[0] - tokens).long().tolist()
-        return record | {"closely": True}
+        return record | {"profiled": True}
 
 
 @dataclass
@@ -117,11 +117,11 @@ class StepProfile:
     def _span(self, call: CollectiveCall) -> CollectiveSpan:
         return {
             "operation": call.operation,
-            "made_of": call.executed_as,
+            "executed_as": call.executed_as,
             "group": list(call.group),
             "bytes": call.size_bytes,
-            "began": call.start,
-            "ended": call.end,
+            "start": call.start,
+            "end": call.end,
             "exposed": call.exposed_seconds(self.waits[COMMUNICATION]),
         }
 
@@ -186,7 +186,7 @@ def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> lis
             row["seconds"] += call.end - call.start
             row["exposed_seconds"] += call.exposed_seconds(waits)
     return [
-        {"operation": operation, "made_of": made_of, "group": list(group), **row}
+        {"operation": operation, "executed_as": made_of, "group": list(group), **row}
         for (operation, made_of, group), row in sorted(rows.items())
     ]
 

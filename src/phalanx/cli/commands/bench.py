@@ -1,4 +1,4 @@
-"""`phalanx measure`: what the machine does for a run: its products, its memory, its collectives."""
+"""`phalanx bench`: what the machine does for a run: its products, its memory, its collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OptionalSubcommand(TyperCommand):
         return [f"[{'|'.join(PARTS)}]", "RUN.toml", "[OPTIONS]"]
 
 
-def measure(
+def bench(
     first: Annotated[
         str,
         typer.Argument(help="A run file; after the name of a part, only that is measured.", metavar="[PART] RUN.toml"),
@@ -56,11 +56,11 @@ def measure(
 
     Examples:
 
-        phalanx measure run.toml --nproc 2
+        phalanx bench run.toml --nproc 2
 
-        phalanx measure collectives run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
+        phalanx bench collectives run.toml --nproc 2 --sweep 4KiB:16MiB --out measured.json
 
-        phalanx measure attention run.toml --nproc 2 --set layout.cp=2
+        phalanx bench attention run.toml --nproc 2 --set layout.cp=2
     """
     from phalanx.spec.files.load import load_run
 
@@ -78,7 +78,7 @@ def measure(
     if json_:
         print(json.dumps(found, indent=2))
     else:
-        from phalanx.cli.views.measure import print_benchmarks
+        from phalanx.cli.views.bench import print_benchmarks
 
         print_benchmarks(found)
     wrong = [way["nccl_tests"]["out_of_bounds"]["count"] for way in found.get("collectives", [])]
@@ -87,7 +87,7 @@ def measure(
 
 def _words(first: str, second: str | None) -> tuple[list[str], Path]:
     """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
-    fix = f"write: phalanx measure run.toml, or one of {', '.join(PARTS)} before it"
+    fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
     if second is not None and first not in PARTS:
         raise UserError("measure", f"{first} {second}", "is not [PART] RUN.toml", fix)
     if second is None and first in PARTS and not Path(first).exists():
@@ -123,7 +123,7 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
         raise UserError(
             "cluster.nodes",
             run.cluster.nodes,
-            "phalanx measure starts the ranks of one node",
+            "phalanx bench starts the ranks of one node",
             "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
         )
     known = nproc or run.cluster.nproc_per_node
@@ -165,4 +165,4 @@ def _write(file: Path, found: dict[str, Any]) -> None:
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-app.command("measure", cls=OptionalSubcommand)(measure)
+app.command("bench", cls=OptionalSubcommand)(bench)

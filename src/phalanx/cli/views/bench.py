@@ -1,4 +1,4 @@
-"""What `phalanx measure` shows: tables of products and memory, and collectives in nccl-tests' text."""
+"""What `phalanx bench` shows: tables of products and memory, and collectives in nccl-tests' text."""
 
 from __future__ import annotations
 
