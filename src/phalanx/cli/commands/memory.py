@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from itertools import groupby
+from typing import Annotated, Any, get_args
 
+import typer
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -27,7 +30,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "communication",
 WIDTH = 120
 """Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
 NOTES = (
-    "*: the run's own layout",
+    "*: the run's own layout; of each strategy the fullest rank, or with --all every stage and role",
     "exact: parameters, gradients, optimizer state (of the fullest rank)",
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
@@ -56,15 +59,22 @@ class MemoryRow:
 
 
 def memory(
-    run: RunFile, ranks: Ranks = None, machine: Machine = None, set_: Overrides = None, json_: Json = False
+    run: RunFile,
+    ranks: Ranks = None,
+    machine: Machine = None,
+    all_: Annotated[bool, typer.Option("--all", help="Show every role and stage, not only the fullest rank.")] = False,
+    set_: Overrides = None,
+    json_: Json = False,
 ) -> None:
-    """Show the bytes that each rank holds under each strategy: before anything runs, and without torch.
+    """Show the bytes of the fullest rank under each strategy: before anything runs, and without torch.
 
     Examples:
 
         phalanx memory run.toml --ranks 8
 
         phalanx memory run.toml --ranks 64 --machine h100 --set model.preset=llama3-8b
+
+        phalanx memory run.toml --ranks 8 --all --set layout.pp=2
 
         phalanx memory run.toml --ranks 8 --set layout.activation_checkpointing=full --json
     """
@@ -81,7 +91,7 @@ def memory(
     if json_:
         print(json.dumps(memory_to_json(described, world_size, found), indent=2))
     else:
-        _show(described, world_size, why, found)
+        _show(described, world_size, why, found if all_ else fullest_ranks(found))
 
 
 def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
@@ -94,6 +104,15 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
             made = _rows(run.model_copy(update={"layout": layout}), world_size, own)
             found += made if own else [replace(row, dp_shard=layout.dp_shard) for row in made]
     return found
+
+
+def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
+    """Keep of each strategy the row with the most bytes; of a parameter server's ranks a worker, which has a device."""
+    by_strategy = [list(group) for _, group in groupby(rows, key=lambda row: row.data)]
+    return [
+        max(group, key=lambda row: (row.role != "server", row.memory.total if row.memory else 0))
+        for group in by_strategy
+    ]
 
 
 def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.cost.estimate.memory import GIB
-from phalanx.cost.formulas.energy import energy_kwh, rental_cost
 from phalanx.plan.search.explain import (
     PART_DESCRIPTIONS,
     equally_fast,
@@ -28,7 +27,7 @@ from phalanx.report.drawing.step_breakdown import Bar, Breakdown
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.run import RunSpec
 
-WIDTH = 150
+WIDTH = 120
 BILLION = 1e9
 OTHERS = 4
 """Layouts in a picture beside the one that it explains."""
@@ -38,13 +37,11 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
     console = _console()
     _head(console, run, world_size, plan)
-    table = _table(
-        "", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble", *_costs(run)
-    )
+    table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
         mark = "*" if option in front else " "
-        table.add_row(f"{number}{mark}", str(option.candidate), *_figures(option), *_cost(run, world_size, option))
+        table.add_row(f"{number}{mark}", str(option.candidate), *_figures(option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
@@ -274,25 +271,6 @@ def _figures(option: EvaluatedLayout) -> list[str]:
         f"{option.p_oom:.1%}",
         f"{option.exposed / step:.1%}",
         f"{max(0.0, option.parts['bubble']) / step:.1%}",
-    ]
-
-
-def _costs(run: RunSpec) -> list[str]:
-    money = ["price/1e9 tokens"] if run.cluster.price_per_device_hour else []
-    return [*money, *(["kWh/1e9 tokens"] if run.cluster.watts_per_device else [])]
-
-
-def _cost(run: RunSpec, world_size: int, option: EvaluatedLayout) -> list[str]:
-    """Of a billion tokens: money, energy."""
-    hours, cluster = BILLION / option.tokens_per_second / 3600, run.cluster
-    money = (
-        [f"{rental_cost(world_size, hours, cluster.price_per_device_hour):,.0f}"]
-        if cluster.price_per_device_hour
-        else []
-    )
-    return [
-        *money,
-        *([f"{energy_kwh(cluster.watts_per_device, world_size, hours):,.0f}"] if cluster.watts_per_device else []),
     ]
 
 
