@@ -90,14 +90,14 @@ def test_check_names_every_violation(tmp_path: Path):
     ]
 
 
-def test_cut_explains_itself(tmp_path: Path):
+def test_split_explains_itself(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 2048\ntokens_per_step = 16384\n')
-    found = facts("cut", str(path), "--stages", "4")
+    found = facts("split", str(path), "--stages", "4")
     assert found["layers"] == [8, 9, 9, 6]
     assert found["slowest_over_mean"] < found["by_layers_alone"]["slowest_over_mean"]
     assert found["by_layers_alone"]["layers"] == [8, 8, 8, 8]
-    out = run("cut", str(path), "--set", "layout.pp=2")
+    out = run("split", str(path), "--set", "layout.pp=2")
     assert "embedding, 0-16" in out
     assert "17-31, head" in out
     assert "by layers alone (16 16)" in out

@@ -29,7 +29,7 @@ from tests.cli import commands
             r"^--to: is missing\n  fix: write: .*launch .*RUN\.toml\}? --to slurm\|kubernetes\|skypilot",
         ),
         (("advise",), r"^\[oom\] RUN\.toml: is missing"),
-        (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: known here: check, cut, show"),
+        (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: known here: check, show, split"),
         (("planning",), "command = 'planning': is not known\n  fix: known here: advise, "),
     ],
 )

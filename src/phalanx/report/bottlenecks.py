@@ -210,7 +210,7 @@ def _pipeline(
             "stage",
             max(0.0, float(real.makespan - even.makespan)) / whole,
             f"stage {stage} takes {times:.2f} times as long as the mean of the stages, and the others wait for it",
-            "use as many stages as the blocks divide by, or interleave them (layout.schedule): phalanx pipeline cut "
+            "use as many stages as the blocks divide by, or interleave them (layout.schedule): phalanx pipeline split "
             "shows what each would have",
             stage=stage,
         )

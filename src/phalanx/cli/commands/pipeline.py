@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,18 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.common.options import Json, Overrides, RunFile
-from phalanx.cost.exact.pipeline_split import balance_stages, contiguous_ranges, layer_flops, stage_costs
+from phalanx.cli.commands.pipeline_split import split
+from phalanx.cli.common.options import Json
 from phalanx.report.drawing.schedule import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
 from phalanx.schedule.published import active_fraction_per_tick, book_overlap
-from phalanx.schedule.registry import PUBLISHED, build_schedule, representative_schedule
+from phalanx.schedule.registry import PUBLISHED, build_schedule
 from phalanx.schedule.schedule import Schedule, read_csv, to_csv
 from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, simulate
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_run
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
 IDEALISED = "book-overlap"
@@ -222,74 +219,7 @@ def _table(facts: dict[str, Any]) -> Table:
     return table
 
 
-@app.command()
-def cut(
-    run: RunFile,
-    stages: Annotated[
-        int | None, typer.Option(help="Stages in all; by default those of the run's layout.", min=1, metavar="N")
-    ] = None,
-    set_: Overrides = None,
-    json_: Json = False,
-) -> None:
-    """Show where the model is cut into stages, and why: by estimated FLOPs, embedding and head counted.
-
-    Examples:
-
-        phalanx pipeline cut run.toml --stages 4
-
-        phalanx pipeline cut run.toml --stages 16 --set model.preset=llama3-8b --set training.seq_len=8192
-    """
-    described = load_run(run, set_ or [])
-    number = stages or representative_schedule(described.layout).stages
-    costs = layer_flops(described.model, described.training.seq_len)
-    layers = balance_stages(costs, number)
-    rows = stage_costs(costs, layers)
-    even = _evenly(described.model.num_layers, number)
-    facts = {
-        "stages": number,
-        "layers": layers,
-        "flops_per_token": rows,
-        "slowest_over_mean": _imbalance(rows),
-        "by_layers_alone": {"layers": even, "slowest_over_mean": _imbalance(stage_costs(costs, even))},
-    }
-    if json_:
-        print(json.dumps(facts, indent=2))
-    else:
-        _explain(facts, costs)
-
-
-def _evenly(layers: int, stages: int) -> list[int]:
-    """Layers shared by number alone, more to the first."""
-    ends = [-(-layers * stage // stages) for stage in range(stages + 1)]
-    return [end - begin for begin, end in pairwise(ends)]
-
-
-def _imbalance(costs: Sequence[float]) -> float:
-    return max(costs) * len(costs) / sum(costs)
-
-
-def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("stage", "layers", "GFLOP per token", "beside the mean"):
-        table.add_column(column, justify="left" if column == "layers" else "right")
-    mean = sum(facts["flops_per_token"]) / facts["stages"]
-    for stage, (layers, cost) in enumerate(
-        zip(contiguous_ranges(facts["layers"]), facts["flops_per_token"], strict=True)
-    ):
-        names = [f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])]
-        names = ["embedding", *names] if stage == 0 else names
-        names += ["head"] if stage == facts["stages"] - 1 else []
-        table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
-    console = Console()
-    console.print(table)
-    alone, block = facts["by_layers_alone"], costs[1]
-    lines = [
-        f"a pipeline is as fast as its slowest stage: {1 / facts['slowest_over_mean']:.1%} of an even cut",
-        f"the head costs {costs[-1] / block:.2g} of a block",
-        f"by layers alone ({' '.join(map(str, alone['layers']))}) it would be {1 / alone['slowest_over_mean']:.1%}",
-    ]
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+app.command()(split)
 
 
 @app.command()
