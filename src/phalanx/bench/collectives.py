@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.bench.timing import time_calls
 from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic, bus_factor
 from phalanx.cost.precision import Precision
-from phalanx.parallel.dtypes import TORCH_DTYPES
+from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.run import RunSpec
 
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.bench.timing import time_calls
-from phalanx.parallel.dtypes import TORCH_DTYPES
+from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.run import RunSpec
 
 Row = dict[str, Any]

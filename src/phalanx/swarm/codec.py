@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.cost.exact.swarm import SCALED, encoded_bytes
+from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
 from phalanx.spec.swarm import BLOCK, Codec
 
 TOP = {"int8": 127, "int4": 7}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class CodecError(ValueError):
@@ -30,7 +30,7 @@ def encode(tensor: Tensor, codec: Codec) -> Buffer:
     whole block NaN in the others."""
     flat = tensor.detach().to("cpu", torch.float32).reshape(-1)
     if codec not in SCALED:
-        return _bytes(flat.to(DTYPES[codec]))
+        return _bytes(flat.to(TORCH_DTYPES[codec]))
     codes, scale = quantize_blocks(flat, TOP[codec])
     codes = codes.reshape(-1)[: flat.numel()]
     return b"".join([_bytes(scale), _bytes(codes if codec == "int8" else _in_halves(codes))])
@@ -45,7 +45,7 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     if not numbers:
         return torch.zeros(shape)
     if codec not in SCALED:
-        return torch.frombuffer(data, dtype=DTYPES[codec]).float().reshape(shape)
+        return torch.frombuffer(data, dtype=TORCH_DTYPES[codec]).float().reshape(shape)
     count = -(-numbers // BLOCK)
     raw = torch.frombuffer(data, dtype=torch.uint8)
     scale, codes = raw[: 4 * count].view(torch.float32), raw[4 * count :]

@@ -29,9 +29,9 @@ from phalanx.launch.process import (
     init_distributed,
     select_device,
 )
+from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
-from phalanx.parallel.dtypes import TORCH_DTYPES
 from phalanx.runs.checkpoints import checkpoints, is_finished, quarantine, step_name, step_of
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.errors import CorruptionError, DivergenceError

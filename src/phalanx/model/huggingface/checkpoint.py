@@ -17,7 +17,6 @@ from torch import Tensor
 from phalanx.model.huggingface.tensor_names import FAMILIES, hf_location
 from phalanx.spec.errors import UserError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 FIELD = "model.from_hf"

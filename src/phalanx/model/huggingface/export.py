@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.model.huggingface.checkpoint import DTYPES, INDEX, ONE_FILE
+from phalanx.model.dtypes import TORCH_DTYPES
+from phalanx.model.huggingface.checkpoint import INDEX, ONE_FILE
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files
 from phalanx.model.transformer import Transformer
@@ -21,6 +22,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
 from phalanx.spec.model import ModelSpec
 
+PRECISIONS = ("fp32", "bf16")
+"""Precisions that can be exported."""
 SHARD_BYTES = 5_000_000_000
 
 
@@ -40,11 +43,11 @@ def export_hf(
     and not empty, if no Hugging Face architecture has the model's shape, or if a parameter is missing.
     """
     directory = Path(directory).expanduser()
-    if dtype not in DTYPES:
-        raise UserError("dtype", dtype, "is not supported", f"use one of {', '.join(DTYPES)}")
+    if dtype not in PRECISIONS:
+        raise UserError("dtype", dtype, "is not supported", f"use one of {', '.join(PRECISIONS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
-    config = hf_config(spec) | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    config = hf_config(spec) | {"torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")}
     special = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
     texts = {"config.json": _json(config | special)}
     if end is not None:
@@ -61,7 +64,7 @@ def export_hf(
     try:
         for name, text in texts.items():
             (beside / name).write_text(text, encoding="utf-8")
-        _write_tensors(sources, shapes, tensors, beside, DTYPES[dtype], shard_bytes)
+        _write_tensors(sources, shapes, tensors, beside, TORCH_DTYPES[dtype], shard_bytes)
         for file in beside.glob("*.safetensors"):  # which safetensors makes for their owner alone
             shutil.copymode(beside / "config.json", file)
         beside.rename(directory)

@@ -1,4 +1,4 @@
-"""Names of precisions and the dtypes of PyTorch."""
+"""The PyTorch dtype of each precision name."""
 
 from __future__ import annotations
 
