@@ -45,6 +45,7 @@ from phalanx.launch.process import (
     select_device,
     set_worker_environment,
 )
+from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.mesh import Mesh, build_mesh
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -97,15 +98,6 @@ def _of_slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     times = {name: max(row[name] for row in of_ranks) for name in of_ranks[0] if name.endswith("seconds")}
     found = of_ranks[0] | times
     return found | {"bytes_per_second": found["moved_bytes"] / found["seconds"]} if "moved_bytes" in found else found
-
-
-def all_gather_objects(value: Any) -> list[Any]:
-    """What every rank has, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from phalanx.launch.process import (
     select_device,
     set_worker_environment,
 )
+from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.mesh import build_mesh
 from phalanx.runs import hang_dumps
 from phalanx.spec.cluster import ClusterSpec
@@ -167,12 +168,6 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
     there, back = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)
     for work in dist.batch_isend_irecv([there, back]):
         work.wait()
-
-
-def all_gather_objects(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _gathered_at_once() -> list[float]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.parallel.apply import autocast_context
+from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.trainer import Trainer
@@ -75,8 +75,9 @@ def generate_sample(trainer: Trainer) -> str:
     run = trainer.run
     if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
         return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
+    last_rank = trainer.mesh.dims.world_size - 1  # it always computes; the first, which prints, may not
     if not trainer.strategy.runs_model:
-        return _broadcast_from_last_rank("")
+        return broadcast_object("", src=last_rank)
     tokenizer = trainer.corpus.tokenizer
     prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
@@ -92,12 +93,4 @@ def generate_sample(trainer: Trainer) -> str:
             end=tokenizer.end,
             context=run.training.seq_len,
         )
-    return _broadcast_from_last_rank(tokenizer.decode(tokens.tolist()))
-
-
-def _broadcast_from_last_rank(text: str) -> str:
-    """What the last rank, which always computes, has to tell the first, which may not."""
-    said = [text]
-    if dist.is_initialized():
-        dist.broadcast_object_list(said, src=dist.get_world_size() - 1)
-    return said[0]
+    return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

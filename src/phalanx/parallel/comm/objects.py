@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 T = TypeVar("T")
 
 
-def broadcast_from_rank0(find: Callable[[], T]) -> T:
-    """What rank 0 finds: files may look otherwise to others, and need not be read by all."""
-    told = [find() if not dist.is_initialized() or dist.get_rank() == 0 else None]
+def broadcast_object(value: T, src: int) -> T:
+    """Return the value of rank `src`, on all ranks. Without torch.distributed, return `value`."""
+    values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return cast(T, told[0])
+        dist.broadcast_object_list(values, src=src)
+    return values[0]
+
+
+def broadcast_from_rank0(compute: Callable[[], T]) -> T:
+    """Call `compute` on rank 0 only and return its result on all ranks: other ranks may see different files."""
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    return cast(T, broadcast_object(compute() if is_rank0 else None, src=0))
+
+
+def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks, in the order of ranks. Without torch.distributed, return `[value]`."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
+from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts, set_local_choice_weight
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import RoundRecord
@@ -131,7 +131,7 @@ class SwarmWorker:
             transfer_moments(known, had, self.trainer, task.owned)
         spent.experts = len(task.owned)
         if self.swarm.sends_gradients:  # a part that a step leaves unused has no gradient
-            self._shared(
+            broadcast_from_rank0(
                 lambda: TensorFile.create(self.exchange.local_weights, parameter_shapes(self.run.model)).close()
             )
         assert task.first_step is not None
@@ -155,7 +155,7 @@ class SwarmWorker:
             else None
         )
         self.steps_ahead = self._learn(more, spent, logs)
-        accepted = self._shared(lambda: telling.result() if telling else None)
+        accepted = broadcast_from_rank0(lambda: telling.result() if telling else None)
         begun = time.perf_counter()
         heard_of = self._wait_for(committed=task.round + 1)
         spent.wait_seconds += time.perf_counter() - begun
@@ -209,7 +209,7 @@ class SwarmWorker:
         which this node's word counted last."""
         exchange = self.exchange
         before, mixed = exchange.version, self.swarm.delay > 0 and told == exchange.version == committed - 1
-        exchange.version = self._shared(lambda: exchange.catch_up(committed, spent, told))
+        exchange.version = broadcast_from_rank0(lambda: exchange.catch_up(committed, spent, told))
         if self.trainer is None:
             return
         adds = mixed and self.swarm.mixing is None and not to_the_end
@@ -242,21 +242,13 @@ class SwarmWorker:
     def _wait_for(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
         """What the coordinator says once that is so, on all ranks; None if this node is to leave before."""
         while True:
-            leaving, task = self._shared(lambda: self._ask(round, committed))
+            leaving, task = broadcast_from_rank0(lambda: self._ask(round, committed))
             if leaving or task is not None:
                 return None if leaving else task
 
     def _ask(self, round: int | None, committed: int | None) -> tuple[bool, NodeTask | None]:
         assert self.link is not None
         return self.leaving, None if self.leaving else self.link.poll(round, committed)
-
-    def _shared(self, value: Callable[[], Any]) -> Any:
-        """What rank 0 has, on all ranks."""
-        if not dist.is_initialized():
-            return value()
-        found = [value() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
 
     def _heartbeat_loop(self) -> None:
         """Say now and then that this node is there."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.comm.objects import broadcast_from_rank0
+from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0
 from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.runs.checkpoints import (
     DAMAGED_SUFFIX,
@@ -228,6 +228,5 @@ def _damage(checkpoint: Path) -> str | None:
     if problem is not None or not dist.is_initialized():
         return problem or find_damaged_files(checkpoint, sums)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    told: list[str | None] = [None] * ranks
-    dist.all_gather_object(told, find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
-    return next((found for found in told if found is not None), None)
+    problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
+    return next((found for found in problems if found is not None), None)

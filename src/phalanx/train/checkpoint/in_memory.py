@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.launch.shared_memory import HEADER, NEIGHBOUR_SLOTS, OWN_SLOTS, SLOTS_ENV, SharedMemorySlot
+from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.errors import UserError
 
@@ -94,11 +95,7 @@ class InMemoryCheckpointer:
     def load_latest(self) -> InMemoryCheckpoint | None:
         """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
         mine = [place.header[:2] for place in self._places if place.header[0] >= 0 and self._matches_identity(place)]
-        told = [mine]
-        if dist.is_initialized():
-            told = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(told, mine, group=self._group)
-        found = latest_common_step(told)
+        found = latest_common_step(all_gather_objects(mine, self._group))
         if found is None:
             return None
         step, holders = found

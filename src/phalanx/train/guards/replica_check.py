@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from phalanx.debug.collective_log import minority_ranks
 from phalanx.debug.hang_evidence import format_coordinates
+from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.module_tensors import named_parameters
 from phalanx.parallel.strategy import Strategy
@@ -52,10 +53,9 @@ def check_replica_consistency(
     found = find_mismatch(_gathered({key: value for key, (_, value) in places.items()}))
     if found is None:
         return None
-    names = [places[found.key][0] if found.key in places else ""]
-    dist.broadcast_object_list(names, src=found.holders[0])
+    name = broadcast_object(places[found.key][0] if found.key in places else "", src=found.holders[0])
     blamed = [] if found.ranks == found.holders else found.ranks
-    return CorruptionError(describe_mismatch(found, names[0], sizes, step, every), blamed)
+    return CorruptionError(describe_mismatch(found, name, sizes, step, every), blamed)
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
