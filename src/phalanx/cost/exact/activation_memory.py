@@ -151,52 +151,17 @@ def activation_bytes(
     """
     layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
     run = ForwardShape(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
-    stream = run.residual_tokens * spec.hidden_size * run.residual_bytes
-    normed = Counter(norms=saved_by_norm(spec, run))
-    again = Counter(checkpoints=stream)
-    kept = Counter(inputs=saved_by_inputs(spec, run, stage.first))
-    norm_has_stream = (
-        spec.norm == "layernorm" or run.residual_bytes == run.high_precision_bytes
-    )  # else it keeps an fp32 copy
-    if not stage.first and not norm_has_stream and layout.activation_checkpointing != "full":
-        kept += Counter(tp_boundaries=stream)
-    if not stage.last:
-        kept += Counter(tp_boundaries=stream)
-    alive: list[int] = []
-    attended = saved_by_attention(spec, run)
-    for layer in stage.layers:
-        mixed = (
-            saved_by_experts(spec, spec.moe, run) if spec.moe and spec.is_moe_layer(layer) else saved_by_mlp(spec, run)
-        )
-        if layout.activation_checkpointing == "full":
-            kept += again
-            # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
-            there = stream if norm_has_stream else 0
-            alive.append((kept + normed + attended + normed + mixed).total() - there)
-        elif layout.activation_checkpointing == "selective":
-            kept += normed + again
-            # Likewise the projections their input, unless autocast makes copies of it.
-            alive.append((kept + attended).total() - (0 if run.autocast else stream))
-            kept += normed + mixed
-        else:
-            kept += normed + attended + normed + mixed
-    halves: list[int] = []
-    if stage.splits_backward:
-        halves = [deferred_weight_grad_bytes(spec, layer, run) for layer in stage.layers]
-        halves += [deferred_head_grad_bytes(spec, run)] if stage.last else []
-        # What later layers, and the head, have put off.
-        alive = [size + sum(halves[index + 1 :]) for index, size in enumerate(alive)]
+    stream = _stream_bytes(spec, run)
+    inputs = Counter(inputs=saved_by_inputs(spec, run, stage.first)) + _saved_at_stage_boundaries(spec, run, stage)
+    kept, alive = _saved_by_blocks(spec, run, stage.layers, inputs)
+    halves = _deferred_weight_grads(spec, run, stage) if stage.splits_backward else []
+    # What later layers, and the head, have put off.
+    alive = [size + sum(halves[index + 1 :]) for index, size in enumerate(alive)]
     flowing, loss_gradients = mlp_backward_bytes(spec, stage.layers[-1], run, stage.splits_backward), 0
     if stage.last:
-        kept += normed + saved_by_head(spec, run)
+        kept += Counter(norms=saved_by_norm(spec, run)) + saved_by_head(spec, run)
         flowing += stream  # elsewhere the stream's gradient is a message
-        # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
-        each = (
-            2 * run.high_precision_bytes
-            if run.tp == 1
-            else run.high_precision_bytes + (run.compute_bytes if run.compute_bytes < run.high_precision_bytes else 0)
-        )
-        loss_gradients = run.tokens * run.largest_share(spec.vocab_size) * each
+        loss_gradients = _loss_gradient_bytes(spec, run)
     return ActivationBytes(
         **kept,
         loss_gradients=loss_gradients,
@@ -206,6 +171,75 @@ def activation_bytes(
         recomputed_first=alive[0] if alive else 0,
         deferred_weight_grads=sum(halves),
     )
+
+
+def _stream_bytes(spec: ModelSpec, run: ForwardShape) -> int:
+    """Return the bytes of the residual stream on this rank."""
+    return run.residual_tokens * spec.hidden_size * run.residual_bytes
+
+
+def _norm_saves_stream(spec: ModelSpec, run: ForwardShape) -> bool:
+    """Return whether a norm saves the residual stream itself; otherwise it saves an fp32 copy."""
+    return spec.norm == "layernorm" or run.residual_bytes == run.high_precision_bytes
+
+
+def _saved_at_stage_boundaries(spec: ModelSpec, run: ForwardShape, stage: StageBlocks) -> Counter[str]:
+    """Return the input and output of a pipeline stage, where no block saves them."""
+    stream = _stream_bytes(spec, run)
+    kept: Counter[str] = Counter()
+    if not stage.first and not _norm_saves_stream(spec, run) and run.layout.activation_checkpointing != "full":
+        kept += Counter(tp_boundaries=stream)
+    if not stage.last:
+        kept += Counter(tp_boundaries=stream)
+    return kept
+
+
+def _saved_by_blocks(
+    spec: ModelSpec, run: ForwardShape, layers: range, inputs: Counter[str]
+) -> tuple[Counter[str], list[int]]:
+    """Return `inputs` with the tensors saved by all blocks, and per block the bytes alive while it is recomputed.
+
+    The list is empty without activation checkpointing.
+    """
+    kept, alive = inputs.copy(), list[int]()
+    stream = _stream_bytes(spec, run)
+    again = Counter(checkpoints=stream)
+    normed = Counter(norms=saved_by_norm(spec, run))
+    attended = saved_by_attention(spec, run)
+    for layer in layers:
+        mixed = (
+            saved_by_experts(spec, spec.moe, run) if spec.moe and spec.is_moe_layer(layer) else saved_by_mlp(spec, run)
+        )
+        if run.layout.activation_checkpointing == "full":
+            kept += again
+            # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
+            there = stream if _norm_saves_stream(spec, run) else 0
+            alive.append((kept + normed + attended + normed + mixed).total() - there)
+        elif run.layout.activation_checkpointing == "selective":
+            kept += normed + again
+            # Likewise the projections their input, unless autocast makes copies of it.
+            alive.append((kept + attended).total() - (0 if run.autocast else stream))
+            kept += normed + mixed
+        else:
+            kept += normed + attended + normed + mixed
+    return kept, alive
+
+
+def _deferred_weight_grads(spec: ModelSpec, run: ForwardShape, stage: StageBlocks) -> list[int]:
+    """Return the bytes saved between the halves of a split backward pass, per block and for the head."""
+    halves = [deferred_weight_grad_bytes(spec, layer, run) for layer in stage.layers]
+    return halves + ([deferred_head_grad_bytes(spec, run)] if stage.last else [])
+
+
+def _loss_gradient_bytes(spec: ModelSpec, run: ForwardShape) -> int:
+    """Return the bytes of the gradients of log-probabilities and logits at the start of the backward pass."""
+    # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
+    each = (
+        2 * run.high_precision_bytes
+        if run.tp == 1
+        else run.high_precision_bytes + (run.compute_bytes if run.compute_bytes < run.high_precision_bytes else 0)
+    )
+    return run.tokens * run.largest_share(spec.vocab_size) * each
 
 
 @dataclass(frozen=True)
