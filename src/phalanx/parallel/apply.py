@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -79,6 +80,54 @@ def apply_layout(
     """
     if spec.moe is None or (own is not None and len(own.experts) == spec.moe.num_experts):
         own = None
+    sharded = _build_sharded_module(spec, layout, mesh, precision, layers, own)
+    module = sharded.module
+    groups = _apply_model_parallelism(sharded, spec, layout, mesh, device)
+    apply_activation_checkpointing(module, layout.activation_checkpointing)
+    blocks = list(module.blocks.children())
+    if compile:
+        for block in blocks:
+            block.compile()
+    strategy = distribute(module, layout, mesh, device, blocks, precision)
+    strategy.shared, strategy.tensor = sharded.sharding, groups.tensor
+    _count_exposed_communication(strategy, groups)
+    if isinstance(module, StageModule):
+        strategy = build_pipeline(strategy, module, layout, mesh, precision, device)
+    # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
+    strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
+    _init_weights(strategy, spec, weights, own)
+    return strategy
+
+
+@dataclass(frozen=True)
+class _ShardedModule:
+    """The part of the transformer on this rank, on the meta device."""
+
+    module: Transformer
+    sharding: ModelSharding | None
+    """None if each rank has all weights of its stages."""
+    experts_per_rank: list[tuple[int, ...]]
+    """The experts of each expert-parallel rank where the replica trains only some experts; else empty."""
+
+
+@dataclass(frozen=True)
+class _ModelParallelGroups:
+    """The groups of ranks that share a replica of the model, besides its pipeline."""
+
+    tensor: TensorParallelGroup | None
+    experts: ExpertParallelGroup | None
+    sequences: ContextParallelGroup | None
+
+
+def _build_sharded_module(
+    spec: ModelSpec,
+    layout: Layout,
+    mesh: Mesh,
+    precision: str,
+    layers: Sequence[range],
+    own: TrainedExperts | None,
+) -> _ShardedModule:
+    """Build this rank's stages, shards and experts on the meta device (steps 1 and 2)."""
     with torch.device("meta"):
         module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers)
         module.to(PARAMETER_DTYPES[precision])
@@ -89,6 +138,14 @@ def apply_layout(
         if own is not None and spec.moe is not None:
             here = assign_experts_to_ranks(own.experts, spec.moe.num_experts, layout.ep)
             freeze_experts(module, own, here[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0], shared)
+    return _ShardedModule(module, shared, here)
+
+
+def _apply_model_parallelism(
+    sharded: _ShardedModule, spec: ModelSpec, layout: Layout, mesh: Mesh, device: torch.device
+) -> _ModelParallelGroups:
+    """Apply tensor, expert and context parallelism, in this order (step 2)."""
+    module, here = sharded.module, sharded.experts_per_rank
     tensor = experts = None
     if mesh.tp_group is not None:
         later = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
@@ -104,29 +161,27 @@ def apply_layout(
     sequences = None if mesh.cp_mesh is None else ContextParallelGroup(mesh.cp_mesh.get_group(), layout.cp_method)
     if sequences is not None:
         apply_context_parallel(module, sequences)
-    apply_activation_checkpointing(module, layout.activation_checkpointing)
-    blocks = list(module.blocks.children())
-    if compile:
-        for block in blocks:
-            block.compile()
-    strategy = distribute(module, layout, mesh, device, blocks, precision)
-    strategy.shared, strategy.tensor = shared, tensor
-    for ranks in (tensor, experts, sequences):
+    return _ModelParallelGroups(tensor, experts, sequences)
+
+
+def _count_exposed_communication(strategy: Strategy, groups: _ModelParallelGroups) -> None:
+    """Let the strategy count the waiting time and expert rows of the model-parallel groups."""
+    for ranks in (groups.tensor, groups.experts, groups.sequences):
         if ranks is not None:
             ranks.exposed = strategy.comm_wait
-    if experts is not None:
-        strategy.wait_timers["all_to_all"], strategy.pop_expert_rows = experts.waits, experts.pop_row_count
-    if isinstance(module, StageModule):
-        strategy = build_pipeline(strategy, module, layout, mesh, precision, device)
-    # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
-    strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
+    if groups.experts is not None:
+        strategy.wait_timers["all_to_all"] = groups.experts.waits
+        strategy.pop_expert_rows = groups.experts.pop_row_count
+
+
+def _init_weights(strategy: Strategy, spec: ModelSpec, weights: WeightInitializer, own: TrainedExperts | None) -> None:
+    """Fill this rank's part of the initial weights, and the copies that are computed with (step 9)."""
     if own is not None and spec.moe is not None:
         init_parameters(strategy, select_trained_experts(weights, own, spec.moe.num_experts))
         init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
     else:
         init_parameters(strategy, weights)
     strategy.sync_model_weights()
-    return strategy
 
 
 def distribute(
