@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from phalanx.report.bottlenecks import MIN_SHARE, Bottleneck, change_point, find_bottlenecks
-from phalanx.report.run_data import RankRecord, RunData
+from phalanx.report.run_data import RunData
+from phalanx.report.run_files import RankRecord
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import actions

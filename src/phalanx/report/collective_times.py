@@ -6,7 +6,8 @@ from collections import defaultdict
 from statistics import median
 
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
-from phalanx.report.run_data import Line, RunData
+from phalanx.report.run_data import RunData
+from phalanx.report.run_files import Line
 
 WAITED_FOR = 0.9
 """Of a collective's time, where nothing ran beside it: what does takes longer for it on a CPU, and may have stood in a

@@ -21,7 +21,8 @@ from phalanx.plan.training_cost import configured_goodput
 from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.profiled_steps import Facts
-from phalanx.report.run_data import Line, RunData, measured_peak
+from phalanx.report.run_data import RunData, measured_peak
+from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.runs.events import STARTED, active_seconds_until
 from phalanx.schedule.registry import representative_schedule

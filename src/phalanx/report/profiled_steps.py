@@ -7,7 +7,8 @@ from typing import Any
 
 from phalanx.plan.placement.traffic_matrix import merge_matrices, traffic_matrices
 from phalanx.report.drawing.schedule import executed_spans
-from phalanx.report.run_data import Line, RunData
+from phalanx.report.run_data import RunData
+from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import LEAST_STEPS, WARM_UP
+from phalanx.report.run_files import (
+    Line,
+    RankRecord,
+    read_first_failure,
+    read_json_lines,
+    read_measurements,
+    read_metrics,
+    read_rank_records,
+    read_rounds,
+)
 from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
 from phalanx.runs.lock import is_running
-from phalanx.runs.step_records import FORMAT, TRACE_DIR
+from phalanx.runs.step_records import TRACE_DIR
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
@@ -22,34 +30,12 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_run, with_last_used_layout
 from phalanx.spec.run import RunSpec
 
-Line = dict[str, Any]
 STATE_DESCRIPTIONS = {
     True: "it is still under way",
     False: "it was ended there",
     None: "it is still under way, or was ended",
 }
 """What is said of a run before its last step."""
-LATE = 2
-"""Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """What a rank noted since the run was last started."""
-
-    rank: int
-    host: str
-    device: str
-    offset_seconds: float
-    """To add to its times, to have those of rank 0."""
-    error_seconds: float
-    memory_bytes: int
-    """Of its device."""
-    cores: int | None
-    """That the ranks on its host may use, where they run on them."""
-    steps: list[Line] = field(default_factory=list)
-    """See `measure.record.StepLine`."""
-    pauses: list[Line] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -123,10 +109,11 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
-    metrics = _metrics(directory / "metrics.jsonl", problems)
-    rounds = _rounds(directory / ROUNDS_FILE, problems)
+    metrics = read_metrics(directory / "metrics.jsonl", problems)
+    rounds = read_rounds(directory / ROUNDS_FILE, problems)
     is_node = (directory / ROUNDS_FILE).is_file()
-    ranks, world_size, began_after = _records(directory / TRACE_DIR, [] if is_node else problems)  # nodes keep none
+    # Nodes of a swarm write no step records.
+    ranks, world_size, began_after = read_rank_records(directory / TRACE_DIR, [] if is_node else problems)
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("resumed_at_step", 0)
@@ -138,7 +125,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
-    failure, under_way = _failure(directory / "failures"), is_running(directory)
+    failure, under_way = read_first_failure(directory / "failures"), is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:
@@ -154,7 +141,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         problems.append(f"it went back {often}, the last time at {returns[-1]}")
     if aside := describe_damaged_checkpoints(happened):
         problems.append(f"checkpoints were damaged, the last noticed at {aside[-1]}")
-    measured = _measured(directory / "measured", began_after, world_size, problems)
+    measured = read_measurements(directory / "measured", began_after, world_size, problems)
     return RunData(
         directory,
         run,
@@ -172,7 +159,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
-    events = _lines(directory / JOURNAL_FILE, problems, {"what", "at"})
+    events = read_json_lines(directory / JOURNAL_FILE, problems, {"what", "at"})
     run, under_way = _run(directory / "run.toml", 0, problems), is_running(directory)
     found = RunData(directory, run, 0, 0, {}, [], {}, problems, None, under_way, swarm_journal=events)
     if run is not None and found.step < run.training.steps:
@@ -220,124 +207,6 @@ def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float
     flops = training_flops_per_token(run.model, run.training.seq_len)
     peak = told["tokens_per_second"] * flops / told["mfu"] / told.get("ranks", world_size)
     return float(f"{peak:.6g}")  # the same from one step to the other
-
-
-def _lines(file: Path, problems: list[str], names: Set[str] = frozenset({"step"})) -> list[Line]:
-    """The lines of a file that are whole and have these names; the last may still be being written."""
-    text = file.read_text(errors="replace")
-    whole, bad = [], 0
-    for line in text.splitlines(keepends=True):
-        try:
-            found = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
-            found = None
-        if isinstance(found, dict) and names <= set(found):
-            whole.append(found)
-        elif line.endswith("\n"):
-            bad += 1
-    if bad:
-        problems.append(f"{file.parent.name}/{file.name}: {bad} lines cannot be read")
-    return whole
-
-
-def _metrics(file: Path, problems: list[str]) -> list[Line]:
-    if not file.is_file():
-        problems.append("metrics.jsonl is missing")
-        return []
-    return _lines(file, problems)
-
-
-def _rounds(file: Path, problems: list[str]) -> list[RoundRecord]:
-    """Of a node, in the swarm that it was in last: rounds begin anew with another."""
-    names = {each.name for each in fields(RoundRecord)}
-    lines = _lines(file, problems, names) if file.is_file() else []
-    found = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
-    anew = [at for at in range(1, len(found)) if found[at].round < found[at - 1].round]
-    return found[anew[-1] :] if anew else found
-
-
-def _records(folder: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
-    """The record of each rank of the last start, how many ranks it had, and after which step it began."""
-    starts: dict[int, list[Line]] = {}
-    for file in sorted(folder.glob("rank-*.jsonl")):
-        lines = _lines(file, problems)
-        openings = [place for place, line in enumerate(lines) if "format" in line]
-        if not openings:
-            problems.append(f"{folder.name}/{file.name} has no opening")
-            continue
-        last = lines[openings[-1] :]
-        if last[0]["format"] != FORMAT:
-            problems.append(f"{folder.name}/{file.name} has format {last[0]['format']}; this version reads {FORMAT}")
-            continue
-        starts[last[0]["rank"]] = last
-    if not starts:
-        why = "they came to no step, metrics.per_rank_records was off, or an older version ran"
-        problems.append(f"{folder.name}/ has no records of ranks: {why}")
-        return {}, 0, 0
-    newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
-    first = starts.get(0, next(iter(starts.values())))[0]
-    began_after, world_size = (first["step"], first["ranks"]) if 0 in starts else newest
-    records = {
-        rank: _record(lines)
-        for rank, lines in starts.items()
-        if (lines[0]["step"], lines[0]["ranks"]) == (began_after, world_size)
-    }
-    ended = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
-    behind = [rank for rank, step in ended.items() if step < max(ended.values()) - LATE]
-    if behind:
-        problems.append(f"the record of rank {behind[0]} ends before others do, at step {ended[behind[0]]}")
-    missing = sorted(set(range(world_size)) - set(records))
-    if missing:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        problems.append(f"no record of {len(missing)} of {world_size} ranks: {shown}")
-    return records, world_size, began_after
-
-
-def _record(lines: Sequence[Line]) -> RankRecord:
-    opening = lines[0]
-    steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
-    pauses = [line for line in lines[1:] if "pause" in line]
-    return RankRecord(
-        opening["rank"],
-        opening["host"],
-        opening["device"],
-        opening["clock_offset_seconds"],
-        opening["clock_error_seconds"],
-        opening["memory_bytes"],
-        opening.get("cores"),
-        list(steps.values()),
-        pauses,
-    )
-
-
-def _failure(folder: Path) -> str | None:
-    """Why the rank that failed first did, if any. One that was killed had no time to leave word: whoever started it
-    did, later than others wrote that they had lost it, and without the step."""
-    found = []
-    for file in folder.glob("rank-*.json"):
-        with suppress(ValueError, KeyError, TypeError):
-            line = json.loads(file.read_text(errors="replace"))
-            how = str(line["reason"]).splitlines()[0]
-            said = f"rank {line['rank']} {'failed: ' if 'step' in line else ''}{how}"
-            found.append(("step" in line, float(line["time"]), said))
-    return min(found)[2] if found else None
-
-
-def _measured(folder: Path, began_after: int, world_size: int, problems: list[str]) -> dict[int, Line]:
-    """Of the last start."""
-    found = {}
-    for file in sorted(folder.glob("rank-*.json")):
-        try:
-            line = json.loads(file.read_text(errors="replace"))
-        except ValueError:
-            line = None
-        if isinstance(line, dict) and {"held_bytes", "peak_bytes", "collectives"} <= set(line):
-            rank = int(file.stem.removeprefix("rank-"))
-            if line.get("step", began_after + 1) > began_after and rank < (world_size or rank + 1):
-                found[rank] = line
-        else:
-            problems.append(f"{folder.name}/{file.name} cannot be read")
-    return found
 
 
 def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from phalanx.cost.exact.flops import rank_flops
 from phalanx.plan.calibrate.measured_run import MeasuredRun
 from phalanx.report.collective_times import collective_times
-from phalanx.report.run_data import Line, RankRecord, RunData, read_run, steady_steps
+from phalanx.report.run_data import RunData, read_run, steady_steps
+from phalanx.report.run_files import Line, RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
 from phalanx.spec.batch import plan_batch

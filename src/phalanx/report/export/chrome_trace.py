@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from phalanx.report.drawing.schedule import LEGEND
-from phalanx.report.run_data import Line, RankRecord, RunData
+from phalanx.report.run_data import RunData
+from phalanx.report.run_files import Line, RankRecord
 
 Event = dict[str, Any]
 LANES = ("steps", "passes", "waits", "collectives")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.report.run_data import Line
+from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import computed_seconds
 from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
 from phalanx.runs.lock import is_running
