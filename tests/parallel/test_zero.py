@@ -13,7 +13,7 @@ from parity.trajectory import MOE, described, steps, trainer, trajectory
 
 from phalanx.parallel.data import zero
 from phalanx.parallel.data.zero import ZeRO
-from phalanx.parallel.module_tensors import chunk_by_bytes
+from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 

@@ -1,9 +1,8 @@
-"""Tensors of a module: names without wrappers, materialization, replacement, and chunks by bytes."""
+"""Tensors of a module: names without wrappers, materialization and replacement."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -74,27 +73,3 @@ def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -
         for name, parameter in part._parameters.items():
             if parameter is old:
                 part._parameters[name] = new
-
-
-class SupportsNbytes(Protocol):
-    """Something with a size in bytes: a tensor, a bucket."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-
-
-P = TypeVar("P", bound=SupportsNbytes)
-
-
-def chunk_by_bytes(items: Sequence[P], limit: int) -> list[list[P]]:
-    """Neighbours of together up to `limit` bytes; what is larger stands alone."""
-    pieces: list[list[P]] = []
-    size = 0
-    for item in items:
-        if not pieces or size + item.nbytes > limit:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(item)
-        size += item.nbytes
-    return pieces

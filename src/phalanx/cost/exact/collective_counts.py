@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from phalanx.cost.exact.comm_buffers import MIB, bucket_names, fsdp_unit_of
@@ -10,6 +9,7 @@ from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_memory import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.run import RunSpec
 
 
@@ -32,7 +32,7 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, apart: bool 
             return CollectiveCounts(1)
         case "ddp" if layout.pp > 1:
             sizes = (STATE_BYTES[run.training.precision] * num_elements(shape) for shape in rank.dense.values())
-            return CollectiveCounts(_chunks(sizes, int(layout.bucket_mb * MIB)))
+            return CollectiveCounts(len(chunk_by_bytes(sizes, int(layout.bucket_mb * MIB), nbytes=int)))
         case "ddp":
             return CollectiveCounts(_ddp_buckets(run, rank))
         case "zero1" | "zero2":
@@ -44,16 +44,6 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, apart: bool 
         case _:
             units = {fsdp_unit_of(name, layout) for name in names}
             return CollectiveCounts(len(units - {""}), int("" in units))
-
-
-def _chunks(sizes: Iterable[int], limit: int) -> int:
-    """Neighbours of together up to `limit` bytes; what is larger stands alone (`parallel.strategy.pieces_of`)."""
-    count, filled = 0, limit + 1
-    for size in sizes:
-        if filled + size > limit:
-            count, filled = count + 1, 0
-        filled += size
-    return count
 
 
 def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:

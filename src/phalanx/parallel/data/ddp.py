@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.grad_norm import scale_gradients
-from phalanx.parallel.module_tensors import CHECKPOINT_WRAPPER_PREFIX, chunk_by_bytes
+from phalanx.parallel.module_tensors import CHECKPOINT_WRAPPER_PREFIX
 from phalanx.parallel.strategy import Strategy
+from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.layout import Layout
 
 POWERSGD_FROM_STEP = 10

@@ -22,8 +22,9 @@ from phalanx.parallel.comm.collectives import ReduceScatter
 from phalanx.parallel.comm.wait_timer import TimedWork, WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
-from phalanx.parallel.module_tensors import chunk_by_bytes, named_modules, step_parameters
+from phalanx.parallel.module_tensors import named_modules, step_parameters
 from phalanx.parallel.strategy import Strategy
+from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.layout import Layout
 
 

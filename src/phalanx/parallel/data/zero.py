@@ -34,13 +34,13 @@ from phalanx.parallel.data.zero_buckets import (
 )
 from phalanx.parallel.grad_norm import clip_coefficient
 from phalanx.parallel.module_tensors import (
-    chunk_by_bytes,
     materialize,
     named_parameters,
     optimizer_state_tensors,
     step_parameters,
 )
 from phalanx.parallel.strategy import Strategy
+from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.layout import Layout
 
 
