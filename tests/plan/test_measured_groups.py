@@ -12,7 +12,7 @@ from parity.trajectory import DENSE, MOE, described, trainer
 
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.data.loader import prefetch
-from phalanx.plan.placement.traffic_matrix import communicating_groups
+from phalanx.spec.communication_groups import communication_groups
 from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -47,7 +47,7 @@ def predicted(run: RunSpec, world_size: int) -> Groups:
     sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, tuple[int, ...]], float](float)
     for place, rows in enumerate(traffic_by_group(run, world_size).values()):
         for row in (row for row in rows if row.operation != "send"):
-            for group in map(tuple, communicating_groups(run, sizes, row.group_kind).tolist()):
+            for group in communication_groups(run, sizes, row.group_kind):
                 if group[0] // (sizes.cp * sizes.tp) % sizes.pp == place:
                     found[row.operation, group] += row.bytes
     return found

@@ -26,11 +26,11 @@ from phalanx.plan.placement.traffic_matrix import (
     TrafficMatrix,
     _around_rings,
     _to_all,
-    communicating_groups,
     merge_matrices,
     traffic_matrices,
 )
 from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.communication_groups import communication_groups
 from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
@@ -170,7 +170,7 @@ def test_what_is_counted_for_a_group_has_a_group_of_that_size(
     sizes = parallel_dims(run.layout, world_size)
     for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):
         if row.group_kind not in ("pp", "ends"):
-            members = communicating_groups(run, sizes, row.group_kind)
+            members = np.array(communication_groups(run, sizes, row.group_kind))
             assert sorted(members.ravel()) == list(range(world_size))
             assert members.shape[1] > 1, row
             assert (np.diff(members, axis=1) > 0).all()
@@ -180,22 +180,22 @@ def test_groups_of_experts_by_hand() -> None:
     """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
     run = described({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
-    assert communicating_groups(run, sizes, "data").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert communicating_groups(run, sizes, "replicas").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert sorted(communicating_groups(run, sizes, "same_experts").tolist()) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert sorted(communicating_groups(run, sizes, "expert_replicas").tolist()) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert communication_groups(run, sizes, "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert communication_groups(run, sizes, "replicas") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert sorted(communication_groups(run, sizes, "same_experts")) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert sorted(communication_groups(run, sizes, "expert_replicas")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
 def test_groups_of_shards_and_of_copies_by_hand() -> None:
     """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
     run = described({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
-    assert communicating_groups(run, parallel_dims(run.layout, 8), "data").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert communication_groups(run, parallel_dims(run.layout, 8), "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     run = described({"tp": 4})
-    assert communicating_groups(run, parallel_dims(run.layout, 8), "copies").tolist() == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [6, 7],
+    assert communication_groups(run, parallel_dims(run.layout, 8), "copies") == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
     ]
 
 

@@ -16,9 +16,10 @@ from phalanx.bench.collectives import collective_kinds_of_run
 from phalanx.bench.ranks import run_benchmarks
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.communication_groups import group_ranks
+from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.verify.plan_comparison import communication_group as planned_group
 from tests.verify.test_dryrun import DENSE, FEW_HEADS, MOE, row
 
 Groups = dict[tuple[str, str], tuple[int, ...]]
@@ -54,10 +55,11 @@ def groups_of(run: RunSpec) -> Groups:
 )
 def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, changes)
+    dims = parallel_dims(run.layout, world_size)
     for rank, found in enumerate(rank_pool(world_size).run(groups_of, run)):
         assert found
         for (_, among), group in found.items():
-            assert group == planned_group(run, world_size, among, rank), (rank, among)  # type: ignore[arg-type]
+            assert group == group_ranks(run, dims, among, rank), (rank, among)  # type: ignore[arg-type]
 
 
 def test_a_broadcast_is_a_servers_with_its_workers(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.bench.timing import time_calls
-from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic, bus_factor
+from phalanx.cost.formulas.collectives import Operation, Traffic, bus_factor
 from phalanx.cost.precision import Precision
 from phalanx.model.dtypes import TORCH_DTYPES
+from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.run import RunSpec
 
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]

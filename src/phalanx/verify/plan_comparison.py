@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,18 +11,16 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.cost.exact.scalar_reductions import scalar_reduction_traffic
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
-from phalanx.cost.formulas.collectives import GroupKind, Traffic
-from phalanx.plan.placement.traffic_matrix import communicating_groups
+from phalanx.cost.formulas.collectives import Traffic
 from phalanx.plan.predicted_vs_measured import STATE
-from phalanx.spec.degrees import parallel_dims, pipeline_stage_groups, process_groups, uses_model_parallelism
+from phalanx.spec.communication_groups import Group, group_ranks
+from phalanx.spec.degrees import parallel_dims, pipeline_stage_groups, uses_model_parallelism
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import kv_head_replication
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives
 
 RELATIVE_TOLERANCE = 0.05
 """How far memory and FLOPs may be off, as a share of the plan's."""
 Kind = Literal["collective", "memory", "flops"]
-Group = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class PlanCheck:
     what: str
     """An operation of torch.distributed, a part of memory, or FLOPs."""
     among: str
-    """Whom the operation joins: the axes, or what else ranks share (`cost.network.Among`)."""
+    """Whom the operation joins: the axes, or what else ranks share (`spec.communication_groups.GroupKind`)."""
     ranks: int
     """How many that are."""
     planned: float
@@ -83,24 +80,8 @@ def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[
     place = sizes.coordinates(rank)["pp"]
     traffic = list(traffic_by_group(run, world_size, rank).values())[place]
     for row in [*traffic, *scalar_reduction_traffic(run, world_size, place)]:
-        found[row.operation, communication_group(run, world_size, row.group_kind, rank)].append(row)
+        found[row.operation, group_ranks(run, sizes, row.group_kind, rank)].append(row)
     return dict(found)
-
-
-def communication_group(run: RunSpec, world_size: int, among: GroupKind, rank: int) -> Group:
-    """The ranks that exchange something with this one."""
-    sizes = parallel_dims(run.layout, world_size)
-    match among:
-        case "losses":
-            found: Iterable[Iterable[int]] = process_groups(sizes, "dp_replicate", "dp_shard", "cp", "pp")
-        case "parts":
-            copies = kv_head_replication(run.model, sizes.tp)
-            found = (each[first::copies] for each in process_groups(sizes, "tp") for first in range(copies))
-        case "ends":
-            found = process_groups(sizes, "pp")
-        case _:
-            found = communicating_groups(run, sizes, among).tolist()
-    return next(tuple(sorted(each)) for each in found if rank in each)
 
 
 def _cause(run: RunSpec, operation: str) -> str:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from phalanx.cost.exact.activation_memory import StageBlocks
 from phalanx.cost.exact.saved_tensors import INDEX, ForwardShape
-from phalanx.cost.formulas.collectives import Collective, GroupKind, Traffic, sent_bytes
+from phalanx.cost.formulas.collectives import Collective, Traffic, sent_bytes
+from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.model import ModelSpec, MoESpec
 
 Sent = list[Traffic]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
-from phalanx.cost.formulas.collectives import GroupKind, Traffic, sent_bytes
+from phalanx.cost.formulas.collectives import Traffic, sent_bytes
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
+from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.run import RunSpec

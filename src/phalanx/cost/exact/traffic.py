@@ -20,10 +20,11 @@ from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.rank_memory import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.exact.saved_tensors import ForwardShape
-from phalanx.cost.formulas.collectives import GroupKind, Traffic, sent_bytes, step_traffic
+from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import plan_batch
+from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.degrees import parallel_dims, uses_model_parallelism
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
 from phalanx.spec.run import RunSpec

@@ -7,27 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from phalanx.spec.communication_groups import GroupKind
+
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Operation = Collective | Literal["send", "recv"]
-GroupKind = Literal[
-    "data",
-    "replicas",
-    "same_experts",
-    "expert_replicas",
-    "tp",
-    "copies",
-    "parts",
-    "cp",
-    "ep",
-    "pp",
-    "ends",
-    "losses",
-    "servers",
-]
-"""Who exchanges something. data: ranks that share a copy of what is not an expert (ddp: that each have one), replicas:
-those with the same part of other copies, and the same of experts that are apart; tp, cp, ep, pp: the axes, copies:
-tensor-parallel neighbours with the same key/value heads, parts: those with different ones; ends: the first and the last
-stage, losses: all whose losses are parts of one sum; servers and workers."""
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 
 

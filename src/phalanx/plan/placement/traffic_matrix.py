@@ -6,25 +6,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.traffic import server_loads, traffic_by_group
-from phalanx.cost.formulas.collectives import GroupKind, Operation, Traffic
+from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import (
-    ParallelDims,
-    expert_parallel_groups,
-    parallel_dims,
-    pipeline_stage_groups,
-    process_groups,
-)
+from phalanx.spec.communication_groups import GroupKind, communication_groups
+from phalanx.spec.degrees import ParallelDims, parallel_dims, pipeline_stage_groups
 from phalanx.spec.run import RunSpec
-from phalanx.spec.tensor_sharding import kv_head_replication
 
 Ranks = NDArray[np.int64]
 Sizes = NDArray[np.float64]
@@ -96,7 +90,12 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     if sizes.servers:
         return {"servers": merge_matrices(world_size, list(_served(run, sizes, rows["worker"])))}
     found: dict[str, list[TrafficMatrix]] = {}
-    members, stages = cache(partial(communicating_groups, run, sizes)), pipeline_stage_groups(sizes)
+    stages = pipeline_stage_groups(sizes)
+
+    @cache
+    def members(kind: GroupKind) -> Ranks:
+        return np.array(communication_groups(run, sizes, kind))
+
     for place, role in enumerate(rows):
         for row in _alike(rows[role]):
             if row.group_kind in ("pp", "ends"):
@@ -129,29 +128,6 @@ def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
             return members.ravel(), np.roll(members, -1, axis=1).ravel(), np.full(members.size, row.bytes)
         case _:
             return _around_rings(members, row.bytes, island)
-
-
-def communicating_groups(run: RunSpec, sizes: ParallelDims, among: GroupKind) -> Ranks:
-    """The groups that exchange something: one in each row, in the order of ranks. All members of one are at one place
-    of the pipeline, but for those of "pp"."""
-    hybrid = run.layout.data_parallel == "hsdp"
-    match among:
-        case "data":
-            axes = ("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")
-            return np.array(process_groups(sizes, *axes))
-        case "replicas":
-            return np.array(process_groups(sizes, "dp_replicate"))
-        case "same_experts" | "expert_replicas":
-            copies = sizes.dp_replicate if hybrid else 1
-            apart = np.array(pipeline_stage_groups(sizes)).reshape(sizes.pp, copies, -1, sizes.ep)
-            kept = 2 if among == "same_experts" else 1
-            return np.moveaxis(apart, kept, -1).reshape(-1, apart.shape[kept])
-        case "copies":
-            return np.array(process_groups(sizes, "tp")).reshape(-1, kv_head_replication(run.model, sizes.tp))
-        case "ep":
-            return np.array(expert_parallel_groups(sizes))
-        case _:
-            return np.array(process_groups(sizes, among))
 
 
 def _to_all(members: Ranks, each: float) -> Sent:

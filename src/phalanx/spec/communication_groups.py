@@ -1,0 +1,79 @@
+"""The ranks that exchange data with each other, for each purpose of communication."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from phalanx.spec.degrees import ParallelDims, expert_parallel_groups, pipeline_stage_groups, process_groups
+from phalanx.spec.run import RunSpec
+from phalanx.spec.tensor_sharding import kv_head_replication
+
+GroupKind = Literal[
+    "data",
+    "replicas",
+    "same_experts",
+    "expert_replicas",
+    "tp",
+    "copies",
+    "parts",
+    "cp",
+    "ep",
+    "pp",
+    "ends",
+    "losses",
+    "servers",
+]
+"""Kinds of groups of ranks.
+
+data: ranks that share a copy of all parameters but the experts (with ddp, ranks that have a copy each); replicas: ranks
+with the same shard of different copies; same_experts, expert_replicas: the same two for experts under expert
+parallelism; tp, cp, ep, pp: the axes; copies: tensor-parallel neighbors with the same key/value heads; parts:
+tensor-parallel ranks with different ones; ends: the first and the last stage; losses: ranks whose losses are terms of
+one sum; servers: servers and workers."""
+Group = tuple[int, ...]
+"""Ranks in ascending order."""
+
+
+def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> list[Group]:
+    """Return all groups of a kind. Every rank is in exactly one; servers are in none.
+
+    Only groups of kind `pp`, `ends` and `losses` span pipeline stages; `ends` are returned as whole pipelines.
+    """
+    hybrid = run.layout.data_parallel == "hsdp"
+    match kind:
+        case "data":
+            return process_groups(dims, *(("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")))
+        case "replicas":
+            return process_groups(dims, "dp_replicate")
+        case "same_experts" | "expert_replicas":
+            stages = _copies_of_stages(dims, dims.dp_replicate if hybrid else 1)
+            if kind == "same_experts":
+                return [ranks[first :: dims.ep] for copies in stages for ranks in copies for first in range(dims.ep)]
+            return [ranks for copies in stages for ranks in zip(*copies, strict=True)]
+        case "copies" | "parts":
+            size = kv_head_replication(run.model, dims.tp)
+            tensor = process_groups(dims, "tp")
+            if kind == "parts":
+                return [ranks[first::size] for ranks in tensor for first in range(size)]
+            return [ranks[first : first + size] for ranks in tensor for first in range(0, dims.tp, size)]
+        case "ep":
+            return expert_parallel_groups(dims)
+        case "ends":
+            return process_groups(dims, "pp")
+        case "losses":
+            return process_groups(dims, "dp_replicate", "dp_shard", "cp", "pp")
+        case _:
+            return process_groups(dims, kind)
+
+
+def _copies_of_stages(dims: ParallelDims, count: int) -> list[list[Group]]:
+    """Return, for each stage, the ranks of each of its `count` copies."""
+    size = dims.dp_size * dims.cp * dims.tp // count
+    return [
+        [ranks[first : first + size] for first in range(0, len(ranks), size)] for ranks in pipeline_stage_groups(dims)
+    ]
+
+
+def group_ranks(run: RunSpec, dims: ParallelDims, kind: GroupKind, rank: int) -> Group:
+    """Return the ranks of the group of a kind that `rank` is in."""
+    return next(ranks for ranks in communication_groups(run, dims, kind) if rank in ranks)
