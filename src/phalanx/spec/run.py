@@ -11,7 +11,7 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.recovery import RecoverySpec
-from phalanx.spec.swarm import SPLIT, SwarmSpec
+from phalanx.spec.swarm import SwarmSpec, check_swarm_run
 from phalanx.spec.tokenizer import BYTES_VOCAB
 
 
@@ -214,69 +214,5 @@ class RunSpec(Spec):
             "set it to 0",
         )
         if self.swarm is not None:
-            self._check_swarm(self.swarm)
+            check_swarm_run(self, self.swarm)
         return self
-
-    def _check_swarm(self, swarm: SwarmSpec) -> None:
-        moe, split = self.model.moe, swarm.method in SPLIT
-        for field in ("in_memory_checkpoint_every", "max_rollbacks"):
-            require(
-                not getattr(self.recovery, field),
-                f"recovery.{field}",
-                getattr(self.recovery, field),
-                "is not for the nodes of a swarm, whose coordinator has the last round",
-                "set it to 0",
-            )
-        require(
-            moe is not None or not split,
-            "swarm.method",
-            swarm.method,
-            "shares out experts, and the model has none",
-            'set model.moe, or swarm.method = "diloco"',
-        )
-        require(
-            moe is None or not moe.bias_update_rate,
-            "model.moe.bias_update_rate",
-            moe and moe.bias_update_rate,
-            "moves biases by what a node's own tokens chose, and a swarm exchanges weights only",
-            "set it to 0",
-        )
-        scaling = self.training.batch_scaling
-        require(
-            not swarm.sends_gradients or self.optimizer.name == "adamw",
-            "optimizer.name",
-            self.optimizer.name,
-            "is not AdamW, whose moments the coordinator of ddp keeps",
-            'use adamw, or swarm.method = "fedavg"',
-        )
-        require(
-            not swarm.sends_gradients or scaling == "keep",
-            "training.batch_scaling",
-            scaling,
-            "follows the ranks of a node, and the coordinator of ddp steps for all nodes",
-            "set learning rates instead",
-        )
-        require(
-            not split or self.layout.ep == 1 or self.layout.data_parallel == "ddp",
-            "layout.data_parallel",
-            self.layout.data_parallel,
-            "splits what expert-parallel ranks train, of which some may train no expert in a swarm",
-            'set layout.data_parallel = "ddp", or layout.ep = 1',
-        )
-        require(
-            self.layout.data_parallel != "parameter_server",
-            "layout.data_parallel",
-            self.layout.data_parallel,
-            "is no layout for inside a node of a swarm",
-            "use ddp or a ZeRO stage",
-        )
-        require(
-            self.training.steps % swarm.steps_per_round == 0,
-            "training.steps",
-            self.training.steps,
-            f"is no multiple of the {swarm.steps_per_round} steps of a round",
-            f"use {-(-self.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
-        )
-        require(
-            not self.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first"
-        )

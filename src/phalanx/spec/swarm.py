@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec, require
+
+if TYPE_CHECKING:
+    from phalanx.spec.run import RunSpec
 
 Codec = Literal["fp32", "bf16", "int8", "int4"]
 """How numbers are written: whole, in 16 bits, or in 8 or 4 with a scale (fp32) for each block of them."""
@@ -189,3 +192,77 @@ class SwarmSpec(Spec):
                 'remove it, or set method = "spes+"',
             )
         return self
+
+
+def check_swarm_run(run: RunSpec, swarm: SwarmSpec) -> None:
+    """Raise UserError for fields of a run that the nodes of a swarm cannot have."""
+    _check_learning(run, swarm)
+    _check_layout_and_data(run, swarm)
+
+
+def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
+    """Check recovery, experts, optimizer and batch."""
+    moe = run.model.moe
+    for field in ("in_memory_checkpoint_every", "max_rollbacks"):
+        require(
+            not getattr(run.recovery, field),
+            f"recovery.{field}",
+            getattr(run.recovery, field),
+            "is not for the nodes of a swarm, whose coordinator has the last round",
+            "set it to 0",
+        )
+    require(
+        moe is not None or swarm.method not in SPLIT,
+        "swarm.method",
+        swarm.method,
+        "shares out experts, and the model has none",
+        'set model.moe, or swarm.method = "diloco"',
+    )
+    require(
+        moe is None or not moe.bias_update_rate,
+        "model.moe.bias_update_rate",
+        moe and moe.bias_update_rate,
+        "moves biases by what a node's own tokens chose, and a swarm exchanges weights only",
+        "set it to 0",
+    )
+    scaling = run.training.batch_scaling
+    require(
+        not swarm.sends_gradients or run.optimizer.name == "adamw",
+        "optimizer.name",
+        run.optimizer.name,
+        "is not AdamW, whose moments the coordinator of ddp keeps",
+        'use adamw, or swarm.method = "fedavg"',
+    )
+    require(
+        not swarm.sends_gradients or scaling == "keep",
+        "training.batch_scaling",
+        scaling,
+        "follows the ranks of a node, and the coordinator of ddp steps for all nodes",
+        "set learning rates instead",
+    )
+
+
+def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
+    """Check the layout inside a node, the number of steps, and the data."""
+    require(
+        swarm.method not in SPLIT or run.layout.ep == 1 or run.layout.data_parallel == "ddp",
+        "layout.data_parallel",
+        run.layout.data_parallel,
+        "splits what expert-parallel ranks train, of which some may train no expert in a swarm",
+        'set layout.data_parallel = "ddp", or layout.ep = 1',
+    )
+    require(
+        run.layout.data_parallel != "parameter_server",
+        "layout.data_parallel",
+        run.layout.data_parallel,
+        "is no layout for inside a node of a swarm",
+        "use ddp or a ZeRO stage",
+    )
+    require(
+        run.training.steps % swarm.steps_per_round == 0,
+        "training.steps",
+        run.training.steps,
+        f"is no multiple of the {swarm.steps_per_round} steps of a round",
+        f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
+    )
+    require(not run.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first")
