@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from phalanx.bench.collectives import PLACES, SUMMED, BenchmarkCase, BufferMode, CaseTiming, bandwidths, element_count
+from phalanx.spec.formatting import GB
 
 VERSION = 3
 TYPES = {"bf16": "bfloat16", "fp32": "float", "fp64": "double"}
 US = 1e6
 """Microseconds in a second."""
-GB = 1e9
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
 
 from phalanx.runs.hang_dumps import Frame, HangDump, RecordedCollective, format_frame
+from phalanx.spec.formatting import join_words
 
 Key = tuple[str, tuple[int, ...]]
 """A process group: its name, which ranks may use for other groups too, and its ranks."""
@@ -102,8 +103,3 @@ def innermost_user_frame(stack: Sequence[Frame]) -> str:
 def is_user_code(file: str) -> bool:
     """Whether a file is neither PyTorch's nor Python's."""
     return not ("/torch/" in file or ("/lib/python3" in file and "site-packages" not in file) or file.startswith("<"))
-
-
-def join_words(words: Sequence[str]) -> str:
-    """ "a, b and c"."""
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

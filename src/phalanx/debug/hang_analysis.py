@@ -11,7 +11,6 @@ from phalanx.debug.collective_log import (
     describe_call,
     first_difference,
     is_peer_loss,
-    join_words,
     minority_ranks,
     was_waiting,
 )
@@ -28,6 +27,7 @@ from phalanx.debug.hang_evidence import (
 )
 from phalanx.runs.hang_dumps import ABORTED, STALLED, HangDump, RecordedCollective, format_frame
 from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.formatting import join_words
 
 
 def diagnose_hang(

@@ -15,13 +15,13 @@ from phalanx.debug.collective_log import (
     first_difference,
     innermost_user_frame,
     is_peer_loss,
-    join_words,
     minority_ranks,
     was_in_pipeline_p2p,
     was_waiting,
 )
 from phalanx.runs.hang_dumps import FAILED, STALLED, HangDump, RecordedCollective, format_frame
 from phalanx.spec.degrees import ParallelDims, expert_parallel_groups
+from phalanx.spec.formatting import join_words
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
 

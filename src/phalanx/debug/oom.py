@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from phalanx.runs.hang_dumps import describe_fault, read_dumps
+from phalanx.runs.jsonl import read_jsonl
 from phalanx.runs.step_records import rank_record_file
+from phalanx.spec.formatting import format_gb_or_mb
 
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -43,12 +44,14 @@ def format_oom_report(found: Mapping[str, Any]) -> str:
         return ""
     held, wanted, limit = found["held_bytes"], found["wanted_bytes"], found["limit_bytes"]
     parts = ", ".join(
-        f"{name} {format_bytes(held[name])}" for name in held if name not in ("total", "peak", "reserved")
+        f"{name} {format_gb_or_mb(held[name])}" for name in held if name not in ("total", "peak", "reserved")
     )
-    asked = f"{format_bytes(wanted)} were wanted beside the" if wanted else "it held"
-    reserved = f", {format_bytes(held['reserved'])} reserved" if "reserved" in held else ""
-    most = f" (limit {format_bytes(limit)})" if limit else ""
-    return f"out of memory: {asked} {format_bytes(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
+    asked = f"{format_gb_or_mb(wanted)} were wanted beside the" if wanted else "it held"
+    reserved = f", {format_gb_or_mb(held['reserved'])} reserved" if "reserved" in held else ""
+    most = f" (limit {format_gb_or_mb(limit)})" if limit else ""
+    return (
+        f"out of memory: {asked} {format_gb_or_mb(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
+    )
 
 
 def describe_kill(directory: Path, rank: int, how: str, kills: int = 0) -> str:
@@ -59,26 +62,19 @@ def describe_kill(directory: Path, rank: int, how: str, kills: int = 0) -> str:
         return f"{how}: {told}" if told else f"{how} without a word"
     if kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
         limit = cgroup_memory_limit()
-        most = f" (limit of its group: {format_bytes(limit)})" if limit else ""
+        most = f" (limit of its group: {format_gb_or_mb(limit)})" if limit else ""
         return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
     return f"{how} without a word; out of memory?"
 
 
 def _last_peak(directory: Path, rank: int) -> str:
-    """The last that the rank itself noted: it writes them down about once in a second."""
-    with suppress(OSError, ValueError):
-        lines = [
-            json.loads(line) for line in rank_record_file(directory, rank).read_text().splitlines() if line[-1:] == "}"
-        ]
-        for line in reversed(lines):
-            if "peak_memory_bytes" in line:
-                return f"; it had noted a peak of {format_bytes(line['peak_memory_bytes'])} by step {line['step']}"
+    """Return the peak memory that the rank recorded last: it writes about once a second."""
+    with suppress(OSError):
+        for record in reversed(read_jsonl(rank_record_file(directory, rank))):
+            if "peak_memory_bytes" in record:
+                peak = format_gb_or_mb(record["peak_memory_bytes"])
+                return f"; it had noted a peak of {peak} by step {record['step']}"
     return ""
-
-
-def format_bytes(value: int) -> str:
-    """1.23 GB; less than that in MB."""
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
 def _files(version_2: str, version_1: str) -> Iterator[Path]:

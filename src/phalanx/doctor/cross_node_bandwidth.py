@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from phalanx.doctor.finding import CheckRule, DoctorFinding
+from phalanx.spec.formatting import GB, GIB, MIB
 
-GB = 1e9
-LARGE_BYTES = 64 * 2**20
+LARGE_BYTES = 64 * MIB
 """From which size on a collective is judged by bandwidth (Primus: 64 MB and 1 GB): smaller ones by latency."""
-HUGE_BYTES, SHARE, HUGE_SHARE = 2**30, 0.55, 0.7
+HUGE_BYTES, SHARE, HUGE_SHARE = GIB, 0.55, 0.7
 """Of what links carry that collectives reach, and from which size on it is more. Healthy nodes of 8 A100 and 8 H200
 reach 0.60 (all-to-all) to 0.77 of it at 64 MiB, and 0.73 and more from 1 GiB on (stas00/ml-engineering's and SimuMax's
 sweeps of nccl-tests)."""
@@ -29,9 +29,9 @@ WRONG = CheckRule(
 )
 BANDWIDTH = CheckRule(
     "between.busbw",
-    f"bus bandwidth of a collective of {LARGE_BYTES // 2**20} MiB and more",
+    f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
     "WARN",
-    f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // 2**30} GiB on {HUGE_SHARE:.0%}",
+    f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // GIB} GiB on {HUGE_SHARE:.0%}",
     "GB/s",
     "stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
     "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",

@@ -32,13 +32,13 @@ from phalanx.launch.rendezvous import (
     SINGLE_NODE,
     Rendezvous,
     RendezvousError,
-    format_node_count,
     interface_of,
     local_address,
     make_rendezvous_handler,
     wait_for_host,
 )
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from phalanx.spec.formatting import plural
 
 STOP_SECONDS = 600
 """Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""
@@ -104,7 +104,7 @@ class ElasticAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = ("-m", *self._agree_on_command(worker_group))
         if self._nodes > 1:
-            here = f"{worker_group.group_world_size} of {format_node_count(self._nodes)}"
+            here = f"{worker_group.group_world_size} of {plural(self._nodes, 'node')}"
             print(f"phalanx: {here} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
         self._kills_before = cgroup_oom_kills() or 0
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -211,7 +211,7 @@ def run_until_done(nproc: int, words: WorkerCommand, judge: FailureHandler, meet
     Raises UserError where nodes cannot meet, NotMetError where they do not.
     """
     if meeting.max_nodes > 1:
-        wanted, patience = format_node_count(meeting.max_nodes), f"{meeting.join_seconds:g} s at most"
+        wanted, patience = plural(meeting.max_nodes, "node"), f"{meeting.join_seconds:g} s at most"
         if meeting.min_nodes < meeting.max_nodes:
             wanted = f"{meeting.min_nodes} to {wanted}"
             patience += f", and {meeting.last_call_seconds:g} s for more where {meeting.min_nodes} are enough"
@@ -225,7 +225,7 @@ def run_until_done(nproc: int, words: WorkerCommand, judge: FailureHandler, meet
                 return _run_once(nproc, words, judge, meeting)
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
-            problem = f"fewer than {format_node_count(meeting.min_nodes)} came in {meeting.join_seconds:g} s"
+            problem = f"fewer than {plural(meeting.min_nodes, 'node', one='one')} came in {meeting.join_seconds:g} s"
             raise RendezvousError("--rendezvous", meeting.endpoint, problem, fix) from None
         except RendezvousClosedError:
             raise RunEndedByOtherNode("the run was ended by another node: see what was said there") from None

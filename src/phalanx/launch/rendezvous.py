@@ -147,8 +147,3 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     raise UserError("--rendezvous", address, "belongs to no network interface here", "set GLOO_SOCKET_IFNAME")
-
-
-def format_node_count(count: int) -> str:
-    """So many, in words."""
-    return "one node" if count == 1 else f"{count} nodes"

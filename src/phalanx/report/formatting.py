@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from phalanx.report.drawing.heatmap import format_bytes
 from phalanx.report.swarm_rounds import ALL, EACH
+from phalanx.spec.formatting import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_digits,
+    format_percent,
+    format_seconds,
+    plural,
+)
 
-UNKNOWN = "-"
 NAMES = {
     "tokens_per_second": "tokens per second",
     "mfu": "MFU",
@@ -44,40 +51,15 @@ def format_number(value: float | None, unit: str) -> str:
     if unit == "loss":
         return f"{value:.3f}"
     if unit == "B":
-        digits, unit = format_bytes(value).split()
-        return f"{digits if unit == 'B' else _digits(float(digits))} {unit}"
+        return format_bytes(value, trailing_zeros=True)
     if unit == "s":
         return format_seconds(value)
     return f"{value:,.0f}" if unit == "tokens/s" else format_percent(value)
 
 
-def format_seconds(value: float) -> str:
-    """A duration to three digits: 12.3 ms; from two minutes on as a clock has it: 1:02:03."""
-    if value >= 120:
-        minutes, rest = divmod(round(value), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-    if not value:
-        return "0 s"
-    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 0.0)):
-        if value >= 0.9995 * least:
-            return f"{_digits(value / (least or 1e-6))} {unit}"
-    return f"{value:.3g} s"
-
-
-def format_percent(value: float) -> str:
-    """A share: 12.3 %; without a fraction from 99.5 % on."""
-    return f"{100 * value:.1f} %" if abs(value) < 0.995 else f"{100 * value:.0f} %"
-
-
 def format_ratio(ratio: float | None) -> str:
     """How many times as much: 1.03x."""
-    return UNKNOWN if ratio is None else f"{_digits(ratio)}x"
-
-
-def _digits(value: float) -> str:
-    """Three digits, zeros at the end among them, so that columns of numbers line up."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return UNKNOWN if ratio is None else f"{format_digits(ratio)}x"
 
 
 def row_label(row: Mapping[str, Any]) -> str:
@@ -120,14 +102,6 @@ ROUND_TABLE_NOTE = (
 """The same of a swarm's."""
 
 
-def format_count(value: int) -> str:
-    """So many parameters: 1.84 million."""
-    for word, least in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if value >= least:
-            return f"{_digits(value / least)} {word}"
-    return f"{value:,}"
-
-
 def format_layout(values: Mapping[str, Any] | None) -> str:
     """What of a layout is not the default: data_parallel=zero2, pp=2."""
     if values is None:
@@ -142,7 +116,7 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
     ranks, hosts = run["ranks"], run["hosts"]
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
     device = f" ({run['device']})" if run["device"] else ""
-    found = [f"{ranks} {'rank' if ranks == 1 else 'ranks'}{where}{device}" if ranks else "an unknown number of ranks"]
+    found = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
     if "layout" in run:
         found += [
             format_layout(run["layout"]),

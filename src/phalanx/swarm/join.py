@@ -37,6 +37,7 @@ from phalanx.runs.lock import acquire_run_lock, check_not_running
 from phalanx.runs.swarm_records import ROUNDS_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.formatting import plural
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT, SwarmSpec
@@ -101,8 +102,7 @@ def join_swarm(
         "received_bytes": link.received_bytes,
     }
     (directory / LINK_FILE).write_text(json.dumps(where))
-    of_ranks = "one rank" if ranks == 1 else f"{ranks} ranks"
-    say(f"{name} takes part in {address}: {run.swarm.method}, {of_ranks}, in {directory}")
+    say(f"{name} takes part in {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
     set_worker_environment(ranks)
     words = "phalanx.swarm.join", str(directory)
     if ranks == 1:

@@ -8,6 +8,7 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.parallel.apply import autocast_context
 from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.formatting import plural
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.trainer import Trainer
 
@@ -18,7 +19,7 @@ OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 def start_message(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
     run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.dims
-    ranks = f"{format_rank_count(sizes.world_size)} ({trainer.device.type})"
+    ranks = f"{plural(sizes.world_size, 'rank')} ({trainer.device.type})"
     schedule = run.layout.schedule_file or run.layout.schedule
     names = {"pp": f"pipeline ({schedule})", "cp": run.layout.cp_method, "tp": "tensor", "ep": "expert"}
     layout = "".join(f", {name} x {getattr(sizes, axis)}" for axis, name in names.items() if getattr(sizes, axis) > 1)
@@ -30,7 +31,7 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
         f"{cut.global_batch_size * run.training.seq_len:,} tokens per update = {cut.micro_batch_size} sequences of "
-        f"{run.training.seq_len} x {format_rank_count(cut.dp_size)} x {cut.gradient_accumulation_steps} accumulated"
+        f"{run.training.seq_len} x {plural(cut.dp_size, 'rank')} x {cut.gradient_accumulation_steps} accumulated"
         f"{', shared unevenly' if cut.global_batch_size % cut.dp_size else ''}{text}",
     ]
     if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
@@ -38,19 +39,14 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     if cut.learning_rate_scale != 1:
         lines.append(
             f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
-            f"{format_rank_count(cut.dp_size)} instead of {run.training.base_dp_size}"
+            f"{plural(cut.dp_size, 'rank')} instead of {run.training.base_dp_size}"
         )
     if resumed:
-        others = f" of {format_rank_count(resumed)}" if resumed != sizes.world_size else ""
+        others = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
         lines.append(f"resumed after step {trainer.step}{others}")
         if trainer.step == run.training.steps:
             lines.append("that was the last: raise training.steps to go on")
     return "\n".join(lines)
-
-
-def format_rank_count(ranks: int) -> str:
-    """A number of ranks in words."""
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str:

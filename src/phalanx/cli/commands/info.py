@@ -17,6 +17,7 @@ from phalanx.spec.base import require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model, preset_names
+from phalanx.spec.formatting import COUNT_PREFIXES, GIB, format_si
 from phalanx.spec.model import ModelSpec
 
 PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
@@ -29,7 +30,6 @@ DEVICE = (
     "network_bytes_per_second",
     "watts_per_device",
 )
-SI, COUNT = ("", "k", "M", "G", "T", "P"), ("", "k", "M", "B", "T")
 FLOPS_NOTE = "training: 6 x parameters in matrix products + 12 L H head_dim T (causal: half)"
 STATE_NOTE = "for bf16 and fp32 alike, before sharding; twice that for fp64; without activations"
 
@@ -162,7 +162,7 @@ def _state_table(known: dict[str, dict[str, int]]) -> Table:
 def _model_list(presets: dict[str, ParameterCount]) -> Table:
     table = _table("model", "parameters", "active per token")
     for name, count in presets.items():
-        table.add_row(name, format_si(count.total, COUNT), format_si(count.active, COUNT))
+        table.add_row(name, format_si(count.total, COUNT_PREFIXES), format_si(count.active, COUNT_PREFIXES))
     return table
 
 
@@ -172,7 +172,7 @@ def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
         table.add_row(
             name,
             _scaled(machine.peak_flops, 1e12),
-            _scaled(machine.memory_bytes, 2**30),
+            _scaled(machine.memory_bytes, GIB),
             _scaled(machine.hbm_bytes_per_second, 1e9),
             _scaled(machine.link_bytes_per_second, 1e9),
             _scaled(machine.fast_link_domain, 1),
@@ -202,15 +202,6 @@ def _table(first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def format_si(number: float, prefixes: tuple[str, ...] = SI) -> str:
-    """A number to three digits with its power of a thousand: 8030261248 is "8.03 G", as a count "8.03 B"."""
-    power = 0
-    while number >= 999.5 and power < len(prefixes) - 1:
-        number, power = number / 1000, power + 1
-    digits = 0 if power == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
-    return f"{number:.{digits}f} {prefixes[power]}"
 
 
 def _print_json(known: dict[str, Any]) -> None:

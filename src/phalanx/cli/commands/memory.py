@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from phalanx.cli.commands.info import describe, format_si
+from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.exact.layout_checks import require_resolved_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
@@ -23,6 +23,7 @@ from phalanx.spec.batch import plan_batch
 from phalanx.spec.degrees import MODEL_PARALLEL_AXES
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.formatting import format_si, plural
 from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.run import RunSpec
 
@@ -181,7 +182,7 @@ def _line(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> st
     tokens = f"{run.training.seq_len} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
-    ranks = ", ".join([f"{world_size} rank{'s' if world_size > 1 else ''} ({why})", *shared])
+    ranks = ", ".join([f"{plural(world_size, 'rank')} ({why})", *shared])
     return (
         f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, "
         f"recompute {run.layout.activation_checkpointing}"

@@ -13,6 +13,7 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.degrees import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.formatting import plural
 
 MEANING = {
     "dp_replicate": "copies of the model",
@@ -65,7 +66,7 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
 def _show(facts: dict[str, Any]) -> None:
     console = Console()
     nodes = -(-facts["ranks"] // facts["ranks_per_node"])
-    where = f"{facts['ranks']} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+    where = f"{facts['ranks']} ranks on {plural(nodes, 'node')}"
     servers = f", of which the first {facts['servers']} are servers" if facts["servers"] else ""
     console.print(f"{where}{servers}; axes outermost first", highlight=False, soft_wrap=True)
     for axis in facts["axes"]:

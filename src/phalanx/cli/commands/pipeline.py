@@ -24,6 +24,7 @@ from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, s
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
 IDEALISED = "book-overlap"
@@ -269,7 +270,7 @@ def _report(facts: dict[str, Any], runs: bool) -> None:
         console.print(Text("valid", "bold green") + Text(f" {reading}: {sizes}"))
         return
     count = len(facts["violations"])
-    title = f" {reading}: {count} violation{'s' if count > 1 else ''} ({sizes})"
+    title = f" {reading}: {plural(count, 'violation')} ({sizes})"
     console.print(Text("rejected", "bold red") + Text(title), soft_wrap=True)
     for violation in facts["violations"]:
         console.print(Text(f"  {violation}"), soft_wrap=True)

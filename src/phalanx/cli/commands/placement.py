@@ -26,9 +26,10 @@ from phalanx.plan.placement.findings import (
     with_pxn,
 )
 from phalanx.plan.placement.traffic_matrix import TrafficMatrix, merge_matrices, traffic_matrices
-from phalanx.report.drawing.heatmap import Heatmap, format_bytes, save_picture
+from phalanx.report.drawing.heatmap import Heatmap, save_picture
 from phalanx.spec.degrees import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.files.load import load_run
+from phalanx.spec.formatting import format_bytes, plural
 from phalanx.spec.run import RunSpec
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
@@ -131,7 +132,7 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     for first in range(0, world_size, nproc):
         mine = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
         serving = max(0, min(first + nproc, sizes.servers) - first)
-        said = [f"{serving} server{'s' if serving > 1 else ''}"] if serving else []
+        said = [plural(serving, "server")] if serving else []
         for axis, places in zip(sizes.axes, np.unravel_index(mine, shape), strict=True):
             if getattr(sizes, axis) > 1 and len(mine):
                 low, high = places.min(), places.max()
@@ -177,7 +178,7 @@ def _seconds(run: RunSpec, site: NodeLayout, node: NodeTopology | None, busiest_
 
 def _show(facts: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    nodes = f"{facts['nodes']} node{'s' if facts['nodes'] > 1 else ''} of {facts['nproc']}"
+    nodes = f"{plural(facts['nodes'], 'node')} of {facts['nproc']}"
     console.print(f"{facts['run']}: {facts['ranks']} ranks on {nodes}", style="bold")
     for assumed in facts["site"]["assumed"]:
         console.print(f"assumed: {assumed}", style="dim")

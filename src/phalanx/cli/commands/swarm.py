@@ -13,6 +13,7 @@ import typer
 
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_si
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -245,8 +246,6 @@ def _ways(
 
 def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Table:
     from rich.table import Table
-
-    from phalanx.cli.commands.info import format_si
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(f"{swarm.steps_per_round} steps, {link} Mbit/s", no_wrap=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport
 from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
 from phalanx.plan.search.result import EvaluatedLayout
+from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
 
 TITLES: dict[Kind, str] = {
@@ -65,7 +65,7 @@ def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
 
 
 def _option(option: EvaluatedLayout) -> str:
-    return f"{option.candidate}: {option.step_seconds:.3f} s, {option.memory_bytes / GIB:.1f} GiB"
+    return f"{option.candidate}: {option.step_seconds:.3f} s, {format_gib(option.memory_bytes)}"
 
 
 def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:

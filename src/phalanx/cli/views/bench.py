@@ -9,7 +9,7 @@ from rich.table import Table
 
 from phalanx.bench.latency_bandwidth_fit import WARN_ABOVE
 from phalanx.bench.nccl_tests_format import format_table
-from phalanx.cli.commands.info import format_si
+from phalanx.spec.formatting import format_milliseconds, format_si
 
 Facts = dict[str, Any]
 
@@ -59,7 +59,9 @@ def _bandwidth(found: Facts) -> Table:
     for row in found["bandwidth"]:
         speeds = row["bytes_per_second"], found["world_size"] * row["bytes_per_second"]
         moved = f"{format_si(row['moved_bytes'])}B"
-        grid.add_row(row["what"], moved, _milliseconds(row["seconds"]), *(f"{format_si(each)}B/s" for each in speeds))
+        grid.add_row(
+            row["what"], moved, format_milliseconds(row["seconds"]), *(f"{format_si(each)}B/s" for each in speeds)
+        )
     return grid
 
 
@@ -72,11 +74,7 @@ def _grid(title: str, *columns: str) -> Table:
 
 
 def _timed(flops: float, seconds: float) -> tuple[str, str]:
-    return _milliseconds(seconds), format_si(flops / seconds)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    return format_milliseconds(seconds), format_si(flops / seconds)
 
 
 def collectives(found: Facts) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
+from phalanx.spec.formatting import GIB, format_gib, format_optional
 from phalanx.spec.run import RunSpec
 
 WIDTH = 170
@@ -54,7 +54,7 @@ def _head(console: Console, run: RunSpec, found: Diagnosis) -> None:
     name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
     verdict = "fits" if found.now.fits else "does not fit"
     console.print(
-        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {memory.total / GIB:.1f} GiB of "
+        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.total)} of "
         f"{found.limit_bytes / GIB:.1f} that it may: {verdict}",
         style="bold green" if found.now.fits else "bold red",
         highlight=False,
@@ -63,7 +63,7 @@ def _head(console: Console, run: RunSpec, found: Diagnosis) -> None:
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
     console.print(
         ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
-        + f"; micro-batch {found.micro_batch}, step {_seconds(found.now.step_seconds)} s",
+        + f"; micro-batch {found.micro_batch}, step {format_optional(found.now.step_seconds)} s",
         highlight=False,
         soft_wrap=True,
     )
@@ -86,7 +86,7 @@ def _steps(console: Console, found: Diagnosis) -> None:
     settings = " ".join(f"--set {setting}" for setting in last.settings)
     console.print(f"\nIt fits with  {settings}", style="green", highlight=False, soft_wrap=True)
     if last.held:
-        then = f"{last.held.memory.total / GIB:.1f} GiB, step {_seconds(last.held.step_seconds)} s"
+        then = f"{format_gib(last.held.memory.total)}, step {format_optional(last.held.step_seconds)} s"
         console.print(then, highlight=False)
 
 
@@ -96,7 +96,7 @@ def _best(console: Console, found: Diagnosis) -> None:
         return
     console.print(
         f"\nThe planner's best of all layouts on these devices: {best.candidate}: {best.step_seconds:.3g} s, "
-        f"{best.memory_bytes / GIB:.1f} GiB",
+        f"{format_gib(best.memory_bytes)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -112,7 +112,7 @@ def _row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -
     if after is None:
         return
     part, size = max(effect.freed.items(), key=lambda freed: freed[1])
-    step = _seconds(after.step_seconds)
+    step = format_optional(after.step_seconds)
     if after.step_seconds and before.step_seconds:
         step += f" ({after.step_seconds / before.step_seconds - 1:+.0%})"
     table.add_row(
@@ -134,10 +134,6 @@ def _table(*headers: str) -> Table:
         for header in headers
     ]
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def oom_to_json(run: RunSpec, found: Diagnosis) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.plan.search.explain import (
     PART_DESCRIPTIONS,
     equally_fast,
@@ -25,6 +24,7 @@ from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
 from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.formatting import GIB
 from phalanx.spec.run import RunSpec
 
 WIDTH = 120

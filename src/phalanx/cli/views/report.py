@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report import formatting
+from phalanx.spec.formatting import format_seconds
 
 Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
@@ -83,7 +84,7 @@ def format_latest_step(facts: Facts, at: int = -1) -> str:
         if what in curves
     ]
     left = formatting.seconds_left(facts)
-    return "  ".join(parts) + (f"  {formatting.format_seconds(left)} left" if left and at == -1 else "")
+    return "  ".join(parts) + (f"  {format_seconds(left)} left" if left and at == -1 else "")
 
 
 def _report(facts: Facts) -> Iterator[RenderableType]:
@@ -150,9 +151,7 @@ def rank_time_table(ranks: Sequence[Facts]) -> Group:
     parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
     table = _table("rank", *(formatting.NAMES.get(part, part) for part in parts))
     for rank in shown:
-        table.add_row(
-            f"{rank['rank']} on {rank['host']}", *(formatting.format_seconds(max(0.0, rank[part])) for part in parts)
-        )
+        table.add_row(f"{rank['rank']} on {rank['host']}", *(format_seconds(max(0.0, rank[part])) for part in parts))
     more = f", the {MOST} of {len(ranks)} that compute longest" if len(ranks) > MOST else ""
     return Group(Text(f"where each rank's step went{more}", "bold"), table)
 

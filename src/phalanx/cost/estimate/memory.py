@@ -13,8 +13,8 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.offload import device_state_bytes, host_bytes
 from phalanx.cost.kinds import RECOMPUTED, AttentionKernel, Column, ScheduleKind
 from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
+from phalanx.spec.formatting import GIB
 
-GIB = 2**30
 GATED_BYTES = 8.0
 """Of a gated MLP's inner width: gate, up, the activated gate and their product, in 2 bytes each."""
 DEEPSPEED_BUCKET = 5e8
@@ -59,66 +59,66 @@ class StageMemoryTable:
         return np.maximum(np.maximum(self.first.host, self.middle.host), self.last.host)
 
 
-def estimate_memory(c: MemoryConstants, jobs: JobTable) -> StageMemoryTable:
+def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTable:
     """Bytes of the first, the second and the last stage. DeepSpeed's pipeline engine keeps what a stage sends beside
     what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers)."""
-    alone, together = jobs.pp == 1, jobs.embedding_and_head_share_rank
-    kept, again = _activation_bytes(c, jobs)
+    has_no_pipeline, shares_rank = jobs.pp == 1, jobs.embedding_and_head_share_rank
+    saved_bytes, recomputed_bytes = _activation_bytes(constants, jobs)
     tokens = jobs.tokens
-    logits = _logit_bytes(c, jobs, tokens)
-    buffers = 4 * jobs.compute_dtype_bytes * c.working * tokens * jobs.width + c.workspace_gib * GIB
-    at_first, at_second, at_last = micro_batches_in_flight(jobs)
-    tables = np.where(together, 2 - jobs.tied, 1.0)
-    engine = (jobs.deepspeed > 0) & (jobs.zero_stage < 3)
-    buffers = buffers + np.where(engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET, 0.0)
-    sent = np.where(engine & ~alone, jobs.compute_dtype_bytes * tokens * jobs.width, 0.0)
+    logits = _logit_bytes(constants, jobs, tokens)
+    buffers = 4 * jobs.compute_dtype_bytes * constants.working * tokens * jobs.width + constants.workspace_gib * GIB
+    first_in_flight, middle_in_flight, last_in_flight = micro_batches_in_flight(jobs)
+    num_tables = np.where(shares_rank, 2 - jobs.tied, 1.0)
+    uses_pipeline_engine = (jobs.deepspeed > 0) & (jobs.zero_stage < 3)
+    buffers = buffers + np.where(uses_pipeline_engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET, 0.0)
+    sent_bytes = np.where(uses_pipeline_engine & ~has_no_pipeline, jobs.compute_dtype_bytes * tokens * jobs.width, 0.0)
 
     def stage(
-        blocks: Column, routed: Column, tables: Column | float, flying: Column, logits: Column | float
+        blocks: Column, moe_blocks: Column, num_tables: Column | float, in_flight: Column, logits: Column | float
     ) -> StageMemory:
-        state, host = _state_bytes(c, jobs, blocks, routed, tables)
-        mixed = np.where((flying > 1) & (flying < jobs.micro_batches), blocks * kept, 0.0)
-        flown = flying * (blocks * kept + sent) + again
-        return StageMemory(state, flown, mixed, np.zeros(1) + logits, buffers, host)
+        state, host = _state_bytes(constants, jobs, blocks, moe_blocks, num_tables)
+        fragmented = np.where((in_flight > 1) & (in_flight < jobs.micro_batches), blocks * saved_bytes, 0.0)
+        activations = in_flight * (blocks * saved_bytes + sent_bytes) + recomputed_bytes
+        return StageMemory(state, activations, fragmented, np.zeros(1) + logits, buffers, host)
 
-    begin = stage(jobs.first_blocks, jobs.first_moe_blocks, tables, at_first, np.where(together, logits, 0.0))
-    second = stage(
-        np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0), jobs.middle_moe_blocks, 0.0, at_second, 0.0
+    first = stage(jobs.first_blocks, jobs.first_moe_blocks, num_tables, first_in_flight, np.where(shares_rank, logits, 0.0))
+    middle = stage(
+        np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0), jobs.middle_moe_blocks, 0.0, middle_in_flight, 0.0
     )
-    return StageMemoryTable(begin, second, stage(jobs.last_blocks, jobs.last_moe_blocks, tables, at_last, logits))
+    return StageMemoryTable(first, middle, stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, last_in_flight, logits))
 
 
-def reserved_bytes(c: MemoryConstants, held: StageMemoryTable) -> Column:
+def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -> Column:
     """Of a device's memory on the fullest stage, with what the allocator reserves beside what comes and goes (model
     state stays where it is), and what it does not see.
 
     In a pipeline one micro-batch's backward pass frees memory between what others keep, in pieces that the next one's
     forward pass cannot wholly use."""
     first, second, last = (
-        stage.state + c.fragmentation * (stage.total - stage.state) + c.scattered * stage.fragmented
-        for stage in (held.first, held.middle, held.last)
+        stage.state + constants.fragmentation * (stage.total - stage.state) + constants.scattered * stage.fragmented
+        for stage in (stage_memory.first, stage_memory.middle, stage_memory.last)
     )
-    return np.maximum(np.maximum(first, second), last) + c.context_gib * GIB
+    return np.maximum(np.maximum(first, second), last) + constants.context_gib * GIB
 
 
-def oom_probability(c: MemoryConstants, jobs: JobTable, held: StageMemoryTable) -> Column:
+def oom_probability(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
     """Probability that the device's memory is not enough, or with offload the CPU's."""
-    return exceedance_probability(c, memory_utilisation(c, jobs, held), np.ones(1))
+    return exceedance_probability(constants, memory_utilisation(constants, jobs, stage_memory), np.ones(1))
 
 
-def memory_utilisation(c: MemoryConstants, jobs: JobTable, held: StageMemoryTable) -> Column:
+def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
     """How many times the device's memory is used, or with offload the CPU's, whichever is fuller."""
-    device: Column = reserved_bytes(c, held) / jobs.memory_bytes
+    device_utilisation: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
     if not jobs.offload.any():
-        return device
-    return np.maximum(device, np.maximum(held.host, 1.0) / jobs.host_memory_bytes)
+        return device_utilisation
+    return np.maximum(device_utilisation, np.maximum(stage_memory.host, 1.0) / jobs.host_memory_bytes)
 
 
-def exceedance_probability(c: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
+def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
     """Probability that more is used than there is: the prediction's error is taken as log-normal."""
-    excess = np.log(used_bytes / memory_bytes) / c.spread
-    below: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
-    return 0.5 * (1 + below)
+    excess = np.log(used_bytes / memory_bytes) / constants.spread
+    erf_value: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
+    return 0.5 * (1 + erf_value)
 
 
 def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
@@ -136,79 +136,79 @@ def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
         jobs.schedule == ScheduleKind.ZB_V,
         jobs.schedule == ScheduleKind.GPIPE,
     ]
-    one = np.ones_like(p)
-    first = np.select(conditions, [one, p + (p - 1) / v, p, 2 * p - 1, p, m], p)
-    second = np.select(conditions, [one, p + (p - 3) / v, p, 2 * p - 1, p, m], np.maximum(p - 1, 1))
-    last = np.select(conditions, [one, (p * (v - 1) + 1) / v, p, 2 * p - 1, p, m], one)
-    return np.minimum(first, m), np.minimum(second, m), np.minimum(last, m)
+    ones = np.ones_like(p)
+    first = np.select(conditions, [ones, p + (p - 1) / v, p, 2 * p - 1, p, m], p)
+    middle = np.select(conditions, [ones, p + (p - 3) / v, p, 2 * p - 1, p, m], np.maximum(p - 1, 1))
+    last = np.select(conditions, [ones, (p * (v - 1) + 1) / v, p, 2 * p - 1, p, m], ones)
+    return np.minimum(first, m), np.minimum(middle, m), np.minimum(last, m)
 
 
 def _state_bytes(
-    c: MemoryConstants, jobs: JobTable, blocks: Column, with_experts: Column, tables: Column | float
+    constants: MemoryConstants, jobs: JobTable, blocks: Column, moe_blocks: Column, num_tables: Column | float
 ) -> tuple[Column, Column]:
     """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5): on the
     device, and in CPU memory."""
-    table = jobs.vocab * jobs.width
-    dense = (jobs.parameters - jobs.expert_parameters - table * (2 - jobs.tied)) / jobs.layers / jobs.tp
-    routed = np.maximum(jobs.layers - jobs.dense_layers, 1)
-    experts = jobs.expert_parameters / routed / jobs.expert_shards
-    apart = jobs.expert_replicas
-    shared, of_experts = blocks * dense + tables * table / jobs.tp, with_experts * experts
-    gathered = np.where(jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * c.gathered_blocks * dense, 0.0)
-    kept = (
-        _sharded_parameters(jobs, shared, jobs.shard_group_size)
-        + _sharded_parameters(jobs, of_experts, apart)
-        + gathered
+    table_parameters = jobs.vocab * jobs.width
+    dense_per_block = (jobs.parameters - jobs.expert_parameters - table_parameters * (2 - jobs.tied)) / jobs.layers / jobs.tp
+    num_moe_blocks = np.maximum(jobs.layers - jobs.dense_layers, 1)
+    experts_per_block = jobs.expert_parameters / num_moe_blocks / jobs.expert_shards
+    expert_replicas = jobs.expert_replicas
+    dense_parameters, expert_parameters = blocks * dense_per_block + num_tables * table_parameters / jobs.tp, moe_blocks * experts_per_block
+    gathered_bytes = np.where(jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0)
+    device_bytes = (
+        _sharded_parameters(jobs, dense_parameters, jobs.shard_group_size)
+        + _sharded_parameters(jobs, expert_parameters, expert_replicas)
+        + gathered_bytes
     )
-    return kept, (shared / jobs.shard_group_size + of_experts / apart) * host_bytes(jobs)
+    return device_bytes, (dense_parameters / jobs.shard_group_size + expert_parameters / expert_replicas) * host_bytes(jobs)
 
 
 def _sharded_parameters(jobs: JobTable, parameters: Column, ranks: Column) -> Column:
     shares = [np.where(jobs.zero_stage >= stage, 1 / ranks, 1.0) for stage in (3, 2, 1)]
-    return parameters * sum(share * kind for share, kind in zip(shares, device_state_bytes(jobs), strict=True))
+    return parameters * sum(share * bytes_per_parameter for share, bytes_per_parameter in zip(shares, device_state_bytes(jobs), strict=True))
 
 
-def _activation_bytes(c: MemoryConstants, jobs: JobTable) -> tuple[Column, Column]:
+def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Column, Column]:
     """Bytes that a block keeps for the backward pass, and those of the block that is computed again. Values are a view
     of what one product makes with queries and keys: where these are rotated, as in models with gated MLPs, all of its
     output stays beside them."""
     tokens, tp = jobs.tokens, jobs.tp
-    parted = np.where(jobs.sequence_parallel > 0, tp, 1.0)
-    gated, fused = jobs.mlp_matrices > 2, (jobs.fused_elementwise > 0) | (jobs.compiled > 0)
-    separate = gated & ~fused
+    sequence_shards = np.where(jobs.sequence_parallel > 0, tp, 1.0)
+    is_gated, is_fused = jobs.mlp_matrices > 2, (jobs.fused_elementwise > 0) | (jobs.compiled > 0)
+    is_gated_unfused = is_gated & ~is_fused
     queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
-    wide = np.where(gated, c.wide_gated_bytes, c.wide_bytes) + np.where(separate, c.norm_bytes, 0.0)
-    attention = 2 * (queries + values + jobs.heads * jobs.value_dim)
-    attention = attention + np.where(gated, 2 * (queries + jobs.kv_heads * jobs.head_dim), 0.0)
-    inner = np.where(
-        separate, c.gated_separate_bytes, np.where(jobs.hardware_generation > 0, c.gated_bytes, GATED_BYTES)
+    width_bytes = np.where(is_gated, constants.wide_gated_bytes, constants.wide_bytes) + np.where(is_gated_unfused, constants.norm_bytes, 0.0)
+    attention_bytes = 2 * (queries + values + jobs.heads * jobs.value_dim)
+    attention_bytes = attention_bytes + np.where(is_gated, 2 * (queries + jobs.kv_heads * jobs.head_dim), 0.0)
+    inner_bytes = np.where(
+        is_gated_unfused, constants.gated_separate_bytes, np.where(jobs.hardware_generation > 0, constants.gated_bytes, GATED_BYTES)
     )
-    mlp = np.where(gated, inner, c.plain_bytes) * jobs.ffn / tp
-    experts = (jobs.top_k * (inner * jobs.expert_ffn + 4 * jobs.width) + inner * jobs.shared_ffn) / tp
-    flash = jobs.attention >= AttentionKernel.FLASH_1
-    apart = np.where(jobs.attention == AttentionKernel.SEPARATE, c.score_separate, 1.0)
-    scores = jobs.heads / tp * np.where(flash, 4.0, c.score_bytes * apart * jobs.sequence)
+    mlp_bytes = np.where(is_gated, inner_bytes, constants.plain_bytes) * jobs.ffn / tp
+    expert_bytes = (jobs.top_k * (inner_bytes * jobs.expert_ffn + 4 * jobs.width) + inner_bytes * jobs.shared_ffn) / tp
+    is_flash = jobs.attention >= AttentionKernel.FLASH_1
+    separate_factor = np.where(jobs.attention == AttentionKernel.SEPARATE, constants.score_separate, 1.0)
+    score_bytes = jobs.heads / tp * np.where(is_flash, 4.0, constants.score_bytes * separate_factor * jobs.sequence)
 
-    share = jobs.dense_layers / jobs.layers
-    inner = share * mlp + (1 - share) * np.where(jobs.experts > 0, experts, 0.0)
-    rest = wide * jobs.width / parted + attention / tp + inner
-    each = tokens * jobs.compute_dtype_bytes / 2  # the constants are of 16 bits
-    all_of_it = each * (rest + scores)
-    kinds = [jobs.recompute == kind for kind in RECOMPUTED]
-    inside = each * (attention / tp + scores)
-    less = [2 * each * jobs.width / parted, each * rest, all_of_it * c.operations_kept, all_of_it - inside]
-    kept = np.select(kinds, less, all_of_it)
-    again = np.select(kinds, [all_of_it, each * scores, 0.0 * all_of_it, inside], 0.0)
-    return kept, again
+    dense_fraction = jobs.dense_layers / jobs.layers
+    inner_bytes = dense_fraction * mlp_bytes + (1 - dense_fraction) * np.where(jobs.experts > 0, expert_bytes, 0.0)
+    unscored_bytes = width_bytes * jobs.width / sequence_shards + attention_bytes / tp + inner_bytes
+    token_scale = tokens * jobs.compute_dtype_bytes / 2  # the constants are of 16 bits
+    block_bytes = token_scale * (unscored_bytes + score_bytes)
+    conditions = [jobs.recompute == kind for kind in RECOMPUTED]
+    attention_block_bytes = token_scale * (attention_bytes / tp + score_bytes)
+    saved_by_kind = [2 * token_scale * jobs.width / sequence_shards, token_scale * unscored_bytes, block_bytes * constants.operations_kept, block_bytes - attention_block_bytes]
+    saved_bytes = np.select(conditions, saved_by_kind, block_bytes)
+    recomputed_bytes = np.select(conditions, [block_bytes, token_scale * score_bytes, 0.0 * block_bytes, attention_block_bytes], 0.0)
+    return saved_bytes, recomputed_bytes
 
 
-def _logit_bytes(c: MemoryConstants, jobs: JobTable, tokens: Column) -> Column:
+def _logit_bytes(constants: MemoryConstants, jobs: JobTable, tokens: Column) -> Column:
     """Most of them the loss's own, which is in fp32 where products are in 16 bits."""
-    fused = (jobs.hardware_generation > 0) & ((jobs.fused_elementwise > 0) | (jobs.compiled > 0))
-    each = (
-        np.where(fused, c.logit_fused_bytes, c.logit_bytes)
+    is_fused = (jobs.hardware_generation > 0) & ((jobs.fused_elementwise > 0) | (jobs.compiled > 0))
+    bytes_per_logit = (
+        np.where(is_fused, constants.logit_fused_bytes, constants.logit_bytes)
         * master_weight_bytes(jobs.compute_dtype_bytes)
         / STATE_BYTES["bf16"]
     )
-    gathered = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), c.logit_gathered, 1.0)
-    return tokens * jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp) * each * gathered
+    gather_factor = np.where((jobs.gathers_logits > 0) & (jobs.tp > 1), constants.logit_gathered, 1.0)
+    return tokens * jobs.vocab / np.where(jobs.gathers_logits > 0, 1.0, jobs.tp) * bytes_per_logit * gather_factor

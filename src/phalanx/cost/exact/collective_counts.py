@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.cost.exact.comm_buffers import MIB, bucket_names, fsdp_unit_of
+from phalanx.cost.exact.comm_buffers import bucket_names, fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
 from phalanx.cost.exact.rank_memory import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.chunks import chunk_by_bytes
+from phalanx.spec.formatting import MIB
 from phalanx.spec.run import RunSpec
 
 
@@ -22,13 +23,13 @@ class CollectiveCounts(NamedTuple):
     """Of ZeRO-3's root, which has what nobody wrapped."""
 
 
-def count_collectives(run: RunSpec, rank: RankTensors, shards: int, apart: bool = False) -> CollectiveCounts:
+def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts: bool = False) -> CollectiveCounts:
     """For what is dense on a rank, or for the experts that are apart; `shards` ranks share the former."""
-    layout, names = run.layout, rank.expert if apart else rank.dense
+    layout, names = run.layout, rank.expert if for_experts else rank.dense
     if not names:
         return CollectiveCounts(0)
     match effective_strategy(layout, shards):
-        case "ddp" if apart:
+        case "ddp" if for_experts:
             return CollectiveCounts(1)
         case "ddp" if layout.pp > 1:
             sizes = (STATE_BYTES[run.training.precision] * num_elements(shape) for shape in rank.dense.values())
@@ -37,9 +38,9 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, apart: bool 
             return CollectiveCounts(_ddp_buckets(run, rank))
         case "zero1" | "zero2":
             limit = layout.bucket_mb * MIB / COMPUTE_BYTES[run.training.precision]
-            cut = bucket_names(rank.all, limit, rank.expert)
-            return CollectiveCounts(sum((bucket[0] in rank.expert) == apart for bucket in cut))
-        case "zero3" | "hsdp" if apart:
+            buckets = bucket_names(rank.all, limit, rank.expert)
+            return CollectiveCounts(sum((bucket[0] in rank.expert) == for_experts for bucket in buckets))
+        case "zero3" | "hsdp" if for_experts:
             return CollectiveCounts(len({name.rpartition(".")[0] for name in names}))
         case _:
             units = {fsdp_unit_of(name, layout) for name in names}
@@ -49,11 +50,11 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, apart: bool 
 def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:
     """DDP's buckets: full when they have reached a limit, in the order in which gradients come, the reverse of the
     model's (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
-    layout, number = run.layout, STATE_BYTES[run.training.precision]
-    others = int(layout.bucket_mb * MIB)
-    count, filled, limit = 0, 0, others if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
+    layout, bytes_per_element = run.layout, STATE_BYTES[run.training.precision]
+    bucket_bytes = int(layout.bucket_mb * MIB)
+    count, filled_bytes, limit = 0, 0, bucket_bytes if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
     for shape in reversed(rank.dense.values()):
-        filled += number * num_elements(shape)
-        if filled >= limit:
-            count, filled, limit = count + 1, 0, others
-    return count + (filled > 0)
+        filled_bytes += bytes_per_element * num_elements(shape)
+        if filled_bytes >= limit:
+            count, filled_bytes, limit = count + 1, 0, bucket_bytes
+    return count + (filled_bytes > 0)

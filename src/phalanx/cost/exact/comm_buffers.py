@@ -18,10 +18,9 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
 from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -36,49 +35,49 @@ class CommBufferPeak:
 
 
 def comm_buffer_peaks(
-    rank: RankTensors, run: RunSpec, strategy: Strategy, sizes: ParallelDims, accumulation: int
+    rank: RankTensors, run: RunSpec, strategy: Strategy, dims: ParallelDims, accumulation: int
 ) -> list[CommBufferPeak]:
     """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
     tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
     its gradients and parameters, or on a GPU in CPU memory."""
     layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.device == "cuda"
-    wholes = 1 if on_gpu else 2
+    num_full_buffers = 1 if on_gpu else 2
     match strategy:
         case "ddp":
-            others = rank.expert if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
-            found = (
-                ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and sizes.dp_size > 1 else []
+            other_shapes = rank.expert if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
+            peaks = (
+                ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
             )
-            ended = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_bytes(list(others.values())))
-            return [*found, ended] if others and (sizes.dp_size > 1 or rank.expert) else found
+            end_peak = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_bytes(list(other_shapes.values())))
+            return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
-            found = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", wholes)
-            return [replace(each, backward_fraction=1.0) for each in found] if layout.pp > 1 else found
+            peaks = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", num_full_buffers)
+            return [replace(peak, backward_fraction=1.0) for peak in peaks] if layout.pp > 1 else peaks
         case "zero3" | "hsdp":
-            deferred = not on_gpu and sizes.dp_replicate == 1
+            deferred = not on_gpu and dims.dp_replicate == 1
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
             if layout.pp > 1:  # parameters stay gathered for the step
                 layout = layout.model_copy(update={"reshard_after_forward": False})
-            of = partial(fsdp_buffers, layout=layout, precision=precision, wholes=wholes, summed_twice=summed_twice)
-            found = of(rank.dense, ranks=rank.shards)
+            unit_peaks = partial(fsdp_buffers, layout=layout, precision=precision, wholes=num_full_buffers, summed_twice=summed_twice)
+            peaks = unit_peaks(rank.dense, ranks=rank.shards)
             if rank.expert:  # one gradient is on its way at a time
-                found = _combine_peaks(
-                    of(rank.dense, ranks=rank.shards, wholes=0), of(rank.expert, ranks=rank.expert_shards)
+                peaks = _combine_peaks(
+                    unit_peaks(rank.dense, ranks=rank.shards, wholes=0), unit_peaks(rank.expert, ranks=rank.expert_shards)
                 )
             return (
-                [replace(each, backward_fraction=ceil(each.backward_fraction)) for each in found]
+                [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
                 if layout.pp > 1
-                else found
+                else peaks
             )
         case "parameter_server":
             return []
 
 
-def _combine_peaks(sent: list[CommBufferPeak], others: list[CommBufferPeak]) -> list[CommBufferPeak]:
+def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:
     """Each moment of two with the most of the other."""
-    most, more = (max((each.bytes for each in of), default=0) for of in (sent, others))
-    mine = [replace(each, bytes=each.bytes + more) for each in sent]
-    return mine + [replace(each, bytes=each.bytes + most) for each in others]
+    max_bytes, max_other_bytes = (max((peak.bytes for peak in group), default=0) for group in (peaks, other_peaks))
+    combined = [replace(peak, bytes=peak.bytes + max_other_bytes) for peak in peaks]
+    return combined + [replace(peak, bytes=peak.bytes + max_bytes) for peak in other_peaks]
 
 
 def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
@@ -90,27 +89,27 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
     """
     spec, layout = run.model, run.layout
-    tokens, here = _tokens(run, batch)
-    numbers = 0
+    tokens, residual_tokens = _tokens(run, batch)
+    elements = 0
     if layout.tp > 1:
-        numbers += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
+        elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
         # Queries and keys as they come, side by side, and with their gradients on the way.
-        numbers += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
+        elements += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
     if layout.cp > 1:
         kv = -(-spec.num_kv_heads // layout.tp)
         q = -(-spec.num_heads // layout.tp)
-        around = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
-        numbers += around * tokens * spec.head_dim
+        cp_heads = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
+        elements += cp_heads * tokens * spec.head_dim
     if layout.ep > 1 and spec.moe:
-        numbers += 3 * spec.moe.top_k * here * spec.hidden_size
-    return max(4, COMPUTE_BYTES[run.training.precision]) * numbers
+        elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
+    return max(4, COMPUTE_BYTES[run.training.precision]) * elements
 
 
-def pipeline_buffer_bytes(run: RunSpec, batch: int, place: int) -> int:
+def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:
     """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
-    links = [link for link in representative_schedule(run.layout).links if place in link]
-    messages = sum(MAX_POSTED_RECEIVES if to == place else 1 for _, to in links)
-    return max(4, COMPUTE_BYTES[run.training.precision]) * messages * _tokens(run, batch)[1] * run.model.hidden_size
+    links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
+    num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
+    return max(4, COMPUTE_BYTES[run.training.precision]) * num_messages * _tokens(run, batch)[1] * run.model.hidden_size
 
 
 def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
@@ -119,43 +118,43 @@ def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
     return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
 
 
-def ddp_buffers(shapes: Shapes, layout: Layout, number: int) -> list[CommBufferPeak]:
+def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[CommBufferPeak]:
     """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
     way when its gradients are there; one is counted. PowerSGD keeps what it did not send (its thin matrices are small),
     and a copy of a bucket."""
     if layout.gradient_compression == "none":
         return []
-    sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / number)]
-    copied, unsent = (2, 0) if layout.gradient_compression == "bf16" else (number, number * sum(sizes))
-    done = [so_far / sum(sizes) for so_far in accumulate(sizes)]
+    sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
+    copied_bytes, unsent_bytes = (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
+    fractions = [sent_elements / sum(sizes) for sent_elements in accumulate(sizes)]
     return [
-        CommBufferPeak(0.0, unsent),
-        *(CommBufferPeak(at, unsent + copied * size) for at, size in zip(done, sizes, strict=True)),
+        CommBufferPeak(0.0, unsent_bytes),
+        *(CommBufferPeak(fraction, unsent_bytes + copied_bytes * size) for fraction, size in zip(fractions, sizes, strict=True)),
     ]
 
 
 def zero_buffers(
-    rank: RankTensors, layout: Layout, number: int, whole_gradients: bool, wholes: int
+    rank: RankTensors, layout: Layout, bytes_per_element: int, whole_gradients: bool, num_full_buffers: int
 ) -> list[CommBufferPeak]:
     """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
     the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
     of offload may be smaller."""
     shapes, ranks, owned = rank.all, list[int](), list[int]()
-    cut = bucket_names(shapes, layout.bucket_mb * MIB / number, rank.expert)
-    for bucket in cut:
+    buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
+    for bucket in buckets:
         ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
-    filling = [0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*cut[1:], []]]
-    done = [size / sum(owned) for size in accumulate(owned)]
+    next_bucket_elements = [0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]]
+    fractions = [size / sum(owned) for size in accumulate(owned)]
     # Alone a rank sends nothing, and copies nothing.
-    reduced = [
-        (part * (wholes * n + 1) if n > 1 else 0) + more for part, n, more in zip(owned, ranks, filling, strict=True)
+    reduce_elements = [
+        (shard * (num_full_buffers * n + 1) if n > 1 else 0) + next_elements for shard, n, next_elements in zip(owned, ranks, next_bucket_elements, strict=True)
     ]
-    wholes_and_parts = [part * (n + 1) if n > 1 else 0 for part, n in zip(owned, ranks, strict=True)]
-    gathered = max(sum(pair) for pair in pairwise([0, *wholes_and_parts]))
-    at = [*zip(done, reduced, strict=True), (1.0, gathered)]
-    return [CommBufferPeak(share, number * size) for share, size in at if size]
+    gather_elements = [shard * (n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
+    max_gather_elements = max(sum(pair) for pair in pairwise([0, *gather_elements]))
+    points = [*zip(fractions, reduce_elements, strict=True), (1.0, max_gather_elements)]
+    return [CommBufferPeak(fraction, bytes_per_element * size) for fraction, size in points if size]
 
 
 def fsdp_buffers(
@@ -172,27 +171,27 @@ def fsdp_buffers(
     out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
     sums come beside those of the micro-batches before it (`parallel.fsdp`).
     """
-    computed, kept = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
+    compute_bytes, state_bytes = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
     root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
     block = max(blocks, default=0)
-    ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
-    last = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
-    early = root - sum(max_shard_elements(shapes[name], ranks) for name in last)
+    num_ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
+    last_names = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
+    early_root = root - sum(max_shard_elements(shapes[name], ranks) for name in last_names)
 
-    def reducing(unit: int) -> int:
-        return kept * unit * wholes + (STATE_BYTES[precision] * unit if wholes else 0)
+    def reduce_bytes(unit: int) -> int:
+        return state_bytes * unit * wholes + (STATE_BYTES[precision] * unit if wholes else 0)
 
-    gathered = root + (ahead * block if layout.reshard_after_forward else sum(blocks))
-    in_blocks = computed * (gathered + early + block) + reducing(block)
-    copying = in_blocks + kept * block
-    at_the_end = max((computed + kept) * root + reducing(block), reducing(root))
-    sums = STATE_BYTES[precision] * (root + sum(blocks)) if summed_twice else 0
-    first = 1 / max(1, len(blocks))
-    inside = (0.0, computed * gathered), (first, in_blocks), (1.0, in_blocks)
+    gathered_elements = root + (num_ahead * block if layout.reshard_after_forward else sum(blocks))
+    block_bytes = compute_bytes * (gathered_elements + early_root + block) + reduce_bytes(block)
+    copy_bytes = block_bytes + state_bytes * block
+    end_bytes = max((compute_bytes + state_bytes) * root + reduce_bytes(block), reduce_bytes(root))
+    sum_bytes = STATE_BYTES[precision] * (root + sum(blocks)) if summed_twice else 0
+    first_fraction = 1 / max(1, len(blocks))
+    inside_points = (0.0, compute_bytes * gathered_elements), (first_fraction, block_bytes), (1.0, block_bytes)
     # Of the first block nothing is under way yet when its gradients are copied.
-    between = (first, in_blocks), (min(1.0, 2 * first), copying), (1.0, max(copying, at_the_end))
-    at = [*((*each, False) for each in inside), *((*each, True) for each in between)]
-    return [CommBufferPeak(done, round(size + sums * done), apart) for done, size, apart in at]
+    between_points = (first_fraction, block_bytes), (min(1.0, 2 * first_fraction), copy_bytes), (1.0, max(copy_bytes, end_bytes))
+    points = [*((*point, False) for point in inside_points), *((*point, True) for point in between_points)]
+    return [CommBufferPeak(fraction, round(size + sum_bytes * fraction), is_between) for fraction, size, is_between in points]
 
 
 def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
@@ -206,18 +205,18 @@ def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
     return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
 
 
-def bucket_names(shapes: Shapes, limit: float, apart: Container[str] = ()) -> list[list[str]]:
+def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:
     """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more, or
     when the next parameter goes to other ranks, as those `apart` do."""
-    cut: list[list[str]] = []
+    buckets: list[list[str]] = []
     size = 0
     for name in reversed(shapes):
-        if not cut or size >= limit or (name in apart) != (cut[-1][0] in apart):
-            cut.append([])
+        if not buckets or size >= limit or (name in expert_names) != (buckets[-1][0] in expert_names):
+            buckets.append([])
             size = 0
-        cut[-1].append(name)
+        buckets[-1].append(name)
         size += num_elements(shapes[name])
-    return cut
+    return buckets
 
 
 def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:

@@ -13,10 +13,11 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes.nvidia_smi import first_line
+from phalanx.spec.formatting import GB
 
 FULL_WARN, FULL_FAIL = 80, 95
 WRITE_MB_PER_SECOND = 100
-MIB, MB, GB = 2**20, 1e6, 1e9
+MB = 1e6
 WRITTEN_MIB, QUICKLY_MIB = 256, 64
 WRITE_SECONDS = 20
 FULL = CheckRule(

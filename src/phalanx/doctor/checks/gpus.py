@@ -6,10 +6,10 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values, most_common
 from phalanx.doctor.machine import COMMAND_SECONDS, CommandTimeout, Machine
 from phalanx.doctor.probes import nvidia_smi, pci
+from phalanx.spec.formatting import MIB
 
 BUSY_MIB = 2048
 """Primus: HBM in use of 2 GiB and more before a run."""
-MIB = 2**20
 IDENTITY = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
 STATE = (
     "index",

@@ -9,8 +9,8 @@ from phalanx.doctor.checks.disk import space
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
+from phalanx.spec.formatting import GIB
 
-GIB = 2**30
 MEMLOCK_GIB = 32
 SHM_GIB, SHM_SHARE = 8, 0.4
 MEMLOCK = CheckRule(

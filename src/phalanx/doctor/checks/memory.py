@@ -10,8 +10,8 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import pci
+from phalanx.spec.formatting import GIB
 
-GIB = 2**30
 LEAST_FREE = 0.1
 AVAILABLE = CheckRule(
     "memory.available",

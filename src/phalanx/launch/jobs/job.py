@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
 
 SAVING_SECONDS = 660
@@ -111,7 +112,7 @@ def check_job(job: ClusterJob) -> None:
         try:
             check_layout(run, ranks)
         except UserError as error:
-            there = f"{nodes} node{'s' if nodes > 1 else ''} of {job.nproc} rank{'s' if job.nproc > 1 else ''}"
+            there = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
             fix = f"{error.fix}; or ask for other --nodes or --nproc".removeprefix("; or ")
             raise UserError(error.field, error.value, f"on {there}: {error.problem}", fix) from None
 

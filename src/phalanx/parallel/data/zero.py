@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.data.zero_buckets import (
-    MIB,
     PIECE_BYTES,
     Bucket,
     OwnedParameter,
@@ -41,6 +40,7 @@ from phalanx.parallel.module_tensors import (
 )
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
+from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout
 
 

@@ -14,9 +14,7 @@ from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.dtensor_shards import as_dtensor
-
-MIB = 2**20
-
+from phalanx.spec.formatting import MIB
 
 PIECE_BYTES = 256 * MIB
 """Owned rows that are stepped at once: their gradients are cast to the rows' precision just for it."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind, state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
@@ -19,6 +18,7 @@ from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.search import runnable_layouts, search_layouts, smallest_layout, with_offload_variants
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import GIB
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoints
 from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.spec.formatting import format_gib
 from phalanx.spec.layout import SHARDED_STRATEGIES
 
 SIZES = "pos2001/ml-training-architecture, decision guide"
@@ -140,15 +140,15 @@ def _activations(s: RunSituation) -> str:
     whole = s.sequences * s.activation_bytes
     if s.ranks == 1 or not s.state_bytes <= s.memory_bytes < s.state_bytes + whole:
         return ""
-    return f"a step's {s.sequences} sequences leave {_gib(whole)} of activations, and a device has {_of(s)}"
+    return f"a step's {s.sequences} sequences leave {format_gib(whole)} of activations, and a device has {_of(s)}"
 
 
 def _parameters(s: RunSituation) -> str:
-    return f"a copy's state takes {_gib(s.state_bytes)} of {_of(s)}" if s.state_bytes > s.memory_bytes else ""
+    return f"a copy's state takes {format_gib(s.state_bytes)} of {_of(s)}" if s.state_bytes > s.memory_bytes else ""
 
 
 def _layer(s: RunSituation) -> str:
-    return f"one block takes {_gib(s.layer_bytes)} of {_of(s)}" if s.layer_bytes > s.memory_bytes else ""
+    return f"one block takes {format_gib(s.layer_bytes)} of {_of(s)}" if s.layer_bytes > s.memory_bytes else ""
 
 
 def _few_sequences(s: RunSituation) -> str:
@@ -166,17 +166,19 @@ def _many_sequences(s: RunSituation) -> str:
 
 def _optimizer(s: RunSituation) -> str:
     most = s.ranks > 1 and s.largest == "optimizer"
-    return f"optimizer state takes most of a copy, {_gib(s.state['optimizer'])}" if most else ""
+    return f"optimizer state takes most of a copy, {format_gib(s.state['optimizer'])}" if most else ""
 
 
 def _shardable(s: RunSituation) -> str:
     share = s.state_bytes / s.ranks
     fits = not s.alone and s.ranks > 1 and share + s.recomputed_bytes <= s.memory_bytes
-    return f"a copy does not fit one device, and its state shared by {s.ranks} does: {_gib(share)}" if fits else ""
+    return (
+        f"a copy does not fit one device, and its state shared by {s.ranks} does: {format_gib(share)}" if fits else ""
+    )
 
 
 def _recompute(s: RunSituation) -> str:
-    said = f"activations of one sequence take most, {_gib(s.activation_bytes)}"
+    said = f"activations of one sequence take most, {format_gib(s.activation_bytes)}"
     rule = (
         f"sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; "
         "Phalanx keeps every block's input"
@@ -186,7 +188,7 @@ def _recompute(s: RunSituation) -> str:
 
 def _long(s: RunSituation) -> str:
     most = s.largest == "activations" and s.ranks > 1
-    return f"activations of one sequence take most, {_gib(s.activation_bytes)}" if most else ""
+    return f"activations of one sequence take most, {format_gib(s.activation_bytes)}" if most else ""
 
 
 def _fits(s: RunSituation) -> str:
@@ -216,12 +218,8 @@ def _several(s: RunSituation) -> str:
     return f"a copy does not fit, and {s.ranks} devices are several domains of {s.domain}" if between else ""
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
-
-
 def _of(s: RunSituation) -> str:
-    return _gib(s.memory_bytes)
+    return format_gib(s.memory_bytes)
 
 
 NOT_CHOSEN = (

@@ -17,6 +17,7 @@ from phalanx.plan.placement.traffic_matrix import Ranks, Sizes, TrafficMatrix, m
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.degrees import ParallelDims, expert_parallel_groups, process_groups
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import plural
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import NODE_GPUS
 
@@ -191,7 +192,7 @@ def placement_findings(
 def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFinding]:
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
-    where = f"a fast domain ({domain} device{'s' if domain > 1 else ''})"
+    where = f"a fast domain ({plural(domain, 'device')})"
     outside = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, found, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),

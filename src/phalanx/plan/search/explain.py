@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import process_bytes
@@ -14,6 +13,7 @@ from phalanx.plan.search.search import ProgressCallback, search_layouts
 from phalanx.plan.tables.job_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import GIB, format_seconds_change
 from phalanx.spec.run import RunSpec
 
 PART_DESCRIPTIONS = {
@@ -58,7 +58,7 @@ def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, least: 
     rest = more - sum(part for part, _ in found)
     if abs(rest) > 0.01 * abs(more) and (found or not equally_fast(option, best)):
         found.append((rest, "all else" if found else "in small parts"))
-    return [f"{_format_seconds(part, signed=True)} {meaning}" for part, meaning in found]
+    return [f"{format_seconds_change(part)} {meaning}" for part, meaning in found]
 
 
 def equally_fast(option: EvaluatedLayout, best: EvaluatedLayout) -> bool:
@@ -72,7 +72,7 @@ def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayou
     reasons = describe_differences(option, best)
     across = slow_link_warnings(run, option.candidate)
     said = "; ".join([*reasons, *across]) or "equally fast; the best is simpler or smaller"
-    return f"{_format_seconds(more, signed=True)}: {said}"
+    return f"{format_seconds_change(more)}: {said}"
 
 
 def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
@@ -148,11 +148,3 @@ def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
     host = option.host_bytes / GIB, host_memory(cluster) / GIB, "CPU"
     taken, there, kind = max(device, host, key=lambda memory: memory[0] / memory[1])
     return f"{taken:.1f} GiB of {there:.1f} of {kind} memory (P(OOM) {option.p_oom:.0%})"
-
-
-def _format_seconds(value: float, signed: bool = False) -> str:
-    sign = "+" if signed and value >= 0 else "-" if value < 0 else ""
-    size = abs(value)
-    if size >= 1:
-        return f"{sign}{size:.2f} s"
-    return f"{sign}{size * 1e3:.0f} ms" if size >= 1e-3 else f"{sign}{size * 1e6:.0f} µs"

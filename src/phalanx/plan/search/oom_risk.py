@@ -8,10 +8,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from phalanx.cost.estimate.memory import GIB, exceedance_probability
+from phalanx.cost.estimate.memory import exceedance_probability
 from phalanx.cost.exact.rank_memory import RankMemory
 from phalanx.plan.tables.job_columns import host_memory, memory_constants_for
 from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.formatting import GIB
 
 MAX_OOM_PROBABILITY = 0.2
 """A layout is offered if the probability that memory is not enough is below this, and shown with it: on published

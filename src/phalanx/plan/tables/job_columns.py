@@ -15,7 +15,6 @@ from phalanx.cost.estimate.constants import (
     time_constants,
 )
 from phalanx.cost.estimate.job_table import JobTable
-from phalanx.cost.estimate.memory import GIB
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.parameters import count_parameters
@@ -23,6 +22,7 @@ from phalanx.cost.kinds import AttentionKernel, Column, OffloadTarget, ScheduleK
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import GIB
 from phalanx.spec.model import ModelSpec
 
 JobRow = dict[str, float]

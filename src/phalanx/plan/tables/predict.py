@@ -16,13 +16,14 @@ from phalanx.cost.estimate.constants import (
     time_constants,
 )
 from phalanx.cost.estimate.job_table import JobTable, job_table
-from phalanx.cost.estimate.memory import GIB, estimate_memory, oom_probability
+from phalanx.cost.estimate.memory import estimate_memory, oom_probability
 from phalanx.cost.estimate.prediction_interval import log_half_width
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.cost.kinds import Column
 from phalanx.plan.tables.csv_rows import Row
 from phalanx.plan.tables.row_to_job import TableJob, job_from_row, state_memory
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import GIB
 
 EVEN = 0.5
 """A choice that a row leaves open is taken to fit if it more likely does than not: somebody ran the row, and what they

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import INK, document
+from phalanx.spec.formatting import format_bytes
 
 COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
 """Viridis from light (few bytes) to dark (many): even steps of lightness, for all kinds of colour vision (N. Smith and
 S. van der Walt, 2015; matplotlib's default)."""
 NOTHING = "#f3f3f3"
-PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 SIDE, LEFT, TOP, RIGHT, BOTTOM = 640.0, 70.0, 64.0, 130.0, 20.0
 """Of the square of cells and the margins, in pixels."""
 STEPS = 60
@@ -42,14 +42,6 @@ class Heatmap:
         """The least and the most of what is sent at all; (1, 1) where nothing is."""
         sent = self.bytes[self.bytes > 0]
         return (float(sent.min()), float(sent.max())) if len(sent) else (1.0, 1.0)
-
-
-def format_bytes(number: float) -> str:
-    """Bytes to three digits: 1.23 GB."""
-    power = 0
-    while number >= 999.5 and power < len(PREFIXES) - 1:
-        number, power = number / 1000, power + 1
-    return f"{number:.3g} {PREFIXES[power]}B"
 
 
 def colour(number: float, limits: tuple[float, float]) -> str:

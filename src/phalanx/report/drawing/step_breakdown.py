@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import floor, log10
 from pathlib import Path
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import INK, Label, Region, Shape
+from phalanx.spec.formatting import GIB
 
 COLOURS = {
     "compute": "#0072b2",

@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.report import formatting
 from phalanx.report.drawing import heatmap, schedule, step_breakdown
 from phalanx.report.profiled_steps import Facts
+from phalanx.spec.formatting import format_bytes, format_seconds
 
 Figure = dict[str, Any]
 RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -119,7 +120,7 @@ def ranks(facts: Facts) -> Figure | None:
             "x": [rank[part] for rank in found],
             "name": formatting.NAMES.get(part, part),
             "marker": {"color": step_breakdown.COLOURS[colour]},
-            "customdata": [formatting.format_seconds(max(0.0, rank[part])) for rank in found],
+            "customdata": [format_seconds(max(0.0, rank[part])) for rank in found],
             "hovertemplate": "%{y}: %{customdata}",
         }
         for part, colour in WHERE.items()
@@ -196,9 +197,7 @@ def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
                 "text": [str(micro) for _, _, _, micro, *_ in own] if len(spans) <= LABELLED else None,
                 "textposition": "inside",
                 "insidetextanchor": "middle",
-                "customdata": [
-                    [stage, micro, formatting.format_seconds(end - begun)] for _, _, stage, micro, begun, end in own
-                ],
+                "customdata": [[stage, micro, format_seconds(end - begun)] for _, _, stage, micro, begun, end in own],
                 "hovertemplate": f"{said}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
                 "<extra></extra>",
             }
@@ -218,7 +217,7 @@ def rounds(facts: Facts) -> Figure | None:
         return _figure(data, 260, barmode="stack", bargap=0.25, xaxis=_axis("round"), yaxis=_axis("bytes", **SI_BYTES))
     data = list(_stacked(own["round"], own["seconds"], ROUND, "s"))
     for what, kind in (("sent", "sending"), ("received", "receiving")):
-        said = [heatmap.format_bytes(value) for value in own["bytes"][what]]
+        said = [format_bytes(value) for value in own["bytes"][what]]
         line = _line(own["round"], own["bytes"][what], f"round %{{x}}: %{{customdata}}<extra>{what}</extra>")
         look = {
             "mode": "lines",
@@ -268,7 +267,7 @@ def memory(facts: Facts) -> Figure | None:
             "line": {"width": 0.5, "shape": "hv"},
             "fillcolor": MEMORY.get(part, other),
             "marker": {"color": MEMORY.get(part, other)},
-            "customdata": [heatmap.format_bytes(value) for value in held],
+            "customdata": [format_bytes(value) for value in held],
         }
         for part, held in found["bytes"].items()
         if any(held)
@@ -284,9 +283,9 @@ def traffic(facts: Facts) -> Figure | None:
     sent = [value for row in found["bytes"] for value in row if value]
     least, most = log10(min(sent)), log10(max(sent))
     steps = [least + (most - least) * at / 4 for at in range(5)] if most > least else [most]
-    bar = {"tickmode": "array", "tickvals": steps, "ticktext": [heatmap.format_bytes(10**step) for step in steps]}
+    bar = {"tickmode": "array", "tickvals": steps, "ticktext": [format_bytes(10**step) for step in steps]}
     shown = [[log10(value) if value else None for value in row] for row in found["bytes"]]
-    said = [[heatmap.format_bytes(value) for value in row] for row in found["bytes"]]
+    said = [[format_bytes(value) for value in row] for row in found["bytes"]]
     cells = _cells(shown, said, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _bar() | bar}
     if most == least:
         cells |= {"zmin": least - 1, "zmax": least}

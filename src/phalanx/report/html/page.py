@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.report import formatting
-from phalanx.report.drawing import heatmap
 from phalanx.report.html import figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
+from phalanx.spec.formatting import format_bytes, format_seconds
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
 TRACE = "train with --profile-steps FIRST:LAST"
@@ -119,7 +119,7 @@ def _note(section: str, facts: Facts) -> str:
             return f"Medians of {facts['measures']['steps']} steps."
         case "timeline":
             error = facts["run"]["clock_error_seconds"]
-            clocks = f" Clocks of ranks are within {formatting.format_seconds(error)} of each other." if error else ""
+            clocks = f" Clocks of ranks are within {format_seconds(error)} of each other." if error else ""
             simulated = facts["timeline"].get("simulated")
             said = (
                 " Simulated is without sends: what is measured beyond it is sending and waiting." if simulated else ""
@@ -131,7 +131,7 @@ def _note(section: str, facts: Facts) -> str:
                 f"Step {facts['memory']['step']} on rank {facts['memory']['rank']}, which held most; tensors by part."
             )
         case "traffic":
-            each = [f"{axis} {heatmap.format_bytes(value)}" for axis, value in facts["traffic"]["axes"].items()]
+            each = [f"{axis} {format_bytes(value)}" for axis, value in facts["traffic"]["axes"].items()]
             return f"Bytes of a step as planned, on a logarithmic scale. By axis: {', '.join(each)}."
         case "rounds":
             return formatting.ROUND_TABLE_NOTE if facts["swarm"]["rounds"] else "Bytes that nodes told, by node."

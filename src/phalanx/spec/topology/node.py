@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -38,26 +37,21 @@ class NodeTopology:
     def nearest_nics(self, gpu: int) -> tuple[str, ...]:
         """The network devices that no other is nearer to than this GPU's way to them: several if they are as near."""
         paths = self.nic_paths[gpu]
-        best = min(map(PATHS.index, paths), default=0)
-        return tuple(nic for nic, path in zip(self.nics, paths, strict=True) if path == PATHS[best])
+        best_index = min(map(PATHS.index, paths), default=0)
+        return tuple(nic for nic, path in zip(self.nics, paths, strict=True) if path == PATHS[best_index])
 
     def nvlink_domains(self) -> tuple[tuple[int, ...], ...]:
         """The GPUs that NVLinks join, directly or over others: by index, each in one domain."""
-        found: list[tuple[int, ...]] = []
+        domains: list[tuple[int, ...]] = []
         for start in range(len(self.gpus)):
-            if any(start in domain for domain in found):
+            if any(start in domain for domain in domains):
                 continue
-            domain, new = {start}, {start}
-            while new:
-                new = {j for i in new for j, way in enumerate(self.links[i]) if way.startswith("NV")} - domain
-                domain |= new
-            found.append(tuple(sorted(domain)))
-        return tuple(found)
-
-
-def join_words(values: Sequence[object]) -> str:
-    """Values as a sentence has them."""
-    return ", ".join(map(str, values))
+            domain, frontier = {start}, {start}
+            while frontier:
+                frontier = {j for i in frontier for j, path in enumerate(self.links[i]) if path.startswith("NV")} - domain
+                domain |= frontier
+            domains.append(tuple(sorted(domain)))
+        return tuple(domains)
 
 
 def topology_error(index: int, problem: str, fix: str) -> NoReturn:

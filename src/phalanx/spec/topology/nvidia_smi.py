@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.topology.node import PATHS, NodeTopology, join_words, topology_error
+from phalanx.spec.topology.node import PATHS, NodeTopology, topology_error
 
 NVLINKS = 18
 """Most NVLinks that a GPU has (Hopper, Blackwell)."""
@@ -23,40 +23,40 @@ def parse_matrix(text: str) -> NodeTopology:
     `topo -mp` shows none, and its legend no NV#.
     """
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
-    head = _header(lines)
-    devices = DEVICE.findall(lines[head].partition("CPU Affinity")[0])
+    header_index = _header(lines)
+    devices = DEVICE.findall(lines[header_index].partition("CPU Affinity")[0])
     gpus = [name for name in devices if GPU.fullmatch(name)]
     if len(set(devices)) < len(devices):
-        topology_error(head, "names a device twice", "give it as nvidia-smi topo -m prints it")
-    numbers = _rows(lines, head, gpus)
+        topology_error(header_index, "names a device twice", "give it as nvidia-smi topo -m prints it")
+    row_indices = _rows(lines, header_index, gpus)
     cells, numa = [], []
     for name in gpus:
-        row, rest = _cells(lines[numbers[name]], numbers[name], name, devices)
+        row, remainder = _cells(lines[row_indices[name]], row_indices[name], name, devices)
         cells.append(row)
-        numa.append(_numa(rest, lines[head]))
-    named = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[head:]), re.MULTILINE))
+        numa.append(_numa(remainder, lines[header_index]))
+    nic_names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[header_index:]), re.MULTILINE))
     links = [[row[devices.index(gpu)] for gpu in gpus] for row in cells]
-    _check_symmetry(links, gpus, numbers)
+    _check_symmetry(links, gpus, row_indices)
     nics = [i for i, name in enumerate(devices) if name not in gpus]
-    counts = [[int(way[2:]) for way in row if way.startswith("NV")] for row in links]
-    shown = "NV#" in text or "Legend:" not in text
+    counts = [[int(path[2:]) for path in row if path.startswith("NV")] for row in links]
+    shows_nvlinks = "NV#" in text or "Legend:" not in text
     return NodeTopology(
         gpus=tuple(gpus),
-        nics=tuple(named.get(devices[i], devices[i]) for i in nics),
+        nics=tuple(nic_names.get(devices[i], devices[i]) for i in nics),
         links=tuple(map(tuple, links)),
         nic_paths=tuple(tuple(row[i] for i in nics) for row in cells),
         numa_nodes=tuple(numa),
-        nvlinks=tuple((sum(row) if sum(row) <= NVLINKS else max(row)) if shown else None for row in counts),
+        nvlinks=tuple((sum(row) if sum(row) <= NVLINKS else max(row)) if shows_nvlinks else None for row in counts),
     )
 
 
 def _header(lines: Sequence[str]) -> int:
     """The index of the line that names the columns: of devices, with the first GPU's row below."""
-    for number, line in enumerate(lines):
+    for index, line in enumerate(lines):
         words = line.split()
-        below = next((row for row in lines[number + 1 :] if row.strip()), "").split()
-        if words and GPU.match(words[0]) and len(below) > 1 and CELL.match(below[1]) and not _is_row(words):
-            return number
+        next_row = next((row for row in lines[index + 1 :] if row.strip()), "").split()
+        if words and GPU.match(words[0]) and len(next_row) > 1 and CELL.match(next_row[1]) and not _is_row(words):
+            return index
     raise UserError("topology", None, "has no line of columns (GPU0 GPU1 ...)", "give what nvidia-smi topo -m prints")
 
 
@@ -64,55 +64,53 @@ def _is_row(words: Sequence[str]) -> bool:
     return len(words) > 1 and CELL.match(words[1]) is not None
 
 
-def _rows(lines: Sequence[str], head: int, gpus: Sequence[str]) -> dict[str, int]:
+def _rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> dict[str, int]:
     """The index of each GPU's line."""
-    found: dict[str, int] = {}
-    for number, line in enumerate(lines[head + 1 :], head + 1):
+    row_indices: dict[str, int] = {}
+    for index, line in enumerate(lines[header_index + 1 :], header_index + 1):
         words = line.split()
         if words[:1] == ["Legend:"]:
             break
         if words and words[0] in gpus and _is_row(words):
-            found.setdefault(words[0], number)
+            row_indices.setdefault(words[0], index)
     for name in gpus:
-        if name not in found:
-            topology_error(head, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints")
-    return found
+        if name not in row_indices:
+            topology_error(header_index, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints")
+    return row_indices
 
 
-def _cells(line: str, number: int, name: str, devices: Sequence[str]) -> tuple[list[str], str]:
+def _cells(line: str, line_index: int, name: str, devices: Sequence[str]) -> tuple[list[str], str]:
     """The ways of a GPU's row, and what follows them. A wide terminal may leave no space between two."""
-    rest, cells = line.strip("\r\n ")[len(name) :], []
+    remainder, cells = line.strip("\r\n ")[len(name) :], []
     for device in devices:
-        match = CELL.match(rest)
+        match = CELL.match(remainder)
         if match is None or (match[1].startswith("NV") and not GPU.fullmatch(device)):
-            word = (rest.split() or ["nothing"])[0]
-            allowed = (
-                f"X, NV# or one of {join_words(PATHS)}" if GPU.fullmatch(device) else f"one of {join_words(PATHS)}"
-            )
-            topology_error(number, f"{name} to {device} is {word}", f"it must be {allowed}")
-        own = match[1] == "X"
-        if own != (device == name):
+            word = (remainder.split() or ["nothing"])[0]
+            allowed = f"{'X, NV# or ' if GPU.fullmatch(device) else ''}one of {', '.join(PATHS)}"
+            topology_error(line_index, f"{name} to {device} is {word}", f"it must be {allowed}")
+        is_self = match[1] == "X"
+        if is_self != (device == name):
             topology_error(
-                number, f"{name} to {device} is {match[1]}", "X is for a device and itself, and nothing else is"
+                line_index, f"{name} to {device} is {match[1]}", "X is for a device and itself, and nothing else is"
             )
         cells.append(match[1].replace("SOC", "SYS"))  # before driver 384
-        rest = rest[match.end() :]
-    return cells, rest
+        remainder = remainder[match.end() :]
+    return cells, remainder
 
 
-def _numa(rest: str, header: str) -> int | None:
+def _numa(remainder: str, header: str) -> int | None:
     """The NUMA node at the end of a row, whose CPU affinity may be blank."""
     if "NUMA Affinity" not in header:
         return None
-    words = rest.split()[: -1 if "GPU NUMA ID" in header else None]
-    columns = rest.lstrip(" ").split("\t")
+    words = remainder.split()[: -1 if "GPU NUMA ID" in header else None]
+    columns = remainder.lstrip(" ").split("\t")
     word = words[1] if len(words) > 1 else columns[2].strip() if len(columns) > 2 else ""
     return int(word) if word.isdecimal() else None
 
 
-def _check_symmetry(links: Sequence[Sequence[str]], gpus: Sequence[str], numbers: dict[str, int]) -> None:
-    for i, one in enumerate(gpus):
-        for j, other in enumerate(gpus[:i]):
+def _check_symmetry(links: Sequence[Sequence[str]], gpus: Sequence[str], row_indices: dict[str, int]) -> None:
+    for i, gpu in enumerate(gpus):
+        for j, other_gpu in enumerate(gpus[:i]):
             if links[i][j] != links[j][i]:
-                problem = f"{one} to {other} is {links[i][j]}, but line {numbers[other] + 1} has {links[j][i]}"
-                topology_error(numbers[one], problem, "give it as nvidia-smi topo -m prints it")
+                problem = f"{gpu} to {other_gpu} is {links[i][j]}, but line {row_indices[other_gpu] + 1} has {links[j][i]}"
+                topology_error(row_indices[gpu], problem, "give it as nvidia-smi topo -m prints it")

@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.topology.nccl_xml import parse_nccl
-from phalanx.spec.topology.node import NodeTopology, join_words
+from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.nvidia_smi import parse_matrix
 
 NODE_GPUS = 16
@@ -58,7 +58,7 @@ def parse_topology(text: str) -> NodeTopology:
 
 def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredCluster:
     """Fields of the Cluster of such nodes; `preset` names the machine where the topology alone does not say which."""
-    known: dict[str, int | float] = {"nproc_per_node": len(node.gpus)}
+    fields: dict[str, int | float] = {"nproc_per_node": len(node.gpus)}
     unknown: dict[str, str] = {}
     for name, value in (
         ("fast_link_domain", _domain(node, preset)),
@@ -68,19 +68,19 @@ def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredClus
         if isinstance(value, str):
             unknown[name] = value
         else:
-            known[name] = value
-    return InferredCluster(known, unknown)
+            fields[name] = value
+    return InferredCluster(fields, unknown)
 
 
 def _domain(node: NodeTopology, preset: str | None) -> int | str:
     sizes = sorted({len(domain) for domain in node.nvlink_domains()})
-    beyond = (load_machine(preset).fast_link_domain or 0) if preset else 0
+    preset_domain = (load_machine(preset).fast_link_domain or 0) if preset else 0
     if None in node.nvlinks:
         return BLIND
     if len(sizes) > 1:
-        return f"NVLinks join GPUs in groups of different sizes: {join_words(sizes)}"
-    if beyond > NODE_GPUS:
-        return f"NVLinks join up to {beyond} GPUs of several nodes ({preset}), and this is one node"
+        return f"NVLinks join GPUs in groups of different sizes: {', '.join(map(str, sizes))}"
+    if preset_domain > NODE_GPUS:
+        return f"NVLinks join up to {preset_domain} GPUs of several nodes ({preset}), and this is one node"
     return sizes[0]
 
 
@@ -92,7 +92,7 @@ def _link_speed(node: NodeTopology, preset: str | None) -> float | str:
     if counts == [0]:
         return "the GPUs have no NVLinks"
     if len(counts) > 1:
-        return f"GPUs have different numbers of NVLinks: {join_words(counts)}"
+        return f"GPUs have different numbers of NVLinks: {', '.join(map(str, counts))}"
     if capability not in NVLINK_BYTES_PER_SECOND:
         return f"{counts[0]} NVLinks, whose speed depends on the GPU: name its preset"
     return counts[0] * NVLINK_BYTES_PER_SECOND[capability]
@@ -101,9 +101,9 @@ def _link_speed(node: NodeTopology, preset: str | None) -> float | str:
 def _network_speed(node: NodeTopology) -> float | str:
     if not node.nics:
         return "no network devices are listed"
-    near = {nic for gpu in range(len(node.gpus)) for nic in node.nearest_nics(gpu)}
-    speeds = [speed for nic, speed in zip(node.nics, node.nic_bytes_per_second, strict=False) if nic in near]
-    rated = [speed for speed in speeds if speed]
-    if not rated or len(rated) < len(speeds):
+    nearest = {nic for gpu in range(len(node.gpus)) for nic in node.nearest_nics(gpu)}
+    speeds = [speed for nic, speed in zip(node.nics, node.nic_bytes_per_second, strict=False) if nic in nearest]
+    known_speeds = [speed for speed in speeds if speed]
+    if not known_speeds or len(known_speeds) < len(speeds):
         return "the speed of the network devices is not given"
-    return sum(rated) / len(node.gpus)
+    return sum(known_speeds) / len(node.gpus)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT, RoundSpec
 from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, rotate_owners
@@ -149,8 +150,7 @@ class Ledger:
         """What the next round waits for; "" if for nothing."""
         wanted = self.swarm.nodes if self.committed == 0 else 1
         if len(self.members) < wanted:
-            more = wanted - len(self.members)
-            return f"{more} more nodes" if more > 1 else "one more node"
+            return plural(wanted - len(self.members), "more node", one="one")
         missing = self._experts - sum(self.members.values())
         return f"memory for {missing:g} more experts of each layer" if missing > 0 else ""
 

@@ -9,6 +9,7 @@ from statistics import median
 from phalanx.cost.formulas.reliability import mtbf_seconds, observed_mtbf_seconds, optimal_interval_seconds
 from phalanx.plan.training_cost import failure_rate
 from phalanx.runs.events import failure_count_and_uptime
+from phalanx.spec.formatting import format_duration
 from phalanx.spec.run import RunSpec
 
 FIRST_STEPS = 10
@@ -68,21 +69,14 @@ class CheckpointScheduler:
         cost = median(self._cost_seconds or [still_seconds])
         steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / each))
         changed = max(steps, self._said) > REPORT_CHANGE_RATIO * min(steps, self._said)
-        seen = f" ({failures} in {_format_duration(seconds)})" if mtbf < self._expected_seconds else ""
+        seen = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_seconds else ""
         self.reason = (
-            f"a checkpoint every {steps:,} steps ({_format_duration(steps * each)}): one costs "
-            f"{_format_duration(cost)} of training, "
-            f"and a failure is to be expected every {_format_duration(mtbf)}{seen}"
+            f"a checkpoint every {steps:,} steps ({format_duration(steps * each)}): one costs "
+            f"{format_duration(cost)} of training, "
+            f"and a failure is to be expected every {format_duration(mtbf)}{seen}"
             if changed
             else None
         )
         self._said = steps if changed else self._said
         self.next = step + steps
         return self.next
-
-
-def _format_duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.{1 if seconds < 100 * size else 0}f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

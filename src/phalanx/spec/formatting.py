@@ -1,0 +1,114 @@
+"""Numbers, sizes, durations and lists as text; units of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIB = 2**20
+GIB = 2**30
+GB = 1e9
+SI_PREFIXES = ("", "k", "M", "G", "T", "P")
+COUNT_PREFIXES = ("", "k", "M", "B", "T")
+UNKNOWN = "-"
+
+
+def format_digits(value: float) -> str:
+    """Format a number with three digits, trailing zeros included: "12.0"."""
+    return f"{value:,.{_decimals(value)}f}"
+
+
+def format_optional(value: float | None) -> str:
+    """Format a number with up to three digits, or return "-" for None."""
+    return UNKNOWN if value is None else f"{value:.3g}"
+
+
+def format_si(number: float, prefixes: Sequence[str] = SI_PREFIXES) -> str:
+    """Format a number with three digits and the prefix of its power of 1000: "8.03 G", or "8.03 B" for a count."""
+    scaled, prefix = _scale(number, prefixes)
+    return f"{scaled:.{_decimals(scaled) if prefix else 0}f} {prefix}"
+
+
+def format_bytes(size: float, trailing_zeros: bool = False) -> str:
+    """Format bytes with up to three digits: "1.5 GB". With trailing zeros, columns line up: "1.50 GB"."""
+    scaled, prefix = _scale(size, (*SI_PREFIXES, "E"))
+    digits = f"{scaled:.3g}"
+    return f"{format_digits(float(digits)) if trailing_zeros and prefix else digits} {prefix}B"
+
+
+def format_gb_or_mb(size: float) -> str:
+    """Format bytes with fixed decimals: "1.23 GB", and below 1 GB "12.0 MB"."""
+    return f"{size / GB:.2f} GB" if size >= GB else f"{size / 1e6:.1f} MB"
+
+
+def format_gib(size: float) -> str:
+    """Format bytes as binary gigabytes: "12.3 GiB"."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def format_count(value: int) -> str:
+    """Format a large count: "1.84 million"."""
+    for word, least in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= least:
+            return f"{format_digits(value / least)} {word}"
+    return f"{value:,}"
+
+
+def format_seconds(value: float) -> str:
+    """Format a duration with three digits: "12.3 ms"; from two minutes on as on a clock: "1:02:03"."""
+    if value >= 120:
+        minutes, rest = divmod(round(value), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if not value:
+        return "0 s"
+    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 0.0)):
+        if value >= 0.9995 * least:
+            return f"{format_digits(value / (least or 1e-6))} {unit}"
+    return f"{value:.3g} s"
+
+
+def format_seconds_change(value: float) -> str:
+    """Format a difference of two durations with its sign: "+1.25 s", "-12 ms"."""
+    if abs(value) >= 1:
+        return f"{value:+.2f} s"
+    return f"{value * 1e3:+.0f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:+.0f} µs"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Format a duration as milliseconds with up to three digits: "0.25 ms"."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a long duration in its largest unit of which it has two: "2.5 hours"."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.{1 if seconds < 100 * size else 0}f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def format_percent(value: float) -> str:
+    """Format a share: "12.3 %"; from 99.5 % on without decimals."""
+    return f"{100 * value:.1f} %" if abs(value) < 0.995 else f"{100 * value:.0f} %"
+
+
+def plural(count: int, noun: str, one: str = "1") -> str:
+    """Return a count with its noun: "1 node", "2 nodes". `one` replaces the digit 1."""
+    return f"{one} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as in a sentence: "a, b and c"."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def _scale(number: float, prefixes: Sequence[str]) -> tuple[float, str]:
+    """Divide a number by 1000 until three digits precede its point; return it with the prefix."""
+    power = 0
+    while number >= 999.5 and power < len(prefixes) - 1:
+        number, power = number / 1000, power + 1
+    return number, prefixes[power]
+
+
+def _decimals(value: float) -> int:
+    return 0 if value >= 99.95 else 1 if value >= 9.995 else 2
