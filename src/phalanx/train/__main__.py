@@ -10,7 +10,8 @@ from phalanx.launch.process import exit_rank
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.train.worker import ReducedRanks, run_rank, run_standby_rank
+from phalanx.train.standby import run_standby_rank
+from phalanx.train.worker import ReducedRanks, run_rank
 
 
 def main() -> None:

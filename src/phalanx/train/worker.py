@@ -8,31 +8,25 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.launch.failures import write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
-    die_with_launcher,
     env_rank,
     handling_signals,
     init_distributed,
     select_device,
 )
-from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
-from phalanx.runs.checkpoints import checkpoints, is_finished, quarantine, step_name, step_of
+from phalanx.runs.checkpoints import checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.errors import CorruptionError, DivergenceError
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
@@ -41,7 +35,7 @@ from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.step_records import FORMAT, RunHeader, rank_record_file
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
-from phalanx.spec.files.load import load_machine, load_run, preset_names, write_effective_layout
+from phalanx.spec.files.load import load_run, write_effective_layout
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
@@ -53,7 +47,7 @@ from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
 from phalanx.train.messages import end_message, generate_sample, start_message
 from phalanx.train.profiling.clock_sync import measure_clock_offset
 from phalanx.train.profiling.memory_report import remove_measured, write_comparison
-from phalanx.train.profiling.peak_flops import measure_peak_flops
+from phalanx.train.profiling.peak_flops import rank_peak_flops
 from phalanx.train.profiling.step_profiler import StepProfiler, first_steady_step
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import Trainer
@@ -69,24 +63,6 @@ class ReducedRanks:
 
     layout: Layout
     ranks: int
-
-
-def run_standby_rank(directory: Path) -> int:
-    """Of a rank that no layout has a place for: wait until the others have ended, or are told to; returns the exit
-    code."""
-    die_with_launcher()
-    steps, over = read_run_directory(directory)[0].training.steps, Event()
-
-    def wait() -> None:  # beside the main thread, which hears signals meanwhile
-        with suppress(dist.DistError):
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            TCPStore(*address, is_master=False, timeout=timedelta(minutes=5)).wait(["over"], timedelta(days=365))
-        over.set()
-
-    Thread(target=wait, daemon=True).start()
-    with handling_signals(lambda _: over.set()):
-        over.wait()
-    return 0 if is_finished(directory, steps) else EXIT_STOPPED
 
 
 @dataclass
@@ -255,22 +231,6 @@ def _set_up_on_rank0(run: RunSpec, resume: bool) -> Path:
     if not made:
         raise SystemExit(2)
     return Path(made)
-
-
-def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
-    """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
-    bf16 = run.training.precision == "bf16"
-    on_cpu, cluster = device.type == "cpu", run.cluster
-    if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
-        return cluster.peak_flops / cluster.ranks_per_core  # of this machine, by `phalanx calibrate`
-    if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):
-        return cluster.peak_flops
-    if on_cpu:
-        return measure_peak_flops(device, TORCH_DTYPES[run.training.precision])
-    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
-    known = [name for name in preset_names("machines") if name.upper() in words]
-    slower = {"PCIE", "NVL"} & set(words)  # the presets are the SXM cards
-    return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
 
 
 def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None) -> None:

@@ -6,6 +6,10 @@ import time
 
 import torch
 
+from phalanx.model.dtypes import TORCH_DTYPES
+from phalanx.spec.files.load import load_machine, preset_names
+from phalanx.spec.run import RunSpec
+
 FIRST_SIZE, ENOUGH_SECONDS = 128, 0.02
 """Products grow from this size until one takes so long: 1024 is a second where bf16 is computed in software."""
 
@@ -35,3 +39,19 @@ def has_fast_bf16(device: torch.device) -> bool:
     """Whether products in bf16 have instructions or kernels of their own there. On CPUs without (x86 before AVX-512)
     PyTorch computes them number by number, some thirty times slower than in fp32."""
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
+    """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
+    bf16 = run.training.precision == "bf16"
+    on_cpu, cluster = device.type == "cpu", run.cluster
+    if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
+        return cluster.peak_flops / cluster.ranks_per_core  # of this machine, by `phalanx calibrate`
+    if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):
+        return cluster.peak_flops
+    if on_cpu:
+        return measure_peak_flops(device, TORCH_DTYPES[run.training.precision])
+    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    known = [name for name in preset_names("machines") if name.upper() in words]
+    slower = {"PCIE", "NVL"} & set(words)  # the presets are the SXM cards
+    return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
