@@ -10,11 +10,12 @@ import pytest
 from phalanx.cost.estimate.job_table import job_table
 from phalanx.cost.estimate.step_time import StepTime, step_seconds
 from phalanx.plan.calibrate.calibrate import calibrate, job_row, measured_targets, predict_run
-from phalanx.plan.calibrate.measured_run import MeasuredRun, read_measured_run
+from phalanx.plan.calibrate.measured_run import MeasuredRun
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.report.measured_run import read_measured_run
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, run_from_table

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.plan.calibrate.measured_run import read_measured_run
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.collective_times import collective_times
+from phalanx.report.measured_run import read_measured_run, with_measured_parts
 from phalanx.report.run_data import RunData, read_run
 from phalanx.report.run_files import RankRecord
-from phalanx.report.step_breakdown import with_measured_parts
 from tests.report import runs
 
 

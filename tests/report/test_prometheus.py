@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from phalanx.report.export.prometheus import FAMILIES, JsonLinesTail, RunMetrics, exposition
+from phalanx.report.export.prometheus import FAMILIES, RunMetrics, exposition
 from phalanx.report.run_data import read_run
 from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.events import BEGAN, append_event, read_events
@@ -201,23 +201,6 @@ def test_a_coordinator_of_a_swarm_is_not_said_to_stand_before_its_first_step(tmp
     shutil.copy(two_ranks() / "run.toml", tmp_path)
     (tmp_path / JOURNAL_FILE).touch()
     assert not {"phalanx_step", "phalanx_last_step_timestamp_seconds"} & set(told(tmp_path))
-
-
-@given(st.lists(st.integers(1, 30), max_size=30), st.integers(0, 12))
-def test_a_file_is_read_once_however_it_grows(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], n: int
-) -> None:
-    file = tmp_path_factory.mktemp("grows") / "lines.jsonl"
-    follower, seen = JsonLinesTail(file), []
-    assert follower.read_new() == (False, [])
-    text = "".join(json.dumps({"step": step, "ü": "x" * step}) + "\n" for step in range(n)).encode()
-    with file.open("ab") as out:
-        for cut in [*cuts, len(text)]:
-            out.write(text[:cut])
-            out.flush()
-            text = text[cut:]
-            seen += [line["step"] for line in follower.read_new()[1]]
-    assert seen == list(range(n))
 
 
 @given(st.text(), st.floats(allow_nan=True, allow_infinity=True))

@@ -140,11 +140,11 @@ def test_time_is_predicted_with_the_step_and_the_link_as_measured(swarm):
         received_bytes=down,
         seconds=100.0,
     )
-    found = {(role, what): predicted for role, what, _, predicted, _ in round_rows(run, 1, [spent, spent])}
+    found = {(row.role, row.quantity): row.predicted for row in round_rows(run, 1, [spent, spent])}
     whole = 3.0 + sent.up / 1000 + sent.down / 2000
     assert found["round", "whole round"] == pytest.approx(whole, rel=1e-6)
     assert found["round", "utilisation"] == pytest.approx(3.0 / whole, rel=1e-6)
-    several = {what: predicted for role, what, _, predicted, _ in round_rows(run, 2, [spent]) if role == "round"}
+    several = {row.quantity: row.predicted for row in round_rows(run, 2, [spent]) if row.role == "round"}
     assert several["state held"] is None  # what ranks share is the layout's affair
 
 

@@ -18,6 +18,7 @@ from phalanx.plan.predicted_vs_measured import (
     PARTS,
     STATE,
     TOTAL,
+    Comparison,
     bytes_by_operation,
     bytes_sent_by_operation,
     compare_with_prediction,
@@ -77,9 +78,9 @@ def measure(run: RunSpec) -> dict[str, Any]:
     return measured
 
 
-def within(row: dict[str, Any]) -> bool:
+def within(row: Comparison) -> bool:
     """Whether the buffers of communication are within their bound."""
-    return bool(row["measured"] <= 1.1 * row["predicted"] + 1000)
+    return bool(row.measured <= 1.1 * row.predicted + 1000)
 
 
 MOE_RUNS = [("moe", "bf16", None, "adamw"), ("moe", "bf16", None, "muon")]
@@ -106,19 +107,19 @@ def test_state_and_traffic_are_what_the_formulas_say(
     for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
         measured = rank_pool(world_size).run(measure, run) if world_size > 1 else [measure(run)]
         rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
-        if all(within(row) for row in rows if row["what"] == "communication"):
+        if all(within(row) for row in rows if row.quantity == "communication"):
             break
     for row in rows:
-        if row["what"] in STATE:
-            assert row["measured"] == row["predicted"], row
-        elif row["what"] not in (*PARTS, TOTAL):
+        if row.quantity in STATE:
+            assert row.measured == row.predicted, row
+        elif row.quantity not in (*PARTS, TOTAL):
             if "async" in layout:  # in one step a worker may receive two updates, or none
                 continue
-            assert row["measured"] == pytest.approx(row["predicted"], rel=0.01), row
-        elif row["what"] == "communication":
+            assert row.measured == pytest.approx(row.predicted, rel=0.01), row
+        elif row.quantity == "communication":
             assert within(row), row
             if "powersgd" in layout:  # what it did not send: as much as the gradients
-                assert row["measured"] >= 4 * count_parameters(run.model).block_matrices, row
+                assert row.measured >= 4 * count_parameters(run.model).block_matrices, row
 
 
 LONG = {"training.seq_len": 1024, "data.mask_documents": False}
@@ -185,12 +186,12 @@ def test_ranks_that_share_hold_what_the_formulas_say(
     }
     run = described(text, tmp_path, {**LONG, **numbers, **changes, "model": model})
     for row in compare_with_prediction(run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))):
-        if row["what"] in STATE:
-            assert row["measured"] == row["predicted"], row
-        elif row["what"] == "working":
+        if row.quantity in STATE:
+            assert row.measured == row.predicted, row
+        elif row.quantity == "working":
             off = 0.08 if precision == "bf16" and run.layout.activation_checkpointing == "full" else 0.03
             least = 1 - off if (2, changes) in SHARED[: len(PIPELINES)] else 0.84
-            assert least * row["predicted"] <= row["measured"] <= (1 + off) * row["predicted"], row
+            assert least * row.predicted <= row.measured <= (1 + off) * row.predicted, row
 
 
 PROPORTIONED = {
@@ -237,12 +238,12 @@ def test_the_most_at_one_time_is_within_5_percent(
             for row in compare_with_prediction(
                 run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))
             )
-            if row["what"] == TOTAL
+            if row.quantity == TOTAL
         ]
-        if all(row["measured"] <= 1.05 * row["predicted"] for row in rows):
+        if all(row.measured <= 1.05 * row.predicted for row in rows):
             break
     for row in rows:
-        assert row["measured"] == pytest.approx(row["predicted"], rel=0.05), row
+        assert row.measured == pytest.approx(row.predicted, rel=0.05), row
 
 
 WHOLE_TOKENS = {"layout.sequence_parallel": False}

@@ -1,9 +1,10 @@
-"""What one step of a run held and sent, beside what was predicted."""
+"""Compare predicted with measured quantities: the memory and the traffic of one step of a run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -22,11 +23,34 @@ TOTAL = "total"
 """The most at one time, which is less than the most of each part: these come at different times."""
 
 
-def compare_with_prediction(
-    run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Predicted beside measured, of the fullest rank of each role: memory by part in bytes (state between the backward
-    pass and the update, the rest at its peak), and what is sent, by operation."""
+@dataclass(frozen=True)
+class Comparison:
+    """One predicted quantity and its measurement; None where either is unknown."""
+
+    role: str
+    """Ranks or rounds that it is about; "" for the whole run."""
+    quantity: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+    interval: tuple[float, float] | None = None
+    """Within which the measurement is expected."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted and self.measured is not None else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row that files of a run directory contain."""
+        return {"role": self.role, "what": self.quantity, "predicted": self.predicted, "measured": self.measured}
+
+
+def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:
+    """Compare, for the fullest rank of each role, memory by part and traffic by operation, in bytes.
+
+    Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
+    """
     memory, shared = rank_memory(run, world_size), uses_model_parallelism(run.layout)
     traffic = traffic_by_role(run, world_size)
     rows = []
@@ -37,14 +61,14 @@ def compare_with_prediction(
         for part in WORKING if shared else PARTS:
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks)
-            rows.append({"role": role, "what": part, "predicted": getattr(predicted, part), "measured": got})
+            rows.append(Comparison(role, part, "B", getattr(predicted, part), got))
         whole = max(rank["peak_bytes"]["total"] for rank in ranks)
-        rows.append({"role": role, "what": TOTAL, "predicted": predicted.total, "measured": whole})
+        rows.append(Comparison(role, TOTAL, "B", predicted.total, whole))
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
         sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
             got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
-            rows.append({"role": role, "what": operation, "predicted": round(size), "measured": round(got)})
+            rows.append(Comparison(role, operation, "B", round(size), round(got)))
     return rows
 
 

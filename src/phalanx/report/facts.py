@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.plan.predicted_vs_measured import compare_with_prediction
+from phalanx.plan.predicted_vs_measured import Comparison, compare_with_prediction
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
@@ -64,12 +64,17 @@ def report_facts(recorded: RunData) -> Facts:
         named = find_bottlenecks(recorded, found)
     elif found is not None:
         problems.append(f"there is no verdict: {lacking}")
+    rows = [
+        *step_rows(recorded, found, option, planned),
+        *_rank_rows(recorded),
+        *swarm_rounds.round_rows(recorded.run, recorded.world_size, recorded.rounds),
+    ]
     said: Facts = _finite(
         {
             "run": _run_summary(recorded),
             "verdict": asdict(named[0]) if named else None,
             "findings": [asdict(finding) for finding in named],
-            "comparison": [*step_rows(recorded, found, option, planned), *_rank_rows(recorded), *_round_rows(recorded)],
+            "comparison": [_row(row) for row in rows],
             "measures": _measures(recorded, found),
             "ranks": _ranks(recorded, found),
             "curves": _curves(recorded),
@@ -146,15 +151,15 @@ def _run_summary(recorded: RunData) -> Facts:
     return about
 
 
-def _row(what: str, unit: str, predicted: float | None, measured: float | None, **more: Any) -> Facts:
-    ratio = measured / predicted if predicted and measured is not None else None
-    return {"what": what, "unit": unit, "role": "", "predicted": predicted, "measured": measured, "ratio": ratio} | more
+def _row(row: Comparison) -> Facts:
+    interval = {} if row.interval is None else {"low": row.interval[0], "high": row.interval[1]}
+    return {"what": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio, **interval}
 
 
 def step_rows(
     recorded: RunData, found: StepTimes | None, option: EvaluatedLayout | None, planned: Timeline | None
-) -> Iterator[Facts]:
-    """Predicted beside measured: a step's time and its parts, the speed, the bubble."""
+) -> Iterator[Comparison]:
+    """Compare a step's time and its parts, the speed, the bubble and the goodput with the prediction."""
     if found is None:
         return
     parts = option.parts if option else {}
@@ -165,42 +170,33 @@ def step_rows(
     def middle(table: Any) -> float:
         return float(np.median(table))
 
-    more = {"low": option.low_seconds, "high": option.high_seconds} if option else {}
-    yield _row("step", "s", option.step_seconds if option else None, found.step_seconds, **more)
-    yield _row("compute", "s", predicted("compute", but="exchange"), middle(found.compute.max(1)))
+    interval = (option.low_seconds, option.high_seconds) if option else None
+    yield Comparison("", "step", "s", option.step_seconds if option else None, found.step_seconds, interval)
+    yield Comparison("", "compute", "s", predicted("compute", but="exchange"), middle(found.compute.max(1)))
     if found.waits_are_known:
         exposed = middle(found.communication.min(1))
-        yield _row("exposed communication", "s", predicted("exchange", "data_parallel"), exposed)
-    yield _row("update", "s", predicted("update", "offload"), middle(found.optimizer.max(1)))
-    yield _row("data", "s", 0.0 if option else None, middle(found.data.max(1)))
+        yield Comparison("", "exposed communication", "s", predicted("exchange", "data_parallel"), exposed)
+    yield Comparison("", "update", "s", predicted("update", "offload"), middle(found.optimizer.max(1)))
+    yield Comparison("", "data", "s", 0.0 if option else None, middle(found.data.max(1)))
     steps = set(found.steps)
     lines = [line for line in recorded.step_metrics if line["step"] in steps]
     for what, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
         values = [line[what] for line in lines if line.get(what) is not None]
         if values:
-            yield _row(what, unit, getattr(option, what) if option else None, float(np.median(values)))
+            yield Comparison("", what, unit, getattr(option, what) if option else None, float(np.median(values)))
     run = recorded.run
     if run is not None and run.layout.pp > 1:
-        yield _row("idle in the pipeline", "s", predicted("bubble", "send"), middle(found.idle))
-        yield _row("bubble", "", float(planned.bubble) if planned else None, found.bubble)
+        yield Comparison("", "idle in the pipeline", "s", predicted("bubble", "send"), middle(found.idle))
+        yield Comparison("", "bubble", "", float(planned.bubble) if planned else None, found.bubble)
     planned_goodput = configured_goodput(run, recorded.world_size, option) if run is not None and option else None
-    yield _row("goodput", "", planned_goodput, _goodput(recorded))
+    yield Comparison("", "goodput", "", planned_goodput, _goodput(recorded))
 
 
-def _rank_rows(recorded: RunData) -> Iterator[Facts]:
-    """Memory by part and bytes by collective, of each role of ranks, in the step that was measured."""
+def _rank_rows(recorded: RunData) -> list[Comparison]:
+    """Compare memory by part and bytes by collective, of each role of ranks, in the step that was measured."""
     if recorded.run is None or not recorded.measured:
-        return
-    for row in compare_with_prediction(recorded.run, recorded.world_size, recorded.measured):
-        yield _row(row["what"], "B", row["predicted"], row["measured"], role=row["role"])
-
-
-def _round_rows(recorded: RunData) -> Iterator[Facts]:
-    """Of a swarm's node."""
-    for role, what, unit, predicted, measured in swarm_rounds.round_rows(
-        recorded.run, recorded.world_size, recorded.rounds
-    ):
-        yield _row(what, unit, predicted, measured, role=role)
+        return []
+    return compare_with_prediction(recorded.run, recorded.world_size, recorded.measured)
 
 
 def _planned(run: RunSpec, world_size: int) -> Timeline | None:

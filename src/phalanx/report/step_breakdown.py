@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.cost.exact.flops import rank_flops
-from phalanx.plan.calibrate.measured_run import MeasuredRun
-from phalanx.report.collective_times import collective_times
-from phalanx.report.run_data import RunData, read_run, steady_steps
+from phalanx.report.run_data import RunData, steady_steps
 from phalanx.report.run_files import Line, RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
@@ -124,21 +121,6 @@ def _passes(line: Line) -> float:
 
 def _waited(line: Line, what: str) -> float:
     return float(line.get("wait_seconds", {}).get(what, 0.0))
-
-
-def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
-    """A run with how long its ranks computed in a step and waited, as far as they noted it, and the collectives that
-    they looked at closely."""
-    recorded = read_run(directory)
-    device = next((record.device for record in recorded.ranks.values()), None)
-    measured, found = replace(measured, device=device, exchanges=collective_times(recorded)), step_times(recorded)
-    if found is None or not found.waits_are_known:
-        return measured
-    return replace(
-        measured,
-        computing_seconds=float(np.median(found.compute.max(1))),
-        waiting_seconds=float(np.median(found.communication.min(1))),
-    )
 
 
 def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import WEIGHT_BYTES, RoundBytes, node_share, round_bytes, round_time, state_bytes
+from phalanx.plan.predicted_vs_measured import Comparison
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SwarmSpec
@@ -19,8 +20,6 @@ from phalanx.spec.swarm import SwarmSpec
 Facts = dict[str, Any]
 EACH, ALL = "round", "rounds"
 """Roles of rows: means over rounds, and sums of them."""
-Row = tuple[str, str, str, float | None, float | None]
-"""Its role, what it is, its unit, predicted and measured."""
 SECONDS = {
     "training": "train_seconds",
     "coding": "code_seconds",
@@ -31,14 +30,16 @@ SECONDS = {
 BYTES = {"sent": "sent_bytes", "received": "received_bytes"}
 
 
-def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecord]) -> Iterator[Row]:
-    """Rows of a node of so many ranks: bytes and memory beside the formulas, and a round's time beside what it would
-    take if nobody coded or waited, with the step and the speeds of the link as they were measured."""
+def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecord]) -> Iterator[Comparison]:
+    """Compare the bytes, memory and times of a node's rounds with the formulas.
+
+    The predicted time of a round has neither coding nor waiting; its step time and link speeds are the measured ones.
+    """
     if not rounds:
         return
     said = _predicted(run, run.swarm, rounds, world_size) if run is not None and run.swarm is not None else {}
     for role, what, unit, value in _measured(rounds):
-        yield role, what, unit, said.get((role, what)), value
+        yield Comparison(role, what, unit, said.get((role, what)), value)
 
 
 def _measured(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from phalanx.runs.jsonl import read_jsonl
+
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
 STARTED, FAILED, FINISHED, ROLLED_BACK = "started", "failed", "finished", "rolled_back"
@@ -123,15 +125,9 @@ def _when(event: Mapping[str, Any]) -> str:
 
 
 def read_events(directory: Path) -> list[Mapping[str, Any]]:
-    """What happened to a run, in order; a line that a full disk or a bad one left damaged is passed over."""
-    events: list[Mapping[str, Any]] = []
-    file = directory / EVENTS_FILE
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else []:
-        with suppress(ValueError):
-            event = json.loads(line)
-            if (
-                isinstance(event, dict)
-                and {"what", "time", *REQUIRED_FIELDS.get(str(event.get("what")), ())} <= event.keys()
-            ):
-                events.append(event)
-    return events
+    """Return the events of a run, in order, without lines that a full or failing disk damaged."""
+    return [
+        event
+        for event in read_jsonl(directory / EVENTS_FILE)
+        if {"what", "time", *REQUIRED_FIELDS.get(str(event.get("what")), ())} <= event.keys()
+    ]

@@ -1,22 +1,15 @@
-"""Read metrics.jsonl of a run directory."""
+"""Read metrics.jsonl of a run directory, and name the other logs there."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-MetricsRecord = dict[str, Any]
-METRICS_FILE = "metrics.jsonl"
+from phalanx.runs.jsonl import JsonRecord, read_jsonl
+
+MetricsRecord = JsonRecord
+METRICS_FILE, WANDB_ID_FILE, TENSORBOARD_DIR = "metrics.jsonl", "wandb.id", "tensorboard"
 
 
 def read_metrics(directory: Path) -> list[MetricsRecord]:
-    """All records of a run directory, in order. A number that was not finite is None."""
-    return [json.loads(line) for line in read_lines(directory / METRICS_FILE)]
-
-
-def read_lines(path: Path) -> list[str]:
-    """The complete lines of a file; a run that was killed may have left half a line."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Return all records of a run directory, in order. A number that was not finite is None."""
+    return read_jsonl(directory / METRICS_FILE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from phalanx.runs.jsonl import read_jsonl
+from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
 from phalanx.testing.network_namespaces import Host, StarNetwork
 
@@ -76,10 +77,8 @@ class SwarmProcesses:
 
     def events(self, *what: str) -> list[dict[str, Any]]:
         """The coordinator's journal; of these kinds."""
-        path = self.lead / "journal.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [event for event in found if not what or event["what"] in what]
+        events = read_jsonl(self.lead / JOURNAL_FILE)
+        return [event for event in events if not what or event["what"] in what]
 
     def committed_rounds(self) -> int:
         """Rounds that are."""

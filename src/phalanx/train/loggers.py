@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.launch.preflight import check_wandb
-from phalanx.runs.metrics import METRICS_FILE, MetricsRecord, read_lines
+from phalanx.runs.jsonl import read_jsonl
+from phalanx.runs.metrics import METRICS_FILE, TENSORBOARD_DIR, WANDB_ID_FILE, MetricsRecord
 from phalanx.spec.errors import UserError
-
-WANDB_ID_FILE = "wandb.id"
 
 
 class Logger(Protocol):
@@ -35,7 +34,7 @@ class JsonLinesLogger:
         """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
         `flush_seconds` with the next."""
         self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
-        kept = [line for line in read_lines(path) if json.loads(line)["step"] <= after_step]
+        kept = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
         aside = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         with aside.open("w") as file:
             file.writelines(kept)
@@ -119,7 +118,7 @@ def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str,
         check_wandb(wandb)
         logs.append(WandbLogger(wandb, name, directory, config))
     logs.append(JsonLinesLogger(directory / METRICS_FILE, after_step))
-    logs.append(TensorBoardLogger(directory / "tensorboard", after_step))
+    logs.append(TensorBoardLogger(directory / TENSORBOARD_DIR, after_step))
     return logs
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING
-from phalanx.data.loader import evaluation_batches, prefetch
-from phalanx.data.packing import IGNORE_INDEX, Batch
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import Batch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
@@ -27,6 +26,7 @@ from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import PauseRecord, StepRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
+from phalanx.train.evaluator import evaluate
 from phalanx.train.guards.divergence import LossSpikeDetector
 from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.learner import MicroBatch
@@ -106,32 +106,11 @@ class Trainer(ResumableLearner):
                 progress.advance(record)
                 if is_due(self.step, run.training.replica_check_interval):
                     self._check_replicas()
-                if bad_in_a_row >= run.training.max_nonfinite_steps:
-                    self.checkpointer.wait()
-                    raise DivergenceError(
-                        f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
-                        "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
-                    )
-                if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
-                    self.checkpointer.wait()
-                    raise DivergenceError(
-                        f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times what it was before"
-                    )
-                last = self.step == run.training.steps
-                evaluating = last or is_due(self.step, run.evaluation.every)
+                self._check_divergence(record, bad_in_a_row)
+                evaluating = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
                 if evaluating:
                     self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
-                # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
-                sound = finite or run.layout.max_staleness is not None
-                saving = (
-                    self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
-                )
-                if (saving and sound) or last:
-                    with self._recorded_pause("checkpoint", notes):
-                        self._save_and_schedule_next(progress)
-                if is_due(self.step, run.recovery.in_memory_checkpoint_every) and sound:
-                    with self._recorded_pause("copy", notes):
-                        self.save_in_memory()
+                self._save_if_due(record, finite, progress, notes)
                 if evaluating:
                     with self._recorded_pause("evaluation", notes):
                         evaluation = self.evaluate()
@@ -226,44 +205,27 @@ class Trainer(ResumableLearner):
 
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self) -> MetricsRecord:
-        """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
-        chose each expert between the evaluation before and `count_anew`."""
-        spec, begun = self.run.evaluation, time.perf_counter()
-        self.strategy.drain_pending_updates()
-        sizes = torch.from_numpy(self.corpus.tokenizer.token_bytes()).to(self.device)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        batches = evaluation_batches(
-            self.corpus.held_out,
-            self.run.training.seq_len,
-            self.batch.micro_batch_size,
-            self.mesh.dp_rank,
-            self.batch.dp_size,
-            spec.tokens,
-            self.run.data.mask_documents,
-        )
-        self.module.eval()
-        for held_out in batches if self.strategy.runs_model else ():
-            for micro in self._micro_batches(held_out):
-                summed = self.strategy.evaluate_micro_batch(micro, self.compute_losses)
-                known = micro.targets[(micro.targets != IGNORE_INDEX) & self.strategy.has_loss]
-                sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
-        self.module.train()
-        self.strategy.reshard_parameters()
-        loss, tokens, size = (float(x) for x in self._sum_over_ranks(sums))
-        record: MetricsRecord = {
-            "step": self.step,
-            "held_out_loss": loss / tokens,
-            "held_out_bits_per_byte": loss / math.log(2) / size,
-        }
-        if self.moe_layers:
-            record["expert_tokens"] = self.expert_loads[1].long().tolist()
-        return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
+        """Return the loss on the held-out text, and the expert counts of the last interval."""
+        return evaluate(self, self._micro_batches)
 
     def rotate_expert_counts(self) -> None:
         """What was counted of experts until now is told by the next evaluation."""
         self.expert_loads = torch.stack([torch.zeros_like(self.expert_loads[0]), self.expert_loads[0]])
+
+    def _save_if_due(
+        self, record: MetricsRecord, finite: bool, progress: ProgressDisplay, notes: Logger | None
+    ) -> None:
+        """Save after a step, on disk and in memory, where each is due."""
+        # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
+        sound = finite or self.run.layout.max_staleness is not None
+        saving = self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
+        if (saving and sound) or self.step == self.run.training.steps:
+            with self._recorded_pause("checkpoint", notes):
+                self._save_and_schedule_next(progress)
+        if is_due(self.step, self.run.recovery.in_memory_checkpoint_every) and sound:
+            with self._recorded_pause("copy", notes):
+                self.save_in_memory()
 
     def _save_and_schedule_next(self, progress: ProgressDisplay) -> None:
         """Save, and settle when to do it again."""
@@ -320,6 +282,20 @@ class Trainer(ResumableLearner):
             self.checkpointer.wait()
             raise error
 
+    def _check_divergence(self, record: MetricsRecord, bad_in_a_row: int) -> None:
+        """Raise DivergenceError after too many steps that were not finite, or a spike of the loss."""
+        if bad_in_a_row >= self.run.training.max_nonfinite_steps:
+            self.checkpointer.wait()
+            raise DivergenceError(
+                f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
+                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
+            )
+        if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
+            self.checkpointer.wait()
+            raise DivergenceError(
+                f"step {self.step}: loss {record['loss']:.4g} is {ratio:.1f} times what it was before"
+            )
+
     def _write(self, logs: list[Logger], record: MetricsRecord, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
             for log in logs:
@@ -327,12 +303,6 @@ class Trainer(ResumableLearner):
 
     def _reason(self, record: MetricsRecord) -> str:
         return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
-
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        if self.mesh.loss_group is not None:
-            with self.strategy.comm_wait.measure():
-                dist.all_reduce(values, group=self.mesh.loss_group)
-        return values
 
 
 def is_due(step: int, every: int) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from phalanx.cli.common.options import Json
+from phalanx.spec.formatting import GIB
 
 WIDE = 0.4
 """Half of an interval, as a logarithm, beyond which a calibration says little."""
@@ -67,9 +68,8 @@ def calibrate(
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
     from phalanx.plan.calibrate.calibrate import detect_cpu, write_machine
-    from phalanx.plan.calibrate.measured_run import read_measured_run
     from phalanx.plan.calibrate.microbenchmarks import read_benchmark_file
-    from phalanx.report.step_breakdown import with_measured_parts
+    from phalanx.report.measured_run import read_measured_run, with_measured_parts
     from phalanx.spec.files.load import load_machine
 
     runs, files = ([path for path in found_by if (path.suffix == ".json") is kind] for kind in (False, True))
@@ -126,7 +126,6 @@ def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) ->
     from rich.table import Table
 
     from phalanx.cost.estimate.constants import time_constants
-    from phalanx.cost.estimate.memory import GIB
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("run", no_wrap=True)

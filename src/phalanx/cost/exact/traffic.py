@@ -78,7 +78,7 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
     dense = _sharded_traffic(
         rank.dense, run, ranks, data.dp_replicate, times, count_collectives(run, rank, data.dp_shard)
     )
-    of_experts = count_collectives(run, rank, data.dp_shard, apart=True)
+    of_experts = count_collectives(run, rank, data.dp_shard, for_experts=True)
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
         for row in _sharded_traffic(rank.expert, run, apart, data.dp_replicate, times, of_experts)

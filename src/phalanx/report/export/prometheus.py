@@ -5,7 +5,6 @@ is added to the training process, and what it wrote last can still be asked for 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,9 @@ from pathlib import Path
 from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import computed_seconds
 from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
+from phalanx.runs.jsonl import JsonlTail
 from phalanx.runs.lock import is_running
+from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.step_records import FORMAT, TRACE_DIR
 from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.spec.errors import UserError
@@ -64,39 +65,11 @@ FAMILIES = {name: (kind, text) for name, kind, text in (*NEWEST.values(), *EVALU
 """Type and help of all that there may be."""
 
 
-class JsonLinesTail:
-    """A file of JSON lines that grows, and may be written anew."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._inode, self._offset = 0, 0
-
-    def read_new(self) -> tuple[bool, list[Line]]:
-        """Whether all that was read before is no longer so, and the whole lines that are new."""
-        try:
-            status = self.path.stat()
-            anew = status.st_ino != self._inode or status.st_size < self._offset
-            start = 0 if anew else self._offset
-            with self.path.open("rb") as file:
-                file.seek(start)
-                text = file.read()
-        except OSError:
-            anew, self._inode, self._offset = self._inode != 0, 0, 0
-            return anew, []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._inode, self._offset = status.st_ino, start + len(whole)
-        lines = []
-        for line in whole.splitlines():
-            with suppress(ValueError):
-                lines.append(json.loads(line))
-        return anew, [line for line in lines if isinstance(line, dict)]
-
-
 @dataclass
 class RankMetrics:
     """What a rank noted last."""
 
-    follower: JsonLinesTail
+    follower: JsonlTail
     opening: Line = field(default_factory=dict)
     step: Line = field(default_factory=dict)
     """Of the last start."""
@@ -118,7 +91,7 @@ class RunMetrics:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metrics = JsonLinesTail(directory / "metrics.jsonl")
+        self._metrics = JsonlTail(directory / METRICS_FILE)
         self._step: Line = {}
         self._evaluation: Line = {}
         self._ranks: dict[Path, RankMetrics] = {}
@@ -170,7 +143,7 @@ class RunMetrics:
 
     def _of_ranks(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
-            self._ranks.setdefault(file, RankMetrics(JsonLinesTail(file))).refresh()
+            self._ranks.setdefault(file, RankMetrics(JsonlTail(file))).refresh()
         opened = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
         if 0 not in opened:
             return

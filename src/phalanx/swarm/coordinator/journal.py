@@ -5,34 +5,28 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
+from phalanx.runs.jsonl import JsonRecord, parse_jsonl
 from phalanx.spec.errors import UserError
 
 
 class Journal:
-    """An open journal; `events` are those that were there. What was cut off in the middle of a line was never acted on,
-    and is taken away."""
+    """Open journal; `events` are those read at the start. An incomplete last line was never acted on and is removed."""
 
     def __init__(self, path: Path) -> None:
         """Raises UserError for a file that is no journal."""
-        self.path, self.events, whole = path, [], 0
+        self.path = path
+        self.events: list[JsonRecord] = []
         content = path.read_bytes() if path.exists() else b""
-        for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                event: dict[str, Any] = json.loads(line)
-                event["what"]
-            except (ValueError, KeyError, TypeError):
+        for number, (_, event) in enumerate(parse_jsonl(content), start=1):
+            if event is None or "what" not in event:
                 fix = "restore it from a copy, or begin a new swarm in another directory"
-                raise UserError("journal", f"{path}, line {number}", "is no event", fix) from None
+                raise UserError("journal", f"{path}, line {number}", "is no event", fix)
             self.events.append(event)
-            whole += len(line)
         self._file = path.open("ab")
-        self._file.truncate(whole)
+        self._file.truncate(content.rfind(b"\n") + 1)
 
-    def append(self, event: dict[str, Any]) -> None:
+    def append(self, event: JsonRecord) -> None:
         """Write an event, and wait until the disk has it."""
         self._file.write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
         self._file.flush()

@@ -15,6 +15,7 @@ from phalanx.data.packing import Batch
 from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.parallel.data.ddp import POWERSGD_FROM_STEP
 from phalanx.parallel.strategy import StepReduction, Strategy
+from phalanx.runs.measured import write_measured
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import CollectiveSpan, StepRecord, downsample_memory
 from phalanx.spec.run import RunSpec
@@ -23,7 +24,6 @@ from phalanx.train.profiling.clock_sync import ClockOffset, measure_clock_offset
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 from phalanx.train.profiling.flop_counter import FlopCounter
 from phalanx.train.profiling.memory_meter import MemoryMeter
-from phalanx.train.profiling.memory_report import write_measured
 from phalanx.train.profiling.step_phases import executed_passes
 from phalanx.train.trainer import Trainer
 

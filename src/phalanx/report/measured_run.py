@@ -1,0 +1,92 @@
+"""Read a run directory as one measurement for the calibration."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.cost.exact.flops import training_flops_per_token
+from phalanx.plan.calibrate.measured_run import LEAST_STEPS, WARM_UP, MeasuredRun
+from phalanx.report.collective_times import collective_times
+from phalanx.report.run_data import read_run
+from phalanx.report.step_breakdown import step_times
+from phalanx.runs.create import RUN_FILE
+from phalanx.runs.jsonl import JsonRecord, parse_jsonl
+from phalanx.runs.measured import measured_file
+from phalanx.runs.metrics import METRICS_FILE
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+
+
+def read_measured_run(directory: Path) -> MeasuredRun:
+    """The steps of a run directory since it was last started.
+
+    Raises UserError for what is no run directory, or too few steps.
+    """
+    file = directory / METRICS_FILE
+    if not file.is_file():
+        raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", "give what phalanx train made")
+    records = []
+    for line, record in parse_jsonl(file.read_bytes()):
+        if record is None:
+            raise _not_json(file, line.decode(errors="replace"))
+        if "step_seconds" in record:
+            records.append(record)
+    ranks = records[-1].get("ranks") if records else None
+    if ranks is None:
+        raise UserError("run directory", str(directory), "does not say how many ranks it had", "run it anew")
+    last: list[JsonRecord] = []
+    for record in reversed(records):
+        if (record.get("ranks"), record.get("resumed_at_step")) != (ranks, records[-1].get("resumed_at_step")):
+            break
+        last.append(record)
+    measured = _measured_step(directory)
+    slow = measured.get("step")  # and those that were looked at closely
+    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != slow and "profiled" not in record]
+    if len(settled) < LEAST_STEPS:
+        problem = (
+            f"has {len(last)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, and "
+            f"{LEAST_STEPS} more are needed"
+        )
+        raise UserError("run directory", str(directory), problem, "raise training.steps")
+    run = load_run(directory / RUN_FILE, environment={})
+    run = run.model_copy(
+        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks // run.cluster.nodes})}
+    )
+    mfu, flops = settled[-1].get("mfu"), training_flops_per_token(run.model, run.training.seq_len)
+    peak = settled[-1]["tokens_per_second"] * flops / ranks / mfu if mfu else None
+    seconds = statistics.median(record["step_seconds"] for record in settled)
+    tensors = measured.get("peak_bytes", {}).get("total")
+    return MeasuredRun(directory.name, run, ranks, seconds, settled[-1]["peak_memory_bytes"], peak, tensors)
+
+
+def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
+    """A run with how long its ranks computed in a step and waited, as far as they noted it, and the collectives that
+    they looked at closely."""
+    recorded = read_run(directory)
+    device = next((record.device for record in recorded.ranks.values()), None)
+    measured, found = replace(measured, device=device, exchanges=collective_times(recorded)), step_times(recorded)
+    if found is None or not found.waits_are_known:
+        return measured
+    return replace(
+        measured,
+        computing_seconds=float(np.median(found.compute.max(1))),
+        waiting_seconds=float(np.median(found.communication.min(1))),
+    )
+
+
+def _measured_step(directory: Path) -> JsonRecord:
+    """Return what rank 0 measured (`--profile-memory`), in one step that took longer for it; {} if it did not."""
+    file = measured_file(directory, 0)
+    try:
+        return dict(json.loads(file.read_text())) if file.is_file() else {}
+    except (ValueError, TypeError):
+        raise _not_json(file, file.read_text()) from None
+
+
+def _not_json(file: Path, text: str) -> UserError:
+    return UserError("run directory", str(file), f"is not JSON: {text[:40]}", "fix it")

@@ -1,0 +1,60 @@
+"""Evaluation: the loss of a model on held-out text, over all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.data.loader import evaluation_batches
+from phalanx.data.packing import IGNORE_INDEX, Batch
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.train.learner import MicroBatch
+from phalanx.train.resumable import ResumableLearner
+
+
+@torch.no_grad()
+def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[MicroBatch]]) -> MetricsRecord:
+    """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
+    chose each expert between the evaluation before and `rotate_expert_counts`."""
+    spec, begun = learner.run.evaluation, time.perf_counter()
+    learner.strategy.drain_pending_updates()
+    sizes = torch.from_numpy(learner.corpus.tokenizer.token_bytes()).to(learner.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=learner.device)
+    batches = evaluation_batches(
+        learner.corpus.held_out,
+        learner.run.training.seq_len,
+        learner.batch.micro_batch_size,
+        learner.mesh.dp_rank,
+        learner.batch.dp_size,
+        spec.tokens,
+        learner.run.data.mask_documents,
+    )
+    learner.module.eval()
+    for held_out in batches if learner.strategy.runs_model else ():
+        for micro in micro_batches(held_out):
+            summed = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
+            known = micro.targets[(micro.targets != IGNORE_INDEX) & learner.strategy.has_loss]
+            sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
+    learner.module.train()
+    learner.strategy.reshard_parameters()
+    loss, tokens, size = (float(x) for x in _sum_over_ranks(learner, sums))
+    record: MetricsRecord = {
+        "step": learner.step,
+        "held_out_loss": loss / tokens,
+        "held_out_bits_per_byte": loss / math.log(2) / size,
+    }
+    if learner.moe_layers:
+        record["expert_tokens"] = learner.expert_loads[1].long().tolist()
+    return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
+
+
+def _sum_over_ranks(learner: ResumableLearner, values: Tensor) -> Tensor:
+    if learner.mesh.loss_group is not None:
+        with learner.strategy.comm_wait.measure():
+            dist.all_reduce(values, group=learner.mesh.loss_group)
+    return values
