@@ -46,7 +46,7 @@ from phalanx.testing.processes import rank_pids, wait_until
 from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
-from tests.train.faults import TOGETHER
+from tests.helpers.faulty_rank import TOGETHER
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "faults.md"
 NODES, PORT = ("first", "second"), 29_400

@@ -1,9 +1,24 @@
-"""Tests share two cores with the pool's ranks: this process computes with one thread, and no example has a deadline."""
+"""Tests share two cores with the pool's ranks: this process computes with one thread, and no example has a deadline.
+Fixtures import what takes long (numpy, torch) when a test asks for them."""
 
+from __future__ import annotations
+
+import json
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from phalanx.data.indexed_dataset import IndexedDataset
+    from tests.helpers.random_models import Build
+
+pytest.register_assert_rewrite("tests.helpers")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("shared machine", deadline=None)
@@ -28,3 +43,56 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"parity: {config.getoption('steps')} steps of each layout"
+
+
+@pytest.fixture(scope="session")
+def text() -> Path:
+    """A directory of Python files: that of the standard library's json."""
+    return Path(json.__file__).parent
+
+
+@pytest.fixture
+def write_tokens(tmp_path: Path) -> Callable[[Sequence[Sequence[int]]], IndexedDataset]:
+    """Documents of ids as a dataset."""
+    import numpy as np
+
+    from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
+
+    def write(documents: Sequence[Sequence[int]]) -> IndexedDataset:
+        with IndexedWriter(tmp_path / "tokens", np.dtype(np.uint16)) as writer:
+            for ids in documents:
+                writer.add(np.array(ids, np.int64))
+        return IndexedDataset(tmp_path / "tokens")
+
+    return write
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A directory of forty Python-like files, in two folders, and things that are not text."""
+    root = tmp_path / "corpus"
+    for number in range(40):
+        file = root / f"part{number % 2}" / f"file{number:02}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"def function_{number}(x):\n    return x + {number}\n" * (number % 7 + 1))
+    (root / "picture.png").write_bytes(b"\x89PNG\0\0\0")
+    (root / ".hidden").write_text("not read")
+    return root
+
+
+@pytest.fixture(scope="session")
+def build() -> Build:
+    """A small model with random parameters, from its spec or from what differs from random_models.SMALL."""
+    from tests.helpers import random_models
+
+    return random_models.build
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    """[2, 24] ids below the vocabulary of random_models.SMALL."""
+    import torch
+
+    from tests.helpers.random_models import SMALL
+
+    return torch.randint(0, SMALL["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from benchmarks.planner import head, held_rows, interval_lines, memory_lines, se
 from benchmarks.planner_choice import sweeps
 from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.plan.tables.predict import Prediction, predict_rows
-from tests.plan.test_table import ROW
+from tests.helpers.published_rows import ROW
 
 ANSWERS = {"step_time_s": "", "tflops_per_gpu": "", "mfu": "", "memory_gib": "", "notes": "", "source": ""}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity.trajectory import DENSE, described, trainer
 from torch import Tensor
 
 from phalanx.model.huggingface.export import export_hf
@@ -24,6 +23,7 @@ from phalanx.testing import rank_pool
 from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import initial_weights
+from tests.helpers.small_runs import DENSE, described, trainer
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 48}
 TOKENS = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
 """Random valid layouts, each held against one process like the rows of the table.
 
-PYTHONPATH=tests python -m parity.fuzz --count 50 --seed 1      # prints a line for each; exits with 1 if one differs
+python -m tests.parity.fuzz --count 50 --seed 1      # prints a line for each; exits with 1 if one differs
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from parity.trajectory import DENSE, GPT2, MOE, Table, described, proof
-from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.pipeline_split import check_layout
 from phalanx.schedule.registry import PUBLISHED
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
+from tests.helpers.small_runs import DENSE, GPT2, MOE, Table, described, proof
 
 STEPS = 5
 SEQUENCES = 8
@@ -119,7 +119,7 @@ def difference(text: Path, world_size: int, model: str, layers: int, changes: Ta
 
 def main() -> None:
     """Draw, run, say."""
-    parser = argparse.ArgumentParser("parity.fuzz")
+    parser = argparse.ArgumentParser("tests.parity.fuzz")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()

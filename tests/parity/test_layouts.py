@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from parity.fuzz import difference, layouts
-from parity.trajectory import DENSE, GPT2, MOE, described, proof
-from phalanx.cost.exact.layout_checks import check_pipeline
+from phalanx.cost.exact.pipeline_split import check_pipeline
 from phalanx.schedule.registry import load_schedule_csv
 from phalanx.schedule.schedule import to_csv
 from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
+from tests.helpers.small_runs import DENSE, GPT2, MOE, described, proof
+from tests.parity.fuzz import difference, layouts
 
 MODELS = {"dense": DENSE, "moe": MOE}
 MODELS |= {

@@ -26,10 +26,10 @@ from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Method
-from tests.cli.commands import known, shown
-from tests.report.runs import copied, two_ranks
-from tests.report.test_page import embedded
-from tests.swarm.local import learned, run_of
+from tests.helpers.cli_runner import known, shown
+from tests.helpers.local_swarm import learned, run_of
+from tests.helpers.report_page import embedded
+from tests.helpers.trained_runs import copied, two_ranks
 
 
 def written(file: Path, lines: list[dict[str, Any]]) -> None:

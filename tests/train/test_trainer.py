@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity.trajectory import MOE, described, steps, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import TCPStore
 
@@ -33,11 +31,8 @@ from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import DivergenceError, Trainer
-
-
-@pytest.fixture(scope="module")
-def text() -> Path:
-    return Path(json.__file__).parent
+from tests.helpers.small_runs import MOE, described, steps, trainer
+from tests.helpers.training_processes import wait_for_steps
 
 
 def poison(under_way: Trainer, at: set[int]) -> None:
@@ -273,14 +268,6 @@ def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, 
     assert f"there is no checkpoint yet; continue with: phalanx train {tmp_path / 'parity'} --resume" in said
     left = json.loads((tmp_path / "parity" / "failures" / "rank-00001.json").read_text())
     assert left["reason"].startswith("was killed by SIGKILL")
-
-
-def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:
-    deadline = time.monotonic() + 100
-    while not ((directory / "metrics.jsonl").exists() and len(read_metrics(directory)) > count):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def stop_of(run: Any, told: int) -> int | None:

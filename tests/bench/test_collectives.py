@@ -1,0 +1,159 @@
+"""What is exchanged: the sizes that a run sends, and whether what arrives is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.bench.collective_calls import COLLECTIVE_CALLS
+from phalanx.bench.collectives import (
+    BenchmarkCase,
+    Call,
+    CollectiveKind,
+    bandwidths,
+    benchmark_cases,
+    collective_kinds_of_run,
+    time_case,
+)
+from phalanx.cost.exact.traffic import traffic_by_group
+from phalanx.cost.formulas.collectives import Operation, Traffic
+from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.train.profiling.collective_recorder import CollectiveRecorder
+from tests.helpers.dry_run_cases import DENSE, LAYOUTS, row
+from tests.helpers.small_runs import described
+
+OPERATIONS: list[Operation] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+SHARES = {"all_reduce": 1.5, "all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75, "broadcast": 1, "send": 1}
+"""busbw / algbw among 4 ranks (nccl-tests, doc/PERFORMANCE.md)."""
+
+
+def case(operation: Operation, count: int = 3000) -> BenchmarkCase:
+    return BenchmarkCase(
+        CollectiveKind(operation, "data", "bf16"), dist.get_world_size() if dist.is_initialized() else 4, 2 * count, 1
+    )
+
+
+def described_in(folder: Path, changes: dict[str, Any]) -> RunSpec:
+    return described(Path(json.__file__).parent, folder, changes)
+
+
+# -- which -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
+def test_calls_and_sizes_add_up_to_what_is_sent(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Of one role; of several, at least what each of them sends."""
+    run = described_in(tmp_path, changes)
+    traffic = traffic_by_group(run, world_size)
+    for way, roles in collective_kinds_of_run(run, traffic).items():
+        n = 4  # whatever it is: what is sent for a size and the size that is sent for are each other's inverse
+        share = SHARES[way.operation]
+        cases = benchmark_cases(way, roles, n)
+        sent = sum(each.calls * each.size_bytes * share for each in cases)
+        most = max(sum(row.bytes for row in rows) for rows in roles)
+        rounding = sum(each.calls * 8 * n for each in cases)
+        assert sent >= most - rounding
+        assert len(roles) > 1 or sent <= most + rounding
+
+
+def test_sizes_are_means_of_a_rows_calls_rounded_to_equal_parts() -> None:
+    way = CollectiveKind("all_gather", "data", "bf16")
+    rows = [Traffic("all_gather", 3 * 750.0, "", calls=3), Traffic("all_gather", 750.0, "")]
+    assert benchmark_cases(way, [rows], 4) == [BenchmarkCase(way, 4, 1000, 4)]
+    assert benchmark_cases(way, [rows], 4, sweep=[510, 1000]) == [
+        BenchmarkCase(way, 4, 512, 0),
+        BenchmarkCase(way, 4, 1000, 4),
+    ]
+
+
+def test_gradients_are_summed_in_what_is_trained(tmp_path: Path) -> None:
+    def kinds(**layout: Any) -> dict[str, str]:
+        run = described_in(tmp_path, row(2, **layout, **{"training.precision": "bf16"})[1])
+        return {way.operation: way.precision for way in collective_kinds_of_run(run, traffic_by_group(run, 2))}
+
+    assert kinds() == {"all_reduce": "fp32"}
+    assert kinds(gradient_compression="bf16") == {"all_reduce": "bf16"}
+    assert kinds(data_parallel="zero1") == {"reduce_scatter": "bf16", "all_gather": "bf16"}
+    assert kinds(data_parallel="zero3") == {"reduce_scatter": "fp32", "all_gather": "bf16"}
+    assert kinds(tp=2)["all_gather"] == "bf16"
+
+
+def test_what_one_receives_another_sends(tmp_path: Path) -> None:
+    run = described_in(tmp_path, row(2, DENSE, data_parallel="parameter_server")[1])
+    assert {way.operation for way in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_busbw_is_algbw_times_nccl_tests_factor(operation: Operation) -> None:
+    assert bandwidths(BenchmarkCase(CollectiveKind(operation, "data", "fp32"), 4, 4000, 1), 2.0) == (
+        2000,
+        2000 * SHARES[operation],
+    )
+
+
+# -- whether it is right -----------------------------------------------------------------------------------------------
+
+
+def run_one(operation: Operation, call: Call) -> dict[str, int | None]:
+    assert dist.group.WORLD is not None
+    return dict(time_case(case(operation), call, dist.group.WORLD, torch.device("cpu"), 2).wrong)
+
+
+def right(operation: Operation) -> dict[str, int | None]:
+    return run_one(operation, COLLECTIVE_CALLS[operation])
+
+
+def nothing(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """A call that does not happen."""
+
+
+def shifted(operation: Operation) -> dict[str, int | None]:
+    """One number in the wrong place."""
+
+    def call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+        COLLECTIVE_CALLS[operation](out, sent, group)
+        if group.rank() == 0:
+            out[7] = out[7] + 1
+
+    return run_one(operation, call)
+
+
+def silent(operation: Operation) -> dict[str, int | None]:
+    return run_one(operation, nothing)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_numbers_arrive_as_they_should(operation: Operation, world_size: int) -> None:
+    unchecked = operation in ("all_to_all", "send")
+    for wrong in rank_pool(world_size).run(right, operation):
+        assert wrong == {"out_of_place": 0, "in_place": None if unchecked else 0}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_one_wrong_number_is_counted_and_a_call_that_did_nothing_noticed(operation: Operation) -> None:
+    assert [wrong["out_of_place"] for wrong in rank_pool(2).run(shifted, operation)] == [1, 0]
+    assert all(wrong["out_of_place"] for wrong in rank_pool(2).run(silent, operation))
+
+
+def recorded(operation: Operation) -> list[tuple[str, int]]:
+    assert dist.group.WORLD is not None
+    with CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
+        time_case(case(operation), COLLECTIVE_CALLS[operation], dist.group.WORLD, torch.device("cpu"), 2)
+    dist.barrier()
+    return [(call.operation, call.size_bytes) for call in recorder.calls]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_is_called_has_the_operation_and_the_size_of_the_case(operation: Operation) -> None:
+    """As training's own calls are recorded: warm-up, two iterations and the check, out of place and in place."""
+    for calls in rank_pool(2).run(recorded, operation):
+        assert [call for call in calls if call[0] == operation] == [(operation, 6000)] * 8

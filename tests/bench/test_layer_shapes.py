@@ -1,0 +1,85 @@
+"""The products and the attention that are measured are all that a rank's step computes, at its shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
+from phalanx.bench.matmul import _core_calls as core_calls
+from phalanx.bench.matmul import _product_calls as product_calls
+from phalanx.bench.matmul import benchmark_attention, benchmark_matmul
+from phalanx.cost.exact.flops import rank_flops
+from phalanx.spec.batch import plan_batch
+from phalanx.spec.run import RunSpec
+from phalanx.train.profiling.flop_counter import FlopCounter
+from tests.helpers.dry_run_cases import LAYOUTS, MOE, row
+from tests.helpers.small_runs import described
+
+CPU = torch.device("cpu")
+TEXT = Path(json.__file__).parent
+
+
+def layout_of(changes: dict[str, Any]) -> str:
+    return "-".join(f"{key}={value}" for key, value in changes.items() if key.startswith("layout."))
+
+
+@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_of(changes) for _, changes in LAYOUTS])
+def test_their_flops_are_those_of_a_rank(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
+    place that computes most."""
+    run = described(TEXT, tmp_path, changes | {"layout.activation_checkpointing": "none"})
+    forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
+    forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
+    measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps
+    most = max(rank_flops(run, world_size, rank) for rank in range(world_size))
+    assert measured == pytest.approx(most, rel=0.02) or (run.layout.pp > 1 and most <= measured < 1.4 * most)
+
+
+def test_shapes_are_those_of_a_share(tmp_path: Path) -> None:
+    run = described(TEXT, tmp_path, row(2, tp=2)[1])
+    found = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
+    tokens = run.layout.micro_batch_size * 128 if run.layout.micro_batch_size else 0
+    assert found["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
+    assert found["gate", "up"] == (MatmulShape(1, tokens, 192, 128), 8)
+    assert found["head",] == (MatmulShape(1, tokens, 500, 128), 1)
+    assert list(attention_shapes(run, 2)) == [AttentionShape(2, 2, 2, 128, 128, 32, causal=True, masked=False)]
+
+
+def test_experts_are_one_product_of_several(tmp_path: Path) -> None:
+    run = described(TEXT, tmp_path, row(2, MOE, ep=2)[1])
+    products = {names: product for product, (names, _) in matmul_shapes(run, 2).items()}
+    assert products["experts.gate", "experts.up"] == MatmulShape(4, 2 * 128 * 2 // 4, 96, 128)
+
+
+@pytest.mark.parametrize("product", [MatmulShape(1, 12, 8, 4), MatmulShape(3, 12, 8, 4)])
+def test_each_pass_multiplies_what_it_says(product: MatmulShape) -> None:
+    shapes = {"forward": (product.m, product.n), "inputs": (product.m, product.k), "weights": (product.n, product.k)}
+    for what, call in product_calls(product, torch.float32, CPU).items():
+        with FlopCounter() as meter:
+            out = call()
+        assert out.shape[-2:] == shapes[what]
+        assert meter.flops == product.flops
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_computes_what_it_says(masked: bool) -> None:
+    core = AttentionShape(2, 4, 2, 16, 16, 8, causal=True, masked=masked)
+    for times, call in zip((1, 2), core_calls(core, torch.float32, CPU).values(), strict=True):
+        with FlopCounter() as meter:
+            call()
+        assert meter.flops == times * core.flops
+
+
+def test_every_row_says_how_long_and_how_much(tmp_path: Path) -> None:
+    run: RunSpec = described(TEXT, tmp_path, {})
+    for rows, passes in (
+        (benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
+        (benchmark_attention(run, 1, CPU, 2), ("forward", "backward")),
+    ):
+        assert rows
+        assert all(each["flops"] > 0 and each[f"{what}_seconds"] > 0 for each in rows for what in passes)

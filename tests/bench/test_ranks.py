@@ -1,0 +1,103 @@
+"""What the ranks of a run measure: over the groups that the run's own plan has, in the sizes that it sends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.bench.collective_calls import process_group_for
+from phalanx.bench.collectives import collective_kinds_of_run
+from phalanx.bench.ranks import run_benchmarks
+from phalanx.cost.exact.traffic import traffic_by_group
+from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.communication_groups import group_ranks
+from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.verify.plan_comparison import communication_group as planned_group
+from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, MOE, row
+from tests.helpers.small_runs import described
+
+Groups = dict[tuple[str, str], tuple[int, ...]]
+
+
+def groups_of(run: RunSpec) -> Groups:
+    """Of every way, the ranks of this rank's group."""
+    world_size = dist.get_world_size()
+    mesh = build_mesh(run.layout, world_size, "cpu")
+    found = {}
+    for way in collective_kinds_of_run(run, traffic_by_group(run, world_size)):
+        group = process_group_for(run, mesh, way)
+        assert isinstance(group, dist.ProcessGroup)
+        found[way.operation, way.among] = tuple(sorted(dist.get_process_group_ranks(group)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        *[row(4, data_parallel=data) for data in ("ddp", "zero1", "zero3")],
+        row(4, MOE, data_parallel="hsdp", dp_shard=2),
+        row(4, MOE, data_parallel="hsdp", dp_shard=2, ep=2),
+        row(4, FEW_HEADS, tp=4, data_parallel="zero1"),
+        row(4, cp=2, cp_method="ring", data_parallel="zero1"),
+        row(4, MOE, ep=2),
+        row(4, MOE, ep=2, data_parallel="zero3"),
+        row(4, {**DENSE, "tie_embeddings": True}, pp=2, data_parallel="zero1", schedule="zb-h1"),
+        row(4, MOE, pp=2, ep=2, data_parallel="zero1"),
+        row(4, pp=2, tp=2, rank_order="pipeline"),
+    ],
+    ids=str,
+)
+def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    run = described(Path(json.__file__).parent, tmp_path, changes)
+    dims = parallel_dims(run.layout, world_size)
+    for rank, found in enumerate(rank_pool(world_size).run(groups_of, run)):
+        assert found
+        for (_, among), group in found.items():
+            assert group == group_ranks(run, dims, among, rank), (rank, among)  # type: ignore[arg-type]
+
+
+def test_a_broadcast_is_a_servers_with_its_workers(tmp_path: Path) -> None:
+    run = described(Path(json.__file__).parent, tmp_path, row(4, data_parallel="parameter_server", num_servers=2)[1])
+    (result, *_) = rank_pool(4).run(measured, run, ["collectives"], [])
+    by_operation = {way["operation"]: way for way in result["collectives"]}
+    assert by_operation["broadcast"]["groups"] == [(0, 2, 3)]
+    assert by_operation["send"]["groups"] == [(0, 1, 2, 3)]
+
+
+def measured(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str, Any]:
+    return run_benchmarks(run, torch.device("cpu"), parts, 2, sweep)
+
+
+def test_collectives_are_what_the_run_sends(tmp_path: Path) -> None:
+    """Two copies of two tensor-parallel ranks: both groups of a kind are measured beside each other."""
+    run = described(Path(json.__file__).parent, tmp_path, row(4, FEW_HEADS, tp=2)[1])
+    (found, *_) = rank_pool(4).run(measured, run, ["collectives"], [4096, 8192])
+    ways = {(way["operation"], way["among"]): way for way in found["collectives"]}
+    (rows,) = traffic_by_group(run, 4).values()
+    assert set(ways) == {(row.operation, row.group_kind) for row in rows}
+    gradients = ways["all_reduce", "data"]
+    assert gradients["groups"] == [(0, 2), (1, 3)]
+    sent = [each["size_bytes"] for each in gradients["sizes"] if each["calls"]]
+    assert sent == [round(row.bytes / row.calls) for row in rows if row.group_kind == "data"]
+    assert [row["size"] for row in gradients["nccl_tests"]["results"]] == sorted([4096, 8192, *sent])
+    assert [device["group"] for device in gradients["nccl_tests"]["config"]["devices"]] == [0, 1, 0, 1]
+    for way in ways.values():
+        assert way["nccl_tests"]["out_of_bounds"]["count"] == 0
+        sizes = [result["size"] for result in way["nccl_tests"]["results"]]
+        assert (way["fit"]["from_bytes"], way["fit"]["to_bytes"]) == (sizes[0], sizes[-1])
+        assert [residual["size_bytes"] for residual in way["fit"]["residuals"]] == sizes
+
+
+def test_the_parts_asked_for_and_no_others_are_measured(tmp_path: Path) -> None:
+    run = described(Path(json.__file__).parent, tmp_path, row(2)[1])
+    found, other = rank_pool(2).run(measured, run, ["attention"], [])
+    assert "attention" in found
+    assert not {"matmul", "bandwidth", "collectives"} & set(found)
+    assert found["attention"] == other["attention"]  # the slowest rank's times, wherever they are asked for

@@ -1,0 +1,146 @@
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.plan.advice.compare_rules import advise
+from phalanx.plan.advice.rules_of_thumb import RULES
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from tests.helpers import cli_runner
+
+shown = partial(cli_runner.shown, "advise", width=80)
+known = partial(cli_runner.known, "advise")
+H100 = ("--machine", "h100", "--nodes", "4")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('model.preset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n')
+    return path
+
+
+def test_rules_stand_beside_the_planners_best_by_kind(run):
+    text = shown(run, *H100)
+    lines = text.splitlines()
+    assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100: ")
+    best = cli_runner.known("plan", run, *H100, "--top", 1)["layouts"][0]
+    assert lines[1].startswith(f"the planner's best: {best['candidate']}: {best['step_seconds']:.3f} s")
+    titles = ["by size", "by bottleneck", "by schedule", "by placement"]
+    assert [line for line in lines if line in titles] == titles
+    assert "1B to 10B parameters -> data parallelism with ZeRO-2 [data_parallel zero2, tp 1, pp 1, cp 1, ep 1]" in text
+    assert "because the model has 8.03B parameters (pos2001/ml-training-architecture, decision guide)" in text
+    assert "recompute full: " in text
+    assert "ZeRO-3 in a pipeline" not in text, "that belongs to larger models"
+
+
+def test_json_has_every_rule_once_with_its_verdict(run):
+    facts = known(run, *H100)
+    assert (facts["model"], facts["devices"]) == ("llama3-8b", 32)
+    assert facts["parameters"] == 8_030_261_248
+    rules = [item["rule"] + item["kind"] for item in (*facts["advice"], *facts["silent"])]
+    assert sorted(rules) == sorted(rule.name + rule.kind for rule in RULES)
+    described = load_run(run, ["cluster.preset=h100", "cluster.nodes=4", "cluster.nproc_per_node=8"], environment={})
+    advised = advise(described, 32)
+    assert [item["verdict"] for item in facts["advice"]] == [advice.verdict for advice in advised.advice]
+    first = facts["advice"][0]
+    assert (first["verdict"], first["layout"]["layout"]["data_parallel"]) == ("costs", "zero2")
+    assert first["layout"]["step_seconds"] == pytest.approx((1 + first["slower"]) * facts["best"]["step_seconds"])
+    text = shown(run, *H100)
+    assert f"costs {first['slower']:.1%}" in text
+    agreeing = sum(item["verdict"] == "agrees" for item in facts["advice"])
+    assert f"{agreeing} of {len(facts['advice'])} rules that apply agree" in text
+
+
+def test_the_largest_models_rule_says_what_the_planner_leaves_out(run):
+    large = ("model.preset=gpt3-175b", "training.seq_len=2048", "training.tokens_per_step=131072")
+    text = shown(run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change)))
+    assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
+    assert "ZeRO-3 in a pipeline is not among the planner's layouts" in text
+
+
+def test_out_of_memory_shows_changes_steps_and_settings(run):
+    text = shown("oom", run, "--machine", "h100")
+    lines = text.splitlines()
+    assert re.fullmatch(
+        r"llama3-8b on 8 x h100: the fullest rank holds 208\.7 GiB of 7\d\.\d that it may: does not fit", lines[0]
+    )
+    order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
+    assert lines.index(order) < lines.index("one after the other, until it fits")
+    assert lines[lines.index(order) + 2].startswith("tensor parallelism")
+    assert "not smaller micro-batch: a micro-batch is one sequence" in text
+    assert "It fits with  --set layout.tp=4 --set layout.micro_batch_size=1" in text
+    assert "The planner's best of all layouts on these devices: " in text
+    assert "…" not in text
+    without_times = shown("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
+    assert "Of these enough: recompute blocks; ZeRO-2" in without_times
+    assert (
+        "--set layout.data_parallel=zero2 --set layout.micro_batch_size=1 --set layout.activation_checkpointing=full"
+        in without_times
+    )
+
+
+def test_its_settings_given_back_fit(run):
+    facts = known("oom", run, "--machine", "h100")
+    assert not facts["now"]["fits"]
+    assert facts["fits"]
+    needed = facts["needed"][-1]
+    settings = [word for setting in needed["settings"] for word in ("--set", setting)]
+    then = known("oom", run, "--machine", "h100", *settings)
+    assert then["now"] == needed["then"]
+    assert then["now"]["fits"]
+    assert (then["steps"], then["needed"]) == ([], [])
+    assert "The run fits already: nothing has to change." in shown("oom", run, "--machine", "h100", *settings)
+    cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
+    held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
+    assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
+
+
+def test_what_cannot_fit_is_said_to_not(run):
+    text = shown("oom", run, "--machine", "h100", "--set", "cluster.memory_bytes=2000000000")
+    assert "No order of these changes makes it fit." in text
+    assert "It fits with" not in text
+
+
+def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run.rename(tmp_path / "oom")
+    assert known("oom", *H100)["devices"] == 32
+    assert "now" in known("oom", "oom", *H100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["oom"], "needs a run file"),
+        (["over", "there.toml"], r"is not \[oom\] RUN.toml"),
+        (["none.toml"], "no such file"),
+        (["RUN", "--set", "cluster.nproc_per_node=8"], "is not known, and a plan needs it"),
+        (["oom", "RUN"], r"cluster\.memory_bytes: is not known"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is the planner's to choose"),
+        (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
+    ],
+)
+def test_mistakes_are_explained(run, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    words = [run if word == "RUN" else word for word in arguments]
+    with pytest.raises(UserError, match=said) as caught:
+        shown(*words)
+    assert caught.value.fix
+
+
+def test_help_has_both_uses():
+    text = cli_runner.shown("advise", "--help")
+    assert "advise [oom] RUN.toml [OPTIONS]" in text
+    assert "phalanx advise run.toml --machine h100 --nodes 4" in text
+    assert "phalanx advise oom run.toml --machine h100 --nproc 8" in text
+    assert "or a file that phalanx calibrate wrote" in re.sub(r"[\s│]+", " ", text)
+
+
+@pytest.mark.parametrize("words", [[], ["oom"]])
+def test_it_answers_without_torch(run, words):
+    assert "torch" not in cli_runner.imported("advise", *words, run, "--machine", "h100")

@@ -1,0 +1,98 @@
+"""`phalanx calibrate` on a run that was trained, and plans with what it wrote."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine
+from phalanx.train.create_run import create_run
+from phalanx.train.loggers import open_loggers
+from phalanx.train.progress import ProgressDisplay
+from tests.helpers import cli_runner
+from tests.helpers.cli_runner import known
+from tests.helpers.small_runs import described, trainer
+
+shown = partial(cli_runner.shown, width=200)
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory) -> Path:
+    changes = {"training.precision": "fp32", "training.steps": STEPS}
+    run = described(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
+    directory = create_run(run, 1, resume=False)
+    under_way = trainer(run)
+    under_way.train(open_loggers(directory, 0, None, run.name, {}), ProgressDisplay(0, STEPS, quiet=True))
+    return directory
+
+
+def test_the_next_plan_is_about_this_machine(run_directory, tmp_path):
+    out = tmp_path / "here.toml"
+    text = shown("calibrate", run_directory, "--out", out)
+    assert "by the others" in text
+    assert f"--machine {out}" in text
+    machine = load_machine(str(out))
+    assert (machine.device, machine.calibration.runs, machine.calibration.precision) == ("cpu", 1, "fp32")
+    table = shown("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
+    assert "measured by 1 runs on this machine" in table
+    found = known("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
+    assert found["measured"] == machine.calibration.identified_constants
+    # The same as the preset of a run file.
+    named = known("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2)
+    assert named["layouts"] == found["layouts"]
+
+
+def test_predicted_stands_beside_measured(run_directory, tmp_path):
+    found = known("calibrate", run_directory, "--out", tmp_path / "here.toml")
+    (row,) = found["runs"]
+    assert row["after_seconds"] == pytest.approx(row["step_seconds"], rel=0.1)
+    assert row["predicted_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.1)
+    assert found["machine"]["calibration"]["runs"] == 1
+
+
+def test_what_phalanx_measure_found_counts_too(run_directory, tmp_path):
+    file, out = tmp_path / "measured.json", tmp_path / "here.toml"
+    cli_runner.shown("measure", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
+    found = known("calibrate", run_directory, file, "--out", out)
+    assert [each["kind"] for each in found["operations"]] == ["matrix products", "attention", "memory"]
+    assert {each["of"] for each in found["operations"]} == {"measured.json"}
+    assert "measured.json" in out.read_text().partition("\n")[0]
+    text = shown("calibrate", run_directory, file, "--out", out)
+    assert "timed apart" in text
+
+
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_calibration_that_says_little_says_so(run_directory, tmp_path, monkeypatch, words):
+    said = "predicts too widely to choose by: add runs"
+    for least, wide in ((0.0, True), (100.0, False)):
+        monkeypatch.setattr("phalanx.cli.commands.calibrate.WIDE", least)
+        assert (said in cli_runner.noted("calibrate", run_directory, "--out", tmp_path / "here.toml", *words)) is wide
+
+
+def test_a_plan_says_that_nothing_was_measured(run_directory):
+    table = shown(
+        "plan", run_directory / "run.toml", "--machine", "h100", "--nproc", 2, "--set", "training.precision=bf16"
+    )
+    assert "no run on this machine was measured" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("calibrate", "nowhere"), r"nowhere.*metrics\.jsonl"),
+        (("calibrate", "{run}", "--machine", "h1000"), "h100"),
+        (("calibrate", "measured.json"), "RUN_DIR.*only runs tell"),
+        (("calibrate", "{run}", "{run}"), "is given twice"),
+        (("calibrate", "{run}", "nowhere.json"), "nowhere.json.*cannot be read"),
+        (("calibrate", "{run}", "--machine", "nowhere.toml"), "machine file = 'nowhere.toml': no such file"),
+        (("calibrate", "{run}", "--out", "nowhere/machine.toml"), "cannot be written"),
+    ],
+)
+def test_mistakes_are_for_people(run_directory, tmp_path, monkeypatch, arguments, problem):
+    monkeypatch.chdir(tmp_path)
+    words = [word.format(run=run_directory) for word in arguments]
+    with pytest.raises(UserError, match=problem):
+        shown(*words)

@@ -1,0 +1,131 @@
+"""`phalanx debug` on what ranks left behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.runs.events import BEGAN, ENDED, FAILED, QUARANTINED, ROLLED_BACK, append_event
+from phalanx.runs.hang_dumps import write_dump, write_failure
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import write_effective_layout
+from phalanx.spec.layout import Layout, ParallelDims
+from tests.helpers.cli_runner import known, shown
+from tests.helpers.hang_dumps import Op, run
+
+RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    sizes = ParallelDims(3, 1, 1, 1, 1)
+    program = [Op("all", "all_reduce", 4, 10), Op("all", "all_gather", 4, 20)]
+    dumps = run([program, program[1:], program], sizes)
+    assert dumps is not None
+    (tmp_path / "run.toml").write_text(RUN)
+    for told in dumps.values():
+        write_dump(tmp_path, told)
+    return tmp_path
+
+
+def test_it_names_the_rank_and_what_every_rank_did(directory: Path) -> None:
+    lines = shown("debug", directory).splitlines()
+    assert lines[0] == (
+        "in collective 1 of all ranks, rank 1 (dp=1) called all_gather of [4] Float at mine/model.py:20 (step), "
+        "where rank 0 (dp=0) and rank 2 (dp=2) called all_reduce of [4] Float at mine/model.py:10 (step)"
+    )
+    assert lines[1].startswith("what to do: every rank must call the same collectives in the same order")
+    assert lines[2] == "the last step that all ranks which told finished: 3"
+    assert [line[:17] for line in lines[4:]] == ["  rank 0 (dp=0): ", "> rank 1 (dp=1): ", "  rank 2 (dp=2): "]
+
+
+def test_json_is_the_same(directory: Path) -> None:
+    found = known("debug", directory)
+    assert (found["verdict"]["kind"], found["verdict"]["ranks"], found["step"]) == ("mismatch", [1], 3)
+    assert found["verdict"]["summary"] == shown("debug", directory).splitlines()[0]
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no run\.toml"):
+        shown("debug", tmp_path)
+
+
+def test_a_run_that_left_nothing_is_not_explained(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN)
+    assert "no rank left word" in shown("debug", tmp_path)
+
+
+def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> None:
+    """Ranks that were started again have taken their words away."""
+    (tmp_path / "run.toml").write_text(RUN)
+    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    verdict = ["why: rank 1 (dp=1) was stopped (SIGSTOP)", "details: phalanx debug runs/first"]
+    append_event(tmp_path, FAILED, rank=0, step=41, reason="RuntimeError: Timed out", verdict=verdict)
+    append_event(tmp_path, BEGAN, ranks=2, step=40)
+    held = acquire_run_lock(tmp_path)
+    assert held is not None
+    first, _, before, *_ = shown("debug", tmp_path).splitlines()
+    assert first == "the run is under way, and no rank has stood still for long since it began"
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank-00000.jsonl").write_text("")
+    assert re.search(r"; ranks last noted a step \d+ s ago\nwhat to do: wait: ", shown("debug", tmp_path))
+    told = ": rank 0 RuntimeError: Timed out, step 41; why: rank 1 (dp=1) was stopped (SIGSTOP)"
+    assert before.startswith("before: ")
+    assert before.endswith(told)
+    held.close()
+    assert shown("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
+    fault = tmp_path / "hangs" / "rank-00001.fault"
+    fault.parent.mkdir()
+    fault.write_text(
+        "Fatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call first):\n"
+        '  File "/x/train/worker.py", line 3 in work\n'
+    )
+    said = shown("debug", tmp_path)
+    assert said.startswith("rank 1 ended by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
+    fault.unlink()
+    append_event(tmp_path, QUARANTINED, checkpoint="step-00000040", problem="checksum is wrong")
+    assert ": step-00000040 was set aside, damaged: checksum is wrong" in shown("debug", tmp_path)
+    append_event(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
+    assert "before: " in shown("debug", tmp_path)
+    assert ": a spike; from step 47 to step 40" in shown("debug", tmp_path)
+    append_event(tmp_path, ENDED, step=49)
+    assert "left no word" not in shown("debug", tmp_path)
+    assert shown("debug", tmp_path).startswith(
+        "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
+    )
+    append_event(tmp_path, ENDED, step=50)
+    assert shown("debug", tmp_path).startswith("the run ended in order, after step 50")
+    reason = "DistStoreError: Timed out"
+    write_failure(tmp_path, {"rank": 1, "step": 50, "time": 1.0, "reason": reason, "code": 1, "traceback": "..."})
+    assert shown("debug", tmp_path).startswith("rank 1 failed: DistStoreError: Timed out")
+
+
+def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -> None:
+    """What broke it before is no word on what its ranks stand in now."""
+    append_event(directory, BEGAN, ranks=3, step=0)
+    append_event(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
+    assert "before: " not in shown("debug", directory)
+    append_event(directory, BEGAN, ranks=3, step=5)
+    said = shown("debug", directory)
+    assert "rank 1 (dp=1) called all_gather" in said
+    assert "before: " in said
+    assert ": rank 2 was killed by SIGKILL, step 7" in said
+
+
+def test_coordinates_are_those_of_the_last_start(directory: Path) -> None:
+    """Which may have had fewer ranks than the run was meant for, in another layout."""
+    (directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
+    write_effective_layout(directory, Layout(tp=3))
+    assert "rank 1 (tp=1) called all_gather" in shown("debug", directory)
+
+
+def test_coordinates_of_a_rank_that_failed_alone(tmp_path: Path) -> None:
+    """It says nothing of how many ranks there were."""
+    (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
+    write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
+    append_event(tmp_path, BEGAN, ranks=4, step=0)
+    assert shown("debug", tmp_path).startswith("rank 1 (pp=0, tp=1) failed by itself: ValueError: its own")

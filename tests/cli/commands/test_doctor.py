@@ -1,0 +1,197 @@
+"""`phalanx doctor`: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typer.testing import CliRunner
+
+from phalanx.cli.main import app
+from phalanx.doctor import rule_table
+from phalanx.doctor.machine import Machine
+from phalanx.spec.errors import UserError
+from phalanx.spec.topology.read import read_topology
+from tests.helpers import cli_runner, h100_snapshot
+
+shown = partial(cli_runner.shown, "doctor")
+known = partial(cli_runner.known, "doctor")
+ROOT = Path(__file__).parents[3]
+CPU = ROOT / "tests/doctor/cpu_snapshot"
+KEYS = {"id", "severity", "host", "device", "measured", "unit", "threshold", "source", "remedy", "command"}
+
+
+@pytest.fixture
+def h100(tmp_path: Path) -> Path:
+    h100_snapshot.write(tmp_path / "node1")
+    return tmp_path / "node1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """16 ranks of llama3-8b on two nodes like the record."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'output_dir = "{tmp_path}"\n[model]\npreset = "llama3-8b"\n'
+        "[training]\nseq_len = 4096\ntokens_per_step = 131072\n"
+        '[layout]\ndata_parallel = "zero3"\n[cluster]\npreset = "h100"\nnodes = 2\nnproc_per_node = 8\n'
+    )
+    return path
+
+
+@pytest.fixture
+def cpu_run(tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.toml"
+    path.write_text(
+        '[model]\npreset = "tiny"\nnum_layers = 2\n'
+        '[training]\nseq_len = 64\ntokens_per_step = 1024\nprecision = "fp32"\n'
+        '[cluster]\ndevice = "cpu"\n[layout]\ndata_parallel = "zero3"\n'
+    )
+    return path
+
+
+def test_a_machine_that_is_well(h100: Path, run: Path) -> None:
+    out = shown(run, "--sysroot", h100)
+    assert out.splitlines()[-1].startswith("node1: 0 failures, 0 warnings, ")
+    found = known(run, "--sysroot", h100)
+    assert found["exit_code"] == 0
+    assert all(set(each) == KEYS for each in found["findings"])
+    assert {each["host"] for each in found["findings"]} == {"node1"}
+
+
+def test_a_fault_comes_first_with_what_to_do(h100: Path) -> None:
+    (h100 / "sys/class/infiniband/mlx5_6/ports/1/rate").write_text("200 Gb/sec (4X HDR)\n")
+    (h100 / "sys/class/net/ens3np0/ecn/roce_np/cnp_802p_prio").write_text("3\n")
+    lines = shown("--sysroot", h100, exit_code=2).splitlines()
+    assert lines[0].split()[:2] == ["finding", "device"]
+    assert lines[1].startswith("FAIL  rdma.rate")
+    assert "mlx5_6" in lines[1]
+    assert any(line.startswith("WARN  roce.cnp") for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert "mlxlink -d mlx5_6" in text
+    assert lines[-1].startswith("node1: 1 failures, 1 warnings")
+
+
+def test_exit_codes(h100: Path, tmp_path: Path) -> None:
+    (h100 / "proc/sys/kernel/numa_balancing").write_text("1\n")
+    assert known("--sysroot", h100, exit_code=1)["exit_code"] == 1
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    assert {each["severity"] for each in known("--sysroot", nothing, exit_code=3)["findings"]} == {"SKIP"}
+
+
+def test_a_run_that_the_machine_is_too_small_for(run: Path, h100: Path) -> None:
+    """On two GPUs zero3 does not fit; and the run asks for GPUs where the captured machine has none."""
+    two = ("--nproc", 1, "--set", "cluster.nodes=2")
+    found = known(run, "--sysroot", h100, *two, exit_code=2)["findings"]
+    assert {each["id"] for each in found if each["severity"] == "FAIL"} == {"gpu.headroom"}
+    found = known(run, "--sysroot", CPU, exit_code=2)["findings"]
+    assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
+
+
+def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--nccl-log = .* is no file"):
+        shown("--nccl-log", tmp_path / "nolog")
+
+
+def test_a_layout_that_cannot_be_is_refused(run: Path, h100: Path) -> None:
+    with pytest.raises(UserError, match="does not divide"):
+        shown(run, "--sysroot", h100, "--set", "layout.tp=3")
+
+
+def test_nodes_are_gathered(run: Path, h100: Path, tmp_path: Path) -> None:
+    health = tmp_path / "health"
+    for host in ("node1", "node2", "node3"):
+        (h100 / "proc/sys/kernel/hostname").write_text(f"{host}\n")
+        if host == "node3":
+            (h100 / "sys/class/net/ens3np0/mtu").write_text("4200\n")
+        cli_runner.shown("doctor", "--sysroot", h100, "--leave", health, exit_code=2 if host == "node3" else 0)
+    said = shown(run, "--gather", health, exit_code=2)
+    assert "leave out: --exclude=node3" in said
+    assert (health / "failing_nodes.txt").read_text() == "node3\n"
+    found = json.loads((health / "findings.json").read_text())
+    wrong = [(each["id"], each["host"], each["device"]) for each in found if each["severity"] == "FAIL"]
+    assert wrong == [("nodes.drift_breaks", "node3", "RDMA MTU"), ("mtu.same", "node3", "ens3np0")]
+    page = (health / "findings.md").read_text()
+    assert "| FAIL | mtu.same | node3 | ens3np0 | 4200 bytes | 9000 |" in page
+    missing = known(run, "--gather", health, "--set", "cluster.nodes=4", exit_code=2)["findings"]
+    assert missing[0]["id"] == "nodes.missing"
+
+
+def test_the_topology_goes_to_placement(h100: Path, run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "node.txt"
+    said = cli_runner.noted("doctor", "--sysroot", h100, "--topology", file)
+    assert f"phalanx placement RUN.toml --topology {file}" in said
+    node = read_topology(file)
+    assert (len(node.gpus), node.nics[0], node.nvlinks[0]) == (8, "mlx5_0", 18)
+    facts = cli_runner.known("placement", run, "--ranks", 16, "--topology", file)
+    assert {nic["nic"] for nic in facts["nics"]} == {f"mlx5_{i}" for i in range(8)}
+    with pytest.raises(UserError, match="no NVIDIA GPU"):
+        shown("--sysroot", CPU, "--topology", file)
+
+
+def test_ranks_of_this_machine_check_what_a_run_sends(cpu_run: Path) -> None:
+    found = {each["id"]: each for each in known(cpu_run, "--collectives", "--nproc", 2)["findings"]}
+    assert found["between.wrong"]["severity"] == "OK"
+    assert found["counters.tcp"]["host"]
+    assert found["between.slow_node"]["measured"] == "one node"
+
+
+def test_a_rank_that_fails_is_a_finding(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the exit code of warnings, without a word for programs."""
+
+    def killed(_: int, words: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
+        return report({1: ProcessFailure(local_rank=1, pid=4711, exitcode=-9, error_file="")}, 0)
+
+    monkeypatch.setattr("phalanx.doctor.multi_node_benchmark.launch_ranks", killed)
+    options = ("--set", "cluster.nodes=1", "--set", "cluster.device=cpu", "--out", tmp_path / "out")
+    found = known(run, "--collectives", *options, exit_code=2)["findings"]
+    (failed,) = found
+    assert (failed["id"], failed["device"], failed["host"]) == ("between.failed", "rank 1", Machine().host)
+    assert "SIGKILL" in failed["measured"]
+    assert (tmp_path / "out/failing_nodes.txt").read_text() == f"{Machine().host}\n"
+
+
+def test_collectives_that_cannot_be_are_refused(cpu_run: Path) -> None:
+    for words, problem in (
+        (["--nproc", "1"], "leaves nobody"),
+        (["--nproc", "2", "--set", "cluster.nodes=2"], "torchrun"),
+        (["--nproc", "2", "--set", "layout.tp=7"], "layout.tp"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            CliRunner().invoke(app, ["doctor", str(cpu_run), "--collectives", *words], catch_exceptions=False)
+
+
+def test_ranks_alone_ask_for_no_gpu() -> None:
+    assert known("--sysroot", CPU, "--nproc", 2)["exit_code"] == 0
+
+
+def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
+    for words, problem in (
+        (["--collectives"], "needs a run file"),
+        (["--sysroot", CPU, "--gather", tmp_path], "do not go together"),
+        (["--sysroot", tmp_path / "nowhere"], "is no directory"),
+        (["--gather", tmp_path], "has no"),
+        ([tmp_path / "nothing.toml"], "nothing.toml"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            CliRunner().invoke(app, ["doctor", *map(str, words)], catch_exceptions=False)
+
+
+def test_it_needs_no_torch_here() -> None:
+    """A process of its own imports it, in its own time."""
+    assert "torch" not in cli_runner.imported("doctor", "--sysroot", CPU)
+
+
+def test_the_page_has_the_rules_of_the_code() -> None:
+    page = (ROOT / "docs/doctor.md").read_text()
+    assert page.endswith(rule_table.markdown_table().rstrip() + "\n"), "python -m phalanx.doctor.rule_table"
+    listed = [rule.id for each in rule_table.rule_sections().values() for rule in each]
+    assert len(listed) == len(set(listed))
+    assert all(
+        rule.source and rule.remedy and rule.command for each in rule_table.rule_sections().values() for rule in each
+    )

@@ -1,0 +1,157 @@
+"""`phalanx experts`: what it shows of a run, and that a run goes on with renumbered experts as it would have."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.runs.checkpoints import find_damage, latest_valid
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.train.checkpoint.state import load_full_tensors
+from phalanx.train.create_run import create_run
+from phalanx.train.loggers import open_loggers
+from phalanx.train.progress import ProgressDisplay
+from tests.helpers import cli_runner
+from tests.helpers.small_runs import MOE, described, steps, trainer
+
+shown = partial(cli_runner.shown, "experts")
+known = partial(cli_runner.known, "experts")
+HALF, ALL = 4, 8
+TEXT = Path(json.__file__).parent
+
+
+def of(out: Path, **changes: Any) -> RunSpec:
+    return described(TEXT, out, {"model": MOE, "training.steps": ALL, "evaluation.every": HALF, **changes})
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    """The directory of a run that was stopped in the middle, after an evaluation."""
+    return stopped(tmp_path, HALF)
+
+
+def stopped(out: Path, every: int) -> Path:
+    """The same, where it evaluates every so many steps."""
+    run = of(out, **{"evaluation.every": every})
+    create_run(run, 1, resume=False)
+    under_way = trainer(run)
+    logs = open_loggers(under_way.directory, 0, None, run.name, {})
+    under_way.stop_after_step = HALF
+    under_way.train(logs, ProgressDisplay(0, ALL, quiet=True))
+    for log in logs:
+        log.close()
+    return under_way.directory
+
+
+def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
+    """The second half, from the checkpoint, and what each expert had to do until its end."""
+    under_way = trainer(run)
+    assert under_way.resume()[0]
+    losses = steps(under_way, ALL)
+    under_way.rotate_expert_counts()
+    return losses, under_way.evaluate()["expert_tokens"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data_parallel": "zero3"}], ids=str)
+def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Path) -> None:
+    """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
+    whole, tokens = rest(of(half.parent))
+    counted = [record for record in read_metrics(half) if "expert_tokens" in record][-1]["expert_tokens"]
+    found = known(half, "--ep", 2, "--balance")
+    assert [row["tokens"] for row in found["layers"]] == counted
+    assert all(1 <= row["then"] <= row["busiest_rank"] for row in found["layers"])
+    again = known(half, "--ep", 2)
+    assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in found["layers"]]
+    given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
+    (half.parent / "order.json").write_text(json.dumps(given))
+    shown(half, "--ep", 2, "--order", half.parent / "order.json")
+    world_size = 4 if "layout.data_parallel" in changes else changes.get("layout.ep", 1)
+    run = of(half.parent, **changes)
+    for losses, then in rank_pool(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
+        assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
+        for layer, row in enumerate(found["layers"]):
+            assert then[layer] == [tokens[layer][row["order"][number]] for number in given[str(layer)]]
+
+
+@pytest.mark.parametrize(("every", "counted"), [(HALF, ALL - HALF), (ALL, ALL)])
+def test_tokens_are_counted_on_over_a_stop(every: int, counted: int, tmp_path: Path) -> None:
+    """Since the evaluation before, which may have been at the step of the stop."""
+    _, tokens = rest(of(stopped(tmp_path, every).parent))
+    assert [sum(layer) for layer in tokens] == [counted * 8 * 32 * MOE["moe"]["top_k"]] * 2
+
+
+def test_a_checkpoint_is_back_when_the_one_for_its_place_did_not_come(half: Path) -> None:
+    (checkpoint,) = half.glob("checkpoints/step-*")
+    checkpoint.rename(checkpoint.with_suffix(".before"))
+    assert latest_valid(half / "checkpoints") == (checkpoint, {})
+
+
+def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
+    (checkpoint,) = half.glob("checkpoints/step-*")
+    before = load_full_tensors(checkpoint)
+    order = half.parent / "order.json"
+    order.write_text(json.dumps({"1": [3, 1, 0, 2]}))
+    assert "step-00000004.before" in shown(half, "--ep", 4, "--order", order)
+    after, kept = load_full_tensors(checkpoint), load_full_tensors(checkpoint.with_suffix(".before"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(torch.equal(before[name], kept[name]) for name in before)
+    assert moved == {name for name in before if "blocks.1.mlp.experts" in name or "blocks.1.mlp.router" in name} - {
+        name for name in before if "step" in name
+    }
+    assert all(torch.equal(before[name][[3, 1, 0, 2]], after[name]) for name in moved)
+    assert find_damage(checkpoint) is None
+
+
+def test_a_table_for_people(half: Path) -> None:
+    text = shown(half, "--ep", 2)
+    assert "busiest rank" in text
+    assert "balanced" in text
+    assert len([line for line in text.splitlines() if "|" in line]) == 2
+    assert not list(half.glob("checkpoints/*.before"))
+
+
+BAD: list[tuple[list[str], str | None, str]] = [
+    (["--ep", "3"], None, r"--ep = 3: does not divide model.moe.num_experts \(4\)"),
+    (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
+    (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
+    (["--ep", "2", "--order", "ORDER"], "[1, 2]", "is not a JSON object"),
+    (["--ep", "2", "--order", "ORDER"], '{"7": [0, 1, 2, 3]}', "7 is no layer with experts"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": "3102"}', "does not name each expert once"),
+    (["--ep", "2", "--order", "ORDER"], '{"1": [1.9, 0.2, 2, 3]}', "does not name each expert once"),
+    (
+        ["--ep", "2", "--order", "ORDER"],
+        '{"1": [0, 0, 2, 3]}',
+        "the order of layer 1, .* does not name each expert once",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text", "problem"), BAD)
+def test_errors_before_anything_is_written(half: Path, arguments: list[str], text: str | None, problem: str) -> None:
+    order = half.parent / "order.json"
+    if text is not None:
+        order.write_text(text)
+    with pytest.raises(UserError, match=problem):
+        shown(half, *(order if word == "ORDER" else word for word in arguments))
+    assert not list(half.glob("checkpoints/*.before"))
+
+
+def test_runs_that_cannot_be_shown(half: Path, tmp_path: Path) -> None:
+    (checkpoint,) = half.glob("checkpoints/step-*")
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="has no intact checkpoint"):
+        shown(half, "--ep", 2)
+    dense = described(TEXT, tmp_path / "dense", {})
+    create_run(dense, 1, resume=False)
+    with pytest.raises(UserError, match="is of a model without experts"):
+        shown(tmp_path / "dense" / dense.name, "--ep", 2)
+    with pytest.raises(UserError, match=r"run\.toml"):
+        shown(tmp_path / "nothing", "--ep", 2)

@@ -1,0 +1,89 @@
+"""`phalanx generate` and `phalanx export`, on a run that was trained and saved."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.cli.commands.generate import pieces
+from phalanx.data.tokenizer import byte_tokenizer
+from phalanx.model.sampling import generate
+from phalanx.spec.errors import UserError
+from phalanx.train.create_run import create_run
+from phalanx.train.progress import ProgressDisplay
+from tests.helpers.cli_runner import shown
+from tests.helpers.small_runs import described, trainer
+
+SHORT = {"training.precision": "fp32", "training.steps": 12}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trainer that has done its steps, with the directory it left."""
+    run = described(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), SHORT)
+    create_run(run, 1, resume=False)
+    under_way = trainer(run)
+    under_way.train([], ProgressDisplay(0, run.training.steps, quiet=True))
+    under_way.module.eval()
+    return under_way
+
+
+@pytest.fixture
+def run_directory(trained):
+    return trained.directory
+
+
+def test_generate_continues_the_prompt(run_directory):
+    text = shown("generate", run_directory, "--prompt", "def ", "--tokens", 20)
+    assert text.startswith("def ")
+    assert text == shown("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 0)
+    assert text != shown("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 1)
+    assert shown("generate", run_directory, "--tokens", 20, "--temperature", 0).endswith("\n")
+
+
+def test_generate_speaks_with_the_trained_weights(trained):
+    tokens = torch.tensor(list(b"def "))
+    with torch.no_grad():
+        expected = generate(trained.module, tokens, 30, temperature=0, context=trained.run.training.seq_len)
+    assert 256 not in expected  # the end of the text
+    text = shown("generate", trained.directory, "--prompt", "def ", "--tokens", 30, "--temperature", 0)
+    assert text == byte_tokenizer().decode(expected.tolist()) + "\n"
+
+
+def test_a_character_waits_for_its_last_byte():
+    euro = list("€".encode())
+    assert list(pieces(byte_tokenizer(), [65], [66, *euro, 67])) == ["B", "€", "C"]
+
+
+def test_export_gives_transformers_the_trained_weights(trained, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert "parameters in fp32" in shown("export", trained.directory, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out").encode("import json")])
+    assert ids.tolist() == [list(b"import json")]
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        torch.testing.assert_close(logits, trained.module(ids)[0], rtol=0, atol=2e-5)
+    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # it has learned
+
+
+def test_export_writes_what_hugging_face_reads(run_directory, tmp_path):
+    text = shown("export", run_directory, "--to", "hf", tmp_path / "out", "--dtype", "bf16")
+    assert "parameters in bf16" in text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"], config["torch_dtype"]) == ("qwen3", 256, "bfloat16")
+    with pytest.raises(UserError, match="not empty"):
+        shown("export", run_directory, "--to", "hf", tmp_path / "out")
+    with pytest.raises(UserError, match="not a known format"):
+        shown("export", run_directory, "--to", "gguf", tmp_path / "other")
+
+
+def test_a_directory_without_a_checkpoint_is_named(tmp_path):
+    for command in (["generate", tmp_path], ["export", tmp_path, tmp_path / "out"]):
+        with pytest.raises(UserError) as caught:
+            shown(*command)
+        assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path))
+        assert caught.value.fix

@@ -1,0 +1,81 @@
+import json
+import re
+from functools import partial
+
+import pytest
+
+from phalanx.cli.commands.info import format_si
+from phalanx.spec.errors import UserError
+from tests.helpers import cli_runner
+
+shown = partial(cli_runner.shown, "info")
+known = partial(cli_runner.known, "info")
+
+
+def test_it_shows_parameters_flops_and_bytes():
+    text = shown("llama3-8b")
+    for part in ("8,030,261,248", "32 layers", "FLOPs per token at 8,192", "51.5 G", "57.9 G", "128 GB"):
+        assert part in text
+    assert "experts" not in text
+
+
+def test_json_has_every_number():
+    facts = known("mixtral-8x7b", "--sequence", 4096)
+    assert facts["parameters"]["total"] == 46_702_792_704
+    assert facts["sequence"] == 4096
+    flops = facts["flops_per_token"]
+    assert flops["training_causal"] < flops["training_full"] == pytest.approx(3 * flops["forward_full"])
+    assert facts["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
+
+
+def test_list():
+    text = shown("--list")
+    assert "12.9 B" in text
+    assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
+    assert re.search(r"l4 +121 +24 +300 +1 +1.562 +72\n", text)
+    assert max(map(len, text.splitlines())) <= 80
+    listed = known("--list")
+    assert listed["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
+    assert listed["machines"]["a100"]["link_bytes_per_second"] == 300e9
+    assert "watts" not in listed["machines"]["tpuv5e"]
+
+
+def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text('name = "x"\n[training]\nsteps = 100\n')
+    assert "2,115,264" in shown(str(run))
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "124,439,808" in shown(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "MODEL: is missing"),
+        (["llama3-8"], "did you mean 'llama3-8b'"),
+        (["gpt2-124m", "--sequence", "2048"], "--sequence = 2048: is longer than the model's learned positions"),
+    ],
+)
+def test_mistakes_are_explained(arguments, message):
+    with pytest.raises(UserError, match=message):
+        shown(*arguments)
+
+
+def test_it_answers_without_torch():
+    assert "torch" not in cli_runner.imported("info", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (8_030_261_248, "8.03 G"), (9_996, "10.0 k"), (99_960_000, "100 M")],
+)
+def test_short(number, text):
+    assert format_si(number) == text

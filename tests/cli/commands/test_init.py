@@ -1,0 +1,91 @@
+import re
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.files.template import WIDTH, run_file_template
+from phalanx.spec.swarm import OuterOptimizerSpec, SwarmSpec
+from tests.helpers import cli_runner
+
+init = partial(cli_runner.shown, "init")
+DEFAULTS = run_from_table({"model": {"preset": "tiny"}})
+
+
+def test_the_file_loads_and_equals_the_defaults(tmp_path):
+    init(str(tmp_path / "run.toml"))
+    assert load_run(tmp_path / "run.toml", environment={}) == DEFAULTS
+    assert run_from_table({}).model.preset == DEFAULTS.model.preset
+
+
+def test_nothing_is_overwritten_unless_told(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        init(str(path))
+    assert path.read_text() == "mine"
+    init(str(path), "--force")
+    assert load_run(path, environment={}) == DEFAULTS
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        init(str(tmp_path / "nowhere" / "run.toml"))
+
+
+def test_the_first_line_names_a_schema_that_is_there(tmp_path):
+    init(str(tmp_path / "a.toml"))
+    named = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
+    schema = Path(named[1]).read_text()
+    init(str(tmp_path / "b.toml"), "--schema")
+    assert (tmp_path / "b.toml").read_text().startswith("#:schema ./run.schema.json\n")
+    assert (tmp_path / "run.schema.json").read_text() == schema
+
+
+def test_every_commented_key_is_right():
+    """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
+    examples = {
+        "from_hf",
+        "dp_shard",
+        "micro_batch_size",
+        "preset",
+        "nproc_per_node",
+        "peak_flops",
+        "memory_bytes",
+        "wandb",
+    }
+    examples |= {
+        "offload_directory",
+        "schedule_file",
+        "first_bucket_mb",
+        "base_dp_size",
+        "max_staleness",
+        "loss_spike_ratio",
+    }
+    examples |= {"hbm_bytes_per_second", "fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
+    examples |= {"watts_per_device", "price_per_device_hour", "matmul_flops", "matmul_flops_8bit", "num_sms"}
+    examples |= {"cores", "price_per_kwh", "storage_bytes_per_second", "failures_per_device_hour"}
+    examples |= {"host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"}
+    text = run_file_template("run.toml", "schema")
+    lines = text.splitlines()
+    begin = lines.index("# [model.moe]")
+    moe = slice(begin, lines.index("", begin))
+    swarm = lines.index("# [swarm]")  # and what stands below, which are tables of it
+    for number, line in enumerate(lines[:swarm]):
+        key = re.match(r"# (\w+) = ", line)
+        if key and key[1] not in examples and not moe.start <= number < moe.stop:
+            table = tomllib.loads("\n".join([*lines[:number], line.removeprefix("# "), *lines[number + 1 :]]))
+            assert run_from_table(table) == DEFAULTS, line
+    lines[moe] = [line.removeprefix("# ") for line in lines[moe]]
+    assert run_from_table(tomllib.loads("\n".join(lines))).model.moe.num_experts == 8
+    below = [line.removeprefix("# ") for line in lines[swarm:] if re.match(r"# (\[swarm|(?!codec|mixing)\w+ = )", line)]
+    lines[moe] = [line.replace("bias_update_rate = ", "# ") for line in lines[moe]]
+    with_swarm = run_from_table(tomllib.loads("\n".join([*lines[:swarm], *below]))).swarm
+    assert with_swarm == SwarmSpec(outer=OuterOptimizerSpec())
+
+
+def test_its_lines_fit_a_page():
+    assert max(len(line) for line in run_file_template("run.toml", "schema").splitlines()) <= WIDTH

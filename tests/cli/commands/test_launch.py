@@ -1,0 +1,408 @@
+"""What `phalanx launch` writes: for Slurm as text (test_slurm.py runs it), for Kubernetes by its client's models."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes.client
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.launch.jobs.job import parse_nodes
+from phalanx.launch.jobs.slurm import seconds
+from phalanx.spec.errors import UserError
+from tests.helpers import h100_snapshot
+from tests.helpers.cli_runner import shown
+
+ROOT = Path(__file__).parents[3]
+RUN = """
+name = "first"
+[model]
+preset = "tiny"
+[training]
+tokens_per_step = 4096
+seq_len = 64
+[layout]
+pp = 2
+"""
+IMAGE = ("--image", "registry.example/phalanx:1", "--volume", "shared")
+CPU = ("--set", "cluster.device=cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+def written(file: Path, to: str, *options: str) -> str:
+    """What it writes, of nodes of 8 ranks."""
+    return shown("launch", file, "--to", to, "--nproc", 8, *options)
+
+
+def settings(script: str) -> dict[str, str]:
+    """What a batch script asks Slurm for."""
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def variables(script: str, **given: str) -> dict[str, str]:
+    """What a batch script exports, where the user has set these."""
+    lines = [line for line in script.splitlines() if line[:7] == "export "]
+    cores = {"PATH": os.environ["PATH"], "cores": "96", "nproc": "8"}
+    shell = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, "env -0"])], env=cores | given, capture_output=True, text=True
+    )
+    return dict(line.split("=", 1) for line in shell.stdout.split("\0")[:-1])
+
+
+FAKES = {
+    "phalanx": "exit 0",
+    "scontrol": "[ $1 = requeue ] && echo again || printf '%s\\n' n1 n2",
+    "srun": """
+        echo "$*" >> srun.log
+        case "$*" in
+            *doctor*) printf '%s\\n' n1 n2 ;;
+            *) mkdir -p $SAVES; printf '%s\\n' $CODES ;;
+        esac""",
+}
+"""Of a cluster whose two nodes are well, and whose training ends with CODES, and SAVES directories."""
+
+
+def acted(script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)") -> tuple[int, str]:
+    """The exit code and the words of a batch script there."""
+    for name, body in FAKES.items():
+        (directory / name).write_text(f"#!/bin/bash\n{body}\n")
+        (directory / name).chmod(0o755)
+    given = {"CODES": codes, "SAVES": saves, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    given |= {"SLURM_JOB_CPUS_PER_NODE": cpus, "SLURM_CPUS_ON_NODE": "16", "PATH": f"{directory}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-c", script], cwd=directory, env=given, capture_output=True, text=True, timeout=20)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_example_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    example = Path("examples/slurm.sbatch").read_text()
+    command = example.splitlines()[1].removeprefix("# Written by: phalanx ")
+    assert shown(*shlex.split(command)) == example
+
+
+def test_slurm_is_asked_for_what_the_run_needs(file: Path) -> None:
+    asked = settings(
+        written(file, "slurm", "--nodes", "3:4", "--time", "1-00", "--partition", "gpu", "--account", "lab")
+    )
+    expected = {"job-name": "first", "nodes": "3-4", "gpus-per-node": "8", "exclusive": "", "mem": "0", "time": "1-00"}
+    expected |= {"partition": "gpu", "account": "lab", "signal": "TERM@660", "requeue": "", "open-mode": "append"}
+    assert asked == expected | {"output": "%x-%j.log", "no-kill": ""}
+    shared = settings(written(file, "slurm", "--cpus", "16", "--memory", "64"))
+    assert (shared["nodes"], shared["cpus-per-task"], shared["mem"]) == ("1", "16", "64G")
+    assert "exclusive" not in shared
+
+
+def test_slurm_starts_the_same_command_on_every_node(file: Path) -> None:
+    several = written(file, "slurm", "--nodes", "2:4")
+    assert '"$run" "${together[@]}" --nproc 8 --resume' in several
+    assert '--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:' in several
+    one = written(file, "slurm")
+    assert '"$run" --nproc 8 --resume)' in one
+    assert "--rendezvous" not in one
+    assert '"$run" --nodes 1 --nproc 8 --resume --set cluster.nodes=4)' in written(
+        file, "slurm", "--nodes", "1", "--set", "cluster.nodes=4"
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("--nodes", "2:4"), ("--no-check",), ("--set", "data.text_key='it''s $(x)'")])
+def test_bash_reads_the_script(file: Path, options: tuple[str, ...]) -> None:
+    script = written(file, "slurm", *options)
+    assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
+
+
+def test_what_users_write_stays_a_word(file: Path) -> None:
+    """What follows the run file in the commands, read by bash as Slurm's tasks would."""
+    override = "data.text_key='it is $(id) `id` \"'"
+    script = written(file, "slurm", "--set", override)
+    for words, expected in zip(
+        re.findall(r' "\$run" (.*?)(?: --print-config .*| \| sort -V\)|\))$', script, re.MULTILINE),
+        (["--nproc", "8"], ["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
+        strict=True,
+    ):
+        read = subprocess.run(["bash", "-c", f"printf '%s\\0' {words}"], text=True, capture_output=True, timeout=20)
+        assert read.stdout.split("\0")[:-1] == [*expected, "--set", override]
+
+
+def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:
+    assert variables(written(file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"] == "runs/first/flight-recorder-rank-"
+    assert [name for name in variables(written(file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name] == []
+
+
+def test_what_the_user_has_set_stays(file: Path) -> None:
+    script = written(file, "slurm", "--set", "output_dir='a b/$x'")
+    found = variables(script)
+    assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
+    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
+    given = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/a b"}
+    assert variables(script, **given).items() >= given.items()
+
+
+@pytest.mark.parametrize(
+    ("codes", "saves", "expected"),
+    [
+        ("0 1", "", (0, "")),
+        ("2 2", "", (2, "")),
+        ("1 2", "", (2, "")),
+        ("1", "", (1, "")),
+        ("", "", (1, "")),
+        ("75 75", "runs/first/checkpoints/step-00000009", (0, "again\n")),
+        ("75 2", "runs/first/checkpoints/step-00000009", (0, "again\n")),
+        ("75 75", "runs/first/checkpoints/step-00000009.tmp", (1, "saved anything new")),
+        ("75", "runs/first/checkpoints/step-00000007", (1, "saved anything new")),
+    ],
+)
+def test_slurm_goes_on_with_what_was_stopped_and_has_got_on(
+    file: Path, codes: str, saves: str, expected: tuple[int, str]
+) -> None:
+    """After a start from step 7."""
+    (file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    code, said = acted(written(file, "slurm", "--nodes", "1:2"), file.parent, codes, saves or ".")
+    assert code == expected[0]
+    assert expected[1] in said if expected[1] else said == ""
+
+
+@pytest.mark.parametrize(("cpus", "least"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
+def test_nodes_of_other_sizes_are_given_what_the_smallest_has(file: Path, cpus: str, least: int) -> None:
+    code, _ = acted(written(file, "slurm", "--nodes", "2"), file.parent, cpus=cpus)
+    check, train = (file.parent / "srun.log").read_text().splitlines()
+    assert code == 0
+    assert f"--cpus-per-task={least} " in check
+    assert f"--cpus-per-task={least} " in train
+    assert " --time=5 " in check
+    assert "--time" not in train
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 5400), ("12:30", 750), ("24:00:00", 86_400), ("2-0", 172_800), ("1-02:03", 93_780), ("1-02:03:04", 93_784)],
+)
+def test_time_limits_are_slurms(text: str, expected: int) -> None:
+    assert seconds(text) == expected
+
+
+@given(st.integers(1, 99), st.integers(0, 99))
+def test_nodes_are_a_number_or_a_range(least: int, more: int) -> None:
+    assert parse_nodes(str(least)) == (least, least)
+    assert parse_nodes(f"{least}:{least + more}") == (least, least + more)
+    for text in (f"{least + more + 1}:{least}", f"{least}:", "0", f"{least}-{least + more}", ""):
+        with pytest.raises(UserError, match="no number of nodes"):
+            parse_nodes(text)
+
+
+def objects(text: str) -> dict[str, Any]:
+    """Those of a file by kind, each as the client's model; a field that the models do not know would be lost."""
+    api, found = kubernetes.client.ApiClient(), {}
+    for table in yaml.safe_load_all(text):
+        kind = table["kind"]
+        found[kind] = api.deserialize(json.dumps(table), f"V1{kind}", "application/json")
+        assert api.sanitize_for_serialization(found[kind]) == table
+    return found
+
+
+def test_the_models_notice_what_is_unknown_or_missing(file: Path) -> None:
+    text = written(file, "kubernetes", *IMAGE)
+    with pytest.raises(AssertionError):
+        objects(text.replace("  completions: 1", "  completion: 1"))
+    with pytest.raises(ValueError, match="template"):
+        objects(text[: text.index("  template:")])
+    with pytest.raises(ValueError, match=r"nvidia\.com/gpu"):
+        objects(text.replace('"nvidia.com/gpu": "8"', '"nvidia.com/gpu": 8'))
+
+
+def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
+    found = objects(written(file, "kubernetes", "--nodes", "2:4", "--cpus", "32", "--memory", "256", *IMAGE))
+    job, service = found["Job"].spec, found["Service"].spec
+    pod = job.template.spec
+    [train], [check] = pod.containers, pod.init_containers
+    assert (job.completion_mode, job.completions, job.parallelism) == ("Indexed", 4, 4)
+    assert job.success_policy.rules[0].succeeded_indexes == "0"
+    first = f"{found['Job'].metadata.name}-0.{pod.subdomain}"
+    assert train.command == [
+        "phalanx",
+        "train",
+        "/etc/phalanx/run.toml",
+        "--nodes",
+        "2:4",
+        "--rendezvous",
+        f"{first}:29500",
+        "--nproc",
+        "8",
+        "--resume",
+    ]
+    assert pod.subdomain == found["Service"].metadata.name
+    assert (service.cluster_ip, service.publish_not_ready_addresses) == ("None", True)
+    assert service.selector == {"batch.kubernetes.io/job-name": found["Job"].metadata.name}
+    for container in (train, check):
+        assert container.resources.limits == {"nvidia.com/gpu": "8", "cpu": "32", "memory": "256Gi"}
+        assert {env.name: env.value for env in container.env}["OMP_NUM_THREADS"] == "4"
+    assert pod.termination_grace_period_seconds == 660
+    volumes = {volume.name: volume for volume in pod.volumes}
+    assert volumes["shared-memory"].empty_dir.medium == "Memory"
+    assert volumes["work"].persistent_volume_claim.claim_name == "shared"
+    assert {mount.name: mount.mount_path for mount in train.volume_mounts}["shared-memory"] == "/dev/shm"
+
+
+def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
+    job = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
+    *by_code, gone = job.pod_failure_policy.rules
+    [train], [check] = job.template.spec.containers, job.template.spec.init_containers
+    codes = [(rule.action, rule.on_exit_codes.container_name, rule.on_exit_codes.values) for rule in by_code]
+    assert codes == [("FailJob", train.name, [2]), ("FailJob", check.name, [2]), ("Ignore", train.name, [75])]
+    assert (gone.action, gone.on_pod_conditions[0].type) == ("Ignore", "DisruptionTarget")
+    assert job.template.spec.restart_policy == "Never"
+    assert job.success_policy is None
+
+
+def test_the_run_file_comes_along_whole(file: Path) -> None:
+    file.write_text(RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n\t\n  [evaluation]\n")
+    with pytest.raises(UserError, match="begin with a letter"):
+        written(file, "kubernetes", *IMAGE)
+    found = objects(written(file, "kubernetes", "--set", "name=on", *IMAGE))
+    assert found["ConfigMap"].data == {"run.toml": file.read_text().strip() + "\n"}
+    assert found["Job"].metadata.name == "on"
+
+
+def test_the_check_counts_on_all_nodes(file: Path, tmp_path: Path) -> None:
+    """Of a run that eight ranks could not have, on a node that is well."""
+    file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
+    h100_snapshot.write(tmp_path / "node")
+    [check] = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec.template.spec.init_containers
+    assert check.args[0] == "/etc/phalanx/run.toml"
+    assert "0 failures" in shown("doctor", file, *check.args[1:], "--quick", "--sysroot", tmp_path / "node")
+    for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
+        assert f" {shlex.join(check.args[1:])}" in written(file, to, "--nodes", "2", *options)
+
+
+def expanded(word: str) -> str:
+    """What a container is given for it, where only NODE_NAME is set (k8s.io/kubernetes, expansion.go)."""
+    return re.sub(r"\$(?:(\$)|\((\w+)\))", lambda found: found[1] or {"NODE_NAME": "n7"}.get(found[2], found[0]), word)
+
+
+def test_kubernetes_leaves_words_and_values_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_DATA__TRAIN", "['$(NODE_NAME)',\n'$$']")
+    override = "data.held_out=['$(NODE_NAME)',\r\n'$$']"
+    pod = objects(written(file, "kubernetes", "--set", override, *IMAGE))["Job"].spec.template.spec
+    [train], [check] = pod.containers, pod.init_containers
+    assert [expanded(word) for word in train.command[-2:]] == ["--set", override]
+    assert [expanded(word) for word in check.args[-2:]] == ["--set", override]
+    assert [expanded(env.value) for env in train.env if env.name == "PHALANX_DATA__TRAIN"] == [
+        "['$(NODE_NAME)',\n'$$']"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), None),
+        (("--nodes", "2"), "86400"),
+        (("--nodes", "2", "--set", "recovery.rendezvous_timeout_seconds=60"), None),
+    ],
+)
+def test_pods_wait_for_others_that_have_no_room_yet(file: Path, options: tuple[str, ...], expected: str | None) -> None:
+    [train] = objects(written(file, "kubernetes", *IMAGE, *options))["Job"].spec.template.spec.containers
+    assert {env.name: env.value for env in train.env}.get("PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS") == expected
+
+
+def test_a_check_that_fails_names_the_node(file: Path) -> None:
+    """The shell of the init container, with a doctor that ends as each of its exit codes says."""
+    job = objects(written(file, "kubernetes", *IMAGE))["Job"].spec
+    [check] = job.template.spec.init_containers
+    assert check.command[:2] == ["sh", "-c"]
+    for run_code, code, expected in ((0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 0), (2, 2, 2), (1, 2, 1)):
+        script = f"phalanx() {{ [ $1 = doctor ] && return {code} || return {run_code}; }}\n{check.command[2]}"
+        ended = subprocess.run(
+            ["sh", "-c", script], env={"NODE_NAME": "n7"}, capture_output=True, text=True, timeout=20
+        )
+        assert ended.returncode == expected
+        assert ("kubectl cordon n7" in ended.stderr) == (code == 2 and not run_code)
+    unchecked = objects(written(file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
+    assert unchecked.template.spec.init_containers is None
+    assert {rule.on_exit_codes.container_name for rule in unchecked.pod_failure_policy.rules[:-1]} == {"train"}
+
+
+@pytest.mark.parametrize(("to", "options"), [("kubernetes", ()), ("skypilot", ("--accelerator", "H100"))])
+def test_a_mistake_in_the_run_file_is_no_fault_of_the_node(file: Path, to: str, options: tuple[str, ...]) -> None:
+    """What checks a node, with the command itself, on a run file that was edited since."""
+    text = written(file, to, *options, *IMAGE)
+    file.write_text(RUN + "[evaluation]\nstep = 3\n")
+    if to == "kubernetes":
+        [check] = objects(text)["Job"].spec.template.spec.init_containers
+        command = [*check.command, *check.args]
+    else:
+        command = ["bash", "-c", yaml.safe_load(text)["run"].replace("cd /work", ":")]
+    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(file), word) for word in command]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ended = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert "evaluation.step" in ended.stderr
+    assert not re.search("cordon|not well", ended.stderr)
+
+
+def test_skypilot_is_given_a_task(file: Path) -> None:
+    task = yaml.safe_load(written(file, "skypilot", "--nodes", "2", "--accelerator", "H100", *IMAGE))
+    assert (task["name"], task["num_nodes"]) == ("first", 2)
+    assert task["resources"] == {
+        "image_id": "docker:registry.example/phalanx:1",
+        "accelerators": "H100:8",
+        "job_recovery": {"recover_on_exit_codes": [75]},
+    }
+    assert (task["volumes"], task["file_mounts"]) == ({"/work": "shared"}, {"~/phalanx/run.toml": str(file)})
+    last = task["run"].splitlines()[-1]
+    assert last == ('exec phalanx train ~/phalanx/run.toml --nodes 2 --rendezvous "$head:29500" --nproc 8 --resume')
+    assert subprocess.run(["sh", "-n"], input=task["run"], text=True, capture_output=True, timeout=20).stderr == ""
+
+
+@pytest.mark.parametrize("to", ["kubernetes", "skypilot"])
+@pytest.mark.parametrize("out", ["/data/runs", "~/runs", "../runs"])
+def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
+    with pytest.raises(UserError, match="is not on the volume"):
+        written(file, to, *IMAGE, *CPU, "--set", f"output_dir='{out}'")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--to", "pbs"), "is not known"),
+        (("--to", "slurm", "--nodes", "4:2"), "is no number of nodes"),
+        (("--to", "slurm"), "cannot be counted from here"),
+        (("--to", "slurm", "--nproc", "3"), "on 1 node of 3 ranks"),
+        (("--to", "slurm", "--nproc", "1", "--nodes", "1:2"), "on 1 node of 1 rank:"),
+        (("--to", "slurm", "--nproc", "8", "--nodes", "2:48"), "on 48 nodes of 8 ranks: is 64 sequences"),
+        (("--to", "slurm", "--nproc", "8", "--time", "17:00"), "leaves nothing to train"),
+        (("--to", "slurm", "--nproc", "8", "--time", "soon"), "is no time limit"),
+        (("--to", "slurm", "--nproc", "8", "--image", "a"), "means nothing to slurm"),
+        (("--to", "kubernetes", "--nproc", "8"), "is needed: the container image"),
+        (("--to", "kubernetes", "--nproc", "8", "--image", "a"), "is needed: the PersistentVolumeClaim"),
+        (("--to", "skypilot", "--nproc", "8"), "(?s)^--image: .*\n--volume: .*\n--accelerator: "),
+        (("--to", "skypilot", "--nproc", "8", *IMAGE), "is needed: the GPU"),
+        (("--to", "skypilot", "--nproc", "8", *IMAGE, "--accelerator", "H100", *CPU), "has no meaning with"),
+        (("--to", "kubernetes", "--nproc", "8", *IMAGE, "--set", f"name={'n' * 53}"), "is no name for Kubernetes"),
+        (("--to", "slurm", "--nproc", "8", "--set", "layout='auto'"), "nobody names it"),
+        (("--to", "slurm", "--nproc", "8", "--out", "/nowhere/a.sbatch"), "cannot be written"),
+    ],
+)
+def test_what_cannot_be_is_refused(file: Path, options: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        shown("launch", file, *options)
+
+
+def test_it_goes_to_a_file(file: Path) -> None:
+    place = file.with_name("run.sbatch")
+    assert str(place) in shown("launch", file, "--to", "slurm", "--nproc", "8", "--out", place).replace("\n", "")
+    assert place.read_text().startswith("#!/bin/bash\n")

@@ -1,0 +1,130 @@
+"""The command as it is typed: which parts, which sizes, what is said of mistakes, and what real ranks find."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.commands.bench import parse_size_sweep
+from phalanx.spec.errors import UserError
+from tests.helpers import cli_runner
+from tests.helpers.nccl_tests_output import AVERAGE, ROW
+
+shown = partial(cli_runner.shown, "measure")
+
+SMALL = """
+[model]
+vocab_size = 300
+hidden_size = 32
+num_layers = 1
+num_heads = 2
+ffn_hidden_size = 64
+max_seq_len = 32
+[training]
+seq_len = 32
+tokens_per_step = 128
+precision = "fp32"
+[layout]
+data_parallel = "zero1"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def test_a_sweep_doubles_from_one_size_to_another() -> None:
+    assert parse_size_sweep("4KiB:16KiB") == [4096, 8192, 16384]
+    assert parse_size_sweep("1M:5M") == [2**20, 2**21, 2**22]
+    assert parse_size_sweep("100:100") == [100]
+
+
+@pytest.mark.parametrize("text", ["4KiB", "16MiB:4KiB", "0:8", "4kb:8kb", "x:y", ":", "-4:8", "4KiB:8GiBB"])
+def test_what_is_no_range_of_sizes_is_said(text: str) -> None:
+    with pytest.raises(UserError, match=r"--sweep = .*: is no range of sizes"):
+        parse_size_sweep(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("matmul",), "measure = 'matmul': needs a run file"),
+        (("memory", "run.toml"), r"measure = 'memory run.toml': is not \[PART\] RUN.toml"),
+        (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': has no meaning for matmul"),
+        (("collectives", "{run}", "--nproc", 1), "--nproc = 1: leaves nobody to send to"),
+        (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2: does not divide the ranks that compute"),
+        (("{run}", "--nproc", 2, "--set", "cluster.nodes=2"), "cluster.nodes = 2: phalanx measure starts the ranks of"),
+        (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
+    ],
+)
+def test_mistakes_are_found_before_ranks_are_started(words: tuple[object, ...], said: str, run: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        shown(*(str(word).format(run=run) for word in words))
+
+
+def test_mistakes_come_before_torch(run: Path) -> None:
+    program = (
+        "import sys; from phalanx.cli.main import app; from phalanx.spec.errors import UserError\n"
+        "try: app(sys.argv[1:], standalone_mode=False)\n"
+        "except UserError: print('torch' in sys.modules)"
+    )
+    words = "measure", str(run), "--nproc", "3", "--set", "layout.tp=2"
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n"
+
+
+# -- in processes of their own, as ranks are started -------------------------------------------------------------------
+
+
+def printed(*words: object) -> str:
+    command = [sys.executable, "-m", "phalanx", "measure", *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_collectives_in_text_are_nccl_tests_rows(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = "--nproc", 2, "--iterations", 2, "--sweep", "1KiB:4KiB", "--out", file
+    text = printed("collectives", run, *words)
+    ways = json.loads(file.read_text())["collectives"]
+    assert [way["operation"] for way in ways] == ["reduce_scatter", "all_gather"]
+    assert all(way["groups"] == [[0, 1]] for way in ways)
+    rows = ROW.findall(text)
+    assert [int(row[0]) for row in rows] == [each["size"] for way in ways for each in way["nccl_tests"]["results"]]
+    assert {row[8] for row in rows} == {row[12] for row in rows} == {"0"}
+    assert len(AVERAGE.findall(text)) == len(ways)
+    assert len(re.findall(r"^# t = .* at most$", text, re.MULTILINE)) == len(ways)
+    assert all(line.startswith("#") or not line.strip() or ROW.match(line) for line in text.splitlines())
+
+
+def test_one_rank_measures_all_but_collectives(run: Path) -> None:
+    found = json.loads(printed(run, "--nproc", 1, "--iterations", 1, "--json"))
+    assert found["collectives"] == []
+    assert {row["what"] for row in found["bandwidth"]} == {"copy", "triad"}
+    assert [row["layers"] for row in found["matmul"]] == [["wq", "wk", "wv", "wo"], ["gate", "up"], ["down"], ["head"]]
+    assert [row["heads"] for row in found["attention"]] == [2]
+
+
+def test_a_table_names_products(run: Path) -> None:
+    text = printed("matmul", run, "--nproc", 1, "--iterations", 1)
+    assert re.search(r"^wq, wk, wv, wo +4 +128 +32 +32 ", text, re.MULTILINE), text
+    assert "attention" not in text
+
+
+def test_a_rank_that_fails_says_why(run: Path) -> None:
+    program = (
+        "import sys; from phalanx.spec.files.load import load_run; from phalanx.bench.ranks import launch_benchmarks\n"
+        "sys.exit(launch_benchmarks(load_run(sys.argv[1]), 2, ['--parts', 'attention', '--iterations', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert re.search(r"^phalanx: rank [01]: StatisticsError: no median for empty data$", done.stderr, re.MULTILINE)
+    assert "Traceback" in done.stderr

@@ -1,0 +1,156 @@
+from functools import partial
+from math import ceil, exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cost.estimate.constants import memory_constants
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from tests.helpers import cli_runner
+
+shown = partial(cli_runner.shown, "memory", width=80)
+known = partial(cli_runner.known, "memory")
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('[layout]\ndata_parallel = "zero2"\n')
+    return path
+
+
+def by_name(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    return {f"{row['data']} {row['role']}": row for row in known(run, *arguments)["layouts"]}
+
+
+def test_it_shows_every_strategy_and_marks_the_runs_own(run):
+    text = shown(run, "--ranks", "4")
+    lines = text.splitlines()
+    assert lines[0].startswith("tiny  3 layers")
+    assert lines[1].startswith("4 ranks (--ranks), bf16, adamw, sequences of 256 tokens")
+    assert all(column in text for column in COLUMNS)
+    assert "offloaded" not in text
+    names = [line.split("  ")[0] if line[0] == "*" else line[2:].split("  ")[0] for line in lines[4:11]]
+    assert names == [
+        "ddp",
+        "zero1",
+        "* zero2",
+        "zero3",
+        "hsdp of 2",
+        "parameter_server server",
+        "parameter_server worker",
+    ]
+    assert "exact: parameters" in text
+    assert "estimated: activations" in text
+    assert "…" not in text
+
+
+def test_json_is_rank_memory(run):
+    rows = by_name(run, "--ranks", "4")
+    predicted = rank_memory(load_run(run, environment={}), 4)["rank"]
+    own = rows["zero2 rank"]
+    assert own["own"]
+    assert not rows["ddp rank"]["own"]
+    assert own["micro_batch"] == 16
+    assert {part: own["memory"][part] for part in COLUMNS} == {part: getattr(predicted, part) for part in COLUMNS}
+    assert rows["parameter_server worker"]["memory"]["optimizer"] == 0
+    facts = known(run, "--ranks", "4")
+    assert (facts["model"], facts["ranks"], facts["precision"]) == ("tiny", 4, "bf16")
+
+
+def test_ranks_are_those_of_the_cluster_unless_given(run):
+    assert known(run)["ranks"] == 1
+    assert "1 rank (one per node, since cluster.nproc_per_node is not set" in shown(run)
+    cluster = ["--set", "cluster.nproc_per_node=4", "--set", "cluster.nodes=2"]
+    assert known(run, *cluster)["ranks"] == 8
+    assert "8 ranks (cluster.nproc_per_node x cluster.nodes)" in shown(run, *cluster)
+    assert known(run, *cluster, "--ranks", "2")["ranks"] == 2
+
+
+def test_one_rank_is_one_process(run):
+    text = shown(run)
+    assert "one process" in text
+    assert "micro-batch 64 x 256 tokens" in text
+    assert "hsdp" not in text
+
+
+def test_hsdp_takes_the_runs_shards_or_as_many_as_leave_two_copies(run):
+    eight, four = (by_name(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4"))
+    assert eight < four
+    own = ["--set", "layout.data_parallel=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
+    assert by_name(run, *own)["hsdp rank"]["memory"]["parameters"] == four
+
+
+def test_what_cannot_run_says_why(run):
+    rows = by_name(run, "--ranks", "5")
+    assert rows["zero2 rank"]["memory"] is None
+    assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
+    assert rows["zero1 rank"]["problem"] == ""
+    assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
+    split = ["--ranks", "4", "--set", "layout.tp=2"]
+    assert "* zero2: layout.tp = 2: does not divide model.num_heads (3)" in shown(run, *split)
+    assert by_name(run, *split, "--set", "layout.tp_attention=gathered")["zero2 rank"]["memory"]["activations"] > 0
+
+
+def test_a_pipeline_has_a_row_for_each_of_its_places(run):
+    stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
+    rows = by_name(run, *stages)
+    first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
+    assert first > last > 0, "1F1B holds more micro-batches on its first rank"
+    assert "4 ranks (--ranks), pp 2" in shown(run, *stages)
+
+
+def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):
+    rows = by_name(run, "--ranks", "4")
+    assert rows["ddp rank"]["fits"] is None
+    total = rows["hsdp rank"]["memory"]["total"]
+    small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(just_enough(total))}"]
+    rows = by_name(run, *small)
+    assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)
+    assert rows["parameter_server server"]["fits"] is None
+    marked = [line for line in shown(run, *small).splitlines() if line.endswith("does not fit")]
+    assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
+
+
+def just_enough(held_bytes: int, on_gpu: bool = True) -> float:
+    """Memory of a device on which so many bytes of tensors almost surely fit."""
+    c = memory_constants()
+    return (held_bytes + on_gpu * c.context_gib * 2**30) / exp(-1.645 * c.spread)
+
+
+@pytest.mark.parametrize("machine", ["h100", "cpu"])
+def test_what_fits_is_what_advise_oom_says_to_fit(run, machine):
+    """Two ranks, which on a CPU share its memory."""
+    there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
+    held = by_name(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["total"]
+    enough = just_enough(held) if machine == "h100" else 2 * just_enough(held, on_gpu=False)
+    for factor, fits in ((1.001, True), (0.98, False)):
+        memory = ["--set", f"cluster.memory_bytes={round(factor * enough)}"]
+        assert by_name(run, *there, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
+        assert cli_runner.known("advise", "oom", run, *there, *memory, "--nproc", "2")["now"]["fits"] is fits
+
+
+def test_what_is_offloaded_has_a_column(run):
+    offload = ["--ranks", "4", "--set", "layout.offload=nvme", "--set", "layout.offload_directory=/tmp"]
+    assert "offloaded" in shown(run, *offload)
+    rows = by_name(run, *offload)
+    assert rows["ddp rank"]["memory"]["offloaded"] == 0 < rows["zero1 rank"]["memory"]["offloaded"]
+    assert rows["zero3 rank"]["memory"]["parameters"] == 0
+
+
+def test_choices_of_the_runs_strategy_are_left_out_of_others(run):
+    choices = ["--set", "layout.data_parallel=parameter_server", "--set", "layout.max_staleness=1", "--ranks", "4"]
+    assert all(not row["problem"] for row in by_name(run, *choices).values())
+
+
+def test_mistakes_are_explained(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        shown(tmp_path / "none.toml")
+
+
+def test_it_answers_without_torch(run):
+    assert "torch" not in cli_runner.imported("memory", run, "--ranks", 4)

@@ -1,0 +1,139 @@
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.schedule import Schedule, read_csv
+from phalanx.spec.errors import UserError
+from tests.helpers import cli_runner
+
+run = partial(cli_runner.shown, "pipeline")
+facts = partial(cli_runner.known, "pipeline")
+SIZES = ("--stages", "4", "--microbatches", "8")
+
+
+def test_it_shows_who_does_what_when():
+    out = run("show", "1f1b", *SIZES)
+    assert re.search(r"^rank 3 +F0 *B0 +F1 *B1", out, re.MULTILINE)
+    assert "makespan  33" in out
+    assert "27.27% of the makespan, 37.50% over the ideal" in out
+    assert "by rank 4 3 2 1" in out
+    assert "\x1b" not in out, "colours only on a terminal"
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan"),
+    [("1f1b", 33), ("interleaved", 28.5), ("zb-h1", 27), ("zb-v", 25.5), ("gpipe", 33), ("naive", 96)],
+)
+def test_makespans_of_another_simulator(name: str, makespan: float):
+    assert facts("show", name, *SIZES)["makespan"] == makespan
+
+
+def test_the_idealised_timeline_says_that_it_is():
+    sizes = ("--stages", "4", "--microbatches", "4")
+    assert facts("show", "book-overlap", *sizes)["active"] == [0.25, 0.5, 0.75, 1, 0.75, 0.75, 1, 0.75, 0.5, 0.25]
+    assert "idealised" in run("show", "book-overlap", *sizes)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "ticks", "mean"), [(4, 8, 14, 0.7857), (4, 16, 22, 0.8636), (8, 8, 22, 0.6136), (2, 4, 6, 0.8333)]
+)
+def test_the_idealised_timeline_of_other_sizes(p: int, m: int, ticks: int, mean: float):
+    shares = facts("show", "book-overlap", "--stages", str(p), "--microbatches", str(m))["active"]
+    assert len(shares) == ticks
+    assert sum(shares) / ticks == pytest.approx(mean, abs=1e-4)
+
+
+def test_times_are_those_of_a_rank():
+    assert facts("show", "zb-v", *SIZES, "--times", "2,2,1")["makespan"] == 8 * 5 + 3
+    down_and_up = 2 * 3 * 0.5
+    assert facts("show", "gpipe", *SIZES, "--times", "1,1,1,0.5")["makespan"] == 33 + down_and_up
+
+
+def test_a_searched_schedule_keeps_the_limit_and_returns_from_its_file(tmp_path: Path):
+    file = tmp_path / "found.csv"
+    times = ("--times", "2,3,1,0.5")
+    found = facts("show", "searched", *SIZES, *times, "--memory", "3", "--out", str(file))
+    assert max(found["peak_activations"]) <= 3
+    assert facts("show", str(file), *times)["makespan"] == pytest.approx(found["makespan"])
+    assert "valid as orders: 4 ranks, 8 stages, 8 micro-batches" in run("check", str(file))
+
+
+def test_it_writes_pictures_a_trace_and_pytorchs_csv(tmp_path: Path):
+    files = [tmp_path / f"picture{ending}" for ending in (".svg", ".png", ".json", ".csv")]
+    run("show", "zb-v", *SIZES, *(part for file in files for part in ("--out", str(file))))
+    svg, png, trace, table = files
+    assert "<svg" in svg.read_text(encoding="utf-8")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    spans = [event for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == 3 * 8 * 8, "forward and two halves of 8 micro-batches through 8 stages"
+    assert max(event["ts"] + event["dur"] for event in spans) == 25_500
+    assert Schedule.from_rows(read_csv(table.read_text(encoding="utf-8"))) == build_schedule("zb-v", 4, 8)
+
+
+def test_check_names_every_violation(tmp_path: Path):
+    picture = tmp_path / "drawn.csv"
+    picture.write_text("0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+    out = run("check", str(picture), exit_code=1)
+    assert "rejected as drawn, a tick per cell: 2 violations (2 ranks, 2 stages, 2 micro-batches)" in out
+    assert "rank 0: 0B0 runs in tick 2, before 1B0 is done, in tick 2" in out
+    assert "rank 0: 0B1 runs in tick 3, before 1B1 is done, in tick 4" in out
+    assert "see --order" in out
+    assert facts("check", str(picture), "--order")["valid"] is True
+    picture.write_text("0F0,0B0\n1B0,1F0\n")
+    assert facts("check", str(picture), exit_code=1)["violations"] == [
+        "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
+        "rank 1: 1B0 (number 1 in its row) waits for ever for 1F0",
+    ]
+
+
+def test_split_explains_itself(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 2048\ntokens_per_step = 16384\n')
+    found = facts("split", str(path), "--stages", "4")
+    assert found["layers"] == [8, 9, 9, 6]
+    assert found["slowest_over_mean"] < found["by_layers_alone"]["slowest_over_mean"]
+    assert found["by_layers_alone"]["layers"] == [8, 8, 8, 8]
+    out = run("split", str(path), "--set", "layout.pp=2")
+    assert "embedding, 0-16" in out
+    assert "17-31, head" in out
+    assert "by layers alone (16 16)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("show", "1f2b", *SIZES), "SCHEDULE = '1f2b': is not known"),
+        (("show", "1f1b", "--stages", "4"), "--microbatches: is missing"),
+        (("show", "1f1b", *SIZES, "--times", "1,2"), "--times = '1,2': is not three or four times"),
+        (("show", "1f1b", *SIZES, "--times", "1,-2,1"), "--times = '1,-2,1'"),
+        (("show", "1f1b", *SIZES, "--out", "x.pdf"), "--out = 'x.pdf': has an unknown ending"),
+        (("show", "1f1b", *SIZES, "--out", "/nowhere/x.csv"), "cannot be written"),
+        (("show", "interleaved", "--stages", "4", "--microbatches", "6"), "is not a multiple of the 4 ranks"),
+        (("show", "dualpipe-v", "--stages", "4", "--microbatches", "6"), "is less than the 8 stages"),
+        (("show", "book-overlap", *SIZES, "--out", "x.csv"), "cannot hold an idealised timeline"),
+        (("check", "nowhere.csv"), "cannot be read"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], problem: str):
+    with pytest.raises(UserError, match=re.escape(problem)):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("zb-v", "--stages", "2", "--microbatches", "2", "--memory", "3"),
+        ("1f1b", "--stages", "2", "--microbatches", "2", "--virtual-stages", "3"),
+        ("FILE", "--stages", "3"),
+        ("FILE", "--microbatches", "3"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(UserError, match=f"{arguments[-2]} = {arguments[-1]}.*: has no meaning with"):
+        run("show", *(file if word == "FILE" else word for word in arguments))

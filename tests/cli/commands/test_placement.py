@@ -1,0 +1,170 @@
+"""`phalanx placement`: what it prints, and the pictures it draws."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from phalanx.cost.exact.traffic import traffic_by_role
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
+from tests.helpers import cli_runner
+
+shown = partial(cli_runner.shown, "placement")
+known = partial(cli_runner.known, "placement")
+TOPOLOGIES = Path(__file__).parents[2] / "spec" / "topology" / "topologies"
+RUN = """
+[model]
+vocab_size = 96
+hidden_size = 32
+num_layers = 4
+num_heads = 4
+num_kv_heads = 4
+ffn_hidden_size = 64
+max_seq_len = 32
+[training]
+seq_len = 32
+tokens_per_step = 2048
+precision = "fp32"
+[layout]
+micro_batch_size = 1
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def layout(**degrees: object) -> list[str]:
+    return [word for axis, value in degrees.items() for word in ("--set", f"layout.{axis}={value}")]
+
+
+def test_it_shows_seats_links_and_findings(run: Path) -> None:
+    out = shown(run, "--ranks", "8", "--nproc", "4", *layout(tp=2, pp=2))
+    lines = out.splitlines()
+    assert lines[0] == "model, ddp dp 2, pp 2, tp 2: 8 ranks on 2 nodes of 4"
+    assert "  node 0: dp_replicate 0, pp 0-1, tp 0-1" in lines
+    assert "  node 1: dp_replicate 1, pp 0-1, tp 0-1" in lines
+    assert "assumed: every device has a NIC of its own, on a rail of its number" in lines
+    table = {line.split()[0]: line for line in lines if line[:6].strip() in ("tp", "pp", "dp", "total", "share")}
+    assert list(table) == ["tp", "pp", "dp", "total", "share"]
+    assert "0.0% go from rail to rail" in out
+    assert "good every tp group is inside a fast domain (4 devices)" in lines
+
+
+def test_bytes_are_those_of_the_cost_model(run: Path) -> None:
+    """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
+    facts = known(run, "--ranks", "8", "--nproc", "2", *layout(tp=2))
+    counted = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
+    total = facts["bytes"]["total"]
+    assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in counted))
+    gradients = sum(row.bytes for row in counted if "once per update" in row.purpose)
+    assert total["rail"] == pytest.approx(8 * gradients)
+    assert (total["node"], total["spine"]) == (0, 0)
+    assert sum(facts["share_of_all"].values()) == pytest.approx(1)
+    assert [nic["sent_bytes"] for nic in facts["nics"]] == [pytest.approx(gradients)] * 8
+    assert sum(cell[2] for cell in facts["sent"]["cells"]) == pytest.approx(sum(total.values()))
+
+
+def test_products_that_leave_the_fast_domain(run: Path) -> None:
+    facts = known(run, "--ranks", "4", "--nproc", "2", *layout(tp=4))
+    worst = facts["findings"][0]
+    assert (worst["verdict"], worst["axis"]) == ("bad", "tp")
+    assert "bad  1 of 1 tp groups leave a fast domain (2 devices)" in shown(
+        run, "--ranks", "4", "--nproc", "2", *layout(tp=4)
+    )
+
+
+def test_relays_take_tokens_off_the_spine(run: Path) -> None:
+    """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
+    exchanged = ["--ranks", "4", "--nproc", "2", *layout(cp=4, cp_method="ulysses"), "--set", "model.num_kv_heads=4"]
+    direct, relayed = known(run, *exchanged)["bytes"]["cp"], known(run, *exchanged, "--pxn")["bytes"]["cp"]
+    third = direct["spine"]
+    assert direct == pytest.approx({"fast": third, "node": 0, "rail": third, "spine": third})
+    assert relayed == pytest.approx({"fast": 2 * third, "node": 0, "rail": 2 * third, "spine": 0})
+
+
+def test_the_topology_of_a_node_is_read(run: Path) -> None:
+    facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h100-nv18.txt"), *layout(tp=4))
+    assert (facts["nproc"], facts["nodes"]) == (8, 2)
+    assert facts["site"]["assumed"] == []
+    assert {nic["nic"] for nic in facts["nics"]} == {f"NIC{i}" for i in range(1, 9)}
+    slow = known(run, "--ranks", "2", "--topology", str(TOPOLOGIES / "rtx4090-pcie.txt"), *layout(tp=2))
+    assert slow["bytes"]["total"]["fast"] == 0
+    assert slow["bytes"]["total"]["node"] > 0
+    assert slow["findings"][0]["verdict"] == "bad"
+
+
+def test_the_busiest_card_takes_as_long_as_its_bytes(run: Path) -> None:
+    """NCCL's file gives the speed: 400 Gb/s for each of 8 GPUs; a run file may, too."""
+    facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
+    busiest = max(nic["sent_bytes"] for nic in facts["nics"])
+    assert facts["busiest_nic_seconds"] == pytest.approx(busiest / 50e9)
+    given = known(run, "--ranks", "4", "--nproc", "2", "--set", "cluster.network_bytes_per_second=1e9")
+    assert given["busiest_nic_seconds"] == pytest.approx(max(nic["sent_bytes"] for nic in given["nics"]) / 1e9)
+    assert known(run, "--ranks", "4", "--nproc", "2")["busiest_nic_seconds"] is None
+
+
+def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
+    """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
+    256 nodes in pairs."""
+    file = tmp_path / "heat.svg"
+    said = cli_runner.noted("placement", run, "--ranks", "4", "--nproc", "2", *layout(tp=2), "--out", file)
+    assert said == f"wrote {file}\n"
+    cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
+    assert len(cells) == 8
+    facts = known(run, "--ranks", "256", *layout(tp=4), "--out", str(file))
+    assert facts["sent"]["unit"] == "node"
+    cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
+    assert len(cells) == len(facts["sent"]["cells"]) == 64  # each with itself, and with the next on the ring
+    assert known(run, "--ranks", "256", "--nproc", "2", *layout(tp=4))["sent"]["unit"] == "node"
+    facts = known(run, "--ranks", "256", "--nproc", "1", *layout(tp=4))
+    assert facts["sent"]["unit"] == "block of 2 nodes"
+    assert max(cell[0] for cell in facts["sent"]["cells"]) == 127
+
+
+def test_servers_have_seats(run: Path) -> None:
+    facts = known(run, "--ranks", "5", "--nproc", "5", *layout(data_parallel="parameter_server", num_servers=2))
+    assert facts["seats"] == ["2 servers, dp_replicate 0-2"]
+    assert set(facts["bytes"]) == {"servers", "total"}
+
+
+def test_a_node_has_the_ranks_that_are_said(run: Path) -> None:
+    """By the option, else the run file, else 8; without --ranks every node is full."""
+    two = ["--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=3"]
+    for arguments, expected in (
+        (two, (6, 2, 3)),
+        ([*two, "--nproc", "3"], (9, 3, 3)),
+        (["--ranks", "16"], (16, 8, 2)),
+        ([], (8, 8, 1)),
+    ):
+        facts = known(run, *arguments)
+        assert (facts["ranks"], facts["nproc"], facts["nodes"]) == expected
+
+
+def test_one_rank_sends_nothing(run: Path) -> None:
+    assert "no rank sends anything" in shown(run, "--ranks", "1")
+    assert "nothing goes over the network" in shown(run, "--ranks", "2")
+
+
+def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
+    topology = tmp_path / "topo.txt"
+    topology.write_text("nothing of the kind")
+    for arguments, problem in (
+        (["--ranks", "6", *layout(tp=4)], "does not divide the ranks"),
+        (["--topology", str(topology)], "has no line of columns"),
+        (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "more than the 8 GPUs"),
+        (["--out", "heat.gif"], "has an unknown ending"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            shown(run, *arguments)
+
+
+def test_it_needs_no_torch(run: Path) -> None:
+    assert "torch" not in cli_runner.imported("placement", run, "--ranks", 8)

@@ -1,0 +1,379 @@
+import csv
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cost.estimate.memory import GIB
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.plan.search.evaluate import parse_layout
+from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run, run_from_table
+from tests.helpers import cli_runner
+from tests.helpers.published_rows import ROW
+from tests.helpers.svg_elements import written
+
+shown = partial(cli_runner.shown, "plan", width=200)
+known = partial(cli_runner.known, "plan")
+H100 = ("--machine", "h100", "--nodes", "2")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 4096\ntokens_per_step = 524288\n')
+    return path
+
+
+def test_it_ranks_layouts_that_can_run(run):
+    found = known(run, *H100, "--top", 5)
+    assert found["devices"] == 16
+    assert len(found["layouts"]) == 5
+    times = [option["step_seconds"] for option in found["layouts"]]
+    assert times[-1] >= times[0]
+    for option in found["layouts"]:
+        chosen = [f"layout.{key}={value}" for key, value in option["layout"].items()]
+        check_layout(load_run(run, [*chosen, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16)
+    table = shown(run, *H100, "--top", 5)
+    assert found["layouts"][0]["candidate"] in table
+    assert "llama3-8b on 16 x h100" in table
+    assert "kWh/1e9 tokens" in table
+
+
+def test_a_topology_says_what_joins_a_node(run):
+    """Before the machine's data sheet, and after --set: here 12 of its 18 NVLinks are there."""
+    node = Path(__file__).parents[2] / "spec/topology/topologies/h100-nv18.txt"
+    fewer = run.parent / "node.txt"
+    fewer.write_text(node.read_text().replace("NV18", "NV12"))
+    described, ranks = run_on_cluster(run, "h100", 2, None, [], fewer)
+    assert (described.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
+    described, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
+    assert (described.cluster.link_bytes_per_second, described.cluster.nproc_per_node) == (1e9, 4)
+    slower, usual = (known(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
+    assert slower["step_seconds"] > usual["step_seconds"]
+
+
+def test_a_price_gives_a_cost(run):
+    assert "price/1e9 tokens" in shown(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
+
+
+def test_it_says_where_time_and_memory_go_and_what_would_help(run):
+    text = shown(run, *H100, "--explain", 1)
+    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
+        assert words in text
+    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+    with pytest.raises(
+        UserError, match=r"--explain = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"
+    ):
+        shown(run, *alone, "--explain", 500)
+
+
+def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_path):
+    layouts = known(run, *H100)["layouts"]
+    for words, at in (((), 0), (("--explain", 2), 1)):
+        file = tmp_path / "step.html"
+        text = shown(run, *H100, *words, "--picture", file)
+        picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[at]
+        assert f"{at + 1}. {option['candidate']}" in text
+        assert written(picture, "title") == [f"llama3-8b on 16 x h100, layout {at + 1}"]
+        assert written(picture, "layout") == [option["candidate"]]
+        assert written(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
+        parts = option["parts"]
+        assert sum(parts.values()) == pytest.approx(option["step_seconds"])
+        seconds = [f"{parts[part]:.3f}" for part in PART_DESCRIPTIONS]
+        shares = [f"{parts[part] / option['step_seconds']:.1%}" for part in PART_DESCRIPTIONS]
+        figures = written(picture, "figure")
+        assert (figures[: 6 * len(parts) : 6], figures[1 : 6 * len(parts) : 6]) == (seconds, shares)
+        others = [f"{place}. {other['candidate']}" for place, other in enumerate(layouts, 1) if place != at + 1]
+        assert written(picture, "name")[1:5] == others[:4]
+        last = [f"{held / GIB:.2f}" for held in option["stages"]["last"].values()]
+        stages = len(figures[6 * len(parts) :]) // len(last)
+        assert figures[6 * len(parts) :][stages - 1 :: stages] == last
+        assert written(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
+
+
+def test_files_that_were_written_are_named(run, tmp_path):
+    picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
+    said = cli_runner.noted("plan", run, *H100, "--picture", picture, "--out", planned)
+    for file in (picture, planned):
+        assert file.exists()
+        assert f"wrote {file}" in said
+
+
+def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
+    with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
+        shown(run, *H100, "--picture", "step.gif")
+    for other in (("--why-not", "tp=2"), ("--json",)):
+        with pytest.raises(UserError, match=f"omit {other[0]}"):
+            shown(run, *H100, "--picture", "step.svg", *other)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
+        (
+            ("--export", "nanotron", "--set", "model.preset=mixtral-8x7b"),
+            "model.moe: cannot be(.|\n)*the run goes to Megatron-LM, torchtitan, DeepSpeed$",
+        ),
+        (("--why-not", "tp=3"), r"layout\.tp = 3"),
+        (("--why-not", "tp:3"), "is not KEY=VALUE"),
+        (("--out", "."), "cannot be written: it is a directory"),
+        (("--out", "nowhere/run.toml"), "cannot be written: there is no directory nowhere"),
+        (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
+    ],
+)
+def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
+    monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
+    with pytest.raises(UserError, match=said):
+        shown(run, *H100, *words)
+
+
+def test_it_says_why_not_another_layout(run):
+    text = shown(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
+    assert "tp = 16 leaves the domain of 8 devices with fast links" in text
+    assert "+" in text.splitlines()[-1]
+
+
+def test_two_layouts_side_by_side(run):
+    two = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
+    text = shown(run, *H100, "--diff", *two)
+    assert "A: zero1 dp 8" in text
+    assert "B: zero3 dp 16" in text
+    said = text.splitlines()[-1]
+    share, longer = re.match(r"A takes ([\d.]+)% longer than B, \+(\d+) ms: ", said).groups()
+    mine, its, apart = re.search(r"^step +([\d.]+) s +([\d.]+) s +\+([\d.]+) s", text, re.MULTILINE).groups()
+    assert float(share) == pytest.approx(100 * (float(mine) / float(its) - 1), abs=0.1)
+    assert float(apart) == int(longer) / 1e3
+    parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
+    assert sum(parts) == pytest.approx(int(longer), abs=len(parts))
+    assert shown(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
+    assert shown(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
+    short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
+    two = ("micro_batch_size=2", "micro_batch_size=2,activation_checkpointing=selective")
+    assert re.match(
+        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", shown(run, *short, "--diff", *two).splitlines()[-1]
+    )
+
+
+def test_layouts_side_by_side_by_their_numbers(run):
+    first, _, third = (option["candidate"] for option in known(run, *H100, "--top", 3)["layouts"])
+    text = shown(run, *H100, "--diff", 3, 1)
+    assert f"layout 3: {third}" in text
+    assert f"layout 1: {first}" in text
+    text = shown(run, *H100, "--diff", "data_parallel=ddp,tp=16,micro_batch_size=1", 3)
+    assert "A: ddp dp 1, tp 16" in text
+    assert f"layout 3: {third}" in text
+    alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
+    with pytest.raises(UserError, match=r"--diff = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"):
+        shown(run, *alone, "--diff", 1, 500)
+
+
+def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
+    monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
+    mistakes = {
+        ("--diff", 1, "tp=3"): r"layout\.tp = 3",
+        ("--diff", 1, "third"): "is not KEY=VALUE",
+        ("--diff", 0, 1): "--diff = 0: is no layout of the table",
+        ("--diff", 1, 99_999): "--diff = 99999: is no layout of the table",
+        ("--explain", 99_999): r"--explain = 99999: is no layout of the table\s+fix: use a number from 1 to 1,000",
+    }
+    for words, problem in mistakes.items():
+        with pytest.raises(UserError, match=problem):
+            shown(run, *H100, *words)
+
+
+def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
+    assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
+    for trainer in ("nanotron", "torchtitan", "deepspeed"):
+        assert shown(run, *H100, "--export", trainer, "--set", "model.num_layers=8")
+    experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
+    assert json.loads(shown(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
+    with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
+        shown(run, "--machine", "a100", "--nproc", 1, "--export", "nanotron")
+    out = tmp_path / "planned.toml"
+    best = known(run, *H100, "--out", out)["layouts"][0]
+    planned = load_run(out)
+    assert planned.cluster.ranks == 16
+    check_layout(planned, 16)
+    assert planned.layout.model_dump(exclude_defaults=True) == best["layout"]
+
+
+def test_it_predicts_a_table(tmp_path):
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(ROW))
+        table.writeheader()
+        table.writerows([ROW, {**ROW, "id": "row-2", "layers": ""}])
+    first, second = (json.loads(line) for line in shown("--batch", path, "--json").splitlines())
+    spans = {"step_time_s", "step_time_low_s", "step_time_high_s"}
+    keys = spans | {"id", "memory_gib", "p_oom", "tflops_per_gpu", "mfu", "hfu"}
+    assert keys <= set(first)
+    assert second["id"] == "row-2"
+    assert "layers" in second["reason"]
+    text = shown("--batch", path)
+    assert "row-1" in text
+    assert "layers: is needed" in text
+
+
+def test_a_model_that_fits_nowhere_says_what_would(run):
+    with pytest.raises(
+        UserError,
+        match=r"no layout of [\d,]+ fits(.|\n)*takes [\d.]+ GiB of [\d.]+ of \w+ memory \(P.*\); on \d+ times",
+    ):
+        shown(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
+
+
+def test_mistakes_are_explained(run, tmp_path):
+    with pytest.raises(UserError, match="a run file or --batch"):
+        shown()
+    others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
+    with pytest.raises(UserError, match=r"'none\.csv': does not go with --machine, --top, --why-not, --set\n"):
+        shown("--batch", "none.csv", "--json", *others)
+    with pytest.raises(UserError, match="did you mean 'h100'"):
+        shown(run, "--machine", "h1000")
+    with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):
+        shown(run)
+
+
+def test_a_first_layout_that_may_not_fit_is_not_what_is_written(tmp_path):
+    run, written = tmp_path / "run.toml", tmp_path / "written.toml"
+    run.write_text(
+        '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
+    )
+    said = " ".join(shown(run, "--machine", "h100", "--nodes", 8, "--top", 1, "--out", written).split())
+    facts = json.loads(shown(run, "--machine", "h100", "--nodes", 8, "--json"))
+    first, *others = facts["layouts"]
+    sure = next(layout for layout in others if layout["p_oom"] < 0.05)
+    assert 0.05 <= first["p_oom"] < 0.2
+    assert f"Layout 1 may not fit (P(OOM) {first['p_oom']:.0%})" in said
+    assert sure["candidate"] in said
+    assert facts["taken"] == sure["candidate"]
+    taken = load_run(written, environment={}).layout.model_dump(exclude_defaults=True)
+    assert sure["layout"].items() <= taken.items()
+
+
+def test_it_answers_without_torch(run):
+    assert cli_runner.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
+
+
+def test_a_bar_on_a_terminal_and_nowhere_else(run):
+    command = [sys.executable, "-m", "phalanx", "plan", str(run), *map(str, H100), "--json"]
+    quiet = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert quiet.stderr == ""
+    ours, its = pty.openpty()
+    with tempfile.TemporaryFile("w+") as answer:  # a pipe would be full before the bar is read
+        with subprocess.Popen(command, stdout=answer, stderr=its, text=True):
+            os.close(its)
+            drawn = b"".join(iter(partial(written_to, ours), b"")).decode()
+        answer.seek(0)
+        assert answer.read() == quiet.stdout
+    assert re.search(r"counting what the fastest hold.* \d+/10", drawn)
+    assert len(json.loads(quiet.stdout)["layouts"]) == 10
+
+
+def written_to(terminal: int) -> bytes:
+    """What a program wrote to it since it was last asked; nothing when the program has ended."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # so Linux says that the other end was closed
+        return b""
+
+
+def test_help_comes_before_any_large_import():
+    assert not cli_runner.imported("plan", "--help")
+
+
+def test_help_has_examples():
+    text = shown("--help")
+    assert "phalanx plan --batch runs.csv --json" in text
+
+
+AUTO = """layout = "auto"
+[model]
+preset = "tiny"
+[data]
+train = ["{text}"]
+tokenizer = "bytes"
+[training]
+steps = 2
+seq_len = 64
+tokens_per_step = 512
+[cluster]
+preset = "a100"
+device = "cpu"
+nproc_per_node = 2
+"""
+
+
+def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
+    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
+    text.write_text("To plan is to choose. " * 400)
+    path.write_text(AUTO.format(text=text) + "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 64\n")
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(path),
+        "--set",
+        f"output_dir={tmp_path}",
+        "--set",
+        "name=planned",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((tmp_path / "planned" / "plan.json").read_text())
+    best = plan["layouts"][0]
+    assert f"layout: {best['candidate']}" in done.stderr
+    trained = load_run(tmp_path / "planned" / "run.toml")
+    assert trained.layout.model_dump(exclude_defaults=True) == best["layout"]
+    assert not trained.auto_layout
+
+
+def test_auto_plans_for_all_ranks_of_all_nodes(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(AUTO.format(text="stdlib") + "nodes = 2\n")
+    for nproc in (2, 4):
+        text = cli_runner.shown("train", path, "--print-config", "--nproc", nproc)
+        check_layout(run_from_table(tomllib.loads(text)), 2 * nproc)
+
+
+def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(AUTO.format(text="stdlib"))
+    with pytest.raises(UserError, match="the planner's to choose"):
+        cli_runner.shown("memory", path, "--ranks", 2)
+    assert "[layout]" in cli_runner.shown("train", path, "--print-config")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--explain", 1, "--why-not", "tp=8"), "--explain --why-not: cannot be shown at once"),
+        (("--explain", 1, "--json"), "is not what --explain prints"),
+        (("--diff", "tp=8", "tp=4", "--out", "other.toml"), "has no layout to write"),
+        (("--out", "run.toml"), "is the run file itself"),
+    ],
+)
+def test_options_that_do_not_go_together(run, monkeypatch, options, problem):
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(UserError, match=problem):
+        shown(run, *H100, *options)
+
+
+def test_a_layout_with_a_choice_that_is_no_number(run):
+    assert (
+        parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False
+    )

@@ -1,0 +1,175 @@
+"""`phalanx watch` on runs that are over, and on one that goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import typer
+
+from phalanx.cli.commands.watch import watch
+from phalanx.cli.common import http_server
+from phalanx.cli.views.report import format_latest_step, render_live, sparkline
+from phalanx.report import formatting
+from phalanx.report.compare_runs import report_data
+from phalanx.report.facts import report_facts
+from phalanx.report.run_data import read_run
+from phalanx.runs.events import BEGAN, ENDED, FAILED, append_event
+from phalanx.spec.errors import UserError
+from tests.helpers.cli_runner import shown
+from tests.helpers.trained_runs import SECONDS, command, copied, environment, hybrid, run_file, two_ranks, wait
+from tests.helpers.watch_server import served
+
+
+def test_off_a_terminal_there_is_a_line_for_each_step():
+    lines = shown("watch", two_ranks()).splitlines()
+    found = report_facts(read_run(two_ranks()))
+    assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
+    for line, loss in zip(lines, found["curves"]["loss"], strict=True):
+        assert f"loss {loss:.3f}" in line
+
+
+def test_it_follows_a_run_to_its_end():
+    file = run_file("followed", {"training.steps": 12})
+    train = subprocess.Popen(command(file, 1), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait(train, (file.parent / "followed" / "run.toml").is_file)
+        watch = [sys.executable, "-m", "phalanx", "watch", str(file.parent / "followed"), "--every", "0.1"]
+        done = subprocess.run(watch, capture_output=True, text=True, timeout=SECONDS)
+    finally:
+        train.terminate()
+        train.wait(60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^step (\d+)/12  loss ", done.stdout, re.MULTILINE) == [str(step) for step in range(1, 13)]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A run whose rank 1 has just failed, after step 5."""
+    run = copied(two_ranks(), tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
+    append_event(run, FAILED, rank=1, step=5, reason="was killed by SIGKILL")
+    (run / "failures").mkdir()
+    word = {"rank": 1, "step": 5, "time": 1.0, "reason": "was killed by SIGKILL", "code": 1}
+    (run / "failures" / "rank-00001.json").write_text(json.dumps(word))
+    return run
+
+
+def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
+    watch = [sys.executable, "-m", "phalanx", "watch", str(broken), "--every", "0.1"]
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
+            assert process.stderr.readline() == failed
+            (broken / "failures" / "rank-00001.json").unlink()
+            append_event(broken, BEGAN, step=5, ranks=2)  # and its lock is not held yet
+            assert "it was ended there; it broke off once and went on" in process.stderr.readline()
+            shutil.copy(two_ranks() / "metrics.jsonl", broken)
+            said, more = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, more) == (0, "")
+    assert re.findall(r"^step (\d)/8", said, re.MULTILINE) == list("12345678")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
+    """By what it says, or by its silence."""
+    if ended:
+        append_event(broken, ENDED, step=5)
+    else:
+        for file in broken.rglob("*"):
+            os.utime(file, (1e9, 1e9))
+    with pytest.raises(typer.Exit) as left:
+        watch(broken)
+    assert left.value.exit_code == 1
+
+
+def test_the_live_view_has_the_essentials():
+    from rich.console import Console
+
+    found = report_facts(read_run(hybrid()))
+    console = Console(width=160, file=io.StringIO())
+    console.print(render_live(found))
+    text = console.file.getvalue()
+    for said in (
+        "step 8/8",
+        formatting.bottleneck_headline(found["verdict"]),
+        formatting.format_seconds(found["ranks"][3]["compute"]),
+        "▁",
+    ):
+        assert said in text
+
+
+def test_the_time_left_is_that_of_the_newest_steps():
+    found = report_facts(read_run(two_ranks()))
+    found["run"] |= {"step": 8, "steps": 108}
+    found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
+    assert formatting.seconds_left(found) == 200.0
+    assert format_latest_step(found).endswith("3:20 left")
+
+
+def test_a_curve_is_a_line_of_characters():
+    assert sparkline([3.0, 2.0, None, 1.0], 60) == "█▅▁"
+    assert sparkline([1.0] * 500, 60) == "▁" * 60
+    assert sparkline([None], 60) == ""
+
+
+def test_the_page_and_its_facts_are_served_to_this_machine_alone():
+    with served(hybrid()) as address:
+        expected = json.loads(json.dumps(report_data([report_facts(read_run(hybrid()))])))
+        assert json.load(urllib.request.urlopen(f"{address}facts.json", timeout=60)) == expected
+        part = urllib.request.urlopen(f"{address}main.html", timeout=60).read().decode()
+        assert part.startswith("<main>")
+        assert 'data-every="0.2"' in urllib.request.urlopen(address, timeout=60).read().decode()
+        for path, host, code in (("run.toml", "localhost", 404), ("facts.json", "evil.example", 403)):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": host}), timeout=60)
+            assert caught.value.code == code
+
+
+def test_a_port_that_is_taken_is_named():
+    with served(two_ranks()) as address:
+        port = address.rpartition(":")[2].strip("/")
+        with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
+            shown("watch", two_ranks(), "--web", "--port", port)
+
+
+def test_who_connects_and_asks_nothing_holds_no_thread_for_long(monkeypatch):
+    monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.1)
+    with http_server.make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
+        serves = Thread(target=found.serve_forever)
+        serves.start()
+        try:
+            with socket.create_connection(found.server_address, timeout=SECONDS) as silent:
+                assert silent.recv(1) == b""
+        finally:
+            found.shutdown()
+            serves.join()
+
+
+def test_numbers_are_served_to_prometheus():
+    with served(two_ranks(), "--prometheus", "0") as address:
+        answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1") + "?by=name", timeout=60)
+        assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert 'phalanx_step{run="two"} 8\n' in answer.read().decode()
+        port = int(re.search(r":(\d+)/metrics", address)[1])
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
+        with pytest.raises(UserError, match=f"--prometheus = {port}: cannot be served"):
+            shown("watch", two_ranks(), "--prometheus", port)
+    with pytest.raises(UserError, match="goes without --web"):
+        shown("watch", two_ranks(), "--prometheus", 0, "--web")

@@ -1,0 +1,63 @@
+"""Mistakes in a command line, in one form whoever finds them."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.cli.main import COMMANDS, command_help
+from phalanx.spec.errors import UserError
+from tests.helpers import cli_runner
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "--explain", "foo"), "--explain = 'foo': must be a whole number\n  fix: .*plan --help` shows"),
+        (("plan", "--explain", 0), "--explain = '0': must be greater than or equal to 1"),
+        (("plan", "--tokens", "many"), "--tokens = 'many': must be a valid number"),
+        (("plan", "--explain"), "--explain: requires an argument\n  fix: --help"),
+        (("plan", "run.toml", "--diff", 1), "--diff: requires 2 arguments"),
+        (("plan", "run.toml", "--json=3"), "--json: does not take a value"),
+        (("plan", "run.toml", "--explan", 1), "option = '--explan': is not known\n  fix: did you mean '--explain'"),
+        (("plan", "a.toml", "b.toml"), r"plan: got unexpected extra argument\(s\) \(b.toml\)"),
+        (("--bogus",), "option = '--bogus': is not known"),
+        (("memory",), r"^RUN\.toml: is missing\n  fix: write: .*memory \[OPTIONS\] \{?RUN\.toml"),
+        (
+            ("launch", "run.toml"),
+            r"^--to: is missing\n  fix: write: .*launch .*RUN\.toml\}? --to slurm\|kubernetes\|skypilot",
+        ),
+        (("advise",), r"^\[oom\] RUN\.toml: is missing"),
+        (("pipeline", "bogus"), "command = 'bogus': is not known\n  fix: known here: check, show, split"),
+        (("planning",), "command = 'planning': is not known\n  fix: known here: advise, "),
+    ],
+)
+def test_what_typer_refuses_reads_like_our_errors(words, said):
+    with pytest.raises(UserError, match=said):
+        cli_runner.shown(*words)
+
+
+def test_it_is_said_on_stderr_with_exit_code_2():
+    done = subprocess.run([sys.executable, "-m", "phalanx", "plan", "--top", "few"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("phalanx: --top = 'few': must be a whole number\n  fix: ")
+
+
+def test_the_list_of_commands_comes_before_any_large_import():
+    assert not cli_runner.imported("--help")
+
+
+def test_the_list_says_of_each_command_what_its_own_help_begins_with():
+    listed = cli_runner.shown("--help", width=400)
+    for name in COMMANDS:
+        begins = command_help(name).partition("\n\n")[0].replace("\n", " ").replace("`", "")
+        assert begins
+        assert re.search(rf"{name} +{re.escape(begins)}", listed), name
+        own = re.sub(r"[\s│]+", " ", cli_runner.shown(name, "--help", width=400))
+        assert begins in own, name
+
+
+def test_a_command_without_words_shows_its_help():
+    for words in ((), ("data",)):
+        assert "Usage" in cli_runner.shown(*words, exit_code=2)

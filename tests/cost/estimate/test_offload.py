@@ -1,0 +1,91 @@
+"""What offload costs, against numbers computed by hand and measured ones."""
+
+import numpy as np
+import pytest
+
+from phalanx.cost.estimate import offload
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.job_table import JobTable
+from phalanx.cost.estimate.step_time import step_seconds
+from tests.helpers.job_tables import job, jobs
+
+C = time_constants()
+SPEEDS = {"host_link_bytes_per_second": 25e9, "host_bytes_per_second": 100e9, "disk_bytes_per_second": 2e9}
+BF16 = {"parameter_bytes": 2, "gradient_bytes": 2, "gradient_wire_bytes": 2, "state_bytes": 12}
+SHARDED = {"parameter_bytes": 4, "gradient_bytes": 4, "gradient_wire_bytes": 4, "state_bytes": 8}
+
+
+def table(zero: int, kind: OffloadTarget = OffloadTarget.CPU, m: int = 8, **more: float) -> JobTable:
+    return jobs(
+        job(zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **more)
+    )
+
+
+@pytest.mark.parametrize(
+    ("zero", "copies", "passes"),
+    [
+        # gradients (bf16) down and rows up, neither pinned: 10 GB/s; gradients cast, AdamW's 28 bytes, rows cast
+        (1, 2 / 10e9 + 2 / 10e9, (2 + 4) + 28 + (4 + 2)),
+        # gradients at every micro-batch, the first pinned: 20 GB/s; added 7 times, norm, scaled, cast
+        (2, 2 / 20e9 + 7 * 2 / 10e9 + 2 / 10e9, 7 * 6 + 2 + 4 + (2 + 4) + 28 + (4 + 2)),
+        # gradients (fp32) of all micro-batches but the first; added, norm, scaled
+        (3, 7 * 4 / 10e9, 7 * 12 + 4 + 8 + 28),
+    ],
+)
+def test_seconds_are_those_computed_by_hand(zero, copies, passes):
+    seconds = offload.offload_seconds(C, table(zero), np.array([1e9]))
+    assert seconds[0] == pytest.approx(1e9 * (copies + passes / 80e9))
+
+
+def test_files_take_as_long_as_the_disk_where_that_is_slower():
+    moved = 2 * 12 + 4
+    seconds = offload.offload_seconds(C, table(1, OffloadTarget.FILES), np.array([1e9]))
+    assert seconds[0] == pytest.approx(1e9 * (4 / 10e9 + moved / 2e9))
+    fast = table(1, OffloadTarget.FILES)
+    fast.disk_bytes_per_second[:] = 1e15
+    assert offload.offload_seconds(C, fast, np.array([1e9])) == offload.offload_seconds(C, table(1), np.array([1e9]))
+
+
+def test_files_are_read_and_written_as_often_as_was_measured():
+    """docs/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read and 13.0 GB written."""
+    assert 463e6 * offload._disk_bytes(table(2, OffloadTarget.FILES))[0] == pytest.approx(14.9e9 + 13.0e9, rel=0.01)
+
+
+def test_what_is_sharded_comes_up_before_every_gather():
+    """Hidden where the link is fast; where it is slow, in each pass of 8 micro-batches an eighth of all parameters."""
+
+    def compute(kind: OffloadTarget, speed: float) -> float:
+        row = job(
+            dp=8,
+            shard_group_size=8,
+            zero_stage=3,
+            offload=kind,
+            **{**SPEEDS, **SHARDED, "host_link_bytes_per_second": speed},
+        )
+        return step_seconds(C, jobs(row)).compute[0]
+
+    kept = compute(OffloadTarget.NONE, 1e9)
+    assert compute(OffloadTarget.CPU, 1e15) == pytest.approx(kept, rel=1e-3)
+    uploads = 8 * 2 * 8.03e9 / 8 * 4 / 0.8e9
+    assert uploads < compute(OffloadTarget.CPU, 1e9) < uploads * 1.1
+    assert offload.upload_seconds(table(2), np.array([1e9]))[0] == 0
+
+
+def test_the_device_does_not_update_what_rests_elsewhere():
+    kept, away = (step_seconds(C, jobs(job(zero_stage=1, shard_group_size=1, offload=kind))) for kind in (0, 1))
+    assert kept.offload == 0
+    assert away.update < kept.update
+    assert away.update + away.offload > kept.update
+
+
+@pytest.mark.parametrize(
+    ("zero", "kind", "expected"),
+    [(1, 0, 0), (1, 1, 12), (2, 1, 14), (3, 1, 16), (1, 2, 0), (2, 2, 0), (3, 2, 8)],
+)
+def test_bytes_in_cpu_memory(zero, kind, expected):
+    assert offload.host_bytes(table(zero, kind))[0] == expected
+
+
+@pytest.mark.parametrize(("zero", "kept"), [(1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))])
+def test_bytes_that_stay_on_the_device(zero, kept):
+    assert tuple(float(column[0]) for column in offload.device_state_bytes(table(zero))) == kept

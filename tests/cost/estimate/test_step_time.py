@@ -1,0 +1,139 @@
+"""Step times: parts add up, bubbles are those of the simulated schedules, more hardware is never slower."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.estimate import step_time
+from phalanx.cost.estimate.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
+from phalanx.cost.estimate.step_time import StageTime, step_seconds
+from phalanx.cost.kinds import ScheduleKind
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.simulate import ActionTimes, simulate
+from tests.helpers.job_tables import job, jobs
+
+C = time_constants()
+
+
+@pytest.mark.parametrize("kind", [TimeConstants, MemoryConstants])
+def test_fitted_constants_lie_within_their_bounds(kind):
+    fitted = time_constants() if kind is TimeConstants else memory_constants()
+    for constant in fields(kind):
+        low, high = bounds(constant)
+        assert low * 0.999 <= getattr(fitted, constant.name) <= high * 1.001, constant.name
+
+
+def test_parts_add_up():
+    table = jobs(
+        job(),
+        job(dp=8, zero_stage=1, shard_group_size=8),
+        job(tp=2, pp=2, dp=2),
+        job("mixtral-8x7b", ep=8, dp=8),
+        job(tp=2, dp=2, zero_stage=3, shard_group_size=2, offload=1),
+    )
+    time = step_seconds(C, table)
+    parts = [time.compute, time.bubble, time.send, time.data_parallel, time.update, time.offload, time.waiting]
+    np.testing.assert_allclose(time.total, sum(parts))
+    assert (time.exchange <= time.compute).all()
+    assert (time.exchange[2:] > 0).all()
+    assert time.exchange[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "v"),
+    [
+        ("1f1b", ScheduleKind.ONE_F_ONE_B, 1),
+        ("gpipe", ScheduleKind.GPIPE, 1),
+        ("interleaved", ScheduleKind.INTERLEAVED, 2),
+        ("interleaved", ScheduleKind.INTERLEAVED, 4),
+        ("zb-h1", ScheduleKind.ZB_H1, 1),
+        ("zb-h2", ScheduleKind.ZB_H2, 1),
+        ("zb-v", ScheduleKind.ZB_V, 1),
+    ],
+)
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16)])
+@pytest.mark.parametrize(("F", "B", "W"), [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 4.0, 2.0)])
+def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B, W):
+    chunks = 2 if name == "zb-v" else v
+    times = ActionTimes(F / chunks, B / chunks, W / chunks)
+    simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
+    one = jobs(job(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
+    whole = StageTime(np.array([F]), np.array([B + W]), np.array([W]))
+    said = float(step_time._bubble(one, whole.scaled(p - 1))[0])
+    assert said == pytest.approx(float(simulated), rel=0.02)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    dp=st.sampled_from([1, 2, 8, 64]),
+    zero=st.integers(0, 3),
+    micro_batch=st.sampled_from([1, 2, 4]),
+    recompute=st.integers(0, 3),
+    field=st.sampled_from(
+        ["link_bytes_per_second", "network_bytes_per_second", "hbm_bytes_per_second", "peak_flops", "matmul_flops"]
+    ),
+)
+def test_better_hardware_is_never_slower(tp, pp, dp, zero, micro_batch, recompute, field):
+    row = job(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        zero_stage=zero,
+        shard_group_size=dp if zero else 1,
+        micro_batch=micro_batch,
+        recompute=recompute,
+    )
+    slow, fast = step_seconds(C, jobs(row, {**row, field: 2 * row[field]})).total
+    assert fast <= slow * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tp=st.sampled_from([1, 2, 8]), micro_batch=st.sampled_from([1, 4]), layers=st.sampled_from([8, 32, 80]))
+def test_a_step_is_never_faster_than_its_products_at_the_best_seen(tp, micro_batch, layers):
+    row = job(tp=tp, micro_batch=micro_batch, layers=layers, dense_layers=layers)
+    matrices = row["attention_parameters"] + row["mlp_matrices"] * row["width"] * row["ffn"]
+    flops = 6 * layers * matrices * row["sequence"] * micro_batch * row["micro_batches"] / tp
+    assert step_seconds(C, jobs(row)).total[0] >= flops / (1.05 * row["matmul_flops"])
+
+
+def test_recomputing_whole_blocks_costs_a_forward_pass_more():
+    plain, again = step_seconds(C, jobs(job(), job(recompute=3))).compute
+    assert 1.2 < again / plain < 4 / 3 + 0.01
+
+
+def test_sharing_products_beyond_the_fast_links_shows():
+    rows = [job("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
+    inside, across = step_seconds(C, jobs(*rows)).exchange
+    assert across > 1.3 * inside
+
+
+def test_gradients_hide_behind_the_backward_pass_only_where_they_may():
+    hidden, shown = step_seconds(
+        C, jobs(job(dp=64, overlap_grad_reduce=1), job(dp=64, overlap_grad_reduce=0))
+    ).data_parallel
+    assert hidden < shown / 2
+
+
+def test_parameters_gathered_after_the_update_show_unless_they_run_ahead():
+    row = job(dp=64, zero_stage=1, shard_group_size=64)
+    ahead, after = step_seconds(
+        C, jobs({**row, "overlap_param_gather": 1}, {**row, "overlap_param_gather": 0})
+    ).data_parallel
+    assert after > ahead
+
+
+def test_ranks_that_part_a_message_send_it_faster():
+    row = job(tp=8, pp=4, sequence_parallel=0)
+    parted, whole = step_seconds(C, jobs({**row, "scatter_gather_p2p": 1}, {**row, "scatter_gather_p2p": 0})).send
+    assert parted < whole
+
+
+def test_gathered_logits_slow_the_last_stage():
+    row = job(tp=8)
+    whole, shared = step_seconds(C, jobs({**row, "gathers_logits": 1}, {**row, "gathers_logits": 0})).compute
+    assert whole > shared

@@ -1,0 +1,66 @@
+import pytest
+from hypothesis import given, settings
+
+from phalanx.cost.exact.parameter_shapes import max_shard_elements, parameter_shapes
+from phalanx.spec.files.load import load_model, preset_names
+from phalanx.spec.model import ModelSpec
+from tests.helpers.model_specs import specs
+
+GPT2 = ModelSpec(
+    vocab_size=11,
+    hidden_size=6,
+    num_layers=2,
+    num_heads=3,
+    ffn_hidden_size=5,
+    max_seq_len=7,
+    norm="layernorm",
+    activation="gelu",
+    position_embedding="learned",
+    bias=True,
+    qk_norm="full",
+    tie_embeddings=True,
+)
+
+
+def tensors_of_the_model(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+
+    with torch.device("meta"):
+        return [(name, tuple(parameter.shape)) for name, parameter in Transformer(spec).named_parameters()]
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_presets_have_the_models_own_names_and_shapes_in_its_order(preset):
+    spec = load_model(preset)
+    assert list(parameter_shapes(spec).items()) == tensors_of_the_model(spec)
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs())
+def test_so_has_any_other_model(spec):
+    assert list(parameter_shapes(spec).items()) == tensors_of_the_model(spec)
+
+
+def test_names_and_shapes_written_out():
+    shapes = parameter_shapes(GPT2.replace(num_layers=1))
+    assert list(shapes) == [
+        "embedding.weight",
+        "positions.weight",
+        "blocks.0.attention_norm.weight",
+        "blocks.0.attention_norm.bias",
+        *(f"blocks.0.attention.{w}.{kind}" for w in ("wq", "wk", "wv", "wo") for kind in ("weight", "bias")),
+        "blocks.0.attention.q_norm.weight",
+        "blocks.0.attention.k_norm.weight",
+        "blocks.0.mlp_norm.weight",
+        "blocks.0.mlp_norm.bias",
+        *(f"blocks.0.mlp.{w}.{kind}" for w in ("up", "down") for kind in ("weight", "bias")),
+        "norm.weight",
+        "norm.bias",
+    ]
+    assert shapes["embedding.weight"] == (11, 6)
+    assert shapes["blocks.0.mlp.down.weight"] == (6, 5)
+
+
+def test_rows_are_shared_with_a_remainder():
+    assert [max_shard_elements((10, 3), ranks) for ranks in (1, 2, 3, 4, 10, 16)] == [30, 15, 12, 9, 3, 3]

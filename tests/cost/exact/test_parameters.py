@@ -1,0 +1,108 @@
+import pytest
+from hypothesis import given, settings
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.spec.files.load import load_model, preset_names
+from phalanx.spec.model import ModelSpec
+from tests.helpers.model_specs import specs
+
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt3-175b": 174_604_259_328,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "spes-1b": 1_167_423_744,
+    "spes-7b": 7_333_287_936,
+    "spes-9b": 9_430_950_912,
+}
+
+
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_totals_are_the_published_ones(preset):
+    if preset != "tiny":
+        assert count_parameters(load_model(preset)).total == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("mixtral-8x7b", 12.9),
+        ("olmoe-1b-7b", 1.3),
+        ("qwen3-30b-a3b", 3.35),
+        ("spes-1b", 0.375),
+        ("spes-7b", 1.70),
+        ("spes-9b", 3.09),
+    ],
+)
+def test_active_parameters_are_the_published_ones(preset, billions):
+    assert count_parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("preset", "experts", "shared"),
+    [
+        ("spes-1b", 905_969_664, 261_454_080),
+        ("spes-7b", 6_442_450_944, 890_836_992),
+        ("spes-9b", 8_455_716_864, 975_234_048),
+    ],
+)
+def test_experts_and_the_rest(preset, experts, shared):
+    count = count_parameters(load_model(preset))
+    assert (count.experts, count.total - count.experts) == (experts, shared)
+
+
+def shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the model, written out one by one as a state dict would list them."""
+    D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    norm = [(D,), (D,)] if spec.norm == "layernorm" else [(D,)]
+    tensors = [("embedding", (spec.vocab_size, D))]
+    tensors += [("embedding", (spec.max_seq_len, D))] if spec.position_embedding == "learned" else []
+    for layer in range(spec.num_layers):
+        tensors += [("norms", shape) for shape in [*norm, *norm]]
+        tensors += [("attention", shape) for shape in ((q, D), (kv, D), (kv, D), (D, q))]
+        tensors += [("attention", (n,)) for n in (q, kv, kv, D) if spec.bias]
+        sizes = {"none": (), "head": (spec.head_dim, spec.head_dim), "full": (q, kv)}[spec.qk_norm]
+        tensors += [("norms", (n,)) for n in sizes]
+        if spec.moe and layer >= spec.moe.num_leading_dense_layers:
+            tensors += [("router", (spec.moe.num_experts, D))]
+            expert = [(spec.moe.expert_ffn_size, D), (spec.moe.expert_ffn_size, D), (D, spec.moe.expert_ffn_size)]
+            tensors += [("experts", shape) for shape in expert * spec.moe.num_experts]
+            tensors += [("shared_experts", shape) for shape in expert * spec.moe.num_shared_experts]
+        else:
+            tensors += [("mlp", (spec.ffn_hidden_size, D)), ("mlp", (D, spec.ffn_hidden_size))]
+            tensors += [("mlp", (spec.ffn_hidden_size, D))] if spec.activation == "swiglu" else []
+            tensors += [("mlp", (n,)) for n in (spec.ffn_hidden_size, D) if spec.bias]
+    tensors += [("norms", shape) for shape in norm]
+    return tensors if spec.tie_embeddings else [*tensors, ("head", (spec.vocab_size, D))]
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+
+
+@settings(deadline=None)
+@given(specs())
+def test_every_part_is_the_sum_of_its_tensors(spec):
+    count, tensors = count_parameters(spec), shapes(spec)
+    for part in ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head"):
+        assert getattr(count, part) == sum(elements(shape) for name, shape in tensors if name == part), part
+    blocks = [s for name, s in tensors if name not in ("embedding", "head", "norms")]
+    assert count.block_matrices == sum(elements(shape) for shape in blocks if len(shape) == 2)
+    unused = (spec.moe.num_experts - spec.moe.top_k) / spec.moe.num_experts if spec.moe else 0
+    assert count.inactive_experts == round(count.experts * unused)
+    assert count.matmul == count.block_matrices - count.inactive_experts + spec.vocab_size * spec.hidden_size
+
+
+@settings(max_examples=30, deadline=None)
+@given(specs())
+def test_the_count_is_that_of_the_model_itself(spec):
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(spec)
+    assert count_parameters(spec).total == sum(p.numel() for p in model.parameters())

@@ -1,0 +1,420 @@
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.exact.activation_memory import activation_bytes
+from phalanx.cost.exact.comm_buffers import bucket_sizes, fsdp_unit_sizes
+from phalanx.cost.exact.model_state import sharded_state_bytes, state_bytes
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+from tests.helpers.model_specs import specs
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "sgd": {"name": "sgd", "momentum": 0.0},
+    "momentum": {"name": "sgd"},
+    "muon": {"name": "muon"},
+}
+STATE = ("parameters", "gradients", "optimizer", "offloaded")
+ODD = {
+    "vocab_size": 601,
+    "hidden_size": 34,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 18,
+    "ffn_hidden_size": 99,
+    "max_seq_len": 64,
+}
+ODD_MOE = {
+    **ODD,
+    "moe": {
+        "num_experts": 3,
+        "top_k": 2,
+        "expert_ffn_size": 25,
+        "num_shared_experts": 1,
+        "num_leading_dense_layers": 1,
+    },
+}
+
+
+def described(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
+    layout = {"data_parallel": data, **tables.pop("layout", {})}
+    training = {"precision": precision, "tokens_per_step": 16_384, **tables.pop("training", {})}
+    return run_from_table({"model": model or {"preset": "tiny"}, "layout": layout, "training": training, **tables})
+
+
+def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
+    return rank_memory(described(data, precision, **tables), ranks)["rank"]
+
+
+# -- the worked examples --------------------------------------------------------------------------------
+
+
+def test_resnet_18_centralized_and_with_ten_workers():
+    m, activations = 11_700_000, 20_850_000_000  # the activations are given
+    centralized = state_bytes("adamw", "fp32") * m
+    worker = sharded_state_bytes("parameter_server", "fp32", m, m, states=0)
+    assert (centralized.total, worker.total) == (187_200_000, 93_600_000)
+    whole = RankMemory(**asdict(centralized), activations=activations)
+    tenth = RankMemory(**asdict(worker), activations=activations // 10)
+    assert tenth.activations == 2.085e9
+    assert whole.total / 1e9 == pytest.approx(21.037, abs=0.02)
+    assert tenth.total / 1e9 == pytest.approx(2.179, abs=0.02)
+    assert whole.total / tenth.total == pytest.approx(9.656, abs=0.001)
+
+
+def test_a_worker_holds_twice_the_model_whatever_the_optimizer():
+    for optimizer in OPTIMIZERS.values():
+        run = described("parameter_server", "fp32", optimizer=optimizer)
+        worker = rank_memory(run, 5)["worker"]
+        assert worker.state == 2 * 4 * count_parameters(run.model).total
+        assert worker.communication == 0
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), list(zip(STAGES, (120, 31.4, 16.6, 1.88), strict=True)))
+def test_zero_on_64_ranks_with_7_5_billion_parameters(stage, gigabytes):
+    whole, owned = 7_500_000_000, 7_500_000_000 // 64
+    states = 2 * (whole if stage == "ddp" else owned)
+    assert sharded_state_bytes(stage, "bf16", whole, owned, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+@given(st.integers(1, 10_000))
+def test_bytes_per_parameter_of_zero(n):
+    """16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
+    assert sharded_state_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
+    assert sharded_state_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
+    assert sharded_state_bytes("zero2", "bf16", n, 1, 2).total == 2 * n + 14
+    assert (
+        sharded_state_bytes("zero3", "bf16", n, 1, 2).total == sharded_state_bytes("hsdp", "bf16", n, 1, 2).total == 16
+    )
+    assert sharded_state_bytes("zero1", "fp32", n, 1, 2).total == 8 * n + 8
+    assert sharded_state_bytes("zero2", "fp32", n, 1, 2).total == 4 * n + 12
+    assert sharded_state_bytes("zero1", "fp64", n, 1, 2).total == 2 * (8 * n + 8)
+
+
+def test_a_whole_model_comes_to_the_published_bytes():
+    model = {"preset": "llama3-8b"}
+    training = {"seq_len": 1024, "tokens_per_step": 64 * 1024}
+    count = count_parameters(load_model("llama3-8b")).total
+    for stage, each in zip(STAGES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
+        assert held(stage, 64, model=model, training=training).state == pytest.approx(each * count, rel=1e-4)
+
+
+# -- against the strategies themselves --------------------------------------------------------------------------------
+
+
+def really_held(run: RunSpec) -> dict[str, int]:
+    """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step."""
+    from phalanx.data.loader import prefetch
+    from tests.helpers.small_runs import trainer
+
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, 2)
+    under_way.train_step(batches)
+    strategy, found = under_way.strategy, {}
+
+    def reduce(*arguments: Any) -> Any:
+        reduced = type(strategy).reduce(strategy, *arguments)
+        found.update(
+            {part: in_storages(tensors) for part, tensors in strategy.resident_tensors(under_way.optimizers).items()}
+        )
+        return reduced
+
+    strategy.reduce = reduce  # type: ignore[method-assign]
+    under_way.train_step(batches)
+    return found
+
+
+def in_storages(tensors: Iterable[Any]) -> int:
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+MUON, CPU, TWO = {"optimizer.name": "muon"}, {"layout.offload": "cpu"}, {"layout.num_servers": 2}
+CASES = [
+    *[(data, 2, precision, {}) for data in STAGES for precision in ("bf16", "fp32", "fp64")],
+    *[(data, 2, "bf16", MUON) for data in ("zero1", "zero3")],
+    *[(data, 2, precision, CPU) for data in ("zero1", "zero2", "zero3") for precision in ("bf16", "fp32")],
+    ("hsdp", 4, "bf16", {"layout.dp_shard": 2}),
+    ("zero2", 1, "bf16", {}),
+    ("zero3", 1, "bf16", {}),
+    ("zero3", 1, "bf16", CPU),
+    ("parameter_server", 4, "bf16", TWO),
+    ("parameter_server", 4, "fp32", TWO | MUON),
+    ("parameter_server", 3, "fp32", {"layout.max_staleness": 1}),
+]
+
+
+@pytest.mark.parametrize(("data", "world_size", "precision", "changes"), CASES)
+def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precision, changes, tmp_path):
+    pytest.importorskip("torch")
+    from phalanx.testing import rank_pool
+    from tests.helpers.small_runs import described
+
+    common = {"model": ODD_MOE, "layout.data_parallel": data, "training.precision": precision, "training.steps": 4}
+    run = described(Path(json.__file__).parent, tmp_path, {**common, **changes})
+    found = rank_pool(world_size).run(really_held, run)
+    servers = run.layout.num_servers if data == "parameter_server" else 0
+    for role, predicted in rank_memory(run, world_size).items():
+        fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
+        assert {part: fullest.get(part, 0) for part in STATE} == {part: getattr(predicted, part) for part in STATE}
+        assert role == "rank" or fullest.get("communication", 0) <= predicted.communication
+
+
+TWO_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
+SHARED: list[tuple[int, dict[str, Any]]] = [
+    (2, {"layout.tp": 2}),
+    (4, {"layout.tp": 4, "layout.sequence_parallel": False}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero2"}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
+    (4, {"layout.cp": 2, "layout.data_parallel": "zero3"}),
+    (2, {"layout.ep": 2}),
+    (4, {"layout.ep": 2, "layout.data_parallel": "zero1"}),
+    (4, {"layout.ep": 2, "layout.data_parallel": "zero3"}),
+    (4, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero2"}),
+    (2, {"layout.pp": 2}),
+    (2, {"layout.pp": 2, "model.tie_embeddings": True}),
+    (2, {"layout.pp": 2, "layout.schedule": "zb-v"}),
+    (4, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
+    (4, {"layout.pp": 2, "layout.tp": 2}),
+    (4, {"layout.pp": 2, "layout.ep": 2, "layout.data_parallel": "zero3"}),
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize(("world_size", "changes"), SHARED, ids=str)
+def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, changes, precision, tmp_path):
+    """Parameters over tp x pp, experts over ep, each over the ranks that have rows of them: of the fullest rank at
+    each place of the pipeline."""
+    pytest.importorskip("torch")
+    from phalanx.testing import rank_pool
+    from tests.helpers.small_runs import DENSE, described
+
+    moe = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1}
+    model = {
+        **DENSE,
+        **TWO_HEADS,
+        "num_layers": 4,
+        "vocab_size": 263,
+        "moe": moe,
+        "tie_embeddings": changes.get("model.tie_embeddings", False),
+    }
+    common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch_size": 1}
+    layout = {key: value for key, value in changes.items() if key != "model.tie_embeddings"}
+    run = described(Path(json.__file__).parent, tmp_path, {**common, **layout})
+    found = rank_pool(world_size).run(really_held, run)
+    inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
+    pp = changes.get("layout.pp", 1)
+    for place, predicted in enumerate(rank_model_states(run, world_size)):
+        there = [held for rank, held in enumerate(found) if rank // inner % pp == place]
+        fullest = max(there, key=lambda held: sum(held.values()))
+        parts = ("parameters", "gradients", "optimizer")
+        assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
+
+
+def test_buckets_are_those_of_zero():
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+    from phalanx.parallel.data.zero_buckets import _make_buckets
+
+    with torch.device("meta"):
+        parts = [
+            SimpleNamespace(parameter=parameter, split=None)
+            for parameter in Transformer(described(model=ODD_MOE).model).parameters()
+        ]
+    for limit in (1, 5_000, 30_000, 1e9):
+        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in _make_buckets(parts, 4 * limit)]
+        assert bucket_sizes(parameter_shapes(described(model=ODD_MOE).model), limit) == theirs
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("wrap", ["model", "block", "sublayer"])
+def test_units_are_those_of_fsdp(wrap, recompute):
+    torch = pytest.importorskip("torch")
+    from phalanx.model.transformer import Transformer
+    from phalanx.parallel import apply
+    from phalanx.parallel.data import fsdp
+
+    spec = described(model=ODD_MOE).model
+    with torch.device("meta"):
+        model = Transformer(spec)
+    apply.apply_activation_checkpointing(model, recompute)
+    parts = [part for block in model.blocks for part in fsdp._fsdp_units(block, wrap)]
+    theirs = [sum(p.numel() for p in part.parameters()) for part in parts]
+    root = sum(p.numel() for p in model.parameters()) - sum(theirs)
+    assert fsdp_unit_sizes(parameter_shapes(spec), Layout(fsdp_unit=wrap, activation_checkpointing=recompute), 1) == [
+        root,
+        *theirs,
+    ]
+
+
+# -- the other parts --------------------------------------------------------------------------------
+
+
+def test_activations_are_those_of_a_micro_batch_at_their_peak():
+    run = described("zero2", layout={"micro_batch_size": 2, "activation_checkpointing": "full"})
+    autocast, pure = (
+        activation_bytes(run.model, 2, 256, "bf16", Layout(activation_checkpointing="full"), autocast, masked=True).peak
+        for autocast in (True, False)
+    )
+    for data in ("zero1", "zero2", "zero3"):
+        assert held(data, 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations == pure
+    assert (
+        held("ddp", 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations
+        == autocast
+        > pure
+    )
+    assert rank_memory(described("parameter_server"), 3)["server"].activations == 0
+
+
+def test_buffers_of_ddp_and_of_servers():
+    run = described("parameter_server", "fp32", layout={"max_staleness": 2})
+    size = 4 * count_parameters(run.model).total
+    assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
+    assert rank_memory(described("parameter_server", "fp32"), 5)["server"].communication == size
+    assert held("ddp", 4).communication == 0
+    assert held("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2  # smaller than a bucket
+    assert held("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
+    assert held("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
+
+
+def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
+    model = {**ODD, "vocab_size": 600, "hidden_size": 36, "ffn_hidden_size": 100}  # no remainder on two ranks
+    size = 4 * count_parameters(described(model=model).model).total
+    assert held("zero1", 2, "fp32", model=model).communication == 2.5 * size  # one bucket, sent, received, its half
+    assert held("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
+    small = {"bucket_mb": 1e-6}
+    embedding = 4 * 600 * 36
+    assert held("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * embedding
+    assert (
+        held("zero2", 2, "fp32", model=model, layout=small).communication
+        < held("zero2", 2, "fp32", model=model).communication
+    )
+
+
+def test_zero3_gathers_less_in_smaller_units():
+    wraps = [
+        held("zero3", 4, layout={"fsdp_unit": wrap}, model={"preset": "gpt2-124m"})
+        for wrap in ("sublayer", "block", "model")
+    ]
+    sizes = [memory.communication for memory in wraps]
+    assert sizes == sorted(sizes)
+    kept = held("zero3", 4, layout={"reshard_after_forward": False}, model={"preset": "gpt2-124m"}).communication
+    assert sizes[1] < kept
+
+
+# -- properties ------------------------------------------------------------------------------------------------------
+
+PRECISIONS = st.sampled_from(["bf16", "fp32", "fp64"])
+
+
+def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **layout: Any) -> RankMemory:
+    tables = {"training": {"tokens_per_step": 64 * 27_720, "seq_len": 64}, "optimizer": OPTIMIZERS[optimizer]}
+    return held(stage, ranks, precision, model=spec, layout=layout, **tables)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
+def test_each_stage_holds_no_more_than_the_one_before(spec, n, precision, optimizer):
+    table = spec.model_dump(mode="json") | {"max_seq_len": 64}
+    states = [of(table, stage, n, precision, optimizer).state for stage in STAGES]
+    assert states == sorted(states, reverse=True)
+    if n == 1:
+        assert len(set(states)) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), st.integers(1, 6), st.integers(1, 2), PRECISIONS, st.sampled_from(STAGES[1:]))
+def test_more_ranks_hold_no_more_and_a_copy_together_at_least_all(spec, n, more, precision, stage):
+    table = spec.model_dump(mode="json") | {"max_seq_len": 64}
+    fewer, many = of(table, stage, n, precision, "adamw"), of(table, stage, n * (1 + more), precision, "adamw")
+    assert many.state <= fewer.state
+    assert n * fewer.optimizer >= of(table, stage, 1, precision, "adamw").optimizer
+
+
+@settings(max_examples=30, deadline=None)
+@given(specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(STAGES[1:]))
+def test_offload_moves_state_and_loses_none(spec, n, precision, stage):
+    table = spec.model_dump(mode="json") | {"max_seq_len": 64}
+    here, away = (of(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu"))
+    assert here.offloaded == away.optimizer == 0
+    assert away.total < here.total
+    assert away.state + away.offloaded >= here.state
+
+
+def test_one_process_in_bf16_has_sixteen_bytes_a_parameter():
+    count = count_parameters(described().model).total
+    assert [held(stage, 1).state for stage in STAGES] == [16 * count] * 4
+
+
+def test_a_layout_that_cannot_run_is_refused():
+    with pytest.raises(UserError, match="leaves no worker"):
+        rank_memory(described("parameter_server"), 1)
+    with pytest.raises(UserError, match="cannot share"):
+        rank_memory(described("zero2"), 5)
+
+
+def test_stages_in_flight_are_those_of_the_schedule():
+    """GPipe holds all 8 micro-batches; 1F1B on rank r of 4 holds 4 - r (arXiv 2104.04473, section 2.2.1)."""
+    model = {**ODD, "num_layers": 8, "vocab_size": 64}
+    held_by = {
+        schedule: rank_memory(
+            described(
+                "ddp",
+                "fp32",
+                model=model,
+                layout={"pp": 4, "schedule": schedule, "micro_batch_size": 1},
+                training={"seq_len": 64, "tokens_per_step": 8 * 64},
+            ),
+            4,
+        )
+        for schedule in ("gpipe", "1f1b")
+    }
+    in_flight = [1, 2]  # inner stages, which have neither embedding nor head
+    gpipe, one = (
+        [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")
+    )
+    assert gpipe[0] == gpipe[1]
+    flowing = 2 * 64 * described(model=model).model.ffn_hidden_size * 4
+    each = (gpipe[0] - flowing) / 8
+    assert one == [3 * each + flowing, 2 * each + flowing]
+
+
+def test_bytes_in_files_are_known_of_every_layout() -> None:
+    """Before a run starts, its disk is looked at."""
+    files = {"offload": "nvme", "offload_directory": "/tmp"}
+    model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
+    staged = described("zero1", model=model, layout={"pp": 2, **files})
+    assert disk_offload_bytes(staged, 2) == max(place.on_disk for place in rank_memory(staged, 2).values()) > 0
+    split = described("zero1", model=model, layout={"tp": 2, **files})
+    gathered = described("zero1", model=model, layout={"tp": 2, "tp_attention": "gathered", **files})
+    assert disk_offload_bytes(gathered, 2) == disk_offload_bytes(split, 2) == rank_memory(split, 2)["rank"].on_disk
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "field"),
+    [
+        ({"preset": "tiny"}, {"tp": 2}, "layout.tp"),
+        ({"preset": "tiny"}, {"ep": 2}, "layout.ep"),
+        ({"preset": "tiny", "tie_embeddings": True}, {"pp": 2}, "model.tie_embeddings"),
+    ],
+)
+def test_memory_is_told_of_layouts_that_can_be(model: dict[str, Any], layout: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        rank_memory(described("zero3", model=model, layout=layout), 2)
+    assert caught.value.field == field

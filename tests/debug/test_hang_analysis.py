@@ -1,0 +1,347 @@
+"""Why a run stood still, from hand-made words of its ranks, and from programs into which a fault was planted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from phalanx.debug.collective_log import is_peer_loss, minority_ranks
+from phalanx.debug.hang_analysis import diagnose_hang
+from phalanx.debug.hang_evidence import format_coordinates
+from phalanx.runs.hang_dumps import (
+    ABORTED,
+    FAILED,
+    dump_file,
+    failure_file,
+    read_dumps,
+    read_failures,
+    remove_dumps,
+    remove_dumps_from_rank,
+    write_dump,
+    write_failure,
+)
+from phalanx.spec.layout import ParallelDims
+from tests.helpers.hang_dumps import BUSY, WAITING, Op, Program, dump, run
+
+OPS = st.tuples(
+    st.sampled_from(["all", "tp", "dp"]), st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(1, 3)
+)
+LAYOUTS = [
+    ParallelDims(1, 4, 1, 1, 1),
+    ParallelDims(3, 1, 1, 1, 2),
+    ParallelDims(1, 4, 1, 1, 2),
+    ParallelDims(1, 3, 1, 1, 3),
+]
+
+
+@st.composite
+def faults(draw: Any) -> tuple[ParallelDims, list[Program], int, int, str]:
+    """A random program of random ranks, in which one rank skips, misshapes or misnames one collective of all ranks."""
+    sizes = draw(st.sampled_from(LAYOUTS))
+    drawn = draw(st.lists(OPS, min_size=1, max_size=12))
+    program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
+    rank, place = draw(st.integers(0, sizes.world_size - 1)), draw(st.integers(0, len(program) - 1))
+    fault = draw(st.sampled_from(["skip", "shape", "operation"]))
+    program[place] = replace(program[place], group="all", operation="all_reduce")
+    mine = list(program)
+    if fault == "skip":
+        del mine[place]
+    else:
+        wrong = {"size": program[place].size + 1} if fault == "shape" else {"operation": "broadcast"}
+        mine[place] = replace(program[place], **wrong)
+    programs = [mine if at == rank else program for at in range(sizes.world_size)]
+    return sizes, programs, rank, place, fault
+
+
+@settings(max_examples=150, deadline=None)
+@given(faults())
+def test_one_planted_fault_is_named(planted: tuple[ParallelDims, list[Program], int, int, str]) -> None:
+    sizes, programs, rank, place, fault = planted
+    dumps = run(programs, sizes)
+    assert dumps is not None
+    found = diagnose_hang(dumps, {}, sizes).verdict
+    assert found.ranks == (rank,)
+    assert f"rank {rank} (" in found.summary
+    if fault != "skip":
+        right = programs[(rank + 1) % sizes.world_size][place]
+        number = sum(op.group == "all" for op in programs[rank][: place + 1])
+        assert found.kind == "mismatch"
+        assert f"in collective {number} of all ranks, rank {rank}" in found.summary
+        assert f"{right.operation} of [{right.size}] Float at mine/model.py:{right.line} (step)" in found.summary
+    else:
+        assert found.kind in ("mismatch", "absent", "crossed")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.lists(OPS, min_size=1, max_size=12), st.data())
+def test_a_rank_that_stands_elsewhere_is_the_cause(sizes: ParallelDims, drawn: Any, data: Any) -> None:
+    """One rank stands still outside of collectives; whoever waits for it, or for those that do, is not blamed."""
+    program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
+    program.append(Op("all", "all_reduce", 1, 99))
+    rank, place = data.draw(st.integers(0, sizes.world_size - 1)), data.draw(st.integers(0, len(program) - 1))
+    dumps = run([program[:place] if at == rank else program for at in range(sizes.world_size)], sizes)
+    assert dumps is not None
+    late = diagnose_hang(dumps, {}, sizes).verdict
+    assert (late.kind, late.ranks) == ("absent", (rank,))
+    assert "mine/model.py:7 (forward)" in late.summary
+    on_gpus = {at: {**told, "stack": [BUSY], "waiting": False} for at, told in dumps.items()}
+    found = diagnose_hang(on_gpus, {}, sizes).verdict  # type: ignore[arg-type]
+    assert (found.kind, found.ranks) == ("absent", (rank,)), "their main threads wait for the device, in their own code"
+    silent = diagnose_hang({at: told for at, told in dumps.items() if at != rank}, {}, sizes).verdict
+    assert (silent.kind, silent.ranks) == ("silent", (rank,))
+    del on_gpus[rank]
+    found = diagnose_hang(on_gpus, {}, sizes).verdict  # type: ignore[arg-type]
+    assert (found.kind, found.ranks) == ("silent", (rank,))
+    other = dumps[(rank + 1) % sizes.world_size]
+    other["beside"] = {str(rank): "T"}
+    assert diagnose_hang(dumps, {}, sizes).verdict.kind == "stopped"
+
+
+def test_a_call_that_was_left_out_among_equal_ones_is_found_by_its_line() -> None:
+    sizes = ParallelDims(1, 3, 1, 1, 1)
+    program = [Op("all", "all_reduce", 4, line) for line in (10, 20, 30, 40)]
+    dumps = run([program, [*program[:1], *program[2:]], program], sizes)
+    assert dumps is not None
+    found = diagnose_hang(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert "from number 2 of all ranks on its calls came from other lines (mine/model.py:30 (step)" in found.summary
+    assert "where others were at mine/model.py:20 (step)" in found.summary
+
+
+def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
+    """A rank that waits for one is not the cause; one that does something else is."""
+    sizes = ParallelDims(1, 1, 3, 1, 1)
+    inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
+    dumps = {rank: dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
+    found = diagnose_hang(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert found.summary == (
+        "rank 1 (pp=1) was in mine/model.py:7 (forward); "
+        "rank 0 (pp=0) and rank 2 (pp=2) waited in pipeline/p2p.py:68 (receive)"
+    )
+
+
+def test_stages_that_wait_for_each_others_messages_are_named() -> None:
+    """A lost message: no collective is under way, nobody is busy elsewhere, and a finished one is not to blame."""
+    sizes = ParallelDims(1, 1, 2, 1, 1)
+    inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
+    dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True) for rank in range(2)}
+    found = diagnose_hang(dumps, {}, sizes)
+    assert (found.verdict.kind, found.verdict.ranks) == ("lost", (0, 1))
+    assert found.verdict.summary.startswith(
+        "rank 0 (pp=0) in pipeline/p2p.py:68 (receive) and rank 1 (pp=1) in pipeline/p2p.py:68 (receive): nothing"
+    )
+    lost = {"why": FAILED, "error": "RuntimeError: Timed out"}
+    dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True, **lost) for rank in range(2)}
+    found = diagnose_hang(dumps, {}, sizes)
+    assert found.verdict.kind == "nothing"
+    assert not any("all_reduce" in line for line in found.ranks.values())
+
+
+def test_one_process_that_stands_still_is_told() -> None:
+    found = diagnose_hang({0: dump(0, ParallelDims(1, 1, 1, 1, 1), [], BUSY)}, {}, ParallelDims(1, 1, 1, 1, 1)).verdict
+    assert (found.kind, found.ranks) == ("lost", (0,))
+    assert found.summary.startswith("rank 0 in mine/model.py:7 (forward): nothing moved there")
+
+
+def test_what_all_found_together_blames_who_it_names() -> None:
+    """Not the first that wrote it down."""
+    sizes = ParallelDims(1, 3, 1, 1, 1)
+    reason = "step 4: a differs on rank 1"
+    failures = {
+        rank: {"rank": rank, "reason": reason, "time": 9.0 - rank, "traceback": "...", "blamed": [1]}
+        for rank in range(3)
+    }
+    found = diagnose_hang({}, failures, sizes).verdict
+    assert (found.kind, found.ranks, found.summary) == ("error", (1,), reason)
+    nobody = {rank: {**record, "reason": "loss nan", "blamed": []} for rank, record in failures.items()}
+    assert diagnose_hang({}, nobody, sizes).verdict.ranks == ()
+
+
+def test_all_came_and_it_did_not_end() -> None:
+    sizes = ParallelDims(1, 2, 1, 1, 1)
+    call = {
+        "group": "all0",
+        "number": 1,
+        "operation": "all_reduce",
+        "inputs": [[4]],
+        "outputs": [],
+        "dtypes": ["Float"],
+    }
+    calls = [{**call, "over": False, "at": ("mine/model.py", 1, "step")}]
+    found = diagnose_hang({rank: dump(rank, sizes, calls, WAITING) for rank in range(2)}, {}, sizes).verdict
+    assert found.kind == "lost"
+    assert "all ranks came to all_reduce of [4] Float, number 1, and it did not end" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("error", "loss"),
+    [
+        ("RuntimeError: Timed out waiting 1000ms for recv operation to complete", True),
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4", True),
+        ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", True),
+        (
+            "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, remote process exited or there was a network",
+            True,
+        ),
+        (
+            "DistBackendError: Watchdog caught collective operation timeout: ran for 10 milliseconds before timing out",
+            True,
+        ),
+        ("RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:84] Unable to find address for: nosuch0", False),
+        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error", False),
+        ("ValueError: no such file", False),
+    ],
+)
+def test_who_lost_others_is_told_from_who_failed_by_itself(error: str, loss: bool) -> None:
+    assert is_peer_loss(error) is loss
+
+
+def test_who_was_killed_or_failed_by_itself_comes_before_who_lost_it() -> None:
+    sizes = ParallelDims(1, 2, 1, 1, 1)
+    calls = run([[Op("all", "all_reduce", 4, 1)], []], sizes)
+    assert calls is not None
+    calls[0]["error"] = "RuntimeError: gloo: Connection closed by peer"
+    lost = {"rank": 0, "reason": calls[0]["error"], "time": 1.0, "traceback": "..."}
+    killed = {"rank": 1, "reason": "was killed by SIGKILL without a word", "time": 2.0}
+    found = diagnose_hang(calls, {0: lost, 1: killed}, sizes).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    own = {"rank": 1, "reason": "ValueError: no such file", "time": 2.0, "traceback": "..."}
+    found = diagnose_hang(calls, {0: lost, 1: own}, sizes).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+    assert "ValueError: no such file; the others lost it" in found.summary
+
+
+def call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
+    """A collective of all of two ranks."""
+    found = {"group": "all0", "number": number, "operation": "all_reduce", "inputs": [[4]], "outputs": []}
+    return {**found, "dtypes": ["Float"], "over": over, "at": ("mine/model.py", number, "step"), **more}
+
+
+def test_of_several_under_way_the_first_that_a_rank_did_not_come_to_is_named() -> None:
+    """Ranks run ahead of a device, and of what they called without waiting for it."""
+    sizes = ParallelDims(1, 3, 1, 1, 1)
+    ahead = dump(0, sizes, [call(1, over=True), *map(call, (2, 3, 4))], WAITING)
+    behind = dump(2, sizes, [call(1, over=True), call(2)], WAITING)
+    late = dump(1, sizes, [call(1, over=True)], BUSY)
+    found = diagnose_hang({0: ahead, 1: late, 2: behind}, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert "rank 2 (dp=2) waited in all_reduce of [4] Float, number 2 of all ranks" in found.summary
+
+
+@pytest.mark.parametrize("operation", ["_all_gather_base", "_reduce_scatter_base"])
+def test_sizes_count_in_collectives_of_one_tensor_as_nccl_names_them(operation: str) -> None:
+    sizes = ParallelDims(1, 3, 1, 1, 1)
+    dumps = {
+        rank: dump(rank, sizes, [call(1, operation=operation, inputs=[[6 if rank == 2 else 4]])], WAITING)
+        for rank in range(3)
+    }
+    found = diagnose_hang(dumps, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("mismatch", (2,))
+
+
+def test_a_rank_that_a_library_aborts_is_no_late_one() -> None:
+    sizes = ParallelDims(1, 2, 1, 1, 1)
+    lost = dump(0, sizes, [call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
+    aborted = dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
+    failures = {1: {"rank": 1, "reason": "was killed by SIGABRT without a word", "time": 2.0}}
+    found = diagnose_hang({0: lost, 1: aborted}, failures, sizes).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert found.summary == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the others lost it"
+    # NCCL's watchdog aborts who waited too long.
+    waited, late = dump(0, sizes, [call(1)], BUSY, why=ABORTED), dump(1, sizes, [], BUSY)
+    found = diagnose_hang({0: waited, 1: late}, {}, sizes).verdict
+    assert (found.kind, found.ranks) == ("absent", (1,))
+
+
+def test_a_server_elsewhere_that_does_not_answer_is_no_lost_peer() -> None:
+    sizes = ParallelDims(1, 2, 1, 1, 1)
+    reason = "ConnectionError: no connection to the host of the text"
+    dumps = {0: dump(0, sizes, [call(1)], WAITING), 1: dump(1, sizes, [], BUSY, error=reason)}
+    found = diagnose_hang(dumps, {1: {"rank": 1, "reason": reason, "time": 2.0, "traceback": "..."}}, sizes).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+
+
+def test_a_group_over_both_data_axes_is_named_once() -> None:
+    sizes = ParallelDims(2, 2, 2, 1, 1)
+    ranks = [0, 2, 4, 6]
+    calls = [call(1, group="loss")]
+    dumps = {rank: dump(rank, sizes, calls * (rank != 6), WAITING if rank != 6 else BUSY) for rank in ranks}
+    for told in dumps.values():
+        told["groups"]["loss"] = ranks
+    assert "number 1 of the dp ranks 0, 2, 4, 6" in diagnose_hang(dumps, {}, sizes).verdict.summary
+
+
+def test_ranks_with_different_experts_are_named_by_them() -> None:
+    """A mesh's axis has other ranks, too; where it has not, the group has the axis's name."""
+    for sizes, ranks, said in (
+        (ParallelDims(1, 4, 1, 1, 1, ep=2), [2, 3], "the ep ranks 2, 3"),
+        (ParallelDims(1, 2, 2, 1, 2, ep=2), [4, 5], "the tp ranks 4, 5"),
+    ):
+        late = ranks[1]
+        dumps = {
+            rank: dump(rank, sizes, [call(1, group="ep")] * (rank != late), BUSY if rank == late else WAITING)
+            for rank in ranks
+        }
+        for told in dumps.values():
+            told["groups"]["ep"] = ranks
+        found = diagnose_hang(dumps, {}, sizes).verdict
+        assert f"number 1 of {said}" in found.summary, found.summary
+        assert f"rank {late} (" in found.summary
+
+
+def test_nothing_is_made_up() -> None:
+    assert diagnose_hang({}, {}, ParallelDims(1, 2, 1, 1, 1)).verdict.kind == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "said"),
+    [
+        (ParallelDims(1, 1, 1, 1, 1), 0, ""),
+        (ParallelDims(1, 2, 4, 1, 8), 21, "pp=2, tp=5, dp=0"),
+        (ParallelDims(2, 2, 1, 1, 1), 3, "dp_replicate=1, dp_shard=1"),
+        (ParallelDims(1, 4, 1, 1, 2, ep=4), 6, "tp=0, ep=2, dp=3"),
+        (ParallelDims(2, 1, 1, 1, 1, servers=1), 0, "server 0"),
+        (ParallelDims(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
+    ],
+)
+def test_coordinates_are_the_layouts(sizes: ParallelDims, rank: int, said: str) -> None:
+    assert format_coordinates(sizes, rank) == said
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1))
+@example({0: 1, 1: 2})
+def test_the_minority_is_never_most(said: dict[int, int]) -> None:
+    few = minority_ranks(said)
+    if 0 < len(few) < len(said):
+        most = {said[rank] for rank in said if rank not in few}
+        assert len(most) == 1
+        assert not most & {said[rank] for rank in few}
+
+
+def test_dumps_come_back_and_damaged_ones_are_passed_over(tmp_path: Any) -> None:
+    sizes = ParallelDims(1, 2, 1, 1, 1)
+    told = dump(1, sizes, [], BUSY)
+    write_dump(tmp_path, told)
+    (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
+    (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
+    (tmp_path / "hangs" / "rank-00003.json").write_text('{"format": 1, "rank": 3}')
+    assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
+
+
+def test_what_an_earlier_start_left_is_forgotten_rank_by_rank(tmp_path: Any) -> None:
+    for rank in range(4):
+        write_dump(tmp_path, dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
+        write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})
+    remove_dumps(tmp_path, 1)
+    assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2, 3]
+    remove_dumps_from_rank(tmp_path, 3)
+    assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2]
+    remove_dumps(tmp_path, 7)
+    for file in (dump_file(tmp_path, 0), failure_file(tmp_path, 0)):
+        assert {path.name for path in file.parent.iterdir()} == {"rank-00000.json", "rank-00002.json"}

@@ -1,0 +1,105 @@
+"""Whether the kernel killed for want of memory, from its own files and from what ranks left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.debug import oom
+from phalanx.runs.hang_dumps import describe_fault, fault_file, write_dump
+from phalanx.runs.step_records import rank_record_file
+from phalanx.spec.layout import ParallelDims
+from tests.helpers.hang_dumps import BUSY, dump
+
+EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
+
+
+def group(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
+    """A machine whose kernel says so."""
+    (folder / "cgroup").write_text(own)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.setattr(oom, "OWN", folder / "cgroup")
+    monkeypatch.setattr(oom, "CGROUPS", folder)
+
+
+def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"job/memory.events": EVENTS, "job/memory.max": "1048576\n"}
+    group(tmp_path, monkeypatch, "0::/job\n", files)
+    assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (2, 2**20)
+    (tmp_path / "job" / "memory.max").write_text("max\n")
+    assert oom.cgroup_memory_limit() is None
+
+
+def test_version_1_in_a_container_that_sees_its_group_as_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = "5:cpu:/docker/ab\n4:memory:/docker/ab\n0::/docker/ab\n"
+    files = {"memory/memory.oom_control": CONTROL, "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}
+    group(tmp_path, monkeypatch, own, files)
+    assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (5, None)
+
+
+def test_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group(tmp_path, monkeypatch, "0::/\n", {})
+    assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (None, None)
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == (
+        "was killed by SIGKILL without a word; out of memory?"
+    )
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL", kills=1) == (
+        "was killed by SIGKILL, by the kernel, for want of memory"
+    )
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", kills=1) == "was killed by SIGSEGV without a word"
+
+
+def test_where_a_signal_ended_a_rank_is_told(tmp_path: Path) -> None:
+    """As Python's own faulthandler writes it."""
+    file = fault_file(tmp_path, 1)
+    file.parent.mkdir()
+    program = f"""
+import ctypes, faulthandler, threading
+faulthandler.enable(open({str(file)!r}, "w"), all_threads=True)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def harm():
+    ctypes.string_at(0)
+harm()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=100)
+    assert ended.returncode == -signal.SIGSEGV
+    said = oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV")
+    assert re.fullmatch(r"was killed by SIGSEGV: Segmentation fault in .*ctypes/__init__.py:\d+ \(string_at\)", said)
+    file.write_text("")
+    assert describe_fault(tmp_path, 1) is None
+
+
+def test_a_killed_ranks_last_peak_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group(tmp_path, monkeypatch, "0::/\n", {"memory.max": str(2 * 10**9)})
+    told = dump(0, ParallelDims(1, 2, 1, 1, 1), [], BUSY)
+    told["oom_kills"] = 1
+    write_dump(tmp_path, told)
+    said = "was killed by SIGKILL, by the kernel, for want of memory (limit of its group: 2.00 GB)"
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said
+    rank_record_file(tmp_path, 1).parent.mkdir()
+    lines = [{"format": 1}, {"step": 1, "peak_memory_bytes": 10**9}, {"step": 2, "peak_memory_bytes": 12 * 10**8}]
+    rank_record_file(tmp_path, 1).write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "pe')
+    peak = "; it had noted a peak of 1.20 GB by step 2"
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said + peak
+
+
+def test_an_account_in_words() -> None:
+    held = {"parameters": 10**9, "gradients": 0, "optimizer": 2 * 10**9, "rest": 10**8, "total": 31 * 10**8, "peak": 4}
+    found = {"held_bytes": held, "wanted_bytes": 5 * 10**8, "limit_bytes": None}
+    assert oom.format_oom_report(found) == (
+        "out of memory: 500.0 MB were wanted beside the 3.10 GB held: "
+        "parameters 1.00 GB, gradients 0.0 MB, optimizer 2.00 GB, rest 100.0 MB"
+    )
+    assert oom.format_oom_report({**found, "wanted_bytes": None}).startswith("out of memory: it held 3.10 GB: ")
+    assert oom.format_oom_report({}) == ""

@@ -1,0 +1,419 @@
+"""Several nodes: facts in which one differs, clocks, error counters around a benchmark, collectives and pairs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.doctor import compare_nodes, cross_node_bandwidth, error_counters, report, run_checks
+from phalanx.doctor.compare_nodes import NodeReport
+from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.finding import DoctorFinding
+from phalanx.doctor.machine import Machine
+from phalanx.runs import hang_dumps
+from phalanx.spec.errors import UserError
+from tests.helpers import h100_snapshot
+from tests.helpers.snapshot_edits import new, put, variable
+
+HOSTS = ("node1", "node2", "node3", "node4")
+
+
+def wrong(found: list[DoctorFinding]) -> list[DoctorFinding]:
+    return [each for each in found if each.severity in ("WARN", "FAIL")]
+
+
+@pytest.fixture(scope="module")
+def h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("h100")
+    h100_snapshot.write(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def nodes(h100: Path) -> list[NodeReport]:
+    one = run_checks.examine_node(Machine(h100), Expectations())
+    return [replace(one, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
+
+
+def changed(nodes: list[NodeReport], number: int, **facts: str) -> list[NodeReport]:
+    other = replace(nodes[number], facts=nodes[number].facts | facts)
+    return [*nodes[:number], other, *nodes[number + 1 :]]
+
+
+def test_facts_are_those_of_the_record(nodes: list[NodeReport]) -> None:
+    known = nodes[0].facts
+    assert known["NVIDIA driver"] == "570.124.06"
+    assert (known["NCCL"], known["PyTorch"], known["CUDA of PyTorch"]) == ("2.26.2", "2.7.0+cu128", "12.8")
+    assert (known["RDMA firmware"], known["RDMA MTU"], known["VBIOS"]) == ("28.42.1000", "9000", "96.00.89.00.01")
+    assert (known["kernel"], known["GPUs on the bus"], known["NCCL_IB_TC"]) == ("6.8.0-60-generic", "8", "106")
+
+
+def test_variables_of_nccls_files_are_facts(tmp_path: Path) -> None:
+    h100_snapshot.write(tmp_path)
+    new("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
+    known = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
+    assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
+
+
+def test_nodes_that_agree_have_no_finding(nodes: list[NodeReport]) -> None:
+    assert wrong(compare_nodes.compare_nodes(nodes, 4)) == []
+
+
+DRIFT = {
+    "NVIDIA driver": ("550.90.07", "FAIL"),
+    "NCCL": ("2.21.5", "FAIL"),
+    "PyTorch": ("2.6.0+cu124", "FAIL"),
+    "RDMA MTU": ("1500", "FAIL"),
+    "GPUs on the bus": ("7", "FAIL"),
+    "kernel": ("5.15.0-118-generic", "WARN"),
+    "RDMA firmware": ("28.39.1002", "WARN"),
+    "VBIOS": ("96.00.74.00.01", "WARN"),
+    "NCCL_IB_TC": ("0", "WARN"),
+    "memory GiB": ("1008", "WARN"),
+}
+
+
+@pytest.mark.parametrize("name", DRIFT)
+def test_a_node_that_differs_is_found(name: str, nodes: list[NodeReport]) -> None:
+    value, severity = DRIFT[name]
+    (found,) = wrong(compare_nodes.compare_nodes(changed(nodes, 2, **{name: value}), 4))
+    assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
+    assert found.threshold == nodes[0].facts[name]
+    assert found.remedy
+
+
+def test_a_fact_that_one_node_lacks(nodes: list[NodeReport]) -> None:
+    less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
+    (found,) = wrong(compare_nodes.compare_nodes([nodes[0], less, nodes[2]]))
+    assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
+
+
+def test_of_two_that_differ_neither_is_blamed(nodes: list[NodeReport]) -> None:
+    (found,) = wrong(compare_nodes.compare_nodes(changed(nodes[:2], 1, NCCL="2.21.5")))
+    assert (found.host, found.severity) == ("", "FAIL")
+    assert found.measured == "node1: 2.26.2; node2: 2.21.5"
+
+
+def test_a_clock_that_is_off(nodes: list[NodeReport]) -> None:
+    late = [*nodes[:3], replace(nodes[3], clock_offset_seconds=-41.0)]
+    (found,) = wrong(compare_nodes.compare_nodes(late))
+    assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
+
+
+def test_a_node_that_left_no_word(nodes: list[NodeReport]) -> None:
+    (found,) = wrong(compare_nodes.compare_nodes(nodes[:3], 4))
+    assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
+
+
+def test_nodes_of_a_job_that_left_no_word_are_named(tmp_path: Path) -> None:
+    """By Slurm, whichever nodes did; srun --exclude takes their names."""
+    h100_snapshot.write(tmp_path)
+    variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
+    new("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
+    node = run_checks.examine_node(Machine(tmp_path), Expectations())
+    compare_nodes.write_node_report(tmp_path, node)
+    assert compare_nodes.read_node_reports(tmp_path) == [node]
+    found = wrong(compare_nodes.compare_nodes([node], 3))
+    assert [(each.id, each.host) for each in found] == [("nodes.missing", "node2"), ("nodes.missing", "node3")]
+    assert report.failing_hosts(found) == ["node2", "node3"]
+    assert wrong(compare_nodes.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
+    put("commands/job_nodes.txt", "[no answer]")(tmp_path)
+    assert run_checks.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
+
+
+def test_nodes_leave_word_and_are_collected(nodes: list[NodeReport], tmp_path: Path) -> None:
+    for node in nodes:
+        compare_nodes.write_node_report(tmp_path, node)
+    assert compare_nodes.read_node_reports(tmp_path) == nodes
+    (tmp_path / "bad.node.json").write_text("[]")
+    with pytest.raises(UserError, match=r"bad\.node\.json"):
+        compare_nodes.read_node_reports(tmp_path)
+    with pytest.raises(UserError, match="has no"):
+        compare_nodes.read_node_reports(tmp_path / "nowhere")
+
+
+def test_an_old_word_stands_for_no_node(nodes: list[NodeReport], tmp_path: Path) -> None:
+    files = [compare_nodes.write_node_report(tmp_path, node) for node in nodes]
+    assert wrong(compare_nodes.stale_report_findings(tmp_path)) == []
+    os.utime(files[1], (time.time() - 7200, time.time() - 7200))
+    (found,) = wrong(compare_nodes.stale_report_findings(tmp_path))
+    assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
+
+
+def test_the_clock_of_storage_is_that_of_this_machine(tmp_path: Path) -> None:
+    """Files here are stamped by this kernel, which may round to its ticks."""
+    assert abs(compare_nodes.storage_clock(tmp_path)) < 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_clock_beside_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 100)
+    assert compare_nodes.storage_clock(tmp_path) == pytest.approx(100, abs=1)
+
+
+# -- counters ----------------------------------------------------------------------------------------------------------
+
+
+PORT = "sys/class/infiniband/mlx5_2/ports/1"
+GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
+    "symbols": (f"{PORT}/counters/symbol_error", lambda _: "12", "counters.link", "FAIL", "mlx5_2 symbol_error"),
+    "a link that went down": (
+        f"{PORT}/counters/link_downed",
+        lambda _: "1",
+        "counters.link",
+        "FAIL",
+        "mlx5_2 link_downed",
+    ),
+    "packets out of order": (
+        f"{PORT}/hw_counters/out_of_sequence",
+        lambda _: "90",
+        "counters.resent",
+        "WARN",
+        "mlx5_2 out_of_sequence",
+    ),
+    "no answer": (
+        f"{PORT}/hw_counters/local_ack_timeout_err",
+        lambda _: "3",
+        "counters.resent",
+        "WARN",
+        "mlx5_2 local_ack_timeout_err",
+    ),
+    "pause frames": (
+        "commands/ethtool_ens2np0.txt",
+        lambda text: text.replace("rx_prio3_pause: 0", "rx_prio3_pause: 77"),
+        "counters.pause",
+        "WARN",
+        "ens2np0 rx_prio3_pause",
+    ),
+    "pause frames that this host sent": (
+        "commands/ethtool_ens2np0.txt",
+        lambda text: text.replace("tx_prio3_pause: 0", "tx_prio3_pause: 9"),
+        "counters.pause",
+        "WARN",
+        "ens2np0 tx_prio3_pause",
+    ),
+    "drops of a card": (
+        "commands/ethtool_ens2np0.txt",
+        lambda text: text.replace("phy: 0", "phy: 5"),
+        "counters.dropped",
+        "WARN",
+        "ens2np0 rx_discards_phy",
+    ),
+    "broken packets": (
+        "sys/class/net/ens2np0/statistics/rx_errors",
+        lambda _: "4",
+        "counters.dropped",
+        "WARN",
+        "ens2np0 rx_errors",
+    ),
+    "PCIe": (
+        "sys/bus/pci/devices/0000:52:00.0/aer_dev_nonfatal",
+        lambda text: text.replace("NONFATAL 0", "NONFATAL 1"),
+        "counters.pcie",
+        "FAIL",
+        "0000:52:00.0",
+    ),
+    "NVLink": (
+        "commands/smi_nvlink_errors.txt",
+        lambda text: text.replace("Link 4: Replay Errors: 0", "Link 4: Replay Errors: 2", 1),
+        "counters.nvlink",
+        "FAIL",
+        "GPU0 link 4",
+    ),
+    "ECC": (
+        "commands/smi_uncorrected.txt",
+        lambda text: text.replace("\n5, 0", "\n5, 1"),
+        "counters.ecc",
+        "FAIL",
+        "GPU5",
+    ),
+    "TCP": ("proc/net/snmp", lambda text: text.replace("100000 3", "101000 53"), "counters.tcp", "WARN", "tcp"),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_counter_that_grew_is_found(name: str, tmp_path: Path) -> None:
+    path, edit, rule, severity, device = GROWN[name]
+    h100_snapshot.write(tmp_path)
+    before = error_counters.read_counters(Machine(tmp_path))
+    text = (tmp_path / path).read_text()
+    (tmp_path / path).write_text(edit(text))
+    assert (tmp_path / path).read_text() != text
+    after = error_counters.read_counters(Machine(tmp_path))
+    (found,) = wrong(error_counters.counter_findings(before, after))
+    assert (found.id, found.severity, found.device) == (rule, severity, device)
+    assert found.remedy
+    assert wrong(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
+
+
+def test_marked_packets_count_by_their_share(tmp_path: Path) -> None:
+    h100_snapshot.write(tmp_path)
+    before = error_counters.read_counters(Machine(tmp_path))
+    (tmp_path / f"{PORT}/counters/port_rcv_packets").write_text("2000000")
+    for marked, expected in ((900, []), (1100, ["mlx5_2"])):
+        (tmp_path / f"{PORT}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
+        found = wrong(error_counters.counter_findings(before, error_counters.read_counters(Machine(tmp_path))))
+        assert [each.device for each in found] == expected
+
+
+def test_every_counter_has_a_rule_that_a_fault_breaks(h100: Path) -> None:
+    broken = {fault[2] for fault in GROWN.values()} | {"counters.ecn"}
+    assert {rule.id for rule in error_counters.RULES} == broken
+    assert set(error_counters.read_counters(Machine(h100))) == broken | {
+        error_counters.PACKETS,
+        error_counters.SEGMENTS,
+    }
+
+
+def test_a_counter_that_began_anew(h100: Path) -> None:
+    before = error_counters.read_counters(Machine(h100))
+    reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
+    high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
+    assert [each.measured for each in wrong(error_counters.counter_findings(high, reset))] == [2]
+
+
+def test_a_counter_that_nobody_read_before_has_not_grown(h100: Path) -> None:
+    after = error_counters.read_counters(Machine(h100))
+    before = {**after, "counters.link": {}}
+    found = {
+        each.id: each
+        for each in error_counters.counter_findings(before, {**after, "counters.link": {"mlx5_0 symbol_error": 50}})
+    }
+    assert (found["counters.link"].severity, found["counters.link"].measured) == ("SKIP", "no such counters here")
+
+
+def test_counters_that_hang_or_are_not_there_leave_the_others(tmp_path: Path) -> None:
+    h100_snapshot.write(tmp_path)
+    (tmp_path / "commands/ethtool_ens2np0.txt").write_text("[no answer]\n")
+    (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
+    for path in tmp_path.glob("sys/bus/pci/devices/*/aer_*"):
+        path.unlink()
+    known = error_counters.read_counters(Machine(tmp_path))
+    assert not {"counters.nvlink", "counters.pcie"} & known.keys()
+    assert known["counters.ecc"] == {f"GPU{i}": 0 for i in range(8)}
+    assert {name.partition(" ")[0] for name in known["counters.pause"]} == {f"ens{i}np0" for i in (0, 1, 3, 4, 5, 6, 7)}
+
+
+# -- collectives and pairs ---------------------------------------------------------------------------------------------
+
+
+def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[str, str], float] | None = None) -> Any:
+    found = {(a, b): 50e9 for i, a in enumerate(HOSTS) for b in HOSTS[i + 1 :]}
+    for host, share in (slow_hosts or {}).items():
+        found = {pair: speed * share if host in pair else speed for pair, speed in found.items()}
+    return found | {pair: 50e9 * share for pair, share in (slow_pairs or {}).items()}
+
+
+def test_the_slow_node_is_found() -> None:
+    assert wrong(cross_node_bandwidth.check_node_pairs(speeds())) == []
+    (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds({"node3": 0.5})))
+    assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
+
+
+def test_a_slow_pair_blames_neither_node() -> None:
+    (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
+    assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
+    assert [each.severity for each in cross_node_bandwidth.check_node_pairs({})] == ["SKIP"]
+    assert wrong(cross_node_bandwidth.check_node_pairs({("a", "b"): 1.0})) == []
+
+
+def test_collectives_are_held_against_links() -> None:
+    good = CollectiveResult("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
+    assert wrong(cross_node_bandwidth.check_collectives([good])) == []
+    (slow,) = wrong(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
+    assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
+    (damaged,) = wrong(cross_node_bandwidth.check_collectives([replace(good, wrong=3)]))
+    assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
+    small = replace(good, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
+    assert wrong(cross_node_bandwidth.check_collectives([small])) == []
+
+
+HEALTHY = {
+    "all_reduce, 8 A100": (300e9, 190e9, 218e9, 220e9),
+    "all_reduce, 8 H200 with NVLS": (450e9, 348e9, 465e9, 475e9),
+    "all_gather": (450e9, 287e9, 341e9, 345e9),
+    "reduce_scatter": (450e9, 289e9, 342e9, 346e9),
+    "all_to_all": (450e9, 269e9, 333e9, 338e9),
+}
+"""What links carry, and bus bandwidth at 64 MiB, 1 GiB and 8 GiB, as published of nodes of 8 GPUs (nccl-tests, by the
+fits of stas00/ml-engineering's and SimuMax's sweeps)."""
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_published_nodes_are_fast_enough(name: str) -> None:
+    links, *reached = HEALTHY[name]
+    for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
+        each = CollectiveResult(name, 8, size, speed, links, 0)
+        assert wrong(cross_node_bandwidth.check_collectives([each])) == []
+        assert wrong(
+            cross_node_bandwidth.check_collectives([replace(each, bus_bytes_per_second=speed / 2)])
+        )  # by half its links
+
+
+@pytest.mark.parametrize("nodes", range(2, 10))
+def test_rounds_have_every_pair_once(nodes: int) -> None:
+    rounds = cross_node_bandwidth.round_robin_pairs(nodes)
+    pairs = [pair for matched in rounds for pair in matched]
+    assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
+    assert all(len({host for pair in matched for host in pair}) == 2 * len(matched) for matched in rounds)
+    assert len(rounds) == nodes - 1 + nodes % 2
+
+
+def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
+    assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
+    finding = cross_node_bandwidth.PAIR.violation("network", 50, host="node3")
+    (tmp_path / compare_nodes.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
+    assert wrong(compare_nodes.collective_findings(tmp_path)) == [finding]
+    (tmp_path / compare_nodes.COLLECTIVES).write_text("{")
+    with pytest.raises(UserError, match="is not what"):
+        compare_nodes.collective_findings(tmp_path)
+
+
+def test_what_ranks_found_long_ago_is_not_taken_for_new(nodes: list[NodeReport], tmp_path: Path) -> None:
+    compare_nodes.write_node_report(tmp_path, nodes[0])
+    file = tmp_path / compare_nodes.COLLECTIVES
+    file.write_text(json.dumps([cross_node_bandwidth.WRONG.ok(0).__dict__]))
+    assert wrong(compare_nodes.collective_findings(tmp_path)) == []
+    os.utime(file, (time.time() - 7200, time.time() - 7200))
+    (found,) = compare_nodes.collective_findings(tmp_path)
+    assert (found.id, found.severity, found.device, found.measured) == ("nodes.old", "FAIL", file.name, 120)
+
+
+LOST = "DistBackendError: Connection closed by peer [10.0.0.3]:4711"
+FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, str]]]] = {
+    "one fails, and others lose it": (
+        {0: ("node1", LOST, 1), 1: ("node2", "OutOfMemoryError: CUDA out of memory", 1)},
+        [("node2", "rank 1", "OutOfMemoryError: CUDA out of memory")],
+    ),
+    "one is killed before it says anything": ({0: ("node1", LOST, 1), 1: ("node2", LOST, 1)}, [("", "rank 0", LOST)]),
+    "all fail for one reason": (
+        dict.fromkeys(range(3), ("node1", "RuntimeError: no", 1)),
+        [("node1", "rank 0", "RuntimeError: no")],
+    ),
+    "the run file cannot be": (
+        {rank: (f"node{rank}", "layout.tp = 3 does not divide", 2) for rank in range(2)},
+        [("", "rank 0", "layout.tp = 3 does not divide")],
+    ),
+}
+"""Host, reason and code of each rank's last word; host, device and reason of what is found."""
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
+    words, expected = FAILED[name]
+    compare_nodes.write_node_report(tmp_path, nodes[0])
+    for rank, (host, reason, code) in words.items():
+        told = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}
+        hang_dumps.write_failure(tmp_path, told)
+    found = compare_nodes.collective_findings(tmp_path)
+    assert {(each.id, each.severity) for each in found} == {("between.failed", "FAIL")}
+    assert [(each.host, each.device, each.measured) for each in found] == expected

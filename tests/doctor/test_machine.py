@@ -1,0 +1,302 @@
+"""What checks ask of a machine: in time, recorded and played back, and whatever it says."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.doctor import disk_write_probe, run_checks
+from phalanx.doctor.checks import disk, software
+from phalanx.doctor.checks.disk import WRITE_SECONDS
+from phalanx.doctor.error_counters import read_counters
+from phalanx.doctor.expectations import Expectations
+from phalanx.doctor.expectations_from_run import expectations_from_run
+from phalanx.doctor.finding import CheckSkipped, DoctorFinding
+from phalanx.doctor.machine import CANNOT_RUN, COMMAND_SECONDS, CommandTimeout, Machine
+from phalanx.doctor.node_facts import node_facts
+from phalanx.doctor.subprocesses import CommandOutput, run_command
+from phalanx.spec.files.load import run_from_table
+from tests.helpers import h100_snapshot
+
+CPU = Path(__file__).parent / "cpu_snapshot"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ended, within 10 s."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    """It ignores SIGTERM, and its child holds its stdout."""
+    pids = tmp_path / "pids"
+    program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo begun; wait"
+    begun = time.monotonic()
+    answer = run_command(["sh", "-c", program], 2)
+    assert time.monotonic() - begun < 60
+    assert (answer.text, answer.code) == ("begun\n", None)
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine, for real: an nvidia-smi that never answers, a check that hangs by itself, in a file that never
+    ends; and beside them faults of the environment."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nsleep 1000\n")
+    program.chmod(0o755)
+    os.mkfifo(tmp_path / "log")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "log"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr(run_checks, "CHECK_SECONDS", 20)
+    begun = time.monotonic()
+    found = run_checks.run_all_checks(Machine(), Expectations(gpus=8, quick=True))
+    assert time.monotonic() - begun < 60  # what --quick promises
+    wrong = {each.id: each for each in found if each.severity in ("FAIL", "WARN")}
+    by_others = {"kernel.out_of_memory", "disk.write"}  # tests that are killed for memory, or fill the disk, meanwhile
+    assert wrong.keys() - by_others == {"gpu.answers", "doctor.stuck", "nccl.gloo_interface", "nccl.left_over"}
+    assert wrong["gpu.answers"].measured == f"no answer in {COMMAND_SECONDS} s"
+    assert (wrong["doctor.stuck"].device, wrong["doctor.stuck"].measured) == ("nccl_log", "no answer in 20 s")
+    of_gloo = wrong["nccl.gloo_interface"]
+    assert (of_gloo.device, of_gloo.measured) == ("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert all(each.remedy for each in wrong.values())
+    assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
+
+
+def test_no_file_is_made_to_hear_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full, or read-only, is for a check to find."""
+
+    def full(*_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert run_command(["echo", "here"], 10) == CommandOutput("here\n", 0)
+
+
+def test_a_program_that_cannot_be_run_is_not_taken_for_none(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755)
+    assert Machine().run("broken", str(program)) == CommandOutput(f"{program}: Exec format error", CANNOT_RUN)
+    assert Machine().run("none", str(tmp_path / "nothing")) is None
+
+
+def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: list[str]) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(run_checks, "TimedProcess", refused)
+    found = run_checks.run_all_checks(Machine(), Expectations())
+    assert [(each.id, each.device) for each in found] == [
+        ("doctor.unreadable", run_checks.check_name(check)) for check in run_checks.CHECKS
+    ]
+
+
+def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network's file system does whose server is gone: whoever looks at it there sleeps."""
+    program = "import os, time\nisdir = os.path.isdir\n"
+    program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
+    (tmp_path / "sitecustomize.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(run_checks, "CHECKS", (disk,))
+    monkeypatch.setattr(run_checks, "CHECK_SECONDS", 5)
+    described = run_from_table({"model": {"preset": "tiny"}, "output_dir": "/hung/runs"})
+    found = run_checks.run_all_checks(Machine(), expectations_from_run(described, 2))
+    assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
+
+
+def test_a_gpu_that_only_the_driver_counts_is_not_taken_for_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with error 802, or a driver too old: devices are counted without CUDA, which raises at its first use."""
+
+    class Tensor:
+        def cuda(self) -> None:
+            raise RuntimeError("Error 802: system not yet initialized\nsome stack")
+
+    cuda = SimpleNamespace(device_count=lambda: 8, is_available=lambda: False)
+    torch = SimpleNamespace(
+        cuda=cuda, zeros=lambda _: Tensor(), __version__="2.7.0", version=SimpleNamespace(cuda="12.8")
+    )
+    exec(software.PROGRAM.replace("import json, torch", "import json"), {"torch": torch})
+    known = json.loads(capsys.readouterr().out)
+    assert (known["gpus"], known["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
+
+
+def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "commands").mkdir()
+    (tmp_path / "commands/one.txt").write_text("what it said\n[exit 7]\n")
+    (tmp_path / "commands/two.txt").write_text("[no answer]\n")
+    machine = Machine(tmp_path)
+    assert machine.run("one", "anything") == CommandOutput("what it said", 7)
+    with pytest.raises(CommandTimeout):
+        machine.run("two", "anything")
+    assert machine.run("three", "anything") is None
+
+
+def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
+    """This one: its record says of it what it itself says."""
+    here = run_checks.examine_node(
+        Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path))
+    )
+    again = run_checks.examine_node(Machine(tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path)))
+    assert again == here
+    assert here.facts["kernel"] == os.uname().release
+    assert {each.id for each in here.findings} >= {"software.torch", "host.shm", "disk.write"}
+    assert read_counters(Machine(tmp_path / "record")).keys() == read_counters(Machine()).keys()
+
+
+def test_what_changes_while_it_is_recorded_is_the_same_for_all_checks(tmp_path: Path) -> None:
+    changing = tmp_path / "meminfo"
+    changing.write_text("MemAvailable: 1")
+    assert Machine(record=tmp_path / "record").read(str(changing)) == "MemAvailable: 1"
+    changing.write_text("MemAvailable: 2")
+    assert Machine(record=tmp_path / "record").read(str(changing)) == "MemAvailable: 1"
+    assert Machine().read(str(changing)) == "MemAvailable: 2"
+
+
+def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\nNCCL_IB_TC=106\n")
+    here = Machine(record=tmp_path / "record").environment
+    assert (here["NCCL_DEBUG"], here["NCCL_IB_TC"]) == ("WARN", "106")
+    assert Machine(tmp_path / "record").environment == here
+
+
+def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
+    here = Machine(record=tmp_path)
+    here.run("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
+    assert Machine(tmp_path).run("false") == CommandOutput("no", 3)
+    with pytest.raises(CommandTimeout):
+        here.run("slow", "sleep", "1000", seconds=0.2)
+    with pytest.raises(CommandTimeout):
+        Machine(tmp_path).run("slow")
+
+
+def test_the_captured_machine_is_well() -> None:
+    """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
+    found = run_checks.run_all_checks(
+        Machine(CPU), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
+    )
+    assert {each.severity for each in found} == {"OK", "SKIP"}
+    skipped = {each.id: each.measured for each in found if each.severity == "SKIP"}
+    assert skipped["gpus"] == skipped["software.cuda"] == "no NVIDIA GPU"
+    assert skipped["rdma_ports"] == skipped["host.memlock"] == "no RDMA device"
+    assert all(skipped.values())
+    assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
+    anywhere = run_checks.run_all_checks(
+        Machine(CPU), Expectations(ranks=2, rank_bytes=2**50)
+    )  # where there are no GPUs, on CPUs
+    assert "memory.headroom" in {each.id for each in anywhere if each.severity == "FAIL"}
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "rule", "severity", "device"),
+    [
+        ("commands/df_shm.txt", r"tmpfs .*", "shm 65536 0 65536 0% /dev/shm", "host.shm", "FAIL", "/dev/shm"),
+        ("commands/df_runs.txt", r"\d+%", "99%", "disk.very_full", "FAIL", "."),
+        ("commands/write.txt", r"in [\d.]+ s", "in 30.1 s", "disk.write", "WARN", "."),
+        ("commands/torch.txt", r"(?s).*", "[no answer]", "software.torch", "FAIL", "torch"),
+        ("proc/meminfo", r"MemAvailable: +\d+", "MemAvailable: 900000", "memory.available", "WARN", ""),
+        ("sys/devices/system/cpu/offline", r"\s*$", "1", "cpu.offline", "WARN", "1"),
+        (
+            "commands/kernel_log.txt",
+            r"$",
+            "Out of memory: Killed process 7 (pt_main)",
+            "kernel.out_of_memory",
+            "WARN",
+            "pt_main",
+        ),
+        ("commands/kernel_log.txt", r"$", "I/O error, dev vda, sector 8", "kernel.disk", "FAIL", "vda"),
+    ],
+)
+def test_a_fault_planted_in_the_captured_machine_is_found(
+    path: str, old: str, new: str, rule: str, severity: str, device: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "record"
+    shutil.copytree(CPU, root)
+    text = (root / path).read_text()
+    (root / path).write_text(re.sub(old, new, text, count=1))
+    assert (root / path).read_text() != text
+    (found,) = [
+        each for each in run_checks.run_all_checks(Machine(root), Expectations()) if each.severity in ("WARN", "FAIL")
+    ]
+    assert (found.id, found.severity, found.device) == (rule, severity, device)
+
+
+def test_a_run_for_gpus_fails_where_there_are_none() -> None:
+    found = [each for each in run_checks.run_all_checks(Machine(CPU), Expectations(gpus=8)) if each.severity == "FAIL"]
+    assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
+
+
+@pytest.mark.parametrize("mutilated", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
+def test_nothing_that_a_machine_says_is_an_error(mutilated: str, tmp_path: Path) -> None:
+    """Each file of the record empty, nonsense, or cut off: checks find, skip, or do without; none raises."""
+    h100_snapshot.write(tmp_path)
+    expected = Expectations(gpus=8, ranks=8, nccl_log="/nccl.log")
+    others = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and not others.search(str(path))]
+    assert len(files) > 80
+    for path in files:
+        text = path.read_text()
+        path.write_text(text[: len(text) // 2] if mutilated == "half" else mutilated)
+        machine = Machine(tmp_path)
+        found = [each for check in run_checks.CHECKS for each in _raising(check, machine, expected)]
+        assert found
+        node_facts(machine)
+        read_counters(machine)
+        path.write_text(text)
+
+
+def _raising(check: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+    """As `examine.run_check` without its last resort."""
+    with suppress(CheckSkipped):
+        return check.check(machine, expected)  # type: ignore[attr-defined]
+    return []
+
+
+def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
+    class Broken:
+        __name__ = "phalanx.doctor.broken"
+
+        @staticmethod
+        def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+            raise ZeroDivisionError("a bug")
+
+    (found,) = run_checks.run_check(Broken(), Machine(tmp_path), Expectations())
+    assert (found.id, found.device, found.severity) == ("doctor.unreadable", "broken", "WARN")
+    assert found.measured == "ZeroDivisionError: a bug"
+
+
+def test_a_slow_disk_is_told_from_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """10 MB/s, by a clock that moves when the file is synced: 256 MiB would take longer than the probe may."""
+    passed = [0.0]
+    monkeypatch.setattr(os, "fsync", lambda _: passed.append(passed[-1] + disk_write_probe.SYNCED * 2**20 / 10e6))
+    monkeypatch.setattr(time, "perf_counter", lambda: passed[-1])
+    monkeypatch.setattr(sys, "argv", ["write", str(tmp_path), "256"])
+    disk_write_probe.main()
+    assert passed[-1] < WRITE_SECONDS
+    size, seconds = re.match(r"(\d+) bytes in ([\d.]+) s", capsys.readouterr().out).groups()  # type: ignore[union-attr]
+    assert float(size) / float(seconds) == pytest.approx(10e6, rel=1e-3)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,151 @@
+"""Headless Chromium over the pipe of its DevTools protocol, with the standard library alone.
+
+python -m tests.helpers.browser REPORT.html docs/report     three screenshots: -wide.png, -narrow.png, -dark.png"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Self
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SECONDS = 60.0
+"""To answer in, on a machine that others share."""
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--mute-audio",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--remote-debugging-pipe",
+)
+
+
+class Browser:
+    """One page of a browser that reaches nothing but this machine."""
+
+    def __enter__(self) -> Self:
+        assert CHROMIUM
+        self.asked, self.errors = [], []
+        self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        self._last, self._bytes = 0, b""
+        # A shell puts the pipes where Chromium looks for them: 3 to read from, 4 to write to.
+        command = [CHROMIUM, *FLAGS, f"--user-data-dir={self._home.name}", "about:blank"]
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *command],
+            pass_fds=(theirs_in, theirs_out),
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._session = ""
+        pages = self.call("Target.getTargets")["targetInfos"]
+        page = next(info["targetId"] for info in pages if info["type"] == "page")
+        self._session = self.call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
+        for domain in ("Network", "Page", "Runtime"):
+            self.call(f"{domain}.enable")
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(SECONDS)
+        os.close(self._in)
+        os.close(self._out)
+        self._home.cleanup()
+
+    asked: list[str]
+    """Every address that the page asked for."""
+    errors: list[str]
+    """What scripts of the page failed of."""
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """One command of the protocol and its answer; what comes meanwhile is noted."""
+        self._last += 1
+        message = {"id": self._last, "method": method, "params": parameters}
+        os.write(
+            self._out, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
+        )
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._last:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self._note(answer)
+
+    def _next(self) -> Any:
+        until = time.monotonic() + SECONDS
+        while b"\0" not in self._bytes:
+            ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
+            assert ready, "the browser does not answer"
+            found = os.read(self._in, 1 << 20)
+            assert found, "the browser is gone"
+            self._bytes += found
+        message, _, self._bytes = self._bytes.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: Any) -> None:
+        if event.get("method") == "Network.requestWillBeSent":
+            self.asked.append(event["params"]["request"]["url"])
+        if event.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(event["params"]["exceptionDetails"])[:2000])
+
+    def open(self, address: str) -> None:
+        """Go to a page, and wait until its figures are drawn."""
+        self.call("Page.navigate", url=address)
+        drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
+        self.until(f"document.readyState === 'complete' && !!document.getElementById('figures') && {drawn}")
+
+    def value(self, expression: str) -> Any:
+        """Of an expression of JavaScript; of a promise what it promised."""
+        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Wait for it to be true."""
+        deadline = time.monotonic() + SECONDS
+        while not self.value(f"Boolean({expression})"):
+            assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {expression}; {self.errors}"
+            self.value("new Promise(done => setTimeout(done, 50))")
+
+    def look(self, width: int, dark: bool = False) -> None:
+        """Give the window a width, and the person a taste."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.until(
+            f"innerWidth === {width} && matchMedia('(prefers-color-scheme: dark)').matches === {str(dark).lower()}"
+        )
+        frames = "new Promise(done => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 400))"
+        self.value(frames)  # plotly resizes figures a moment after the window
+
+    def screenshot(self, file: Path) -> None:
+        """All of the page, as a PNG."""
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True, optimizeForSpeed=False)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+
+if __name__ == "__main__":
+    report, begins = sys.argv[1:]
+    with Browser() as shown:
+        shown.open(Path(report).resolve().as_uri())
+        for name, width, in_the_dark in (("wide", 1280, False), ("narrow", 400, False), ("dark", 1280, True)):
+            shown.look(width, in_the_dark)
+            shown.screenshot(Path(f"{begins}-{name}.png"))

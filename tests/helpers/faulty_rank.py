@@ -1,0 +1,125 @@
+"""`python -m tests.helpers.faulty_rank FAULT RUN_DIR`: a rank of a run. In the fourth step rank 1 does something
+wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.launch.process import exit_rank
+from phalanx.train.checkpoint import checkpointer
+from phalanx.train.trainer import Trainer
+from phalanx.train.worker import run_rank
+
+GUILTY, STEP = 1, 3
+
+
+def late() -> None:
+    """Far too late to the collectives of a step."""
+    time.sleep(1000)
+
+
+def pause() -> None:
+    """On all ranks: longer than the watchdog's patience, and no longer than that of a collective."""
+    time.sleep(5.5)
+
+
+def another_shape() -> None:
+    """One collective more for everybody; of other sizes on the guilty rank, which gloo aborts for it."""
+    dist.all_reduce(torch.ones(1_000 if dist.get_rank() == GUILTY else 400_000))
+
+
+def one_skipped() -> None:
+    """One collective more for everybody but the guilty rank."""
+    if dist.get_rank() != GUILTY:
+        dist.all_reduce(torch.ones(4))
+
+
+def another_order() -> None:
+    """Two collectives more, which the guilty rank calls in another order."""
+    mine, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
+    if dist.get_rank() == GUILTY:
+        dist.all_gather(parts, mine)
+        dist.all_reduce(mine)
+    else:
+        dist.all_reduce(mine)
+        dist.all_gather(parts, mine)
+
+
+def memory() -> None:
+    """More memory than this process may have, asked for at once."""
+    before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (before + 2**28, before + 2**28))
+    torch.empty(2**30, dtype=torch.uint8)
+
+
+def much() -> None:
+    """More memory than the group of processes may have, bit by bit."""
+    kept = []
+    while True:
+        kept.append(torch.ones(2**24))
+
+
+def aborting_library() -> None:
+    """Other than Python's own abort, it lets other threads run."""
+    ctypes.CDLL(None).abort()
+
+
+def slow_disk() -> None:
+    """On all ranks: what is saved takes longer to be written than the watchdog's patience."""
+    checkpointer.sync = lambda file: time.sleep(9.0)
+
+
+def bit(trainer: Trainer) -> None:
+    """One bit of the last parameter of all."""
+    *_, last = trainer.strategy.trainable_parameters.values()
+    last.detach().view(-1).view(torch.uint8)[0] ^= 4
+
+
+def told_early() -> None:
+    """A rank is told to stop while it reads where the run is."""
+    resume = Trainer.resume
+
+    def told(self: Trainer) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return resume(self)
+
+    Trainer.resume = told  # type: ignore[method-assign]
+
+
+ALONE = {"late": late, "memory": memory, "much": much, "abort": os.abort, "library": aborting_library}
+TOGETHER = {"pause": pause, "disk": slow_disk, "shape": another_shape, "skipped": one_skipped, "order": another_order}
+
+
+def main(fault: str, directory: str) -> None:
+    """Train, with a fault."""
+    step = Trainer.train_step
+
+    def faulty(self: Trainer, batches: Iterator[Any]) -> Any:
+        if self.step == STEP:
+            if fault in TOGETHER:
+                TOGETHER[fault]()
+            elif fault == "bit" and dist.get_rank() == GUILTY:
+                bit(self)
+            elif fault in ALONE and dist.get_rank() == GUILTY:
+                ALONE[fault]()
+        return step(self, batches)
+
+    Trainer.train_step = faulty  # type: ignore[method-assign]
+    if fault == "told early":
+        told_early()
+    exit_rank(run_rank(Path(directory), [], resume=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,54 @@
+"""Runs of real processes in which a rank does something wrong (tests/helpers/faulty_rank.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.elastic_agent import launch_ranks
+from phalanx.launch.process import report_and_exit_code, set_worker_environment
+from phalanx.runs.create import create_run
+from phalanx.testing.processes import SECONDS
+from tests.helpers.small_runs import described
+
+TIMEOUT = 6.0
+
+
+def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
+    changes = {"training.steps": 100_000, "training.collective_timeout_seconds": TIMEOUT, "training.precision": "fp32"}
+    run = described(text, out, {**changes, **layout})
+    return create_run(run, nproc, resume=False)
+
+
+def started(directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    program = "import sys; from tests.helpers.faulty_runs import launch; launch(*sys.argv[1:])"
+    command = [sys.executable, "-c", program, str(directory), str(nproc), fault]
+    places = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=places, start_new_session=True, preexec_fn=inside
+    )
+
+
+def launch(directory: str, nproc: str, fault: str) -> None:
+    """What `phalanx train` does, but for the program of the ranks."""
+    set_worker_environment(int(nproc))
+    words = "tests.helpers.faulty_rank", fault, directory
+    sys.exit(launch_ranks(int(nproc), words, partial(report_and_exit_code, Path(directory))))
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What the launcher said; every process of the run is gone then."""
+    try:
+        _, said = process.communicate(timeout=SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 1, said
+    return said

@@ -1,0 +1,86 @@
+"""What the ranks of a hung run tell: made by hand, or by programs of collectives that are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.runs.hang_dumps import (
+    FORMAT,
+    STALLED,
+    HangDump,
+)
+from phalanx.spec.layout import ParallelDims, process_groups
+
+WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
+BUSY = ("/x/mine/model.py", 7, "forward")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One line of a program: a collective of a group."""
+
+    group: str
+    operation: str
+    size: int
+    line: int
+
+
+Program = list[Op]
+
+
+def members(sizes: ParallelDims) -> dict[str, list[tuple[int, ...]]]:
+    """The groups that a program names, each of which is several groups of ranks."""
+    every = tuple(range(sizes.world_size))
+    return {"all": [every], "tp": process_groups(sizes, "tp"), "dp": process_groups(sizes, "dp_replicate", "dp_shard")}
+
+
+def ranks_of(sizes: ParallelDims, name: str, rank: int) -> tuple[int, ...]:
+    return next(group for group in members(sizes)[name] if rank in group)
+
+
+def run(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | None:
+    """What ranks that block in every collective tell when none of them can go on; None if they come to the end."""
+    done = [0] * len(programs)
+    count: list[dict[str, int]] = [{} for _ in programs]
+    calls: list[list[dict[str, Any]]] = [[] for _ in programs]
+    inside: list[Op | None] = [None] * len(programs)
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            if inside[rank] is None and done[rank] < len(program):
+                op = program[done[rank]]
+                inside[rank], moved = op, True
+                count[rank][op.group] = count[rank].get(op.group, 0) + 1
+                call = {"group": f"{op.group}{ranks_of(sizes, op.group, rank)[0]}", "number": count[rank][op.group]}
+                call |= {"operation": op.operation, "inputs": [[op.size]], "outputs": [], "dtypes": ["Float"]}
+                calls[rank].append(call | {"over": False, "at": ("mine/model.py", op.line, "step")})
+        for rank, op in enumerate(inside):
+            if op is None:
+                continue
+            group = ranks_of(sizes, op.group, rank)
+            here = [inside[other] for other in group]
+            same = {(o.group, o.operation, o.size) if o else None for o in here}
+            if len(same) == 1 and len({count[other][op.group] for other in group}) == 1:
+                for other in group:
+                    inside[other], moved = None, True
+                    calls[other][-1]["over"] = True
+                    done[other] += 1
+    if all(op is None for op in inside):
+        return None
+    return {rank: dump(rank, sizes, calls[rank], WAITING if inside[rank] else BUSY) for rank in range(len(programs))}
+
+
+def dump(rank: int, sizes: ParallelDims, calls: Any, place: Any, **more: Any) -> HangDump:
+    named = {f"{name}{ranks_of(sizes, name, rank)[0]}": list(ranks_of(sizes, name, rank)) for name in members(sizes)}
+    found = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
+    found |= {
+        "step": 3,
+        "why": STALLED,
+        "stood_seconds": 1.0,
+        "stack": [place],
+        "waiting": place is WAITING,
+        "groups": named,
+    }
+    return {**found, "calls": calls, "beside": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]

@@ -1,0 +1,196 @@
+"""A swarm in one process: the coordinator's server and the nodes are threads, the wire between them is the real one."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.data.prepare import prepare
+from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.rpc.server import serve
+from phalanx.swarm.serve import initial_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.replica import write_weights
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.training_data import open_training_data
+from tests.helpers.small_runs import MOE, described, steps, trainer
+
+SECONDS = 120
+NODES = ("ann", "bob", "cid", "dee")
+
+
+@cache
+def certificates() -> Path:
+    """An authority, and members."""
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-certs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    create_certificate_authority(folder)
+    issue_certificate(folder, "lead", ["127.0.0.1", "localhost"])
+    for node in NODES:
+        issue_certificate(folder, node, [])
+    return folder
+
+
+def run_of(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
+    """A tiny mixture of experts that a swarm learns: by default two nodes, four rounds of three steps."""
+    model = {**MOE, "tie_embeddings": False, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
+    spec = {"method": "spes+", "nodes": 2, "every": 3, "round": {"grace_seconds": 60, "lease_seconds": 60}, **swarm}
+    table = {
+        "model": model,
+        "training.steps": 12,
+        "training.precision": "fp32",
+        "swarm": spec,
+        "output_dir": str(folder),
+        "cluster.device": "cpu",
+        **(changes or {}),
+    }
+    return described(Path(json.__file__).parent, folder, table)
+
+
+class Swarm:
+    """A coordinator that is served, and its clock."""
+
+    def __init__(self, run: RunSpec, folder: Path, port: int = 0) -> None:
+        folder.mkdir(exist_ok=True)
+        self.run, self.folder = run, folder
+        self.coordinator = Coordinator(run, folder, initial_pieces(run))
+        greeting = {"run": to_toml(run)}
+        self.server, self.port = serve(self.coordinator, f"127.0.0.1:{port}", certificates() / "lead", greeting)
+        self.over = threading.Event()
+        self.ticking = threading.Thread(target=self._tick, daemon=True)
+        self.ticking.start()
+
+    def _tick(self) -> None:
+        while not self.over.wait(0.02):
+            self.coordinator.tick()
+
+    def stop(self) -> None:
+        """As if it had been killed: nothing is said to anybody."""
+        self.over.set()
+        self.ticking.join(SECONDS)
+        self.server.stop(0).wait(SECONDS)
+        self.coordinator.journal.close()
+
+    def client(self, node: str) -> SwarmClient:
+        return SwarmClient(f"127.0.0.1:{self.port}", certificates() / node)
+
+    def joined(self, node: str, capacity: float = 4, text: str = "text") -> SwarmClient:
+        """A link of a node that has joined."""
+        client = self.client(node)
+        client.place = {"capacity": capacity, "text": text}
+        client.join(**client.place)
+        return client
+
+    def events(self, what: str) -> list[dict[str, Any]]:
+        """Of a kind, as the journal has them."""
+        lines = self.coordinator.journal.path.read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["what"] == what]
+
+    def base(self) -> dict[str, Tensor]:
+        with self.coordinator.changed:  # not while a round is put into it
+            return pieces(self.run, self.coordinator.store.base)
+
+
+@contextmanager
+def served(run: RunSpec, folder: Path) -> Iterator[Swarm]:
+    swarm = Swarm(run, folder / "lead")
+    try:
+        yield swarm
+    finally:
+        swarm.stop()
+
+
+def pieces(run: RunSpec, path: Path) -> dict[str, Tensor]:
+    """A model in a file."""
+    with TensorFile(path) as file:
+        return {item.key: file.read(item) for item in model_pieces(run.model)}
+
+
+class Members:
+    """Nodes of one rank under way, each in a thread of its own."""
+
+    def __init__(self, swarm: Swarm, folder: Path, names: Sequence[str]) -> None:
+        self.swarm, self.folder = swarm, folder
+        self.nodes: dict[str, SwarmWorker] = {}
+        self.evaluations: dict[str, dict[str, Any]] = {}
+        self.rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        self.steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        self.failed: list[BaseException] = []
+        self.threads = [threading.Thread(target=self._learn, args=(name,), daemon=True) for name in names]
+        for name in names:
+            self.add(name)
+        for thread in self.threads:
+            thread.start()
+
+    def add(self, name: str) -> None:
+        run, directory = self.swarm.run, self.folder / name
+        directory.mkdir(exist_ok=True)
+        corpus = open_training_data(run, prepare(run.data))
+        self.nodes[name] = SwarmWorker(run, corpus, directory, torch.device("cpu"), name, self.swarm.joined(name))
+
+    def _learn(self, name: str) -> None:
+        try:
+            logs = [_List(self.steps[name])]
+            self.evaluations[name] = self.nodes[name].participate(logs, _List(self.rounds[name]), lambda said: None)
+        except BaseException as error:
+            self.failed.append(error)
+
+    def done(self) -> None:
+        """Until the last round is."""
+        for thread in self.threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        for error in self.failed:
+            raise error
+
+
+class _List:
+    """A log in memory."""
+
+    def __init__(self, kept: list[dict[str, Any]]) -> None:
+        self.kept = kept
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.kept.append(dict(record))
+
+    def close(self, failed: bool = False) -> None:
+        pass
+
+
+def learned(run: RunSpec, folder: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], Members]:
+    """What a swarm of these nodes makes of a run, to its end."""
+    with served(run, folder) as swarm:
+        members = Members(swarm, folder, names)
+        members.done()
+        return swarm.base(), members
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def alone(run: RunSpec, folder: Path) -> Weights:
+    """The weights of the same run, trained by one process as always."""
+    plain = run.model_copy(update={"swarm": None})
+    under_way = trainer(plain)
+    steps(under_way, run.training.steps)
+    path = folder / "alone.safetensors"
+    with TensorFile.create(path, parameter_shapes(run.model)) as file:
+        write_weights(under_way.strategy, under_way.mesh, None, run.model.moe.num_experts, file)
+    return pieces(run, path)

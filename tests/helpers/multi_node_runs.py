@@ -1,0 +1,101 @@
+"""Runs of several nodes, each a host in a network of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data.prepare import prepare
+from phalanx.runs.create import to_toml
+from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from tests.helpers.small_runs import described, steps, trainer
+
+NAMES = ("first", "second")
+PORT = 29_400
+CHANGES = {
+    "training.steps": 100_000,
+    "training.collective_timeout_seconds": 6,
+    "training.tokens_per_step": 64 * 32,
+    "checkpoint.every": 5,
+    "cluster.nproc_per_node": 2,
+    "cluster.peak_flops": 5e10,
+    "recovery": {"rendezvous_timeout_seconds": 60, "last_call_timeout_seconds": 3},
+}
+
+
+class Nodes:
+    """The launchers of a run's nodes."""
+
+    def __init__(self, network: StarNetwork, run: Path, nodes: str) -> None:
+        self.network, self.run, self.nodes = network, run, nodes
+        self.at: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str) -> None:
+        """Start a node, or start it again."""
+        command = [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "train",
+            str(self.run),
+            "--nodes",
+            self.nodes,
+            "--rendezvous",
+            f"first:{PORT}",
+            "--resume",
+        ]
+        with (self.run.parent / f"{name}.log").open("a") as log:
+            self.at[name] = subprocess.Popen(
+                [*self.network.hosts[name].prefix, *command], stdout=log, stderr=log, text=True, start_new_session=True
+            )
+
+    def kill(self, name: str) -> None:
+        """A whole node: its launcher, and with it its ranks."""
+        os.kill(self.at[name].pid, signal.SIGKILL)  # ip netns exec has become the launcher
+        self.at[name].wait(timeout=SECONDS)
+
+    def said(self, name: str) -> str:
+        return (self.run.parent / f"{name}.log").read_text()
+
+    def ends(self, name: str) -> int:
+        try:
+            return self.at[name].wait(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{name} does not end: {self.said(name)}") from None
+
+
+@contextmanager
+def nodes(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterator[Nodes]:
+    run = described(Path(json.__file__).parent, tmp_path, {**CHANGES, **changes})
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    prepare(run.data)
+    try:
+        with star_network(NAMES) as network:
+            found = Nodes(network, file, count)
+            try:
+                yield found
+            finally:
+                for process in found.at.values():
+                    with suppress(ProcessLookupError):
+                        process.kill()
+                    process.wait(timeout=SECONDS)
+                wait_until(lambda: not rank_pids(tmp_path / "parity"), "no rank is left")
+    except NamespacesUnavailable as none:
+        pytest.skip(f"this process may not make networks: {none}")
+
+
+def of_one_process(tmp_path: Path, count: int) -> list[Any]:
+    changes = {name: value for name, value in CHANGES.items() if name.startswith("training.")}
+    one = trainer(described(Path(json.__file__).parent, tmp_path / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in steps(one, count)]

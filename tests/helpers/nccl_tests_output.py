@@ -1,0 +1,13 @@
+"""How dashboards and health checks read what nccl-tests prints."""
+
+from __future__ import annotations
+
+import re
+
+# A row, as dashboards and health checks look for it.
+ROW = re.compile(
+    r"^\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)"
+    r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)",
+    re.MULTILINE,
+)
+AVERAGE = re.compile(r"^# Avg bus bandwidth\s*:\s*([\d.]+)", re.MULTILINE)

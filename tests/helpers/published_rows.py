@@ -1,0 +1,35 @@
+"""A published run, as a row of a planner's table."""
+
+from __future__ import annotations
+
+ROW = {
+    "id": "row-1",
+    "model": "gpt-22b",
+    "params_b": "22",
+    "layers": "48",
+    "hidden": "6144",
+    "heads": "64",
+    "kv_heads": "64",
+    "ffn": "24576",
+    "vocab": "51200",
+    "seq": "2048",
+    "gpus": "8",
+    "gpus_per_node": "8",
+    "gpu_type": "A100-80GB-SXM",
+    "intra_bw": "300",
+    "inter_bw": "25",
+    "tp": "8",
+    "pp": "1",
+    "vpp": "1",
+    "dp": "1",
+    "cp": "1",
+    "zero": "0",
+    "micro_batch": "4",
+    "global_batch": "4",
+    "recompute": "full",
+    "seq_parallel": "0",
+    "precision": "fp16",
+    "schedule": "no-pipeline",
+    "facts": "",
+}
+"""Megatron's 22 B, which took 1.42 s (arXiv 2205.05198, table 5)."""

@@ -1,0 +1,17 @@
+"""How far numbers may be off after quantization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
+from phalanx.spec.swarm import Codec
+from phalanx.swarm.codec import TOP, decode
+from phalanx.swarm.pieces import ModelPiece
+
+
+def left_out(data: bytes | bytearray, item: ModelPiece, codec: Codec) -> Tensor:
+    """The most that coding may have left out of each number of a piece: half a step of its block, and the rounding."""
+    blocks, scale = quantize_blocks(decode(data, item.shape, codec).flatten(), TOP[codec])
+    return dequantize_blocks(torch.ones_like(blocks), 0.501 * scale, item.numbers).reshape(item.shape)

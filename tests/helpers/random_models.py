@@ -1,0 +1,34 @@
+"""Small models whose every parameter is random: a forgotten norm or bias would show."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.strategy import Strategy
+from phalanx.spec.model import ModelSpec
+
+Build = Callable[..., Transformer]
+SMALL = {"vocab_size": 53, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
+
+
+def random_weight(name: str, shape: torch.Size) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return 1 + 0.3 * noise if "norm" in name and name.endswith("weight") else noise / shape[-1] ** 0.5
+
+
+def build(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    """A model from its spec, or from what differs from SMALL; fp64 unless told."""
+    with torch.device("meta"):
+        model = Transformer(spec or ModelSpec(**SMALL | changes)).to(dtype)
+    materialize(model, torch.device("cpu"))
+    init_parameters(Strategy(model), random_weight)
+    return model

@@ -1,0 +1,10 @@
+"""What a report's page holds."""
+
+from __future__ import annotations
+
+import json
+import re
+
+
+def embedded(text: str, name: str):
+    return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)[1])

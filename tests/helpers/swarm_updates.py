@@ -1,0 +1,48 @@
+"""Nodes' updates in a swarm in one process, written and sent by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.expert_ownership import experts_of
+from phalanx.swarm.pieces import model_pieces, pieces_sent_by
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import write_update
+from tests.helpers.local_swarm import NODES, SECONDS, Swarm
+
+Owned = tuple[int, ...]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def owners_of(swarm: Swarm) -> Any:
+    return swarm.coordinator.ledger.owners
+
+
+def written(swarm: Swarm, folder: Path, node: str, change: float = 0.01, experts: Owned | None = None) -> Path:
+    """An update of a node in which all that it trains is moved by as much; or with other experts than its own."""
+    experts = experts_of(owners_of(swarm), node) if experts is None else experts
+    owners = tuple((node,) if expert in experts else () for expert in range(4))
+    path = folder / f"{node}.told"
+    with TensorFile(swarm.coordinator.store.base) as base:
+        items = pieces_sent_by(model_pieces(swarm.run.model), owners, node)
+        coded = swarm.run.swarm.effective_codec
+        write_update(path, items, coded, lambda item: base.read(item) + change, base.read, {}).close()
+    return path
+
+
+def in_a_round(run: RunSpec, swarm: Swarm, names: tuple[str, ...] = NODES[:2]) -> dict[str, SwarmClient]:
+    links = {name: swarm.joined(name) for name in names}
+    for link in links.values():
+        link.wait(round=0)
+    return links

@@ -1,0 +1,59 @@
+"""Training in processes of its own, and what it has recorded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from phalanx.runs.create import to_toml
+from phalanx.runs.events import read_events
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.train.loggers import read_metrics
+from tests.helpers.small_runs import described
+
+STEPS = 24
+SHORT = {"training.steps": STEPS, "checkpoint.every": 5}
+LONG = {"training.steps": 100_000, "checkpoint.every": 5}
+
+
+@contextmanager
+def training(
+    text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A run under way, in folder/parity. None of its processes is left."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "run.toml"
+    file.write_text(to_toml(described(text, folder, changes)))
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=SECONDS)
+        wait_until(lambda: not rank_pids(folder / "parity"), "no rank is left")
+
+
+def reaches(directory: Path, step: int) -> Callable[[], bool]:
+    return lambda: (directory / "metrics.jsonl").exists() and any(r["step"] >= step for r in read_metrics(directory))
+
+
+def trained(directory: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
+
+
+def events(directory: Path, what: str) -> list[Any]:
+    return [event for event in read_events(directory) if event["what"] == what]
+
+
+def wait_for_steps(process: subprocess.Popen[str], directory: Path, count: int) -> None:
+    deadline = time.monotonic() + 100
+    while not ((directory / "metrics.jsonl").exists() and len(read_metrics(directory)) > count):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

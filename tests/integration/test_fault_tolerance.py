@@ -1,0 +1,255 @@
+"""What a run outlives, or ends at in order: full disks, damaged checkpoints, slow ranks, a launcher that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.launch.process import LAUNCHER_PID_ENV
+from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
+from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.files.load import run_from_table
+from phalanx.spec.files.write import to_toml
+from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from tests.helpers.small_runs import described, steps, trainer
+from tests.helpers.training_processes import LONG, events, reaches, trained, training
+
+TEXT = Path(json.__file__).parent
+
+
+def of_one_process(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
+    """What a run learns that never fails."""
+    one = trainer(described(TEXT, folder / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in steps(one, count)]
+
+
+def stopped(process: subprocess.Popen[str]) -> str:
+    """End a run in order; returns what it said."""
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == EXIT_STOPPED, said
+    return said
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small one."""
+    place = tmp_path / "disk"
+    try:
+        with small_disk(place, 64 * 2**20):
+            yield place
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
+
+
+def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tmp_path: Path) -> None:
+    """At once, where a checkpoint is the first thing that does not fit; else after it was started again in vain."""
+    directory, changes = disk / "parity", {**LONG, "recovery.max_restarts": 1}
+    with training(TEXT, disk, changes, 2) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
+        others = fill_disk(disk, but_bytes=300_000)
+        newest = step_of(checkpoints(directory / "checkpoints")[0])
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2 or "starting again from step-" in said, said
+    assert "No space left on device" in said
+    assert "free space" in said
+    saved = checkpoints(directory / "checkpoints")
+    assert [find_damage(checkpoint) for checkpoint in saved] == [None] * len(saved)
+    assert step_of(saved[0]) >= newest
+
+    others.unlink()
+    begun = len(events(directory, "began"))
+    with training(TEXT, disk, changes, 2, "--resume") as process:
+        wait_until(lambda: len(events(directory, "began")) > begun, "it goes on")
+        stopped(process)
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+def test_a_full_disk_ends_a_run_that_saves_nothing(disk: Path) -> None:
+    """After it was started again in vain."""
+    directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.max_restarts": 1}
+    with training(TEXT, disk, changes, 2) as process:
+        wait_until(reaches(directory, 3), "it trains")
+        fill_disk(disk)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, said
+    assert "starting again from the beginning" in said
+    assert f"and {directory} cannot be written to: No space left on device; free space" in said
+
+
+# -- damaged checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_again_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+    """By itself, however the newest was damaged while its ranks were killed."""
+    directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
+    with training(TEXT, tmp_path, changes) as process:
+        for number, harm in enumerate((truncate_file, flip_bit, Path.unlink), 1):
+            wait_until(lambda at=number: len(events(directory, "began")) == at, "it trains")  # type: ignore[misc]
+            began = events(directory, "began")[-1]["step"]
+            wait_until(lambda after=began: saved_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
+            ranks = rank_pids(directory)
+            for pid in ranks.values():
+                os.kill(pid, signal.SIGSTOP)
+            newest, before, *_ = checkpoints(directory / "checkpoints")
+            harm(next(newest.glob("shard-*")))
+            for pid in ranks.values():
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda at=number: len(events(directory, "began")) > at, "it trains again")  # type: ignore[misc]
+            assert events(directory, "began")[-1]["step"] == step_of(before)
+            assert newest.with_name(f"{newest.name}.damaged").exists()
+        wait_until(reaches(directory, step_of(before) + 5), "it goes on")
+        said = stopped(process)
+    assert said.count("is damaged and was set aside") == len(events(directory, "set aside")) == 3
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+def saved_after(directory: Path, step: int) -> int:
+    """How many checkpoints there are of later steps."""
+    return sum(step_of(each) > step for each in checkpoints(directory / "checkpoints"))
+
+
+# -- slow ranks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_rank_is_no_failure(tmp_path: Path) -> None:
+    """One that stands still again and again, for less long than collectives may take."""
+    directory, changes = tmp_path / "parity", {**LONG, "training.collective_timeout_seconds": 10}
+    with training(TEXT, tmp_path, changes) as process:
+        wait_until(reaches(directory, 1), "it trains")
+        slow = rank_pids(directory)[1]
+        for _ in range(8):
+            os.kill(slow, signal.SIGSTOP)
+            stands = len(trained(directory))
+            time.sleep(0.4)
+            assert len(trained(directory)) <= stands + 1
+            os.kill(slow, signal.SIGCONT)
+            wait_until(reaches(directory, stands + 3), "it goes on")
+        assert rank_pids(directory)[1] == slow
+        stopped(process)
+    assert events(directory, "failed") == []
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, changes, len(learned))
+
+
+# -- the launcher -----------------------------------------------------------------------------------------------------
+
+
+def family(launcher: int) -> list[int]:
+    """The processes of a launcher's ranks, and theirs, beside itself."""
+    mark, found = f"{LAUNCHER_PID_ENV}={launcher}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def ports(pids: list[int]) -> set[str]:
+    """The ports at which processes listen."""
+    sockets = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                sockets.add(os.readlink(handle))
+    return {port for port, name in listening() if name in sockets}
+
+
+def listening() -> Iterator[tuple[str, str]]:
+    """Ports at which anybody listens, with their sockets."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                yield words[1], f"socket:[{words[9]}]"
+
+
+def shared(pids: list[int]) -> set[str]:
+    """Files of shared memory that processes have."""
+    lines = {line.split()[-1] for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    return {name for name in lines if name.startswith("/dev/shm/")}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where processes put what they mean to take away."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # PyTorch's own, which is to stay
+    return place
+
+
+@pytest.mark.parametrize("when", ["trains", "begins"])
+def test_a_launcher_that_is_killed_leaves_nothing(when: str, temporary: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(TEXT, tmp_path, LONG) as process:
+        wait_until(reaches(directory, 3) if when == "trains" else lambda: len(rank_pids(directory)) == 2, f"it {when}")
+        left = family(process.pid)
+        assert len(left) >= 2
+        taken, files = ports([process.pid, *left]), shared([process.pid, *left])
+        assert taken
+        process.kill()
+        process.wait(timeout=SECONDS)
+        wait_until(lambda: not family(process.pid), "no process is left")
+        wait_until(lambda: not taken & {port for port, _ in listening()}, "nobody listens any longer")
+        assert [name for name in files if Path(name).exists()] == []
+        assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["at once", "when ranks are there"])
+def test_a_signal_while_a_run_starts_again_ends_it(when: str, temporary: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(TEXT, tmp_path, LONG) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        before = set(rank_pids(directory).values())
+        os.kill(max(before), signal.SIGKILL)
+        wait_until(lambda: events(directory, "failed"), "the failure is noted")
+        if when == "when ranks are there":
+            wait_until(lambda: set(rank_pids(directory).values()) - before, "new ranks")
+        said = stopped(process)
+        assert "Traceback" not in said
+        wait_until(lambda: not family(process.pid), "no process is left")
+        assert list(temporary.iterdir()) == []
+
+
+def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(described(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": SECONDS}})))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
+    meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+    with subprocess.Popen([*command, *meeting], stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening()), "it waits")
+        said = stopped(process)
+    assert "Traceback" not in said
+
+
+def test_a_signal_while_text_is_prepared_ends_the_run(tmp_path: Path) -> None:
+    file, cache = tmp_path / "run.toml", tmp_path / "cache"
+    data = {"train": ["stdlib"], "tokenizer": "bpe", "cache": str(cache)}
+    file.write_text(to_toml(run_from_table({"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(cache.exists, "it prepares text")
+        stopped(process)
+    assert not (tmp_path / "run").exists()

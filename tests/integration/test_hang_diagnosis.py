@@ -1,0 +1,192 @@
+"""Runs of real processes that stand still: a rank is stopped, late, or calls other collectives than the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.debug.explain_run import explain_run
+from phalanx.debug.hang_analysis import Explanation
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import EXIT_STOPPED
+from phalanx.runs.hang_dumps import read_failures
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.testing.fault_injection import NotAllowed, memory_limited
+from phalanx.testing.processes import SECONDS, rank_pids
+from phalanx.train.loggers import read_metrics
+from tests.helpers.faulty_runs import TIMEOUT, directory_of, ended, started
+from tests.helpers.training_processes import wait_for_steps
+
+
+def explained(directory: Path, said: str) -> Explanation:
+    print(said)
+    found = explain_run(directory)
+    assert f"why: {found.verdict.summary}" in said
+    assert f"phalanx debug {directory}" in said
+    assert said.count("phalanx: ") == 1
+    print(found)
+    return found
+
+
+def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1})
+    process = started(directory, 4, "none")
+    try:
+        wait_for_steps(process, directory, 3)
+        os.kill(rank_pids(directory)[1], signal.SIGSTOP)
+        begun = time.monotonic()
+        while not list((directory / "hangs").glob("rank-00000.json")):
+            assert time.monotonic() < begun + SECONDS
+            time.sleep(0.02)
+        print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT}")
+        found = explain_run(directory).verdict
+        assert (found.kind, found.ranks) == ("stopped", (1,))
+    finally:
+        said = ended(process)
+    found = explained(directory, said)
+    assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
+    assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "waited"),
+    [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "pipeline/p2p.py")],
+    ids=["ddp", "pp"],
+)
+def test_a_late_rank_is_told_from_a_dead_one(
+    layout: dict[str, Any], where: str, waited: str, text: Path, tmp_path: Path
+) -> None:
+    directory = directory_of(text, tmp_path, 2, layout)
+    found = explained(directory, ended(started(directory, 2, "late")))
+    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
+    assert f"rank 1 ({where}=1) was in helpers/faulty_rank.py" in found.verdict.summary
+    assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.summary
+
+
+def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {"training.steps": 6})
+    process = started(directory, 2, "pause")
+    try:
+        seen, deadline = False, time.monotonic() + SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            seen = seen or bool(list((directory / "hangs").glob("*.json")))
+            time.sleep(0.02)
+    finally:
+        _, said = process.communicate(timeout=SECONDS)
+    assert seen, "it was longer than the watchdog's patience"
+    assert process.returncode == 0, said
+    assert not list((directory / "hangs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "theirs", "own"),
+    [
+        ("shape", "all_reduce of [400000] Float", "all_reduce of [1000] Float"),
+        ("skipped", "all_reduce of [4] Float", "all_to_all of [3, "),
+        ("order", "all_reduce of [4] Float", "all_gather of [4] Float"),
+    ],
+)
+def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 3, {"layout.data_parallel": "zero1", "training.tokens_per_step": 288})
+    found = explained(directory, ended(started(directory, 3, fault)))
+    assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
+    assert f"rank 1 (dp=1) called {own}" in found.verdict.summary
+    assert f"called {theirs} at helpers/faulty_rank.py" in found.verdict.summary
+
+
+def test_a_rank_that_is_told_to_stop_has_time_to_save(text: Path, tmp_path: Path) -> None:
+    """Also longer than collectives may take, since it waits for none."""
+    directory = directory_of(text, tmp_path, 2, {})
+    process = started(directory, 2, "disk")
+    try:
+        wait_for_steps(process, directory, 5)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_STOPPED, said
+    assert checkpoints(directory / "checkpoints")[0].name == f"step-{read_metrics(directory)[-1]['step']:08d}", said
+    assert not list((directory / "hangs").iterdir())
+
+
+def test_a_rank_that_is_told_to_stop_before_it_trains_does(text: Path, tmp_path: Path) -> None:
+    """While it reads where the run is, which may take minutes."""
+    directory = directory_of(text, tmp_path, 1, {})
+    command = [sys.executable, "-m", "tests.helpers.faulty_rank", "told early", str(directory)]
+    one = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
+        try:
+            assert process.wait(timeout=SECONDS) == EXIT_STOPPED
+        finally:
+            process.kill()
+    assert [path.name for path in checkpoints(directory / "checkpoints")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("library", "was aborted (SIGABRT) in helpers/faulty_rank.py"),
+        ("abort", "was killed by SIGABRT: Aborted in helpers/faulty_rank"),
+    ],
+)
+def test_a_library_that_aborts_is_named(fault: str, how: str, text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    said = ended(started(directory, 2, fault))
+    print(said)
+    assert "phalanx: rank 1 was killed by SIGABRT: Aborted in helpers/faulty_rank.py" in said
+    assert "why:" not in said, "nobody left a collective out"
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert f"rank 1 (dp=1) {how}" in found.summary
+
+
+def test_a_mismatch_is_told_where_python_reports_faults_of_its_own(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    directory = directory_of(
+        text, tmp_path, 2, {"training.collective_timeout_seconds": 60.0}
+    )  # long after it was aborted
+    found = explained(directory, ended(started(directory, 2, "shape"))).verdict
+    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+
+
+def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> None:
+    directory = directory_of(text, tmp_path, 2, {})
+    said = ended(started(directory, 2, "memory"))
+    print(said)
+    assert "rank 1 failed after step 3: out of memory: 1.07 GB were wanted beside the" in said
+    left = read_failures(directory)[1]
+    held = left["held_bytes"]
+    assert left["wanted_bytes"] == 2**30
+    assert held["parameters"] == 4 * 32_000
+    assert held["optimizer"] == 2 * held["parameters"]  # AdamW's two moments; gradients were dropped before
+    assert sum(held[part] for part in ("parameters", "gradients", "optimizer", "rest")) == held["total"]
+    assert 0 < held["total"] <= held["peak"]
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("error", (1,))
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
+    changes = {
+        "training.collective_timeout_seconds": 60.0
+    }  # the kernel first takes back what else the group holds, which is slow
+    directory = directory_of(text, tmp_path, 2, changes)
+    try:
+        with memory_limited(3 * 2**29) as join:
+            said = ended(started(directory, 2, "much", lambda: join(os.getpid())))
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
+    print(said)
+    assert "phalanx: rank 1 was killed by SIGKILL, by the kernel, for want of memory" in said
+    found = explain_run(directory).verdict
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert "by the kernel, for want of memory" in found.summary

@@ -1,0 +1,210 @@
+"""Copies in memory: a lost rank costs no more than a step, and its state comes from whoever has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.data.prepare import prepare
+from phalanx.launch.shared_memory import SLOTS_ENV, allocate_slots
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.train.checkpoint.in_memory import latest_common_step
+from phalanx.train.guards.divergence import record_rollback
+from tests.helpers.multi_node_runs import nodes, of_one_process
+from tests.helpers.small_runs import MOE, described, prepared_text, steps, trainer
+from tests.helpers.training_processes import SHORT, events, reaches, trained, training
+
+TEXT = Path(json.__file__).parent
+COPIED = {"recovery.in_memory_checkpoint_every": 1, "checkpoint.every": 0}
+KILLS = 3
+
+
+@given(st.data())
+def test_what_all_have_is_found(data: st.DataObject) -> None:
+    """However copies lie around: the newest step that is whole, and only holders that hold it."""
+    world = data.draw(st.integers(1, 5))
+    copies = st.tuples(st.integers(0, 3), st.integers(0, world - 1))
+    told = data.draw(st.lists(st.lists(copies, max_size=4), min_size=world, max_size=world))
+    whole = [step for step in range(4) if all(any((step, rank) in held for held in told) for rank in range(world))]
+    found = latest_common_step(told)
+    if found is None:
+        assert not whole
+        return
+    step, holders = found
+    assert step == max(whole)
+    for rank, holder in enumerate(holders):
+        assert (step, rank) in told[holder]
+        assert holder == rank or (step, rank) not in told[rank]
+
+
+def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> list[tuple[float, float]]:
+    """Train, lose what one rank has of itself, and go on in another trainer with what was kept."""
+    os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "1"  # each rank is a node
+    under_way = trainer(run)
+    found = []
+    for step in range(1, last + 1):
+        found += steps(under_way, step)
+        under_way.save_in_memory()
+    assert under_way.copies is not None
+    if lost is not None and under_way.mesh.rank == lost:
+        for place in under_way.copies._places:
+            place.invalidate()
+    again = trainer(run)
+    again.resume()
+    assert again.step == last
+    return found + steps(again, 2 * last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({}, 2),
+        ({"layout.data_parallel": "zero1", "training.precision": "bf16"}, 2),
+        ({"layout.data_parallel": "zero3"}, 2),
+        ({"layout.data_parallel": "zero2", "layout.offload": "cpu"}, 2),
+        ({"layout.tp": 2, "optimizer.name": "muon"}, 2),
+        ({"layout.ep": 2, "layout.data_parallel": "zero1", "model": MOE}, 2),
+        ({"layout.pp": 2, "layout.data_parallel": "zero1"}, 4),
+    ],
+    ids=["ddp", "zero1-bf16", "zero3", "zero2-offload", "tp-muon", "ep-zero1", "pp-zero1"],
+)
+def test_state_returns_to_the_bit(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
+    """Also that of a rank that has lost it, from the neighbour."""
+    prepared_text()
+    run = described(TEXT, tmp_path, {**COPIED, **changes})
+    prepare(run.data)
+    allocate_slots(count)
+    memory = os.environ.pop(SLOTS_ENV)
+    last = 3
+    for lost in (None, 1):
+        for told in rank_pool(count).run(train_and_return, run, memory, lost, last):
+            whole = rank_pool(count).run(of_one_go, described(TEXT, tmp_path, changes), 2 * last)[0]
+            assert told == whole
+
+
+def of_one_go(run: RunSpec, last: int) -> list[tuple[float, float]]:
+    return steps(trainer(run), last)
+
+
+def test_killed_ranks_cost_no_more_than_a_step(tmp_path: Path) -> None:
+    directory, kills = tmp_path / "parity", random.Random(7)
+    with training(TEXT, tmp_path, {**SHORT, **COPIED, "training.steps": 60}) as process:
+        for number in range(KILLS):
+            began = (events(directory, "began") or [{"step": 0}])[-1]["step"]
+            wait_until(reaches(directory, began + kills.randint(4, 9)), "some steps")
+            os.kill(rank_pids(directory)[kills.randint(0, 1)], signal.SIGKILL)
+            wait_until(lambda number=number: len(events(directory, "began")) > number + 1, "a start")
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    failed, (_, *again) = events(directory, "failed"), events(directory, "began")
+    assert len(failed) == len(again) == KILLS
+    assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, again, strict=True))
+    with training(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
+        process.communicate(timeout=SECONDS)
+    assert trained(directory) == trained(tmp_path / "whole" / "parity")
+
+
+def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
+    """Nothing was ever written to disk: the other node had it."""
+    directory = tmp_path / "parity"
+    with nodes(tmp_path, COPIED, "2") as at:
+        at.start("first")
+        at.start("second")
+        wait_until(reaches(directory, 5), "some steps")
+        at.kill("second")
+        last = trained(directory)
+        at.start("second")
+        wait_until(lambda: len(events(directory, "began")) > 1, "a start of both")
+        first, again = events(directory, "began")
+        assert (first["ranks"], again["ranks"]) == (4, 4)
+        assert again["step"] >= len(last) - 1
+        wait_until(reaches(directory, again["step"] + 3), "some more steps")
+    learned = trained(directory)
+    assert learned == of_one_process(tmp_path, len(learned))
+
+
+def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
+    """Its launcher starts it again, where it was, and it learns what one that never failed does."""
+    directory = tmp_path / "parity"
+    with training(TEXT, tmp_path, {**SHORT, **COPIED}, 1) as process:
+        wait_until(reaches(directory, 4), "some steps")
+        os.kill(rank_pids(directory)[0], signal.SIGKILL)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "rank 0 was killed by SIGKILL" in said
+    [failed], (_, again) = events(directory, "failed"), events(directory, "began")
+    assert failed["step"] - again["step"] <= 1
+    assert trained(directory) == steps(trainer(described(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"])
+
+
+def test_copies_of_one_rank_need_no_restarts(tmp_path: Path) -> None:
+    """They are the launcher's, which one rank would otherwise do without."""
+    with training(TEXT, tmp_path, {**COPIED, "training.steps": 4, "recovery.max_restarts": 0}, 1) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert len(trained(tmp_path / "parity")) == 4
+
+
+def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
+    """Ranks change places between starts, twice before a step is won, and one node's memory is new: who has what goes
+    to whom needs it."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+    os.environ[SLOTS_ENV] = memories[rank]
+    under_way = trainer(run)
+    for step in range(1, last + 1):
+        steps(under_way, step)
+        under_way.save_in_memory()
+    found = []
+    for moved in (1, 2, 3):
+        os.environ[SLOTS_ENV] = memories[-1] if rank == 3 else memories[(rank + moved) % 3]
+        again = trainer(run)
+        again.resume()
+        found.append(again.step)
+    return found
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) -> None:
+    """Three nodes of four have moved up by one, the last is new; in either of the two places a copy may be."""
+    prepared_text()
+    run = described(TEXT, tmp_path, {**COPIED, "layout.data_parallel": "zero3"})
+    prepare(run.data)
+    memories = []
+    for _ in range(5):
+        allocate_slots(1)
+        memories.append(os.environ.pop(SLOTS_ENV))
+    assert rank_pool(4).run(keep_and_move, run, memories, last) == [[last] * 3] * 4
+
+
+def test_copies_from_before_the_run_went_back_are_not_gone_on_from(tmp_path: Path) -> None:
+    prepared_text()
+    run = described(TEXT, tmp_path, {**COPIED, "recovery.max_rollbacks": 1})
+    prepare(run.data)
+    allocate_slots(2)
+    memory = os.environ.pop(SLOTS_ENV)
+    assert rank_pool(2).run(copy_and_go_back, run, memory) == [0, 0]
+
+
+def copy_and_go_back(run: RunSpec, memory: str) -> int:
+    os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
+    under_way = trainer(run)
+    steps(under_way, 3)
+    under_way.save_in_memory()
+    if under_way.is_main:
+        record_rollback(under_way.directory, 3, 0, "a spike")
+    dist.barrier()
+    again = trainer(run)
+    again.resume()
+    return again.step

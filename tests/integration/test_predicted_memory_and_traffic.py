@@ -1,0 +1,298 @@
+"""What ranks really hold and send, against the formulas that `phalanx memory` prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.traffic import traffic_by_role
+from phalanx.data.loader import prefetch
+from phalanx.plan.predicted_vs_measured import (
+    PARTS,
+    STATE,
+    TOTAL,
+    Comparison,
+    bytes_by_operation,
+    bytes_sent_by_operation,
+    compare_with_prediction,
+    ranks_in_role,
+)
+from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.train.profiling.step_profiler import first_steady_step, metered_step
+from tests.helpers.small_runs import DENSE, MOE, described, trainer
+
+# Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
+MODELS = {
+    "dense": {
+        **DENSE,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 128,
+        "vocab_size": 1024,
+    },
+    "moe": {**MOE, "hidden_size": 64, "vocab_size": 1024},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    **{
+        f"{data}x{n}": (n, {"layout.data_parallel": data})
+        for data in ("ddp", "zero1", "zero2", "zero3")
+        for n in (2, 4)
+    },
+    "ddpx2-bf16-wire": (2, {"layout.data_parallel": "ddp", "layout.gradient_compression": "bf16"}),
+    "ddpx2-powersgd": (
+        2,
+        {"layout.data_parallel": "ddp", "layout.gradient_compression": "powersgd", "layout.powersgd_rank": 2},
+    ),
+    "zero1x2-buckets": (2, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.1}),
+    "zero3x2-kept": (2, {"layout.data_parallel": "zero3", "layout.reshard_after_forward": False}),
+    "hsdpx4": (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    "serverx2": (2, {"layout.data_parallel": "parameter_server"}),
+    "serversx4": (4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2}),
+    "serverx4-async": (4, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1}),
+}
+
+
+def measure(run: RunSpec) -> dict[str, Any]:
+    """What this rank holds and sends in the step that is measured."""
+    under_way, number = trainer(run), first_steady_step(run)
+    batches = prefetch(under_way.loader, 0, number)
+    for _ in range(number - 1):
+        under_way.train_step(batches)
+    _, measured = metered_step(under_way, batches)
+    under_way.strategy.drain_pending_updates()
+    return measured
+
+
+def within(row: Comparison) -> bool:
+    """Whether the buffers of communication are within their bound."""
+    return bool(row.measured <= 1.1 * row.predicted + 1000)
+
+
+MOE_RUNS = [("moe", "bf16", None, "adamw"), ("moe", "bf16", None, "muon")]
+# Every two of layout, precision and micro-batch meet: the micro-batches take turns.
+RUNS = [
+    (layout, *numbers)
+    for place, layout in enumerate(LAYOUTS)
+    for numbers in (
+        ("dense", "bf16", (None, 1)[place % 2], "adamw"),
+        ("dense", "fp32", (1, None)[place % 2], "adamw"),
+        *MOE_RUNS,
+    )
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "precision", "micro_batch", "optimizer"), RUNS)
+def test_state_and_traffic_are_what_the_formulas_say(
+    layout: str, model: str, precision: str, micro_batch: int | None, optimizer: str, text: Path, tmp_path: Path
+) -> None:
+    world_size, changes = LAYOUTS[layout]
+    changes = {**changes, **({"layout.micro_batch_size": micro_batch} if micro_batch else {})}
+    numbers = {"training.precision": precision, "optimizer.name": optimizer}
+    run = described(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
+    for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
+        measured = rank_pool(world_size).run(measure, run) if world_size > 1 else [measure(run)]
+        rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
+        if all(within(row) for row in rows if row.quantity == "communication"):
+            break
+    for row in rows:
+        if row.quantity in STATE:
+            assert row.measured == row.predicted, row
+        elif row.quantity not in (*PARTS, TOTAL):
+            if "async" in layout:  # in one step a worker may receive two updates, or none
+                continue
+            assert row.measured == pytest.approx(row.predicted, rel=0.01), row
+        elif row.quantity == "communication":
+            assert within(row), row
+            if "powersgd" in layout:  # what it did not send: as much as the gradients
+                assert row.measured >= 4 * count_parameters(run.model).block_matrices, row
+
+
+LONG = {"training.seq_len": 1024, "data.mask_documents": False}
+"""Sequences so long that activations outweigh what is as large as the weights."""
+PIPELINES = [
+    (2, {"layout.schedule": schedule, **choices})
+    for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
+    for choices in ({}, {"layout.activation_checkpointing": "full"})
+]
+PIPELINES += [(2, {"layout.schedule": "interleaved", "layout.virtual_stages": 2})]
+PIPELINES += [(2, {"layout.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
+SHARED = [
+    *[(n, {"layout.pp": 2, **choices}) for n, choices in PIPELINES],
+    (4, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
+    (4, {"layout.pp": 2, "layout.tp": 2}),
+    *[(2, {"layout.tp": 2, "layout.sequence_parallel": whole}) for whole in (True, False)],
+    (
+        2,
+        {
+            "layout.tp": 2,
+            "layout.tp_attention": "gathered",
+            "model": {**DENSE, "num_heads": 3, "num_kv_heads": 3, "head_dim": 16},
+        },
+    ),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
+    *[(2, {"layout.cp": 2, "layout.cp_method": kind}) for kind in ("ring", "ulysses")],
+    (2, {"layout.ep": 2}),
+]
+SHARED += [
+    (world_size, {**axis, "layout.data_parallel": data, "layout.offload": "cpu"})
+    for world_size, data, axis in (
+        (2, "zero1", {"layout.tp": 2}),
+        (4, "zero2", {"layout.cp": 2}),
+        (4, "zero3", {"layout.ep": 2}),
+        (4, "zero3", {"layout.pp": 2, "layout.schedule": "zb-h1"}),
+    )
+]
+
+
+@pytest.mark.alone  # beside other work a tensor on its way is held a little longer
+@pytest.mark.parametrize(
+    ("world_size", "changes", "precision"),
+    [*[(*shared, "bf16") for shared in SHARED], *[(*shared, "fp32") for shared in SHARED[::3]]],
+    ids=str,
+)
+def test_ranks_that_share_hold_what_the_formulas_say(
+    world_size: int, changes: dict[str, Any], precision: str, text: Path, tmp_path: Path
+) -> None:
+    """State to the byte; activations and buffers no more than 3 % above; in pipelines, whose micro-batches in flight
+    outweigh buffers, no more than 3 % below either. (8 % where autocast computes a block again: its casts are not
+    counted one by one.) Elsewhere buffers are an upper estimate: 2 to 14 % below were seen."""
+    model = {
+        **(MOE if "layout.ep" in changes else changes.get("model", DENSE)),
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_layers": 4,
+        "max_seq_len": 1024,
+    }
+    sequences = 8 if "layout.pp" in changes else 4  # all held at a time in some pipelines, and nowhere else
+    numbers = {
+        "training.precision": precision,
+        "layout.micro_batch_size": 1,
+        "training.tokens_per_step": sequences * 1024,
+    }
+    run = described(text, tmp_path, {**LONG, **numbers, **changes, "model": model})
+    for row in compare_with_prediction(run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))):
+        if row.quantity in STATE:
+            assert row.measured == row.predicted, row
+        elif row.quantity == "working":
+            off = 0.08 if precision == "bf16" and run.layout.activation_checkpointing == "full" else 0.03
+            least = 1 - off if (2, changes) in SHARED[: len(PIPELINES)] else 0.84
+            assert least * row.predicted <= row.measured <= (1 + off) * row.predicted, row
+
+
+PROPORTIONED = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "num_layers": 6,
+    "num_heads": 4,
+    "ffn_hidden_size": 384,
+    "max_seq_len": 256,
+    "tie_embeddings": False,
+}
+"""As models of use are: no tensor is a large part of the whole."""
+AT_ONE_TIME: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (1, {"layout.activation_checkpointing": "full"}),
+    (1, {"layout.activation_checkpointing": "selective"}),
+    *[(1, {"layout.activation_checkpointing": "full", "optimizer.name": name}) for name in ("muon", "sgd")],
+    *[(n, {"layout.data_parallel": data}) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
+    (2, {"layout.data_parallel": "parameter_server"}),
+    (4, {"layout.pp": 2, "layout.data_parallel": "zero3"}),
+    (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    *[(2, {"layout.pp": 2, "layout.schedule": schedule}) for schedule in ("gpipe", "1f1b", "zb-h1")],
+    (4, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
+    (2, {"layout.tp": 2}),
+    (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    *[(2, {"layout.cp": 2, "layout.cp_method": kind}) for kind in ("ring", "ulysses")],
+]
+
+
+@pytest.mark.parametrize(("world_size", "changes"), AT_ONE_TIME, ids=str)
+def test_the_most_at_one_time_is_within_5_percent(
+    world_size: int, changes: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    """Gradients come while activations go, and buffers are there at their own times: all together are much less than
+    the most of each."""
+    shared = changes.get("layout.pp", 1) * changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
+    sequences = 2 * world_size // shared
+    numbers = {"training.precision": "fp32", "training.seq_len": 256, "training.tokens_per_step": sequences * 256}
+    numbers |= {"layout.micro_batch_size": 2, "data.mask_documents": False, "model": PROPORTIONED}
+    run = described(text, tmp_path, {**numbers, **changes})
+    for _ in range(3):  # as above
+        rows = [
+            row
+            for row in compare_with_prediction(
+                run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))
+            )
+            if row.quantity == TOTAL
+        ]
+        if all(row.measured <= 1.05 * row.predicted for row in rows):
+            break
+    for row in rows:
+        assert row.measured == pytest.approx(row.predicted, rel=0.05), row
+
+
+WHOLE_TOKENS = {"layout.sequence_parallel": False}
+EQUAL_HEADS, NO_SHARED = {**DENSE, "num_kv_heads": 4}, {**MOE, "moe": {**MOE["moe"], "num_shared_experts": 0}}
+SENDING: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    *[(2, EQUAL_HEADS, {"layout.tp": 2, "layout.tp_attention": "gathered", **whole}) for whole in ({}, WHOLE_TOKENS)],
+    *[(2, NO_SHARED, {"layout.tp": 2, "layout.activation_checkpointing": again}) for again in ("selective", "full")],
+    *[
+        (2, MOE, {"layout.cp": 2, "layout.cp_method": kind, "layout.activation_checkpointing": "full"})
+        for kind in ("ring", "ulysses")
+    ],
+    (2, MOE, {"layout.ep": 2, "layout.activation_checkpointing": "full"}),
+    (4, MOE, {"layout.ep": 4, "layout.cp": 2, "layout.data_parallel": "zero3"}),
+]
+"""Beside the layouts that are traced, run and held against the plan call by call in `tests/verify`."""
+
+
+@pytest.mark.parametrize(("world_size", "model", "changes"), SENDING, ids=str)
+def test_ranks_that_share_send_what_the_formulas_say(
+    world_size: int, model: dict[str, Any], changes: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    """To 1 %, but for some hundred bytes of sums and norms. Experts are not balanced in the first steps: of what they
+    exchange the mean over ranks is as predicted."""
+    numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
+    run = described(text, tmp_path, {**numbers, **changes})
+    measured = rank_pool(world_size).run(measure, run)
+    for role, traffic in traffic_by_role(run, world_size).items():
+        expected, mine = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
+        seen = {row["operation"] for rank in mine for row in measured[rank]["collectives"]}
+        for operation in {*expected, *seen} - {"recv"}:
+            sent = [bytes_sent_by_operation(measured[rank]["collectives"], operation) for rank in mine]
+            got = sum(sent) / len(sent) if run.layout.ep > 1 else max(sent)
+            assert got == pytest.approx(expected.get(operation, 0), rel=0.01, abs=500), (role, operation)
+
+
+def test_published_bytes_per_parameter_are_held(text: Path, tmp_path: Path) -> None:
+    """Mixed precision with Adam: 16; 4 + 12/N; 2 + 14/N; 16/N (arXiv 1910.02054, section 3.1), at N = 4."""
+    published = {"ddp": 16.0, "zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
+    model = {**MODELS["dense"], "vocab_size": 1024}
+    for data, per_parameter in published.items():
+        run = described(text, tmp_path, {"model": model, "training.precision": "bf16", "layout.data_parallel": data})
+        held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in rank_pool(4).run(measure, run)]
+        assert held == pytest.approx([per_parameter * count_parameters(run.model).total] * 4, rel=0.01)
+
+
+def test_the_command_shows_predicted_beside_measured(text: Path, tmp_path: Path) -> None:
+    run = described(
+        text, tmp_path, {"training.steps": 4, "layout.data_parallel": "zero2", "training.precision": "bf16"}
+    )
+    (tmp_path / "run.toml").write_text(to_toml(run))
+    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.toml"), "--nproc", "2", "--measure-memory"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    folder = tmp_path / "parity" / "measured"
+    rows = json.loads((folder / "beside.json").read_text())
+    for row in rows:
+        assert f"{row['what']:14} {row['predicted']:>14,} {row['measured']:>14,}" in shown
+    assert sorted(path.name for path in folder.iterdir()) == ["beside.json", "rank-00000.json", "rank-00001.json"]

@@ -1,0 +1,177 @@
+"""Runs that break and go on: real processes, killed, stopped and started again, against the run that never failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.create import EXIT_STOPPED
+from phalanx.spec.files.load import LAYOUT_FILE
+from phalanx.spec.files.write import to_toml
+from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.train.loggers import read_metrics
+from tests.helpers.small_runs import described, steps, trainer
+from tests.helpers.training_processes import LONG, SHORT, STEPS, events, reaches, trained, training
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the run that never failed."""
+    folder = tmp_path_factory.mktemp("whole")
+    with training(text, folder, SHORT) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    return trained(folder / "parity")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_started_again(
+    sent: signal.Signals, whole: list[tuple[float, float]], text: Path, tmp_path: Path
+) -> None:
+    """And the run learns what it would have learned, bit for bit."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, SHORT) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(rank_pids(directory)[1], sent)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert f"rank 1 was killed by {sent.name}" in said
+    assert "starting again from step-" in said
+    (failed,), (first, again) = events(directory, "failed"), events(directory, "began")
+    assert (failed["rank"], first["step"]) == (1, 0)
+    assert 0 <= failed["step"] - again["step"] <= 5
+    assert trained(directory) == whole
+
+
+def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text: Path, tmp_path: Path) -> None:
+    """SIGSTOP: it lives and answers nothing, and the others' collectives end by their timeout."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, {**SHORT, "training.collective_timeout_seconds": 3}) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(rank_pids(directory)[1], signal.SIGSTOP)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "starting again from step-" in said
+    assert trained(directory) == whole
+
+
+@pytest.mark.parametrize("told", ["the launcher", "a rank"])
+def test_a_signal_ends_the_run_to_be_gone_on_with(told: str, text: Path, tmp_path: Path) -> None:
+    """Whoever wants the run directory is told of the launcher."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, LONG) as process:
+        wait_until(reaches(directory, 3), "step 3")
+        assert (directory / "lock").read_text().split()[0] == str(process.pid)
+        os.kill(process.pid if told == "the launcher" else rank_pids(directory)[1], signal.SIGTERM)
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == EXIT_STOPPED, said
+    last = read_metrics(directory)[-1]["step"]
+    assert checkpoints(directory / "checkpoints")[0].name == f"step-{last:08d}"
+    assert not events(directory, "failed")
+
+
+def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> None:
+    """Its ranks are gone for a while, and the launcher is not: its run file stays what it was."""
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, {**LONG, "training.steps": 400}) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        described_as = (directory / "run.toml").read_text()
+        assert "nproc_per_node = 2" in described_as, "for whoever goes on with it"
+        os.kill(rank_pids(directory)[1], signal.SIGKILL)
+        other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
+        other += ["--set", "optimizer.learning_rate=1"]
+        refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS)
+        assert refused.returncode == 2, refused.stderr
+        assert f"is in use: process {process.pid} on" in refused.stderr
+        assert (directory / "run.toml").read_text() == described_as
+        wait_until(lambda: len(events(directory, "began")) == 2, "ranks begin anew")
+        process.terminate()
+        assert process.wait(timeout=SECONDS) == EXIT_STOPPED
+
+
+def test_a_signal_before_there_is_a_step_is_answered(text: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "parity"
+    with training(text, tmp_path, LONG) as process:
+        wait_until((directory / "run.toml").exists, "ranks are about to start")
+        process.terminate()
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == EXIT_STOPPED, said
+    assert "nothing new is saved" in said
+    assert not checkpoints(directory / "checkpoints")
+
+
+def test_of_two_that_start_one_run_at_once_one_trains(text: Path, tmp_path: Path) -> None:
+    with training(text, tmp_path, SHORT) as one, training(text, tmp_path, SHORT) as other:
+        said = [process.communicate(timeout=SECONDS)[1] for process in (one, other)]
+    codes = [one.returncode, other.returncode]
+    assert sorted(codes) == [0, 2], said
+    assert "is in use: process" in said[codes.index(2)]
+    assert len(events(tmp_path / "parity", "began")) == 1
+
+
+@contextmanager
+def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
+    """Meanwhile these ranks die whenever they start."""
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.05):
+            for rank, process in rank_pids(directory).items():
+                if doomed(rank):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Path) -> None:
+    """The planner lays it over the other two, and it learns what one process learns."""
+    directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
+    with training(text, tmp_path, changes, 3) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        with killing(directory, lambda rank: rank == 2):
+            _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, said
+    assert "going on without rank 2, which failed again and again: with 2 of 3" in said
+    assert "continue with: " not in said, "there is nothing to do"
+    assert [event["rank"] for event in events(directory, "failed")] == [2, 2]
+    assert [event["ranks"] for event in events(directory, "began")] == [3, 2]
+    assert (directory / LAYOUT_FILE).exists()
+    one = steps(trainer(described(text, tmp_path / "one", SHORT)), STEPS)
+    assert trained(directory) == [pytest.approx(step, rel=1e-10) for step in one]
+
+
+def test_what_always_fails_ends(text: Path, tmp_path: Path) -> None:
+    """Fewer ranks do not help either: nobody starts them for ever."""
+    directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
+    with killing(directory, lambda rank: rank == 0), training(text, tmp_path, changes) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert said.count("rank 0 was killed by SIGKILL") == 4
+    assert f"there is no checkpoint yet; continue with: phalanx train {directory} --resume" in said
+
+
+def test_nothing_is_started_again_that_would_fail_again(text: Path, tmp_path: Path) -> None:
+    """A loss that is not finite: all ranks go back together, as often as is allowed."""
+    changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "optimizer.name": "sgd"}
+    with training(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:
+        _, said = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "starting again" not in said
+    assert said.count("going back to step 0") == 1  # nothing is saved of a streak
+    assert said.count("not finite") == 2

@@ -1,0 +1,45 @@
+"""The decayed balance loss over the rounds of a swarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.swarm.worker.worker import SwarmWorker
+from tests.helpers.local_swarm import NODES, Members, run_of, served
+
+
+class Noted(list[dict[str, Any]]):
+    """What a node logs of its steps, and beside it what choices of each expert counted for in them."""
+
+    def __init__(self, node: SwarmWorker) -> None:
+        super().__init__()
+        self.node = node
+
+    def append(self, record: dict[str, Any]) -> None:
+        assert self.node.trainer is not None
+        reliefs = [router.relief for router in self.node.trainer.routers.values()]
+        super().append({**record, "relief": [None if each is None else each.tolist() for each in reliefs]})
+
+
+class Watched(Members):
+    def add(self, name: str) -> None:
+        super().add(name)
+        self.steps[name] = Noted(self.nodes[name])
+
+
+@pytest.mark.parametrize("how", [{}, {"delay": 1}, {"fragments": 3}], ids=str)
+def test_every_step_of_every_round_has_the_ratio_of_its_number(tmp_path, how):
+    """0.4 at first, 1 from half of the 12 steps on."""
+    run = run_of(tmp_path, balance={"local_expert_weight": 0.4, "fraction": 0.5}, **how)
+    with served(run, tmp_path) as swarm:
+        members = Watched(swarm, tmp_path, NODES[:2])
+        members.done()
+    for name, node in members.nodes.items():
+        steps = members.steps[name]
+        assert [record["step"] for record in steps] == list(range(1, 13))
+        for record in steps:
+            ratio = min(1.0, 0.4 + 0.6 * (record["step"] - 1) / 6)
+            counts = [pytest.approx(ratio) if expert in node.exchange.own else 1.0 for expert in range(4)]
+            assert record["relief"] == [counts if ratio < 1 else None] * 2

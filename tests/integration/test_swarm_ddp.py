@@ -1,0 +1,204 @@
+"""Data parallelism over the wire: nodes tell gradients, and the coordinator steps as one process would."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.cost.exact.swarm import node_share, round_bytes, state_bytes
+from phalanx.data.prepare import prepare
+from phalanx.parallel.module_tensors import optimizer_state_tensors
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.codec import encode
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.rpc.client import SwarmClient
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.testing import rank_pool
+from phalanx.train.optim.optimizers import learning_rate_factor
+from phalanx.train.training_data import open_training_data
+from tests.helpers.local_swarm import NODES, Members, Swarm, alone, certificates, learned, pieces, run_of, served
+from tests.helpers.swarm_updates import until
+
+ROUNDS = 6
+CLIPPED = 0.05
+"""Far below the norm of any gradient here: every step is clipped."""
+EPS = 1e-4
+"""Where terms of a gradient cancel, AdamW divides what rounding left by its own root: this keeps that small."""
+
+
+def described(folder: Path, nodes: int, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
+    table = {"training.steps": ROUNDS, "optimizer.warmup_steps": 2, "optimizer.max_grad_norm": 0.0, **(changes or {})}
+    return run_of(folder, table, method="ddp", every=1, nodes=nodes, **swarm)
+
+
+def is_near(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) -> bool:
+    return max(float((found[key] - value).abs().max()) for key, value in expected.items()) <= most
+
+
+def test_a_node_alone_trains_as_always(tmp_path):
+    """Bit for bit: a gradient is divided by the same tokens, and stepped by the same optimizer, if in pieces."""
+    run = described(tmp_path, 1)
+    found, _ = learned(run, tmp_path, NODES[:1])
+    expected = alone(run, tmp_path)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_node_alone_is_clipped_as_always(tmp_path):
+    """To rounding: a trainer divides by tokens and clips at once, by a norm that it sums in fp32."""
+    run = described(tmp_path, 1, {"optimizer.max_grad_norm": CLIPPED, "optimizer.eps": EPS})
+    found, members = learned(run, tmp_path, NODES[:1])
+    assert min(record["grad_norm"] for record in members.steps["ann"]) > 10 * CLIPPED
+    assert is_near(found, alone(run, tmp_path), 1e-6)
+    free = described(tmp_path, 1, {"optimizer.eps": EPS})
+    assert not is_near(found, alone(free, tmp_path), 1e-4)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, CLIPPED])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_nodes_are_one_process_with_as_many_times_the_batch(tmp_path, nodes, clip_norm):
+    changes = {"optimizer.max_grad_norm": clip_norm, "optimizer.eps": EPS}
+    run = described(tmp_path, nodes, changes)
+    found, _ = learned(run, tmp_path, NODES[:nodes])
+    larger = {**changes, "training.tokens_per_step": nodes * run.training.tokens_per_step}
+    assert is_near(found, alone(described(tmp_path, 1, larger), tmp_path), 1e-6)
+    assert not is_near(found, alone(described(tmp_path, 1, changes), tmp_path), 1e-4)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"micro_batch_size": 1},
+    {"data_parallel": "zero1"},
+    {"data_parallel": "zero2", "offload": "cpu"},
+    {"data_parallel": "zero3"},
+    {"tp": 2},
+    {"ep": 2},
+    {"cp": 2},
+    {"pp": 2, "micro_batch_size": 2},
+]
+
+
+def take_part(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[int]:
+    """A node's rank; the sizes of optimizer state that it holds in the end."""
+    link = None
+    if dist.get_rank() == 0:
+        link = SwarmClient(f"127.0.0.1:{port}", certificate)
+        link.place = {"capacity": 4, "text": "text"}
+        link.join(**link.place)
+    node = SwarmWorker(run, open_training_data(run, prepare(run.data)), folder, torch.device("cpu"), "ann", link)
+    node.participate([], None, lambda said: None)
+    return [tensor.numel() for tensor in optimizer_state_tensors(node.trainer.optimizers)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_of_a_node_share_it_by_any_layout(tmp_path, layout):
+    """Their gradients, summed and brought together, are those of one process; no rank holds optimizer state."""
+    changes = {
+        "training.precision": "fp64",
+        "training.steps": 3,
+        "optimizer.max_grad_norm": CLIPPED,
+        "optimizer.eps": EPS,
+    }
+    with served(described(tmp_path, 1, changes), tmp_path) as swarm:
+        run = described(tmp_path, 1, changes | {f"layout.{name}": value for name, value in layout.items()})
+        (tmp_path / "ann").mkdir()
+        held = rank_pool(2).run(take_part, run, tmp_path / "ann", swarm.port, certificates() / "ann")
+        assert held == [[], []]
+        assert is_near(swarm.base(), alone(described(tmp_path, 1, changes), tmp_path), 1e-6)
+
+
+def test_bytes_are_those_of_the_formulas(tmp_path):
+    """Up 4M and down 4M to the byte; only what names the tensors comes on top, of what is sent."""
+    run = described(tmp_path, 2)
+    _, members = learned(run, tmp_path, NODES[:2])
+    expected = round_bytes(node_share(run.model, "ddp"), "ddp")
+    assert expected.up == expected.down == 4 * sum(item.numbers for item in model_pieces(run.model))
+    for name, node in members.nodes.items():
+        path = node.directory / "update"
+        with TensorFile(path) as update:
+            assert sum(update.place(key)[1] for key in update.shapes) == expected.up
+        for spent in members.rounds[name][1:]:  # before the first the whole model comes
+            assert (spent["sent_bytes"], spent["received_bytes"]) == (path.stat().st_size, expected.down)
+
+
+def test_a_node_holds_weights_and_gradients_and_no_more(tmp_path):
+    run = described(tmp_path, 1)
+    _, members = learned(run, tmp_path, NODES[:1])
+    trainer = members.nodes["ann"].trainer
+    assert not optimizer_state_tensors(trainer.optimizers)
+    trainer.forward_backward(trainer._micro_batches(trainer.loader.step(0)))
+    held = trainer.strategy.resident_tensors(trainer.optimizers)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for part in held.values() for tensor in part}
+    assert sum(storages.values()) == state_bytes(node_share(run.model, "ddp"))
+
+
+def test_a_coordinator_that_comes_back_keeps_the_moments(tmp_path):
+    """Bit for bit as if it had never been away, and as plain training."""
+    run = described(tmp_path, 1, {"training.steps": 30})
+    swarm = Swarm(run, tmp_path / "lead")
+    members = Members(swarm, tmp_path, NODES[:1])
+    until(lambda: swarm.coordinator.ledger.committed >= 3)
+    swarm.stop()
+    assert not swarm.coordinator.ledger.done
+    swarm = Swarm(run, tmp_path / "lead", swarm.port)
+    try:
+        members.done()
+        found = swarm.base()
+    finally:
+        swarm.stop()
+    expected = alone(run, tmp_path)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_a_gradient_that_is_not_finite_counts_for_nothing(tmp_path):
+    """One node's does not hold up the others; of all nodes', the round is skipped as a trainer skips it: neither
+    weights nor moments change, nor does AdamW count it, but the schedule goes on."""
+    run = described(tmp_path, 2)
+    items = model_pieces(run.model)
+    with served(run, tmp_path) as swarm:
+        links = {name: swarm.joined(name) for name in NODES[:2]}
+
+        def exchange(number: int, tokens: dict[str, int]) -> dict[str, Tensor]:
+            for name, link in links.items():
+                link.wait(round=number)
+                path, value = tmp_path / f"{name}.told", float(tokens[name])
+                with TensorFile.create(path, {item.key: (4 * item.numbers,) for item in items}, "U8") as file:
+                    for item in items:
+                        file.write_raw(item.key, encode(torch.full(item.shape, value), "fp32"))
+                link.upload_update(path, number, tokens[name], 1)
+            links["ann"].wait(committed=number + 1)
+            return swarm.base()
+
+        key, spec = items[0].key, run.optimizer
+        parameter = torch.nn.Parameter(swarm.base()[key])
+        reference = torch.optim.AdamW([parameter], 0.0, spec.betas, spec.eps, spec.weight_decay)
+        for number, (ann, bob, mean) in enumerate([(100, 0, 100), (0, 0, None), (100, 50, 250 / 3)]):
+            found = exchange(number, {"ann": ann, "bob": bob})
+            if mean is not None:
+                reference.param_groups[0]["lr"] = spec.learning_rate * learning_rate_factor(spec, number, ROUNDS)
+                parameter.grad = torch.full_like(parameter, mean)
+                reference.step()
+            torch.testing.assert_close(found[key], parameter.detach(), rtol=1e-6, atol=1e-8)
+        kept = pieces(run, swarm.folder / "model" / "exp_avg.safetensors")[key]
+        torch.testing.assert_close(kept, reference.state[parameter]["exp_avg"])
+
+
+def test_a_node_whose_gradient_is_not_finite_says_so(tmp_path):
+    """A model that cannot be computed: no tokens, and weights that stay."""
+    run = described(tmp_path, 1, {"training.steps": 4})
+    with served(run, tmp_path) as swarm:
+        before = swarm.base()
+        broken = model_pieces(run.model)[0]
+        with TensorFile(swarm.coordinator.store.base, writable=True) as base:
+            base.write(broken, torch.full(broken.shape, math.nan))
+        members = Members(swarm, tmp_path, NODES[:1])
+        members.done()
+        after = swarm.base()
+        assert [spent["tokens"] for spent in members.rounds["ann"]] == [0] * 4
+        assert not any(spent["refused"] for spent in members.rounds["ann"])
+        assert all(torch.equal(after[key], value) for key, value in before.items() if key != broken.key)

@@ -1,0 +1,488 @@
+"""Nodes that die, come late, are slow or lie; links and coordinators that break: the others go on, what was accepted
+counts, and who lied is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import xxhash
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.spec.errors import UserError
+from phalanx.swarm.coordinator.update_checks import UpdateRejected
+from phalanx.swarm.expert_ownership import experts_of
+from phalanx.swarm.pieces import model_pieces, pieces_sent_by
+from phalanx.swarm.rpc.certificates import certificate_member, create_certificate_authority, issue_certificate
+from phalanx.swarm.rpc.client import SwarmClient, update_id
+from phalanx.swarm.rpc.protocol import SERVICE, pack
+from phalanx.swarm.tensor_files import TensorFile
+from tests.helpers.local_swarm import NODES, SECONDS, Members, Swarm, certificates, pieces, run_of, served
+from tests.helpers.swarm_updates import in_a_round, owners_of, until, written
+
+# -- who lies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_writes_what_it_owns_and_no_more(tmp_path):
+    """Its certificate says who it is: another's experts are refused, its own are not."""
+    run = run_of(tmp_path, codec="fp32")
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        others = experts_of(owners_of(swarm), "bob")
+        with pytest.raises(UpdateRejected, match=r"foreign: it tells of .*, which the node does not train"):
+            links["ann"].upload_update(written(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
+        links["ann"].upload_update(written(swarm, tmp_path, "ann"), 0, 100, 3)
+        (ann, _) = swarm.coordinator.status()["nodes"]
+        assert (ann["node"], ann["told"], ann["refused"]) == ("ann", True, {"foreign": 1})
+
+
+def _not_a_number(path: Path) -> Path:
+    item = model_pieces(TINY_MODEL.model)[0]
+    with TensorFile(path, writable=True) as file:
+        file.write_raw(item.key, b"\xff" * encoded_bytes(item.numbers, "fp32"))
+    return path
+
+
+TINY_MODEL = run_of(Path("/tmp"))
+LIES: dict[str, tuple[str, Callable[[Swarm, Path], Path]]] = {
+    "nan": ("not finite: numbers of embedding", lambda swarm, path: _not_a_number(written(swarm, path, "ann"))),
+    "no file": ("malformed: .*no safetensors", lambda swarm, path: _file(path, b"x" * 1000)),
+    "too large": ("oversized", lambda swarm, path: _file(path, b"x" * 2**25)),
+    "nothing": ("malformed", lambda swarm, path: _file(path, b"")),
+    "one piece": ("malformed: .* is missing", lambda swarm, path: _one_piece(path)),
+    "pickle": ("malformed: .*no safetensors", lambda swarm, path: _file(path, b"\x80\x04\x95" + b"0" * 100)),
+}
+
+
+def _file(folder: Path, content: bytes) -> Path:
+    path = folder / "lie"
+    path.write_bytes(content)
+    return path
+
+
+def _one_piece(folder: Path) -> Path:
+    item = model_pieces(TINY_MODEL.model)[0]
+    TensorFile.create(folder / "lie", {item.key: (encoded_bytes(item.numbers, "fp32"),)}, "U8").close()
+    return folder / "lie"
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_node_that_lies_is_named_and_does_not_count(tmp_path, lie):
+    run = run_of(tmp_path, codec="fp32")
+    said, make = LIES[lie]
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        with pytest.raises(UpdateRejected, match=said):
+            links["ann"].upload_update(make(swarm, tmp_path), 0, 100, 3)
+        assert sum(swarm.coordinator.ledger.refused.values()) == 1
+        assert {node for node, _ in swarm.coordinator.ledger.refused} == {"ann"}
+        before = swarm.base()
+        for name, link in links.items():  # it may still tell the truth
+            link.upload_update(written(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
+        links["ann"].wait(committed=1)
+        for item in model_pieces(run.model):
+            if item.expert is None:
+                torch.testing.assert_close(swarm.base()[item.key], before[item.key] + 0.02, rtol=0, atol=1e-6)
+
+
+def raw_put(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
+    """As nobody's client does it."""
+    digest = pack({"checksum": head.get("checksum", xxhash.xxh3_128(content).hexdigest())})
+    link._channel.stream_unary(f"/{SERVICE}/put")(iter([pack(head), content, digest]), timeout=SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("head", "code", "why"),
+    [
+        ({"checksum": "0" * 32}, grpc.StatusCode.INVALID_ARGUMENT, "damaged"),
+        ({"round": 7}, grpc.StatusCode.FAILED_PRECONDITION, "not open yet"),
+        ({"tokens": -1}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+        ({"tokens": 10**400}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+        ({"steps": 4}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+        ({"tokens": "x"}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+        ({"offset": 99}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+        ({"bytes": 10}, grpc.StatusCode.RESOURCE_EXHAUSTED, "oversized"),
+        ({"bytes": 10**9}, grpc.StatusCode.RESOURCE_EXHAUSTED, "oversized"),
+        ({"round": None}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
+    ],
+)
+def test_what_is_sent_otherwise_than_by_us(tmp_path, head, code, why):
+    """A flipped bit, another round, no tokens, another size: refused, counted, and the round goes on."""
+    run = run_of(tmp_path, codec="fp32")
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        content = written(swarm, tmp_path, "ann").read_bytes()
+        right = {"round": 0, "offset": 0, "bytes": len(content), "mark": "x", "tokens": 100, "steps": 3}
+        with pytest.raises(grpc.RpcError) as caught:
+            raw_put(links["ann"], right | head, content)
+        assert caught.value.code() == code
+        assert swarm.coordinator.ledger.refused["ann", why] == 1
+        raw_put(links["ann"], right, content)
+        with pytest.raises(grpc.RpcError) as caught:  # the same once more
+            raw_put(links["ann"], right, content)
+        assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert swarm.coordinator.ledger.refused["ann", "already told"] == 1
+
+
+def test_what_was_told_of_a_round_before_is_not_told_again(tmp_path):
+    run = run_of(tmp_path, codec="fp32")
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        old = {name: written(swarm, tmp_path, name) for name in links}
+        for name, link in links.items():
+            link.upload_update(old[name], 0, 100, 3)
+        links["ann"].wait(round=1)
+        with pytest.raises(UpdateRejected, match="already told: round 0"):
+            links["ann"].upload_update(old["ann"], 0, 100, 3)
+
+
+def test_an_update_far_larger_than_the_others_is_refused(tmp_path):
+    run = run_of(tmp_path, codec="fp32", nodes=4, outlier=10.0)
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm, NODES)
+        for name in NODES[:3]:
+            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+        with pytest.raises(UpdateRejected, match="outlying: a change of"):
+            links["dee"].upload_update(written(swarm, tmp_path, "dee", 1.0), 0, 100, 3)
+        links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.02), 0, 100, 3)
+
+
+def test_who_tells_first_is_compared_with_those_who_follow(tmp_path):
+    """Nothing is known yet when it comes; when the round closes it is, and it does not count. It learns that by what it
+    receives: its own experts, too."""
+    run = run_of(tmp_path, codec="fp32", nodes=4)
+    with served(run, tmp_path) as swarm:
+        links, before = in_a_round(run, swarm, NODES), swarm.base()
+        links["ann"].upload_update(written(swarm, tmp_path, "ann", 1e15), 0, 100, 3)
+        for name in NODES[1:]:
+            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+        links["ann"].wait(committed=1)
+        assert swarm.coordinator.ledger.refused["ann", "outlying"] == 1
+        for item in model_pieces(run.model):
+            moved = 0.0 if item.expert is not None and "ann" in owners_of(swarm)[item.expert] else 0.01
+            torch.testing.assert_close(swarm.base()[item.key], before[item.key] + moved, rtol=0, atol=1e-6)
+        sizes = {item.key: (4 * item.numbers,) for item in model_pieces(run.model)}
+        for name in ("ann", "bob"):
+            own = [
+                item.key
+                for item in pieces_sent_by(model_pieces(run.model), owners_of(swarm), name)
+                if item.expert is not None
+            ]
+            links[name].download_round(tmp_path / f"{name}-down", 0, own, sizes.__getitem__)
+            assert links[name].counted == (name != "ann")
+            with TensorFile(tmp_path / f"{name}-down") as down:
+                assert not set(own) & set(down.shapes)
+
+
+def test_of_updates_that_were_cut_off_one_is_kept(tmp_path):
+    run = run_of(tmp_path)
+    with served(run, tmp_path) as swarm:
+        in_a_round(run, swarm)
+        for mark in "abc":
+            with swarm.coordinator.receiving_update("ann", 0, mark) as (path, _):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(b"some")
+        assert list(swarm.coordinator.store.round(0).glob("*.part")) == [path]
+
+
+def test_a_poisoned_update_is_bounded_by_a_trimmed_mean(tmp_path):
+    run = run_of(tmp_path, codec="fp32", nodes=4, outlier=0.0, robust="trimmed")
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm, NODES)
+        before = swarm.base()
+        for name, change in zip(NODES, (0.01, 0.02, 0.03, 1e6), strict=True):
+            links[name].upload_update(written(swarm, tmp_path, name, change), 0, 100, 3)
+        links["ann"].wait(committed=1)
+        for item in model_pieces(run.model):
+            if item.expert is None:
+                moved = swarm.base()[item.key] - before[item.key]
+                torch.testing.assert_close(moved, torch.full_like(moved, 0.025), rtol=0, atol=1e-5)
+
+
+# -- who dies, comes late, or is slow ------------------------------------------------------------------------------
+
+
+def test_a_node_that_dies_is_not_waited_for_and_its_experts_go_to_others(tmp_path):
+    """The divisor is that of those who told; its experts stay as they were for that round."""
+    run = run_of(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm, NODES[:3])
+        before, lost = swarm.base(), experts_of(owners_of(swarm), "cid")
+        for name, change in (("ann", 0.01), ("bob", 0.03)):
+            links[name].upload_update(written(swarm, tmp_path, name, change), 0, 100, 3)
+        until(lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.ledger.committed == 1)
+        base = swarm.base()
+        for item in model_pieces(run.model):
+            moved = base[item.key] - before[item.key]
+            expected = 0.02 if item.expert is None else 0.0 if item.expert in lost else None
+            if expected is not None:
+                torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=0, atol=1e-6)
+        links["ann"].wait(round=1)
+        assert owners_of(swarm)
+        assert {node for of in owners_of(swarm) for node in of} == {"ann", "bob"}
+
+
+def test_a_node_that_was_taken_for_gone_is_let_in_again(tmp_path):
+    """Its link was cut for longer than its lease: it joins by itself, and is in the round after."""
+    run = run_of(tmp_path, {"training.steps": 60}, codec="fp32", round={"lease_seconds": 1.0, "grace_seconds": 30})
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        links["bob"].upload_update(written(swarm, tmp_path, "bob"), 0, 100, 3)
+        until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.ledger.members)
+        links["bob"].wait(round=1)
+        back = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
+        until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.ledger.members)
+        links["bob"].upload_update(written(swarm, tmp_path, "bob"), 1, 100, 3)
+        until(lambda: links["bob"].heartbeat() and back.done())
+        assert back.result().round == 2
+        assert len(back.result().owned) == 2
+
+
+def test_a_round_of_which_nobody_is_left_is_given_up(tmp_path):
+    """Nothing changes in it, and those who come later go on."""
+    run = run_of(tmp_path, codec="fp32", round={"lease_seconds": 0.5, "grace_seconds": 30})
+    with served(run, tmp_path) as swarm:
+        in_a_round(run, swarm)
+        before = swarm.base()
+        until(lambda: swarm.coordinator.ledger.committed == 1 and not swarm.coordinator.ledger.members)
+        late = swarm.joined("cid")
+        assert late.wait(round=1).round == 1
+        assert all(torch.equal(value, before[key]) for key, value in swarm.base().items())
+
+
+def test_a_quorum_does_not_wait_for_a_slow_node_for_ever_and_tokens_are_weights(tmp_path):
+    """Three told; after the grace the round is closed. What comes then is late; in the next round it tells less."""
+    run = run_of(
+        tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "timeout_multiplier": 3.0, "lease_seconds": 60}
+    )
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm, NODES)
+        late = written(swarm, tmp_path, "dee")
+        for name in NODES[:3]:
+            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+        until(lambda: swarm.coordinator.ledger.committed == 1)
+        with pytest.raises(UpdateRejected, match="closed"):
+            links["dee"].upload_update(late, 0, 100, 3)
+        assert links["dee"].wait(round=1).closes_in_seconds is not None  # it is told how long there is
+        before = swarm.base()
+        for name in NODES[:3]:
+            links[name].upload_update(written(swarm, tmp_path, name, 0.04), 1, 300, 3)
+        links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.0), 1, 100, 1)
+        links["dee"].wait(committed=2)
+        item = model_pieces(run.model)[0]
+        moved = swarm.base()[item.key] - before[item.key]
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.04 * 900 / 1000), rtol=0, atol=1e-6)
+
+
+def test_a_node_joins_at_the_edge_of_a_round_with_what_there_is(tmp_path):
+    """While others learn; its experts are theirs until then."""
+    run = run_of(tmp_path, {"training.steps": 240})
+    with served(run, tmp_path) as swarm:
+        members = Members(swarm, tmp_path, NODES[:2])
+        until(lambda: swarm.coordinator.ledger.committed >= 1)
+        later = Members(swarm, tmp_path, ["cid"])
+        for each in (members, later):
+            each.done()
+        rounds = [spent["round"] for spent in later.rounds["cid"]]
+        assert rounds == list(range(rounds[0], 80))
+        assert rounds[0] >= 1
+        assert later.evaluations["cid"]["held_out_loss"] == pytest.approx(
+            members.evaluations["ann"]["held_out_loss"], rel=1e-6
+        )
+        opened = swarm.events("opened")
+        assert {node for of in opened[0]["owners"] for node in of} == {"ann", "bob"}
+        assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob", "cid"}
+
+
+def test_a_coordinator_that_is_killed_goes_on_with_the_same_round(tmp_path):
+    """With what was accepted before; the nodes notice a pause."""
+    run = run_of(tmp_path, {"training.steps": 24}, codec="fp32")
+    swarm = Swarm(run, tmp_path / "lead")
+    links = in_a_round(run, swarm)
+    links["ann"].upload_update(written(swarm, tmp_path, "ann", 0.01), 0, 100, 3)
+    told = written(swarm, tmp_path, "bob", 0.03)
+    before, owners, port = swarm.base(), owners_of(swarm), swarm.port
+    swarm.stop()
+    swarm = Swarm(run, tmp_path / "lead", port)
+    try:
+        assert owners_of(swarm) == owners
+        assert set(swarm.coordinator.ledger.round.updates) == {"ann"}
+        links["bob"].upload_update(told, 0, 100, 3)
+        links["bob"].wait(committed=1)
+        item = model_pieces(run.model)[0]
+        moved = swarm.base()[item.key] - before[item.key]
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.02), rtol=0, atol=1e-6)
+    finally:
+        swarm.stop()
+
+
+def test_nodes_learn_on_through_the_death_of_their_coordinator(tmp_path):
+    run = run_of(tmp_path, {"training.steps": 30})
+    swarm = Swarm(run, tmp_path / "lead")
+    members = Members(swarm, tmp_path, NODES[:2])
+    until(lambda: swarm.coordinator.ledger.committed >= 2)
+    swarm.stop()
+    swarm = Swarm(run, tmp_path / "lead", swarm.port)
+    try:
+        members.done()
+        assert swarm.coordinator.ledger.done
+        assert [spent["round"] for spent in members.rounds["ann"]] == list(range(10))
+    finally:
+        swarm.stop()
+
+
+@pytest.mark.parametrize("where", ["before the journal", "after the journal"])
+def test_a_coordinator_that_dies_while_it_closes_a_round(tmp_path, monkeypatch, where):
+    """It does again what it had not done, and comes to the same."""
+    run = run_of(tmp_path)
+    found = []
+    for dies in (False, True):
+        folder = tmp_path / str(dies)
+        folder.mkdir()
+        swarm = Swarm(run, folder / "lead")
+        links = in_a_round(run, swarm)
+        if dies:
+            swarm.over.set()
+            swarm.ticking.join(SECONDS)
+        for name, link in links.items():
+            link.upload_update(written(swarm, folder, name), 0, 100, 3)
+        if dies:
+            point = "apply_round" if where == "after the journal" else "aggregate_round"
+            with monkeypatch.context() as patched:
+                patched.setattr(f"phalanx.swarm.coordinator.store.SwarmStore.{point}", _die)
+                with pytest.raises(KeyboardInterrupt):
+                    swarm.coordinator.tick()
+            swarm.stop()
+            swarm = Swarm(run, folder / "lead", swarm.port)
+        until(lambda swarm=swarm: swarm.coordinator.ledger.committed == 1)
+        found.append(swarm.base())
+        swarm.stop()
+    assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
+
+
+def _die(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_transfer_that_breaks_goes_on_where_it_stopped(tmp_path):
+    run = run_of(tmp_path, codec="fp32")
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        path = written(swarm, tmp_path, "ann")
+        content = path.read_bytes()
+        half = len(content) // 2
+        part = swarm.coordinator.store.partial_update_path(0, "ann", update_id(path))
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content[:half])
+        links["ann"].upload_update(path, 0, 100, 3)
+        assert links["ann"].sent_bytes == len(content) - half
+        assert "ann" in swarm.coordinator.ledger.round.updates
+
+
+def test_weights_of_which_some_came_are_not_sent_again(tmp_path, monkeypatch):
+    """The link breaks after a few tensors, and a round ends before it is back: the rest is of the same weights."""
+    run = run_of(tmp_path)
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        before, shapes = swarm.base(), parameter_shapes(run.model)
+        into, came = SwarmClient._into, list[str]()
+
+        def breaks(self: SwarmClient, file: TensorFile, key: str, *rest: Any) -> memoryview:
+            came.append(key)
+            if len(came) == 4:
+                for name, link in links.items():
+                    link.upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+                links["ann"].wait(committed=1)
+                raise BrokenLink
+            return into(self, file, key, *rest)
+
+        monkeypatch.setattr(SwarmClient, "_into", breaks)
+        newcomer = swarm.client("cid")
+        assert newcomer.download_round(tmp_path / "weights", None, (), shapes.__getitem__) == 0
+        assert sorted(came) == sorted([*shapes, came[3]])
+        found = pieces(run, tmp_path / "weights")
+        assert all(torch.equal(found[key], value) for key, value in before.items())
+        assert any(not torch.equal(found[key], value) for key, value in swarm.base().items())
+
+
+class BrokenLink(grpc.RpcError):
+    """As gRPC tells of one."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "the link broke"
+
+
+# -- who may talk at all -------------------------------------------------------------------------------------------
+
+
+def test_who_has_no_certificate_of_the_group_is_not_heard(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
+    create_certificate_authority(tmp_path / "others")
+    issue_certificate(tmp_path / "others", "ann", [])
+    run = run_of(tmp_path)
+    with served(run, tmp_path) as swarm:
+        with pytest.raises(UserError, match="cannot be reached: its certificate is of another authority"):
+            SwarmClient(f"127.0.0.1:{swarm.port}", tmp_path / "others" / "ann").status()
+        mixed = tmp_path / "mixed"
+        mixed.mkdir()
+        for file in ("key.pem", "cert.pem"):
+            (mixed / file).write_bytes((tmp_path / "others" / "ann" / file).read_bytes())
+        (mixed / "ca.pem").write_bytes((certificates() / "ca.pem").read_bytes())
+        with pytest.raises(UserError, match="cannot be reached"):
+            SwarmClient(f"127.0.0.1:{swarm.port}", mixed).status()
+        call = grpc.insecure_channel(f"127.0.0.1:{swarm.port}").unary_unary(f"/{SERVICE}/status")
+        with pytest.raises(grpc.RpcError):
+            call(pack({}), timeout=5)
+
+
+def test_a_certificate_that_ran_out(tmp_path, monkeypatch):
+    create_certificate_authority(tmp_path / "certs")
+    place = issue_certificate(tmp_path / "certs", "old", [], days=-0.02)
+    with pytest.raises(UserError, match="ran out on"):
+        certificate_member(place)
+
+
+def test_nobody_listens(monkeypatch):
+    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
+    with pytest.raises(UserError, match="cannot be reached: nobody listens there"):
+        SwarmClient("127.0.0.1:9", certificates() / "ann").status()
+
+
+def test_two_swarms_do_not_share_a_port(tmp_path):
+    run = run_of(tmp_path)
+    with served(run, tmp_path) as swarm, pytest.raises(UserError, match="Address already in use"):
+        Swarm(run, tmp_path / "second", swarm.port)
+
+
+def test_another_version_other_text_and_no_room_are_refused(tmp_path):
+    run = run_of(tmp_path)
+    with served(run, tmp_path) as swarm:
+        with pytest.raises(UpdateRejected, match="version: the swarm speaks 3, this node 1"):
+            swarm.client("ann").join(capacity=4, text="text", version=1)
+        swarm.joined("ann")
+        with pytest.raises(UpdateRejected, match="text: it is not what the other nodes read"):
+            swarm.joined("bob", text="other")
+        for capacity in (0, float("nan"), float("inf")):
+            with pytest.raises(UpdateRejected, match="capacity"):
+                swarm.joined("bob", capacity=capacity)
+
+
+def test_a_swarm_waits_until_all_experts_have_a_place(tmp_path):
+    run = run_of(tmp_path)
+    with served(run, tmp_path) as swarm:
+        for node in NODES[:2]:
+            swarm.joined(node, capacity=1)
+        until(lambda: swarm.coordinator.status()["waits_for"] == "memory for 2 more experts of each layer")
+        swarm.joined("cid", capacity=2)
+        swarm.client("cid").wait(round=0)
+        counts = {node: len(experts_of(owners_of(swarm), node)) for node in NODES[:3]}
+        assert counts == {"ann": 1, "bob": 1, "cid": 2}

@@ -1,0 +1,74 @@
+"""Fragments that are exchanged in turn, and updates that are under way while nodes learn on (Streaming DiLoCo)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.swarm.pieces import fragment_index, fragment_pieces, model_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from tests.helpers.local_swarm import NODES, Members, learned, pieces, run_of, served
+from tests.helpers.swarm_updates import in_a_round, written
+
+
+def test_a_round_changes_its_fragment_and_no_more(tmp_path):
+    run = run_of(tmp_path, codec="fp32", every=4, fragments=2)
+    with served(run, tmp_path) as swarm:
+        links = in_a_round(run, swarm)
+        before = swarm.base()
+        for number in range(2):
+            for name, link in links.items():
+                path = written(swarm, tmp_path, name, 0.5)
+                _keep(path, {item.key for item in fragment_pieces(run.model, number, 2)})
+                link.upload_update(path, number, 100, 2)
+            links["ann"].wait(committed=number + 1)
+            after = swarm.base()
+            changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
+            turn = {item.key for item in model_pieces(run.model) if fragment_index(item, 2) == number}
+            assert changed == turn
+            before = after
+            links["ann"].wait(round=number + 1)
+
+
+def _keep(path, keys):
+    """Leave of an update some pieces."""
+    with TensorFile(path) as file:
+        kept = {key: file.raw(key) for key in file.shapes if key in keys}
+    with TensorFile.create(path, {key: (len(data),) for key, data in kept.items()}, "U8") as file:
+        for key, data in kept.items():
+            file.write_raw(key, data)
+
+
+@pytest.mark.parametrize(
+    "swarm",
+    [
+        {"fragments": 3},
+        {"delay": 1},
+        {"delay": 2, "mixing": 0.5},
+        {"fragments": 3, "delay": 1, "every": 6},
+        {"delay": 1, "codec": "fp32", "method": "diloco"},
+        {"delay": 1, "replication": 2, "mixing": 0.25},
+    ],
+    ids=str,
+)
+def test_it_learns_and_all_have_the_same_base(tmp_path, swarm):
+    run = run_of(tmp_path, **swarm)
+    base, members = learned(run, tmp_path, NODES[:2])
+    for node in members.nodes.values():
+        mine = pieces(run, node.directory / "base.safetensors")
+        assert all(torch.equal(mine[key], value) for key, value in base.items())
+    for name in NODES[:2]:
+        losses = [record["loss"] for record in members.steps[name]]
+        assert len(losses) == run.training.steps
+        assert losses[-1] < losses[0]
+        assert [record["step"] for record in members.steps[name]] == list(range(1, run.training.steps + 1))
+
+
+def test_who_learns_on_reads_no_text_twice(tmp_path):
+    run = run_of(tmp_path, delay=2)
+    with served(run, tmp_path) as swarm:
+        Members(swarm, tmp_path, NODES[:2]).done()
+        opened = swarm.events("opened")
+    read = [step for event in opened for first, count in event["text"].values() for step in range(first, first + count)]
+    assert sorted(read) == list(range(len(read)))
+    assert [sum(count for _, count in event["text"].values()) for event in opened] == [10, 6, 6, 6]

@@ -1,0 +1,220 @@
+"""What a node goes on from after a round: what all have, with what it learned itself since it told, or a mixture; and
+nothing that coding left out is told twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.data.prepare import prepare
+from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.codec import decode
+from phalanx.swarm.pieces import model_pieces, round_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.worker.replica import read_weights
+from phalanx.swarm.worker.worker import SwarmWorker
+from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
+from tests.helpers.local_swarm import NODES, Members, Swarm, pieces, run_of, served
+from tests.helpers.quantization import left_out
+
+Weights = dict[str, Tensor]
+
+
+def trained(run: RunSpec, under_way: Trainer, own: tuple[int, ...]) -> Weights:
+    """What a node trains, piece by piece, as it is now."""
+    found = {}
+    for item in model_pieces(run.model):
+        stacked = under_way.strategy.trainable_parameters[item.name].detach()
+        if item.expert is None:
+            found[item.key] = stacked.clone()
+        elif item.expert in own:
+            found[item.key] = stacked[own.index(item.expert)].clone()
+    return found
+
+
+def of_seed(run: RunSpec, path: Path, seed: int) -> TensorFile:
+    """A model that is drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    file = TensorFile.create(path, parameter_shapes(run.model))
+    for item in model_pieces(run.model):
+        file.write(item, torch.randn(item.shape, generator=generator))
+    return file
+
+
+# -- weights that are taken --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
+@pytest.mark.parametrize("own", [(1, 3), (0, 1, 2, 3)], ids=["some experts", "all experts"])
+def test_so_much_of_what_was_stays(tmp_path, own, share):
+    """Of parameters of which nothing is said, nothing; experts that rest are taken whole."""
+    run = run_of(tmp_path)
+    under_way = Trainer(
+        run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts(own)
+    )
+    kept = {name: share for name in parameter_shapes(run.model) if not name.startswith("blocks.1.")}
+    with of_seed(run, tmp_path / "base", 1) as base:
+        was = trained(run, under_way, own)
+        read_weights(under_way.strategy, TrainedExperts(own), 4, base.read, kept)
+        now = trained(run, under_way, own)
+        for item in (item for item in model_pieces(run.model) if item.key in now):
+            mine, taken, of_mine = was[item.key], base.read(item), kept.get(item.name, 0.0)
+            if of_mine in (0, 1):
+                assert torch.equal(now[item.key], mine if of_mine else taken)
+            else:
+                torch.testing.assert_close(now[item.key], of_mine * mine + (1 - of_mine) * taken)
+        for name, part in partially_trained_layers(under_way.module):
+            for kind, resting in part.frozen.items():
+                assert torch.equal(resting.numbers, base.whole(f"{name}.{kind}")[list(part.others)])
+
+
+def test_what_was_learned_since_is_added_to_what_is_taken(tmp_path):
+    """But where it is said how much of the parameter stays; and where both are the same, nothing is rounded."""
+    run = run_of(tmp_path)
+    under_way = Trainer(
+        run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts((1, 3))
+    )
+    kept = {name: 1.0 for name in parameter_shapes(run.model) if name.startswith("blocks.1.")}
+    with of_seed(run, tmp_path / "base", 1) as base, of_seed(run, tmp_path / "since", 2) as since:
+        for taken in (base, since):
+            was = trained(run, under_way, (1, 3))
+            read_weights(under_way.strategy, TrainedExperts((1, 3)), 4, taken.read, kept, since.read)
+            now = trained(run, under_way, (1, 3))
+            for item in (item for item in model_pieces(run.model) if item.key in now):
+                learned = torch.zeros(()) if item.name in kept else taken.read(item) - since.read(item)
+                assert torch.equal(now[item.key], learned + was[item.key])
+
+
+# -- a swarm under way -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """A round of a node, piece by piece."""
+
+    number: int
+    was: Weights
+    """What it trains, after its last step,"""
+    now: Weights
+    """and after it heard what came of the round."""
+    live: Weights
+    """When it told."""
+    base: Weights
+    """What all have then."""
+    update: dict[str, bytearray]
+
+
+class Watched(Members):
+    """Nodes of which every round is kept."""
+
+    def __init__(self, swarm: Swarm, folder: Path, names: tuple[str, ...]) -> None:
+        self.seen: dict[str, list[Seen]] = {name: [] for name in names}
+        super().__init__(swarm, folder, names)
+
+    def _learn(self, name: str) -> None:
+        try:
+            watch = Watch(self.nodes[name], self.seen[name])
+            self.nodes[name].participate([watch], watch, lambda said: None)
+        except BaseException as error:
+            self.failed.append(error)
+
+
+class Watch:
+    """A log that looks at its node: of steps, and of rounds."""
+
+    def __init__(self, node: SwarmWorker, seen: list[Seen]) -> None:
+        self.node, self.seen, self.was = node, seen, {}
+
+    def write(self, record: MetricsRecord) -> None:
+        node, run = self.node, self.node.run
+        now = trained(run, node.trainer, node.exchange.own)
+        if "round" in record:
+            live, base = (pieces(run, node.directory / f"{kind}.safetensors") for kind in ("live", "base"))
+            with TensorFile(node.directory / "update") as update:
+                told = {key: update.raw(key) for key in update.shapes}
+            self.seen.append(Seen(record["round"], self.was, now, live, base, told))
+        self.was = now
+
+    def close(self, failed: bool = False) -> None:
+        pass
+
+
+def watched(run: RunSpec, folder: Path) -> tuple[Weights, dict[str, list[Seen]]]:
+    """What the nodes of a swarm began with, and made of every round."""
+    with served(run, folder) as swarm:
+        first, members = swarm.base(), Watched(swarm, folder, NODES[:2])
+        members.done()
+    assert all(len(rounds) == 4 for rounds in members.seen.values())
+    return first, members.seen
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"fragments": 2, "every": 6},
+    {"delay": 2},
+    {"delay": 2, "mixing": 0.0},
+    {"delay": 2, "mixing": 0.25},
+    {"delay": 1, "mixing": 0.75},
+    {"fragments": 2, "every": 6, "delay": 1, "mixing": 0.25},
+    {"delay": 2, "mixing": 0.25, "replication": 2},
+    {"delay": 1, "mixing": 0.25, "method": "diloco"},
+]
+
+
+@pytest.mark.parametrize("swarm", CASES, ids=str)
+def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
+    """Of parameters whose turn it was not, all of its own, bit for bit; so of experts that it alone trains, where it
+    learned on; to what it shares is added what it learned since it told, or of its own there is `mixing`."""
+    run = run_of(tmp_path, codec="int4", **swarm)
+    alone = run.swarm.method == "spes+" and run.swarm.replication == 1
+    for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
+        turn = {item.key for item in round_pieces(run, seen.number)}
+        for item in (item for item in model_pieces(run.model) if item.key in seen.now):
+            was, now, base = seen.was[item.key], seen.now[item.key], seen.base[item.key]
+            assert not torch.equal(was, base)
+            if item.key not in turn or (run.swarm.delay and alone and item.expert is not None):
+                assert torch.equal(now, was)
+            elif run.swarm.delay and run.swarm.mixing is None:
+                assert torch.equal(now, base - seen.live[item.key] + was)
+            elif run.swarm.mixing:
+                torch.testing.assert_close(now, run.swarm.mixing * was + (1 - run.swarm.mixing) * base)
+            else:
+                assert torch.equal(now, base)
+
+
+@pytest.mark.parametrize(
+    "swarm", [{"delay": 2}, {"delay": 1, "mixing": 0.5}, {"fragments": 2, "every": 6, "delay": 1}], ids=str
+)
+def test_what_coding_left_out_of_an_expert_that_goes_on_is_not_told_twice(tmp_path, swarm):
+    """It is in its weights still: all have these as they were told, but for one coding."""
+    run = run_of(tmp_path, codec="int4", **swarm)
+    for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
+        mine = [item for item in round_pieces(run, seen.number) if item.expert is not None and item.key in seen.update]
+        assert mine
+        for item in mine:
+            error = (seen.base[item.key] - seen.live[item.key]).abs()
+            assert (error <= left_out(seen.update[item.key], item, "int4") + 1e-7).all()
+
+
+@pytest.mark.parametrize("swarm", [{}, {"fragments": 2, "every": 6}, {"delay": 2}], ids=str)
+def test_what_coding_left_out_of_the_rest_is_told_later(tmp_path, swarm):
+    """What a node told in all rounds is what it learned in them, but for one coding."""
+    run = run_of(tmp_path, codec="int4", **swarm)
+    first, nodes = watched(run, tmp_path)
+    for rounds in nodes.values():
+        for item in (item for item in model_pieces(run.model) if item.expert is None or not run.swarm.delay):
+            before, told, learned = first[item.key], torch.zeros(item.shape), torch.zeros(item.shape)
+            for seen in (seen for seen in rounds if item.key in seen.update):
+                told += decode(seen.update[item.key], item.shape, "int4")
+                learned += seen.live[item.key] - before
+                before = seen.base[item.key]
+                assert ((told - learned).abs() <= left_out(seen.update[item.key], item, "int4") + 1e-6).all()

@@ -1,0 +1,81 @@
+"""`phalanx generate` and `phalanx export` of what a swarm has learned."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phalanx.data.tokenizer import byte_tokenizer
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.swarm.coordinator.coordinator import Coordinator
+from phalanx.swarm.serve import initial_pieces, swarm_directory
+from phalanx.train.checkpoint.load_model import load_trained_model
+from tests.helpers.cli_runner import shown
+from tests.helpers.local_swarm import run_of
+
+
+def lead_of(run: RunSpec) -> Path:
+    """A coordinator's directory, as it is at the start."""
+    directory = swarm_directory(run)
+    Coordinator(run, directory, initial_pieces(run)).journal.close()
+    return directory
+
+
+@pytest.fixture
+def lead(tmp_path: Path) -> Path:
+    return lead_of(run_of(tmp_path, {"name": "lead"}))
+
+
+def test_the_models_weights_are_the_swarms(lead):
+    _, model, tokenizer = load_trained_model(lead)
+    base = load_file(lead / "model" / "base.safetensors")
+    found = dict(model.named_parameters())
+    assert set(found) == set(base)
+    assert all(torch.equal(found[name], weight) for name, weight in base.items())
+    assert tokenizer.read_text() == byte_tokenizer().to_json()
+
+
+def test_a_coordinator_and_a_node_say_the_same(lead, tmp_path):
+    node = tmp_path / "node"
+    node.mkdir()
+    shutil.copy(lead / "run.toml", node)
+    shutil.copy(lead / "model" / "base.safetensors", node)
+    said = [shown("generate", place, "--prompt", "def ", "--tokens", 20) for place in (lead, node)]
+    assert said[0] == said[1]
+    assert said[0].startswith("def ")
+
+
+def test_it_is_exported(tmp_path):
+    plain = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}  # a mixture that transformers knows
+    lead = lead_of(run_of(tmp_path, {"name": "lead", "model.moe": plain}))
+    assert "parameters in fp32" in shown("export", lead, tmp_path / "out")
+    base, out = load_file(lead / "model" / "base.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(out["model.embed_tokens.weight"], base["embedding.weight"])
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_tokenizer_that_is_made_from_the_text_is_a_nodes(tmp_path):
+    lead = lead_of(run_of(tmp_path, {"name": "lead", "data.tokenizer": "bpe", "data.tokenizer_vocab": 257}))
+    with pytest.raises(UserError, match=r"has no tokenizer\.json") as caught:
+        shown("generate", lead)
+    assert caught.value.fix == f"copy it from a node: cp nodes/NAME/tokenizer.json {lead}"
+    byte_tokenizer().save(lead / "tokenizer.json")
+    assert shown("generate", lead, "--prompt", "def ", "--tokens", 3).startswith("def ")
+
+
+def test_what_is_damaged_or_of_another_model_is_refused(lead):
+    weights = lead / "model" / "base.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-40])
+    with pytest.raises(UserError, match=r"does not hold the weights of the model in run\.toml"):
+        load_trained_model(lead)
+    weights.write_bytes(whole)
+    load_trained_model(lead)
+    (lead / "run.toml").write_text((lead / "run.toml").read_text().replace("hidden_size = 32", "hidden_size = 64"))
+    with pytest.raises(UserError, match=r"embedding.weight is \[257, 32\] there, and \[257, 64\] in the model"):
+        load_trained_model(lead)

@@ -1,0 +1,50 @@
+"""While a node learns on, its word goes out and what came of the round comes in; neither keeps a node from stopping."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.runs.swarm_records import RoundRecord
+from phalanx.swarm.worker.exchange import RoundExchange
+from phalanx.swarm.worker.worker import SwarmWorker
+from tests.helpers.local_swarm import NODES, Members, learned, run_of, served
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_what_came_of_a_round_is_received_beside_learning(tmp_path: Path, monkeypatch: Any, delay: int) -> None:
+    """Once, and by whom tells; but for the last round, after which nothing is learned."""
+    received: list[tuple[str, int, str]] = []
+    get = RoundExchange._get
+
+    def noted(exchange: RoundExchange, number: int, told: bool, spent: RoundRecord) -> None:
+        received.append((exchange.name, number, threading.current_thread().name.partition("_")[0]))
+        get(exchange, number, told, spent)
+
+    monkeypatch.setattr(RoundExchange, "_get", noted)
+    learned(run_of(tmp_path, delay=delay), tmp_path, NODES[:2])
+    assert sorted(place[:2] for place in received) == [(node, number) for node in NODES[:2] for number in range(4)]
+    beside = {number for _, number, thread in received if thread == "telling"}
+    assert beside == (set(range(3)) if delay else set())
+
+
+def test_a_node_that_fails_meanwhile_does_not_wait_for_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+    """The round that it told of stays open for a minute."""
+    learn = SwarmWorker._learn
+
+    def fails(node: SwarmWorker, steps: int, spent: RoundRecord, logs: Any, in_time: bool = False) -> int:
+        if not in_time:
+            raise MemoryError("no room")
+        return learn(node, steps, spent, logs, in_time)
+
+    monkeypatch.setattr(SwarmWorker, "_learn", fails)
+    with served(run_of(tmp_path, delay=2), tmp_path) as swarm:
+        swarm.joined(NODES[1])  # and never tells
+        members = Members(swarm, tmp_path, NODES[:1])
+        members.threads[0].join(30)
+        assert not members.threads[0].is_alive()
+        assert [type(error) for error in members.failed] == [MemoryError]
+        assert not swarm.events("committed")

@@ -1,0 +1,266 @@
+"""`phalanx swarm` as it is typed: real processes, real TLS; one of the nodes has two ranks, another is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.model.huggingface.export import export_hf
+from phalanx.model.init import initial_weight
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model
+from tests.helpers.cli_runner import known, shown
+
+SECONDS = 240
+RUN = """
+name = "tiny"
+[model]
+vocab_size = 257
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+ffn_hidden_size = 64
+max_seq_len = 32
+tie_embeddings = false
+moe = {{ num_experts = 4, top_k = 2, expert_ffn_size = 32 }}
+[data]
+train = ["{text}"]
+held_out = ["{held_out}"]
+tokenizer = "bytes"
+cache = "{cache}"
+[training]
+steps = {steps}
+seq_len = 32
+tokens_per_step = 256
+precision = "fp32"
+[optimizer]
+warmup_steps = 2
+[evaluation]
+tokens = 512
+[cluster]
+device = "cpu"
+[swarm]
+nodes = 2
+every = 4
+round = {{ lease_seconds = 12.0, grace_seconds = 30.0 }}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Certificates and a run file."""
+    lines = [path.read_text(errors="replace") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    (tmp_path / "held.txt").write_text(lines[0])
+    monkeypatch.chdir(tmp_path)
+    shown("swarm", "certs", "certs", "lead", "--host", "127.0.0.1")
+    shown("swarm", "certs", "certs", "ann", "bob", "cid")
+    return tmp_path
+
+
+def described(folder: Path, steps: int) -> Path:
+    file = folder / "swarm.toml"
+    names = {"text": folder / "text.txt", "held_out": folder / "held.txt", "cache": folder / "cache"}
+    file.write_text(RUN.format(steps=steps, **names))
+    return file
+
+
+@contextmanager
+def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts commands, each in a session of its own, and leaves none behind."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "phalanx", "swarm", *map(str, words)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, env=environment)
+        started.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(SECONDS)
+
+
+def served(start: Callable[..., subprocess.Popen[str]], file: Path) -> tuple[subprocess.Popen[str], str]:
+    lead = start("serve", file, "--certs", "certs/lead", "--listen", "127.0.0.1:0")
+    said = lead.stdout.readline()
+    found = re.search(r"nodes join (127\.0\.0\.1:\d+)", said)
+    assert found, said
+    return lead, found[1]
+
+
+def status(address: str) -> dict[str, object]:
+    command = [sys.executable, "-m", "phalanx", "swarm", "status", address, "--certs", "certs/ann", "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout)
+
+
+def test_two_sites_learn_one_model_though_a_third_is_killed(folder: Path) -> None:
+    with processes() as start:
+        lead, address = served(start, described(folder, 400))
+        doomed = start("join", address, "--certs", "certs/cid")
+        nodes = {
+            "ann": start("join", address, "--certs", "certs/ann"),
+            "bob": start(
+                "join", address, "--certs", "certs/bob", "--nproc", "2", "--set", "layout.data_parallel=zero1"
+            ),
+        }
+        deadline = time.monotonic() + SECONDS
+        while len(status(address)["nodes"]) < 3:
+            assert time.monotonic() < deadline
+        os.killpg(doomed.pid, signal.SIGKILL)
+        said = {name: process.communicate(timeout=SECONDS)[0] for name, process in nodes.items()}
+        assert {name: process.returncode for name, process in nodes.items()} == {"ann": 0, "bob": 0}, said
+        out, _ = lead.communicate(timeout=SECONDS)
+        assert lead.returncode == 0, out
+    assert "round 100 of 100" in out
+    losses = [re.search(r"held-out loss ([\d.]+)", text) for text in said.values()]
+    assert None not in losses, said
+    assert float(losses[0][1]) == pytest.approx(float(losses[1][1]), abs=1e-3)
+    assert float(losses[0][1]) < 4.5  # of 257 bytes 5.55 know nothing
+    base = load_file(folder / "runs" / "tiny" / "model" / "base.safetensors")
+    for name in nodes:
+        mine = load_file(folder / "nodes" / name / "base.safetensors")
+        assert all(torch.equal(mine[key], value) for key, value in base.items())
+    events = [json.loads(line) for line in (folder / "runs" / "tiny" / "journal.jsonl").read_text().splitlines()]
+    left = [event for event in events if event["what"] == "left" and event["node"] == "cid"]
+    assert {event["why"] for event in left} == {"not heard of"}
+    opened = [event for event in events if event["what"] == "opened"]
+    assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob"}
+    rounds = [json.loads(line) for line in (folder / "nodes" / "ann" / "swarm.jsonl").read_text().splitlines()]
+    first = rounds[0]["round"]  # the other two may have begun without it
+    assert [spent["round"] for spent in rounds] == list(range(first, 100))
+    assert first < 50
+    assert all(spent["sent_bytes"] > 0 and spent["refused"] == "" for spent in rounds)
+    assert all(spent["held_bytes"] > 0 for spent in rounds)
+    (found,) = known("report", folder / "nodes" / "ann")["runs"]
+    told = [event["bytes"] for event in events if event["what"] == "accepted" and event["node"] == "ann"]
+    assert found["swarm"]["rounds"]["bytes"]["sent"] == told
+    assert "rounds 100 of 100" in shown("report", folder / "runs" / "tiny")
+    said = [shown("generate", folder / place, "--prompt", "def ") for place in ("runs/tiny", "nodes/bob")]
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("layouts", [("tp", "ep"), ("ep", "tp")], ids=" and ".join)
+def test_ranks_of_a_node_share_its_experts(folder: Path, layouts: tuple[str, str]) -> None:
+    """By columns or one by one: what the swarm learns is what it learns of nodes with one rank."""
+    file = described(folder, 12)
+    first, second = ([], []), tuple(["--nproc", "2", "--set", f"layout.{axis}=2"] for axis in layouts)
+    results = []
+    for number, nodes in enumerate((first, second)):
+        with processes() as start:
+            file.write_text(re.sub('name = "tiny.*"', f'name = "tiny{number}"', file.read_text()))
+            lead, address = served(start, file)
+            ends = [
+                start("join", address, "--certs", f"certs/{name}", *words)
+                for name, words in zip(("ann", "bob"), nodes, strict=True)
+            ]
+            said = [process.communicate(timeout=SECONDS)[0] for process in (*ends, lead)]
+            assert [process.returncode for process in (*ends, lead)] == [0, 0, 0], said
+        results.append(load_file(folder / "runs" / f"tiny{number}" / "model" / "base.safetensors"))
+        for name in ("ann", "bob"):
+            mine = load_file(folder / "nodes" / name / "base.safetensors")
+            assert all(torch.equal(mine[key], value) for key, value in results[-1].items())
+    for key, expected in results[0].items():
+        assert (results[1][key] - expected).norm() < 1e-4 * expected.norm()  # a step of coding here and there
+
+
+def test_a_node_leaves_when_it_is_asked_to_and_the_coordinator_too(folder: Path) -> None:
+    with processes() as start:
+        lead, address = served(start, described(folder, 40_000))
+        nodes = [start("join", address, "--certs", f"certs/{name}") for name in ("ann", "bob")]
+        deadline = time.monotonic() + SECONDS
+        while status(address)["round"] < 2:
+            assert time.monotonic() < deadline
+        for process in nodes:
+            os.kill(process.pid, signal.SIGTERM)
+        assert [process.wait(SECONDS) for process in nodes] == [0, 0]
+        assert status(address)["nodes"] == []
+        os.kill(lead.pid, signal.SIGTERM)
+        assert lead.wait(SECONDS) == 0
+
+
+def test_a_dense_model_that_only_the_coordinator_has_is_learned_on_as_experts(folder: Path) -> None:
+    spec = load_model(str(described(folder, 8))).replace(moe=None)
+    shapes = {name: torch.Size(shape) for name, shape in parameter_shapes(spec).items()}
+    export_hf(spec, {name: initial_weight(spec, name, shape, 0) for name, shape in shapes.items()}, folder / "dense")
+    file = folder / "swarm.toml"
+    start_from = '[model]\nfrom_hf = "dense"\nupcycle_reinit_fraction = 0.5'
+    file.write_text(
+        file.read_text().replace("[model]", start_from).replace("expert_ffn_size = 32", "expert_ffn_size = 64")
+    )
+    with processes() as start:
+        _, address = served(start, file)
+        (folder / "dense").rename(folder / "gone")
+        nodes = [start("join", address, "--certs", f"certs/{name}") for name in ("ann", "bob")]
+        said = [process.communicate(timeout=SECONDS)[0] for process in nodes]
+        assert [process.returncode for process in nodes] == [0, 0], said
+
+
+def test_a_round_is_planned_before_it_begins(folder: Path) -> None:
+    """SPES-7B among four nodes at 1 Gbit/s: a round of 100 steps of 5.5 s."""
+    file = folder / "7b.toml"
+    file.write_text(
+        '[model]\npreset = "spes-7b"\n[training]\nsteps = 1000\nseq_len = 2048\ntokens_per_step = 524288\n'
+        "[swarm]\nnodes = 4\n"
+    )
+    words = ("swarm", "plan", file, "--link", "1000", "--step-seconds", "5.5")
+    rows = {(row["method"], row["codec"]): row for row in json.loads(shown(*words, "--json"))}
+    whole, best = rows["diloco", "fp32"], rows["spes+", "int8"]
+    assert whole["up_bytes"] + whole["down_bytes"] == pytest.approx(58.67e9, rel=1e-3)
+    assert best["up_bytes"] + best["down_bytes"] == pytest.approx(8.35e9, rel=1e-3)
+    assert (best["chosen"], whole["chosen"]) == (True, False)
+    assert whole["state_bytes"] == pytest.approx(117.3e9, rel=1e-3)
+    assert rows["spes", "fp32"]["state_bytes"] == pytest.approx(59.4e9, rel=1e-3)
+    assert whole["wire_seconds"] == pytest.approx(58.67e9 / 125e6, rel=1e-3)
+    each = rows["ddp", "fp32"]  # it exchanges as much a hundred times, and nodes have no moments
+    assert (each["up_bytes"], each["down_bytes"]) == (100 * whole["up_bytes"], 100 * whole["down_bytes"])
+    assert each["state_bytes"] == whole["state_bytes"] / 2
+    assert each["utilisation"] == pytest.approx(550 / (550 + 5867e9 / 125e6), rel=1e-3)
+    assert best["utilisation"] == pytest.approx(550 / (550 + 8.35e9 / 125e6), rel=1e-3)
+    hidden = json.loads(shown(*words, "--json", "--set", "swarm.delay=20"))[-1]
+    assert hidden["utilisation"] == 1.0
+    assert "spes+, int8 (chosen)" in shown(*words)
+    with pytest.raises(UserError, match="--link = 'fast': is no speed"):
+        shown("swarm", "plan", file, "--link", "fast")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("join", "127.0.0.1", "--certs", "certs/ann"), "ADDRESS = '127.0.0.1': is no address"),
+        (("join", "127.0.0.1:1", "--certs", "nowhere"), "has no certificate"),
+        (("serve", "plain.toml", "--certs", "certs/lead"), "swarm: is missing"),
+        (("serve", "swarm.toml", "--certs", "certs/lead", "--listen", "x:y"), "--listen = 'x:y': is no address"),
+        (("certs", "certs", "../eve"), "is no name for a member"),
+        (("certs", "certs", "ann"), "has a certificate already"),
+    ],
+)
+def test_mistakes_are_for_people(folder: Path, words: tuple[str, ...], said: str) -> None:
+    described(folder, 8)
+    (folder / "plain.toml").write_text('[model]\npreset = "tiny"\n')
+    with pytest.raises(UserError, match=said):
+        shown("swarm", *words)
+
+
+def test_a_run_for_several_sites_is_not_trained_by_train(folder: Path) -> None:
+    with pytest.raises(UserError, match="is for several sites, and not for phalanx train"):
+        shown("train", described(folder, 8))

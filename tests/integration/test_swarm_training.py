@@ -1,0 +1,105 @@
+"""What nodes make of a run together, over the real wire: the same to the bit, and as data parallelism would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.cost.exact.swarm import node_share, round_bytes
+from phalanx.swarm.pieces import model_pieces
+from phalanx.swarm.tensor_files import TensorFile
+from tests.helpers.local_swarm import NODES, alone, learned, pieces, run_of
+
+
+@pytest.mark.parametrize("method", ["fedavg", "spes", "spes+"])
+def test_a_node_alone_trains_as_always(tmp_path, method):
+    """Bit for bit, in fp32."""
+    run = run_of(tmp_path, method=method, nodes=1, codec="fp32")
+    found, _ = learned(run, tmp_path, NODES[:1])
+    expected = alone(run, tmp_path)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+CASES: list[dict[str, Any]] = [
+    {"method": "fedavg"},
+    {"method": "diloco"},
+    {"method": "spes"},
+    {"method": "spes+"},
+    {"method": "spes+", "codec": "int4"},
+    {"method": "spes+", "codec": "bf16", "frozen_expert_codec": "bf16"},
+    {"method": "spes+", "replication": 2},
+    {"method": "spes+", "rotate_every": 1},
+    {"method": "spes", "merge": {"every": 3, "alpha": 0.05, "steps": 9}},
+    {"method": "spes+", "robust": "trimmed"},
+    {"method": "ddp", "every": 1},
+    {"method": "ddp", "every": 1, "codec": "int8"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_after_a_round_all_have_the_same(tmp_path, case):
+    """Coordinator and nodes, to the bit; and what nodes compute with is that."""
+    names = NODES[:3] if "robust" in case else NODES[:2]
+    run = run_of(tmp_path, **{**case, "nodes": len(names)})
+    base, members = learned(run, tmp_path, names)
+    for name, node in members.nodes.items():
+        mine = pieces(run, node.directory / "base.safetensors")
+        assert all(torch.equal(mine[key], value) for key, value in base.items()), name
+        for key, parameter in node.trainer.strategy.trainable_parameters.items():
+            if ".experts." not in key:
+                assert torch.equal(parameter.detach(), base[key]), (name, key)
+    losses = [evaluation["held_out_loss"] for evaluation in members.evaluations.values()]
+    frozen_differ = case.get("frozen", "fp32") != "fp32"  # each has other experts in fewer bits
+    assert max(losses) - min(losses) < (1e-2 if frozen_differ else 1e-6)
+    first = members.steps[names[0]]
+    assert first[-1]["loss"] < first[0]["loss"]
+
+
+def test_experts_are_what_their_owners_made_of_them(tmp_path):
+    """SPES in fp32: the last word that each node told of its experts is what all have."""
+    run = run_of(tmp_path, method="spes")
+    base, members = learned(run, tmp_path, NODES[:2])
+    seen = set()
+    for node in members.nodes.values():
+        with TensorFile(node.directory / "live.safetensors") as live:
+            for item in model_pieces(run.model):
+                if item.expert in node.exchange.own:
+                    assert torch.equal(live.read(item), base[item.key])
+                    seen.add(item.expert)
+    assert seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("method", "steps"), [("fedavg", 6), ("spes", 1)])
+def test_with_one_step_and_sgd_it_is_data_parallelism(tmp_path, method, steps):
+    """Two nodes that average after every step are one process with twice the batch; of spes the shared part is: its
+    gradients are those of all nodes' text, for routing is not masked."""
+    changes = {
+        "optimizer": {"name": "sgd", "learning_rate": 0.1, "warmup_steps": 0, "max_grad_norm": 0.0},
+        "training.precision": "fp64",
+        "training.steps": steps,
+    }
+    run = run_of(tmp_path, changes, method=method, every=1)
+    found, _ = learned(run, tmp_path, NODES[:2])
+    doubled = {**changes, "training.tokens_per_step": 2 * run.training.tokens_per_step}
+    expected = alone(run_of(tmp_path, doubled, method="fedavg", every=1), tmp_path)
+    for item in model_pieces(run.model):
+        if item.expert is None or method == "fedavg":
+            torch.testing.assert_close(found[item.key], expected[item.key], rtol=1e-4, atol=1e-6)
+
+
+def test_no_two_nodes_read_the_same_text_and_bytes_are_those_of_the_formulas(tmp_path):
+    run = run_of(tmp_path, method="spes+", codec="fp32", nodes=4)
+    _, members = learned(run, tmp_path, NODES)
+    read: list[int] = []
+    for event in members.swarm.events("opened"):
+        for first, count in event["text"].values():
+            read += range(first, first + count)
+    assert sorted(read) == list(range(4 * run.training.steps))
+    node = node_share(run.model, "spes+", 1)
+    expected = round_bytes(node, "spes+", "fp32")
+    for rounds in members.rounds.values():
+        for spent in rounds[1:]:  # before the first the whole model comes
+            assert spent["sent_bytes"] == pytest.approx(expected.up, abs=6000)  # names and places of tensors
+            assert spent["received_bytes"] == pytest.approx(expected.down, abs=1)

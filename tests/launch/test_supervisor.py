@@ -1,0 +1,155 @@
+"""What a launcher makes of failures, from the words that ranks left."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.launch.elastic_agent import FailureAction
+from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
+from phalanx.launch.supervisor import FailurePolicy
+from phalanx.runs.events import BEGAN, FAILED, append_event, read_events
+from phalanx.runs.hang_dumps import write_dump
+from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.layout import Layout
+from phalanx.spec.recovery import RecoverySpec
+from tests.helpers.hang_dumps import WAITING, dump
+
+ELSEWHERE = Rendezvous("run", "192.0.2.1", 29500, 1, 2, join_seconds=1, last_call_seconds=1)
+"""Two nodes, which meet at an address that is not this machine's."""
+LOST = "RuntimeError: Connection closed by peer [10.0.0.2]:1234"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What torchrun says of a rank."""
+
+    exitcode: int
+    timestamp: float = 0.0
+    pid: int = 0
+
+
+def word(directory: Path, rank: int, reason: str, **more: Any) -> None:
+    """What a rank leaves."""
+    (directory / "failures").mkdir(exist_ok=True)
+    told = {"rank": rank, "step": 7, "time": time.time(), "reason": reason, "code": 1, **more}
+    (directory / "failures" / f"rank-{rank:05d}.json").write_text(json.dumps(told))
+
+
+def judge(directory: Path, meeting: Rendezvous = SINGLE_NODE, restarts: int = 1) -> FailurePolicy:
+    return FailurePolicy(directory, RecoverySpec(max_restarts=restarts), meeting)
+
+
+def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:
+    """All ranks were killed at once, again and again, but each start went on from later."""
+    recovery = judge(tmp_path)
+    for step in range(0, 60, 15):
+        append_event(tmp_path, BEGAN, ranks=2, step=step)
+        assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.AGAIN
+    assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.END
+
+
+def test_ranks_of_one_machine_that_were_told_to_stop_are_not_started_again(tmp_path: Path) -> None:
+    """On several, one node may have been told, and the others go on."""
+    recovery = judge(tmp_path)
+    assert recovery.decide({0: Ended(EXIT_STOPPED), 1: Ended(EXIT_STOPPED)}) is FailureAction.END
+    assert recovery.code == EXIT_STOPPED
+    assert judge(tmp_path, ELSEWHERE).decide({0: Ended(EXIT_STOPPED)}) is FailureAction.AGAIN
+
+
+def test_words_of_an_earlier_failure_do_not_count(tmp_path: Path) -> None:
+    """Whatever clocks say: those of nodes differ."""
+    word(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
+    recovery = judge(tmp_path)
+    word(tmp_path, 0, "RuntimeError: first", time=100.0)
+    assert recovery.decide({0: Ended(1)}) is FailureAction.AGAIN
+    word(tmp_path, 1, "RuntimeError: second", time=50.0)
+    recovery.decide({1: Ended(1)})
+    assert [event["reason"] for event in read_events(tmp_path)] == ["RuntimeError: first", "RuntimeError: second"]
+
+
+def test_what_would_fail_again_ends_the_run(tmp_path: Path) -> None:
+    recovery = judge(tmp_path, restarts=9)
+    word(tmp_path, 1, "training.steps: is wrong", code=2)
+    assert recovery.decide({1: Ended(2)}) is FailureAction.END
+    assert recovery.code == 2
+
+
+def test_who_was_aborted_for_want_of_a_rank_that_failed_is_not_to_blame(tmp_path: Path) -> None:
+    """NCCL aborts ranks whose peers are gone."""
+    recovery = judge(tmp_path, restarts=9)
+    word(tmp_path, 1, "DivergenceError: step 7: loss nan", final=True)
+    assert recovery.decide({0: Ended(-6), 1: Ended(1)}) is FailureAction.END
+    assert [(event["rank"], event["reason"][:15]) for event in read_events(tmp_path)] == [(1, "DivergenceError")]
+
+
+def test_of_those_that_were_killed_it_is_not_one_that_was_aborted(tmp_path: Path) -> None:
+    """The kernel killed rank 5 for want of memory, NCCL aborted rank 0 for want of rank 5, and both left no word."""
+    recovery = judge(tmp_path, ELSEWHERE)
+    assert recovery.decide({0: Ended(-6, 2.0), 5: Ended(-9, 1.0), 4: Ended(-9, 3.0)}) is FailureAction.AGAIN
+    (failed,) = read_events(tmp_path)
+    assert (failed["rank"], failed["here"]) == (5, True)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        LOST,
+        "checkpoint: could not be written: Connection reset by peer",
+        "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
+        "DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1",
+    ],
+)
+def test_who_lost_others_is_not_to_blame(reason: str, tmp_path: Path) -> None:
+    """Also where that looks like something for people to mend; nobody here leaves, or notes a failure of its own."""
+    recovery = judge(tmp_path, ELSEWHERE)
+    for _ in range(2):
+        word(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)
+        assert recovery.decide({0: Ended(1)}) is FailureAction.AGAIN
+    assert recovery.decide({0: Ended(-6), 1: Ended(-6)}) is FailureAction.END  # NCCL aborts; and it was often enough
+    assert {event["here"] for event in read_events(tmp_path) if event["what"] == FAILED} == {False}
+
+
+def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
+    for meeting, restarts, then in (
+        (ELSEWHERE, 1, FailureAction.LEAVE),
+        (
+            replace(ELSEWHERE, host="127.0.0.1"),
+            1,
+            FailureAction.END,
+        ),  # the others meet here, and cannot go on without it
+        (ELSEWHERE, 0, FailureAction.END),
+        (SINGLE_NODE, 1, FailureAction.END),
+    ):
+        recovery = judge(tmp_path, meeting, restarts)
+        for number in range(restarts + 1):
+            word(tmp_path, 1, f"RuntimeError: an ECC error, the {number}th of {meeting}")
+            found = recovery.decide({1: Ended(1)})
+        assert found is then
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_rank_that_others_wait_for_is_left_out_not_the_one_that_says_so(seen: bool, tmp_path: Path) -> None:
+    """And none where it is not known which that was."""
+    recovery = judge(tmp_path, restarts=2)
+    (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
+    if seen:
+        write_dump(tmp_path, dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, beside={"1": "T", "2": "S"}))
+    for number in range(3):
+        word(tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="...")
+        then = recovery.decide({0: Ended(1)})
+    assert then is FailureAction.END
+    assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if seen else None)
+    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "left out"] == ([1] if seen else [])
+
+
+def test_ranks_that_were_told_to_stop_are_no_failure(tmp_path: Path) -> None:
+    recovery = judge(tmp_path, ELSEWHERE)
+    assert recovery.decide({0: Ended(EXIT_STOPPED), 1: Ended(EXIT_STOPPED)}) is FailureAction.AGAIN
+    assert recovery.consecutive_failures == recovery.consecutive_remote_failures == 0

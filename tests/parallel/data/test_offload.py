@@ -1,0 +1,114 @@
+"""Offload: the same training with what is trained resting elsewhere, and files that leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.parallel.data import offload
+from phalanx.parallel.data.offload import SMALL_BYTES, DiskOffload, MappedFile
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from tests.helpers.small_runs import MOE, described, steps, trainer, trajectory
+
+OPTIMIZERS = {"adamw": {}, "sgd": {"optimizer.name": "sgd"}, "muon": {"optimizer.name": "muon"}}
+
+
+def offloaded(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
+    """The trajectory with every tensor in a file, in pieces of a few tensors; and how many files there were."""
+    offload.SMALL_BYTES, DiskOffload.piece_bytes = 1, 20_000
+    under_way = trainer(run)
+    result = steps(under_way, run.training.steps)
+    rests = under_way.strategy.offload  # type: ignore[attr-defined]
+    assert len(rests.pieces) > 2
+    return result, len(rests.files)
+
+
+@pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, text: Path, tmp_path: Path) -> None:
+    common = {
+        "model": MOE,
+        "layout.data_parallel": data,
+        "training.precision": precision,
+        "training.steps": 6,
+        **changes,
+    }
+    common |= {"layout.micro_batch_size": 2, "layout.bucket_mb": 0.01} if data != "zero3" else {}
+    in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
+    disk = {"layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
+    on_disk = rank_pool(2).run(offloaded, described(text, tmp_path, {**common, **disk}))
+    assert [result for result, _ in on_disk] == in_memory
+    states = {"adamw": 2, "sgd": 1, "muon": 1}[changes.get("optimizer.name", "adamw")]
+    assert all(files >= 20 * states for _, files in on_disk)
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
+def test_state_in_cpu_memory_changes_no_bit(data: str, text: Path, tmp_path: Path) -> None:
+    common = {"model": MOE, "layout.data_parallel": data, "training.precision": "bf16", "training.steps": 6}
+    in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
+    assert rank_pool(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
+
+
+def half(run: RunSpec) -> None:
+    under_way = trainer(run)
+    steps(under_way, 3)
+    under_way.save()
+    under_way.checkpointer.wait()
+
+
+def other_half(run: RunSpec) -> list[tuple[float, float]]:
+    under_way = trainer(run)
+    assert under_way.resume()[0]
+    return steps(under_way, 6)
+
+
+def test_a_run_on_disk_is_saved_and_returns(text: Path, tmp_path: Path) -> None:
+    disk = {"layout.data_parallel": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
+    run = described(text, tmp_path, {"training.steps": 6, **disk})
+    whole = trajectory(run)
+    half(run)
+    assert other_half(run) == whole[3:]
+
+
+def test_files_have_no_name_and_take_their_room_at_once(tmp_path: Path) -> None:
+    like = torch.empty(1000, dtype=torch.float64, device="meta")
+    mapped = MappedFile(tmp_path, like)
+    assert not list(tmp_path.iterdir())
+    assert os.fstat(mapped.file.fileno()).st_blocks * 512 >= 8000
+    mapped.tensor.fill_(3.0)
+    mapped.write()
+    mapped.read()
+    assert mapped.tensor.sum() == 3000
+
+
+def test_a_tensor_more_than_files_may_be_open_is_explained(tmp_path: Path, monkeypatch: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        kept = DiskOffload(tmp_path)  # takes what it may
+        assert len([kept.to_host(torch.ones(SMALL_BYTES)) for _ in range(300)]) == 300
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with pytest.raises(UserError, match="more open files than this process may have"):
+            kept.to_host(torch.ones(SMALL_BYTES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "has no room"), (errno.EACCES, "cannot be written")])
+def test_a_disk_that_refuses_is_named(code: int, words: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(UserError, match=words) as caught:
+        MappedFile(tmp_path, torch.empty(10))
+    assert caught.value.field == "layout.offload_directory"

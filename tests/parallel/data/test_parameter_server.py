@@ -1,0 +1,200 @@
+"""The parameter server: synchronous, asynchronous within its bound, and who holds what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from phalanx.cost.exact.traffic import traffic_by_role
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import Batch
+from phalanx.parallel.data.parameter_server import ParameterServer, ParameterServerWorker, build_parameter_server
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout, assign_parameters_to_servers
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.train.profiling.collective_recorder import CollectiveRecorder
+from phalanx.train.trainer import Trainer
+from tests.helpers.small_runs import DENSE, MOE, described, steps, trainer, trajectory
+
+SERVER = {"layout.data_parallel": "parameter_server"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"layout.num_servers": 2}, {"optimizer.name": "muon", "model": MOE}])
+def test_asynchronous_with_staleness_0_is_synchronous_bit_for_bit(changes: Any, text: Path, tmp_path: Path) -> None:
+    changes = {**SERVER, "training.precision": "bf16", **changes}
+    synchronous = rank_pool(4).run(trajectory, described(text, tmp_path, changes))
+    assert (
+        rank_pool(4).run(trajectory, described(text, tmp_path, {**changes, "layout.max_staleness": 0})) == synchronous
+    )
+
+
+def hold_last_worker(under_way: Trainer) -> None:
+    """Let the last rank begin its second step only when the first worker is as far ahead as it may be."""
+    run, last = under_way.run, dist.get_world_size() - 1
+    most = min(1 + (run.layout.max_staleness or 0), run.training.steps)
+    waiting = dist.new_group([run.layout.num_servers, last], backend="gloo")
+    train_step, done = under_way.train_step, iter(range(1, 1000))
+
+    def held(batches: Iterator[Batch]) -> MetricsRecord:
+        record, steps_done = train_step(batches), next(done)
+        if steps_done == (1 if dist.get_rank() == last else most):
+            dist.barrier(waiting)
+        return record
+
+    if dist.get_rank() in (run.layout.num_servers, last):
+        under_way.train_step = held  # type: ignore[method-assign]
+
+
+def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
+    """The records of a run in which the first worker is, at first, as far ahead of the last as it may be."""
+    under_way = trainer(run)
+    hold_last_worker(under_way)
+    batches = prefetch(under_way.loader, 0, run.training.steps)
+    records = [under_way.train_step(batches) for _ in range(run.training.steps)]
+    under_way.evaluate()
+    return records
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_staleness_is_used_bounded_and_reported(servers: int, text: Path, tmp_path: Path) -> None:
+    changes = {**SERVER, "layout.max_staleness": 2, "layout.num_servers": servers, "training.steps": 40}
+    results = rank_pool(4).run(one_worker_is_slow, described(text, tmp_path, changes))
+    stale = [record["staleness"] for record in results[0]]
+    assert max(stale) <= 2
+    assert max(stale) > 0, "nobody went ahead of the slow worker"
+    assert [record["step"] for record in results[0]] == list(range(1, 41))
+    for worker in results[servers:]:
+        assert all(index + 1 - 2 <= record["step"] <= index + 1 for index, record in enumerate(worker))
+    losses = [record["loss"] for record in results[0]]
+    assert losses[-1] < losses[0] - 1
+
+
+def evaluated_before_an_update(run: RunSpec) -> float:
+    """The step of this rank's first record, where the server updates only when all workers have made a step."""
+    under_way = trainer(run)
+    batches, everybody = prefetch(under_way.loader, 0, run.training.steps), dist.new_group(backend="gloo")
+    update = under_way.strategy.step
+
+    def held(optimizers: Any) -> None:
+        under_way.strategy.step = update  # type: ignore[method-assign]
+        dist.barrier(everybody)
+        update(optimizers)
+
+    if not under_way.strategy.runs_model:
+        under_way.strategy.step = held  # type: ignore[method-assign]
+    first = under_way.train_step(batches)["step"]
+    if under_way.strategy.runs_model:
+        dist.barrier(everybody)
+    under_way.train_step(batches)
+    under_way.evaluate()
+    return float(first)
+
+
+def test_all_ranks_evaluate_before_the_first_update_was_heard_of(text: Path, tmp_path: Path) -> None:
+    changes = {**SERVER, "layout.max_staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
+    assert rank_pool(3).run(evaluated_before_an_update, described(text, tmp_path, changes), timeout=60) == [1, 0, 0]
+
+
+def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
+    """The step after which this rank stops when the first worker is asked to at once, and how many it made."""
+    under_way = trainer(run)
+    under_way.stop_requested = dist.get_rank() == run.layout.num_servers
+    batches, steps_done = prefetch(under_way.loader, 0, run.training.steps), 0
+    while not under_way.should_stop:
+        under_way.train_step(batches)
+        steps_done += 1
+    under_way.evaluate()
+    return under_way.step, steps_done
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_all_ranks_stop_after_the_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
+    changes = {**SERVER, "layout.max_staleness": staleness, "layout.num_servers": servers, "training.steps": 100}
+    results = rank_pool(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
+    assert results == [(2 + staleness, 2 + staleness)] * 4
+
+
+def exchanged(run: RunSpec) -> dict[str, float]:
+    """Bytes that this rank sends and receives in ten updates, all that is under way included."""
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, 10)
+    with CollectiveRecorder() as recorder:
+        for _ in range(10):
+            under_way.train_step(batches)
+        under_way.strategy.drain_pending_updates()
+    total = Counter[str]()
+    for call in recorder.calls:
+        total[call.operation] += call.size_bytes
+    return dict(total)
+
+
+def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> None:
+    """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
+    model = {**DENSE, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024}
+    run = described(text, tmp_path, {**SERVER, "layout.max_staleness": 1, "model": model})
+    server, *workers = rank_pool(3).run(exchanged, run)
+    predicted = traffic_by_role(run, 3)
+    for got, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
+        for traffic in predicted[role]:
+            ahead = 2 * traffic.bytes if (role, traffic.operation) == ("server", "recv") else 0  # posted, not yet sent
+            assert got[traffic.operation] == pytest.approx(10 * traffic.bytes + ahead, rel=0.01), (role, traffic)
+
+
+def test_parameters_of_two_types_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(UserError, match=r"1.bias in torch.float64"):
+        build_parameter_server(module, Layout(data_parallel="parameter_server"), torch.device("cpu"))
+
+
+def held(run: RunSpec) -> tuple[int, int, int]:
+    """Elements of weights, gradients and optimizer state that this rank holds after a step."""
+    under_way = trainer(run)
+    steps(under_way, 1)
+    strategy = under_way.strategy
+    state = sum(
+        value.numel()
+        for optimizer in under_way.optimizers
+        for values in optimizer.state.values()
+        for value in values.values()
+        if value.numel() > 1
+    )
+    if isinstance(strategy, ParameterServer):
+        return strategy.weights.numel(), strategy.sum.numel(), state
+    assert isinstance(strategy, ParameterServerWorker)
+    return sum(w.numel() for w in strategy.weights), sum(s.numel() for s in strategy.sums), state
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 1)])
+def test_workers_hold_weights_and_gradients_whatever_the_optimizer(
+    optimizer: str, states: int, text: Path, tmp_path: Path
+) -> None:
+    run = described(text, tmp_path, {**SERVER, "layout.num_servers": 2, "optimizer.name": optimizer})
+    *servers, first, second = rank_pool(4).run(held, run)
+    whole = first[0]
+    assert first == second == (whole, whole, 0)
+    assert sum(server[0] for server in servers) == whole
+    assert all(server == (server[0], server[0], states * server[0]) for server in servers)
+    assert max(server[0] for server in servers) < 0.55 * whole
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 6))
+def test_parameters_are_spread_by_size(sizes: dict[str, int], servers: int) -> None:
+    owner = assign_parameters_to_servers(sizes, servers)
+    assert owner.keys() == sizes.keys()
+    load = [sum(size for name, size in sizes.items() if owner[name] == server) for server in range(servers)]
+    # Any list scheduling: at most 2 - 1/m of the best (Graham 1969, theorem 1), which is at least this.
+    best = max(sum(sizes.values()) / servers, max(sizes.values()))
+    assert max(load) <= best * (2 - 1 / servers) * (1 + 1e-12)
+    assert max(load) - min(load) <= max(sizes.values())

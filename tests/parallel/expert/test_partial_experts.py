@@ -1,0 +1,262 @@
+"""Experts that others train: the same losses and gradients as if all were trained here, but for theirs; under every
+layout; and memory for the own ones alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx.data.loader import prefetch
+from phalanx.data.prepare import prepare
+from phalanx.parallel.expert.partial_experts import TrainedExperts, partially_trained_layers, set_local_choice_weight
+from phalanx.parallel.module_tensors import optimizer_state_tensors
+from phalanx.spec.run import RunSpec
+from phalanx.spec.swarm import Codec
+from phalanx.testing import rank_pool
+from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
+from tests.helpers.small_runs import MOE, described, prepared_text
+
+OWN = (1, 2)
+STEPS = 4
+
+
+def small(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
+    model = {**MOE, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
+    return described(Path(json.__file__).parent, folder, {"model": model, "training.steps": STEPS, **(changes or {})})
+
+
+def trainer_of(run: RunSpec, own: TrainedExperts | None) -> Trainer:
+    assert prepared_text()
+    corpus = open_training_data(run, prepare(run.data))
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=own)
+
+
+def gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a step, and its mean gradient."""
+    under_way = trainer_of(run, own)
+    sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
+    under_way.strategy.reduce(sums)
+    return float(sums[1]), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
+
+
+def test_gradients_are_those_of_the_whole_model(tmp_path):
+    run = small(tmp_path)
+    (loss, expected), (found_loss, found) = (gradients(run, own) for own in (None, TrainedExperts(OWN)))
+    assert found_loss == pytest.approx(loss, rel=1e-12)
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        whole = expected[name][list(OWN)] if ".experts." in name else expected[name]
+        torch.testing.assert_close(gradient, whole, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_who_owns_all_trains_as_if_alone(tmp_path, recompute):
+    """Bit for bit."""
+    run = small(tmp_path, {"layout.activation_checkpointing": recompute})
+    (_, expected), (_, found) = (gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
+
+
+def losses(run: RunSpec, own: TrainedExperts) -> list[float]:
+    under_way = trainer_of(run, own)
+    batches = prefetch(under_way.loader, 0, STEPS)
+    found = [under_way.train_step(batches)["loss"] for _ in range(STEPS)]
+    return [*found, under_way.evaluate()["held_out_loss"]]
+
+
+def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
+    """Of a step whose routers' own experts are relieved: its auxiliary loss, and the gradients of the routers."""
+    under_way = trainer_of(run, TrainedExperts(OWN))
+    set_local_choice_weight(under_way.module, ratio)
+    sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
+    under_way.strategy.reduce(sums)
+    gradients = {name: gradient.clone() for name, gradient in under_way.strategy.gradients().items()}
+    return float(sums[2]), {name: gradient for name, gradient in gradients.items() if ".router." in name}
+
+
+@pytest.mark.parametrize("over", ["sequence", "micro_batch"])
+def test_choices_of_relieved_experts_count_for_less_in_the_balance_loss(tmp_path, over):
+    """As it is written: a E sum_i r_i f_i P_i per token, f_i of what all experts were chosen."""
+    moe = {
+        "num_experts": 4,
+        "top_k": 2,
+        "expert_ffn_size": 24,
+        "z_loss_coef": 0.0,
+        "balance_loss_coef": 0.3,
+        "balance_loss_scope": over,
+    }
+    under_way = trainer_of(small(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(OWN))
+    set_local_choice_weight(under_way.module, 0.7)
+    for router in under_way.routers.values():
+        x = torch.randn(3, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        weight = router.gate.weight.detach().clone().requires_grad_()
+        share = (x @ weight.T).softmax(-1)
+        chosen = torch.zeros_like(share).scatter_(-1, share.topk(2).indices, 1.0)
+        of, mean = ((1,), share.mean(1)) if over == "sequence" else ((0, 1), share.mean((0, 1)))
+        counted = chosen.sum(of) * torch.tensor([1.0, 0.7, 0.7, 1.0], dtype=torch.float64)
+        tokens = 16 if over == "sequence" else 48
+        expected = 0.3 * 4 * tokens * (counted / (2 * tokens) * mean).sum()
+        found = router(x)[2]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        (gradient,) = torch.autograd.grad(expected, weight)
+        torch.testing.assert_close(torch.autograd.grad(found, router.gate.weight)[0], gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
+    """Bit for bit; and before, it is in the routers' gradients."""
+    run = small(tmp_path)
+    plain, under_way = trainer_of(run, TrainedExperts(OWN)), trainer_of(run, TrainedExperts(OWN))
+    set_local_choice_weight(under_way.module, 0.5)
+    set_local_choice_weight(under_way.module, 1.0)
+    first, second = (each.train_step(prefetch(each.loader, 0, 1)) for each in (plain, under_way))
+    assert (first["loss"], first["auxiliary_loss"]) == (second["loss"], second["auxiliary_loss"])
+    for name, parameter in plain.strategy.trainable_parameters.items():
+        assert torch.equal(parameter, under_way.strategy.trainable_parameters[name])
+    (loss, whole), (less, relieved) = auxiliary(run, 1.0), auxiliary(run, 0.5)
+    assert less < loss
+    assert all(not torch.allclose(whole[name], gradient, rtol=1e-3) for name, gradient in relieved.items())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 2},
+        {"data_parallel": "zero3"},
+        {"pp": 2, "micro_batch_size": 2},
+        {"activation_checkpointing": "full"},
+        {"tp": 2},
+        {"ep": 2},
+    ],
+    ids=str,
+)
+def test_relief_is_the_same_in_every_layout(tmp_path, layout):
+    changes = {f"layout.{name}": value for name, value in layout.items()}
+    alone = relieved_losses(small(tmp_path))
+    for found in rank_pool(2).run(relieved_losses, small(tmp_path, changes)):
+        assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
+
+
+def relieved_losses(run: RunSpec) -> list[float]:
+    under_way = trainer_of(run, TrainedExperts(OWN))
+    batches, found = prefetch(under_way.loader, 0, STEPS), []
+    for ratio in (0.0, 0.5, 0.75, 1.0):
+        set_local_choice_weight(under_way.module, ratio)
+        found.append(under_way.train_step(batches)["auxiliary_loss"])
+    return found
+
+
+LAYOUTS = [
+    {},
+    {"data_parallel": "zero1"},
+    {"data_parallel": "zero2"},
+    {"data_parallel": "zero3"},
+    {"cp": 2},
+    {"cp": 2, "cp_method": "ulysses"},
+    {"pp": 2, "micro_batch_size": 2},
+    {"pp": 2, "micro_batch_size": 2, "schedule": "zb-h1"},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"ep": 2},
+    {"ep": 2, "data_parallel": "zero1"},
+    {"ep": 2, "data_parallel": "zero3"},
+    {"tp": 2, "ep": 2},
+]
+WIDER = [
+    {"pp": 2, "tp": 2, "micro_batch_size": 2},
+    {"pp": 2, "ep": 2, "micro_batch_size": 2},
+    {"tp": 4},
+    {"cp": 2, "tp": 2},
+]
+
+
+def learn_the_same(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:
+    """So many ranks in this layout, as one."""
+    changes = {f"layout.{name}": value for name, value in layout.items()}
+    alone = losses(small(folder), TrainedExperts(own))
+    for found in rank_pool(size).run(losses, small(folder, changes), TrainedExperts(own)):
+        assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_learns_the_same(tmp_path, layout):
+    learn_the_same(tmp_path, 2, layout, OWN)
+
+
+@pytest.mark.parametrize("layout", WIDER, ids=str)
+def test_layouts_of_more_axes_learn_the_same(tmp_path, layout):
+    learn_the_same(tmp_path, 4, layout, OWN)
+
+
+@pytest.mark.parametrize("own", [(3,), (0, 1), (0, 2, 3)], ids=str)
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}], ids=str)
+def test_ranks_with_different_experts_train_as_many_as_there_are(tmp_path, own, layout):
+    """Some of them none, some of them all that they have."""
+    learn_the_same(tmp_path, 4, layout, own)
+
+
+@pytest.mark.parametrize("rest", ["bf16", "int8"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=str)
+def test_what_rests_on_ranks_that_share_it(tmp_path, rest, layout):
+    """In bf16 each number is what it is; blocks of 8 bits are of a rank's part of an expert."""
+    changes = {"training.precision": "fp32", **{f"layout.{name}": value for name, value in layout.items()}}
+    alone = losses(small(tmp_path, {"training.precision": "fp32"}), TrainedExperts(OWN, rest))
+    for found in rank_pool(2).run(losses, small(tmp_path, changes), TrainedExperts(OWN, rest)):
+        assert found == [pytest.approx(expected, rel=1e-5 if rest == "bf16" else 1e-3) for expected in alone]
+
+
+@pytest.mark.parametrize(("rest", "off"), [("fp32", 0.0), ("bf16", 1e-2), ("int8", 2e-2)])
+def test_frozen_experts_in_fewer_bits(tmp_path, rest, off):
+    """They compute nearly the same, and rest in as little as they should."""
+    run = small(tmp_path, {"training.precision": "fp32"})
+    whole, part = (trainer_of(run, TrainedExperts(OWN, codec)) for codec in ("fp32", rest))
+    (batch,) = [whole._micro_batches(whole.loader.step(0))[0]]
+    with torch.no_grad():
+        expected, found = (each.module(batch.tokens)[0] for each in (whole, part))
+    assert float((found - expected).norm() / expected.norm()) <= off
+    numbers = {"fp32": 4, "bf16": 2, "int8": 1}[rest]
+    for _, experts in partially_trained_layers(part.module):
+        for kind in ("gate", "up", "down"):
+            resting = experts.frozen[kind]
+            assert resting.numbers.element_size() == numbers
+            assert resting.numbers.numel() >= 2 * 24 * 32
+
+
+@pytest.mark.parametrize("rest", ["bf16", "int8"])
+def test_gradients_through_frozen_experts_are_those_of_what_they_compute(tmp_path, rest: Codec):
+    """Numerically: a step along the gradient of the embedding changes the loss as it says."""
+    run = small(tmp_path, {"training.precision": "fp64"})
+    under_way = trainer_of(run, TrainedExperts(OWN, rest))
+    micro = under_way._micro_batches(under_way.loader.step(0))[0]
+
+    def loss() -> Tensor:
+        return sum(under_way.compute_losses(under_way.module, micro))  # type: ignore[return-value]
+
+    embedding = under_way.module.embedding.weight
+    loss().backward()
+    direction = torch.randn(embedding.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    slope, step = float((embedding.grad * direction).sum()), 1e-6
+    with torch.no_grad():
+        embedding += step * direction
+        after = float(loss())
+        embedding -= 2 * step * direction
+        before = float(loss())
+    assert (after - before) / (2 * step) == pytest.approx(slope, rel=1e-5)
+
+
+def test_only_the_own_experts_have_gradients_and_moments(tmp_path):
+    run = small(tmp_path)
+    whole, part = trainer_of(run, None), trainer_of(run, TrainedExperts(OWN))
+    for each in (whole, part):
+        each.train_step(prefetch(each.loader, 0, 1))
+    others = 2 * 3 * 2 * 24 * 32  # of two layers three tensors of two experts
+    trained, some = (sum(p.numel() for p in each.strategy.trainable_parameters.values()) for each in (whole, part))
+    assert trained - some == others
+    assert sum(t.numel() for t in optimizer_state_tensors(part.optimizers)) == 2 * some
+    assert not [p for p in part.strategy.trainable_parameters.values() if isinstance(p, DTensor)]

@@ -1,0 +1,98 @@
+"""What really ran in a pipeline: the schedule's own order, its messages, and what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.cost.exact.pipeline_split import contiguous_ranges
+from phalanx.data.loader import prefetch
+from phalanx.parallel.pipeline.runtime import PipelineStrategy
+from phalanx.parallel.pipeline.stage_module import StageModule
+from phalanx.schedule.registry import build_schedule
+from phalanx.schedule.schedule import Action, Schedule
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from tests.helpers.small_runs import DENSE, MOE, described, trainer
+
+DEEP = {**DENSE, "num_layers": 4}
+
+
+def executed(run: RunSpec) -> tuple[list[str], float, float]:
+    """What this rank did in a step, the time it took, and how long it waited for others."""
+    under_way = trainer(run)
+    record = under_way.train_step(prefetch(under_way.loader, 0, 1))
+    pipeline = under_way.strategy
+    assert isinstance(pipeline, PipelineStrategy)
+    assert all(begin <= end for _, begin, end in pipeline.timeline)
+    return [str(step) for step, _, _ in pipeline.timeline], record["step_seconds"], record["pipeline_wait_seconds"]
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+def test_what_runs_is_what_is_simulated(schedule: str, text: Path, tmp_path: Path) -> None:
+    choices = {"layout.virtual_stages": 2} if schedule == "interleaved" else {}
+    layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1, **choices}
+    run = described(text, tmp_path, {"model": DEEP, **layout})
+    planned = build_schedule(schedule, 2, 8, 2)
+    for rank, (ran, seconds, waited) in enumerate(rank_pool(2).run(executed, run)):
+        assert ran == [str(step) for step in planned.orders[rank]]
+        assert 0 <= waited <= seconds
+
+
+def test_every_message_is_sent_to_who_needs_it() -> None:
+    for schedule in (
+        build_schedule("1f1b", 4, 8),
+        build_schedule("interleaved", 4, 8, 2),
+        build_schedule("zb-v", 4, 8),
+        build_schedule("dualpipe-v", 4, 8),
+    ):
+        sent = [message for rank in range(4) for message, _ in schedule.messages(rank)]
+        assert len(sent) == len(set(sent)) == 2 * 8 * (schedule.stages - 1)
+        for rank in range(4):
+            for (stage, kind, _), to in schedule.messages(rank):
+                assert to == schedule.rank_of[stage + 1 if kind == "F" else stage - 1]
+
+
+def logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
+    """The held-out loss, and the logits of some tokens by the model as a whole."""
+    under_way = trainer(run)
+    record = under_way.evaluate()
+    with torch.no_grad():
+        out, _ = under_way.strategy.model(torch.arange(48).view(2, 24), None)
+    return record, out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("model", [DEEP, {**MOE, "num_layers": 4}], ids=["dense", "moe"])
+def test_evaluation_and_text_are_one_processs(model: Any, schedule: str, text: Path, tmp_path: Path) -> None:
+    expected, whole = logits(described(text, tmp_path, {"model": model}))
+    layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1}
+    for record, out in rank_pool(4).run(logits, described(text, tmp_path / "split", {"model": model, **layout})):
+        assert record["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-12)
+        assert record["held_out_tokens"] == expected["held_out_tokens"]
+        torch.testing.assert_close(out.double(), whole.double(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_part_has_its_stages_under_the_names_of_the_whole() -> None:
+    from phalanx.model.transformer import Transformer
+    from phalanx.spec.base import parse_table
+    from phalanx.spec.model import ModelSpec
+
+    spec = parse_table(ModelSpec, DEEP)
+    whole = dict(Transformer(spec).named_parameters())
+    layers = contiguous_ranges([1, 1, 1, 1])
+    found: dict[str, torch.Size] = {}
+    for stages in ([0, 3], [1, 2]):
+        part = StageModule(spec, {stage: layers[stage] for stage in stages}, 4)
+        mine = {name: parameter.shape for name, parameter in part.named_parameters()}
+        assert not found.keys() & mine.keys()
+        found |= mine
+    assert found == {name: parameter.shape for name, parameter in whole.items()}
+
+
+def test_a_forward_pass_alone_has_messages_too() -> None:
+    forward = Schedule.from_rows([[Action(0, "F", 0), Action(3, "F", 0)], [Action(1, "F", 0), Action(2, "F", 0)]])
+    assert [(str(message), to) for message, to in forward.messages(1)] == [("1F0", 1), ("2F0", 0)]

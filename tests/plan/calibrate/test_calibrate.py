@@ -1,0 +1,253 @@
+"""Constants fitted to runs on a machine: found again where runs tell them, kept where they do not."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.cost.estimate.job_table import job_table
+from phalanx.cost.estimate.step_time import StepTime, step_seconds
+from phalanx.plan.calibrate.calibrate import calibrate, job_row, measured_targets, predict_run
+from phalanx.plan.calibrate.measured_run import MeasuredRun
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import candidate_from_run
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.runs.create import to_toml
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine
+from tests.helpers.synthetic_machine import BUFFERS, IMAGINED, MACHINE, PROCESS, TRUTH, described, imagined
+
+SEEN = [
+    imagined(ranks, **layout)
+    for ranks, layout in (
+        (1, {"micro_batch_size": 4}),
+        (2, {"micro_batch_size": 1}),
+        (2, {"micro_batch_size": 8}),
+        (2, {"data_parallel": "zero1", "micro_batch_size": 4}),
+        (2, {"data_parallel": "zero3", "micro_batch_size": 4}),
+        (2, {"tp": 2, "micro_batch_size": 4}),
+        (2, {"tp": 2, "micro_batch_size": 16}),
+        (2, {"cp": 2, "micro_batch_size": 4}),
+        (4, {"pp": 4, "micro_batch_size": 2}),
+        (4, {"tp": 4, "micro_batch_size": 4}),
+        (4, {"micro_batch_size": 2}),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return calibrate(SEEN, MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"data_parallel": "zero2", "micro_batch_size": 2}),
+        (2, {"pp": 2, "micro_batch_size": 2}),
+        (4, {"tp": 2, "micro_batch_size": 2}),
+        (4, {"data_parallel": "zero3", "micro_batch_size": 2}),
+        (4, {"pp": 2, "tp": 2, "micro_batch_size": 4}),
+        (1, {"activation_checkpointing": "full"}),
+    ],
+)
+def test_layouts_that_it_has_not_seen_are_predicted(found, ranks, layout):
+    other = imagined(ranks, **layout)
+    seconds, width, memory = predict_run(found.machine, other)
+    assert seconds == pytest.approx(other.step_seconds, rel=0.03)
+    assert memory == pytest.approx(other.memory_bytes, rel=0.01)
+    assert 1 < width < 1.1
+
+
+def test_it_explains_what_it_has_seen_better_than_before(found):
+    truth = np.array([run.step_seconds for run in SEEN])
+    assert np.abs(found.before / truth - 1).mean() > 0.3
+    np.testing.assert_allclose(found.after, truth, rtol=0.03)
+    np.testing.assert_allclose(found.memory, [run.memory_bytes for run in SEEN], rtol=0.005)
+    assert found.machine.calibration.baseline_process_bytes == pytest.approx(PROCESS, rel=0.02)
+    assert found.machine.calibration.buffer_overhead == pytest.approx(BUFFERS, rel=0.1)
+
+
+def test_it_says_what_the_runs_decide(found):
+    measured = found.machine.calibration
+    assert "link" in measured.identified_constants
+    assert measured.time_constants["link"] == pytest.approx(TRUTH["link"], rel=0.5)  # it began at 0.65
+    # No run has experts, an engine of DeepSpeed's, or a device of another era.
+    for name in ("route_passes", "deepspeed", "gemm_2", "flash_4"):
+        assert name not in measured.time_constants
+        assert name not in measured.identified_constants
+
+
+def test_no_share_is_more_than_all(found):
+    assert all(
+        found.machine.calibration.time_constants.get(name, 0) <= 1.05 for name in ("gemm_0", "hbm_0", "link", "overlap")
+    )
+
+
+def test_runs_at_odds_are_expected_to_stay_so():
+    one = SEEN[0]
+    apart = [replace(one, step_seconds=one.step_seconds * times) for times in (0.8, 1.0, 1.25)]
+    measured = calibrate(apart, MACHINE).machine.calibration
+    assert np.exp(measured.log_half_width) > 1.15
+
+
+def test_a_calibrated_machine_is_planned_with(found):
+    run = described(4)
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 4})})
+    best = search_layouts(run, 4).options[0]
+    seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
+    seconds, width, memory = predict_run(found.machine, seen)
+    assert best.step_seconds == pytest.approx(seconds)
+    assert best.high_seconds == pytest.approx(seconds * width)
+    assert best.memory_bytes >= memory
+
+
+def test_it_goes_on_from_a_calibrated_machine(found):
+    again = calibrate(SEEN, found.machine)
+    np.testing.assert_allclose(again.before, found.after)
+
+
+def test_precisions_are_not_mixed():
+    other = replace(SEEN[0], run=described(1, precision="bf16"))
+    with pytest.raises(UserError, match="differs between the runs"):
+        calibrate([SEEN[0], other], MACHINE)
+
+
+def test_a_machine_of_another_kind_than_the_runs_were_on():
+    with pytest.raises(UserError, match="was on a cpu, and the machine is h100 with a cuda"):
+        calibrate([replace(SEEN[0], device="cpu")], load_machine("h100"))
+
+
+def test_runs_that_are_alike_do_not_make_it_certain():
+    measured = calibrate([replace(SEEN[0], name=name) for name in "ab"], MACHINE).machine.calibration
+    assert measured.log_half_width > 0.05
+
+
+def test_a_constant_that_there_is_not(found):
+    wrong = found.machine.calibration.model_copy(update={"time_constants": {"gemm_3": 1.0}})
+    run = described(2)
+    run = run.model_copy(
+        update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2, "calibration": wrong})}
+    )
+    with pytest.raises(UserError, match="did you mean 'gemm_"):
+        search_layouts(run, 2)
+
+
+def test_another_precision_than_it_was_calibrated_in(found):
+    run = described(2, precision="bf16")
+    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2})})
+    with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
+        search_layouts(run, 2)
+
+
+# -- run directories ----------------------------------------------------------------------------------------------
+
+
+def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
+    path.mkdir()
+    (path / "run.toml").write_text(to_toml(described(ranks, micro_batch_size=4)))
+    records = [
+        {
+            "step": step,
+            "ranks": ranks,
+            "step_seconds": each,
+            "tokens_per_second": 4096 / each,
+            "peak_memory_bytes": 7,
+            **more,
+        }
+        for step, each in enumerate(seconds, 1)
+    ]
+    lines = [*map(json.dumps, records), json.dumps({"step": len(seconds), "held_out_loss": 1.0})]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_first_steps_do_not_count(tmp_path):
+    read = read_measured_run(directory(tmp_path / "run", [9, 8, 1, 3, 2]))
+    assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc_per_node) == (2, 2, 7, 2)
+
+
+def test_only_steps_on_the_last_ranks_count(tmp_path):
+    path = directory(tmp_path / "run", [5, 5, 5, 5, 5])
+    more = directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
+    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text() + (more / "metrics.jsonl").read_text())
+    assert read_measured_run(path).step_seconds == 1
+    assert read_measured_run(path).ranks == 4
+
+
+def test_only_steps_since_the_last_start_count(tmp_path):
+    path = directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
+    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
+    more = directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
+    (path / "metrics.jsonl").write_text(old + (more / "metrics.jsonl").read_text())
+    assert read_measured_run(path).step_seconds == 1
+
+
+def test_the_peak_follows_from_mfu(tmp_path):
+    read = read_measured_run(directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
+    again = read_measured_run(directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
+    assert again.peak_flops == pytest.approx(2 * read.peak_flops)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: (path / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
+        (lambda path: (path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1}\n'), "how many ranks"),
+        (lambda path: (path / "metrics.jsonl").write_text("{'step'}\n"), "not JSON"),
+        (lambda path: directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, spoil, said):
+    path = directory(tmp_path / "run", [1, 1, 1, 1, 1])
+    spoil(path)
+    if not said:
+        path, said = tmp_path / "s", "3 more are needed"
+    with pytest.raises(UserError, match=said):
+        read_measured_run(path)
+
+
+def test_a_run_in_a_layout_that_the_planner_does_not_know_is_named():
+    served = MeasuredRun("served", described(3, data_parallel="parameter_server"), 3, 1.0, 1.0, None)
+    with pytest.raises(UserError, match="served: layout"):
+        calibrate([SEEN[0], served], MACHINE)
+
+
+def test_parts_of_a_step_tell_computing_from_waiting():
+    """Two runs as long as each other in whole, of which one computes more and the other waits more."""
+    whole = {"ranks": 2, "micro_batch_size": 4}
+    run = imagined(**whole)
+    busy, idle = (
+        replace(run, computing_seconds=share * run.step_seconds, waiting_seconds=(0.95 - share) * run.step_seconds)
+        for share in (0.9, 0.3)
+    )
+    of_busy, of_idle = (step_parts(calibrate([made], MACHINE).machine, made) for made in (busy, idle))
+    assert of_busy.compute > 1.5 * of_idle.compute
+    assert of_busy.data_parallel < of_idle.data_parallel
+
+
+def test_waits_that_the_plan_does_not_have_tell_nothing():
+    run = imagined(2, pp=2, micro_batch_size=2)
+    assert step_parts(IMAGINED, run).exchange + step_parts(IMAGINED, run).data_parallel == 0
+    found = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
+    np.testing.assert_allclose(found.after, [run.step_seconds], rtol=0.05)
+
+
+def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
+    own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc_per_node": run.ranks})})
+    return step_seconds(
+        time_constants_for(machine), candidate_jobs(own, run.ranks, [candidate_from_run(own, run.ranks)])
+    )
+
+
+def test_what_ranks_that_share_cores_compute_is_not_taken_for_their_own():
+    alone, crowded = (
+        replace(imagined(ranks, micro_batch_size=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
+    )
+    of = measured_targets([alone, crowded], job_table([job_row(run, IMAGINED) for run in (alone, crowded)]))
+    np.testing.assert_array_equal(of.computing, [0.5, np.nan])
+    np.testing.assert_array_equal(of.waiting, [0.4, np.nan])

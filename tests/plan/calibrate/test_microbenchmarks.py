@@ -1,0 +1,181 @@
+"""What `phalanx measure` found, and collectives of steps looked at closely, as evidence for constants."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phalanx.cost.estimate.constants import time_constants
+from phalanx.cost.estimate.job_table import job_table
+from phalanx.plan.calibrate.calibrate import calibrate, job_row, predict_run
+from phalanx.plan.calibrate.microbenchmarks import (
+    BenchmarkFile,
+    CollectiveTiming,
+    OperationTimings,
+    benchmark_timings,
+    collective_timings,
+    read_benchmark_file,
+)
+from phalanx.plan.tables.job_columns import time_constants_for
+from phalanx.spec.errors import UserError
+from tests.helpers.synthetic_machine import IMAGINED, MACHINE, described, imagined
+
+SHAPES = [(1, 1024, 768, 256), (1, 256, 768, 1024), (1, 1024, 2048, 256)]
+SIZES = [2**power for power in range(12, 24, 2)]
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
+
+
+def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
+    """What `phalanx measure` would find on the imagined machine."""
+    exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
+    blank = BenchmarkFile(
+        "measured.json",
+        described(ranks, pp=ranks, micro_batch_size=4),
+        ranks,
+        np.array([(*shape, 1.0, 8) for shape in SHAPES], float),
+        np.ones(2),
+        np.array([(2**26, 1.0)]),
+        exchanges,
+    )
+    times, chance = time_constants_for(IMAGINED), np.random.default_rng(0)
+    found = {
+        each.kind: each.predicted(times, np.arange(len(each.seconds)))
+        * np.exp(noise * chance.standard_normal(len(each.seconds)))
+        for each in benchmark_timings(blank, job_table([job_row(blank, IMAGINED)]))
+    }
+    products = blank.products.copy()
+    products[:, 4] = found["matrix products"]
+    return replace(
+        blank,
+        products=products,
+        core=found["attention"],
+        passes=np.array([(2**26, *found["memory"])]),
+        exchanges=tuple(replace(e, seconds=s) for e, s in zip(exchanges, found["collectives"], strict=True)),
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
+    """Of layouts whose exchanges no run has shown."""
+    alone = imagined(1, micro_batch_size=4)
+    machine = MACHINE.model_copy(update={"nproc_per_node": 2})
+    before, after = (calibrate([alone], machine, sweeps).machine for sweeps in ([], [swept(noise=noise)]))
+    for layout in (
+        {"tp": 2, "micro_batch_size": 2},
+        {"cp": 2, "micro_batch_size": 4},
+        {"data_parallel": "zero1", "micro_batch_size": 8},
+    ):
+        truth = imagined(2, **layout)
+        then, now = (abs(np.log(predict_run(known, truth)[0] / truth.step_seconds)) for known in (before, after))
+        assert now < 0.12
+        assert now < then
+
+
+def test_the_sweep_is_explained_better_than_before():
+    found = calibrate([imagined(1, micro_batch_size=4)], MACHINE, [swept()])
+    assert {each.kind: each.count for each in found.operations} == {
+        "collectives": len(OPERATIONS) * len(SIZES),
+        "matrix products": 3,
+        "attention": 2,
+        "memory": 1,
+    }
+    for each in found.operations:
+        assert each.after < max(0.15, each.before / 2), each
+    assert found.machine.calibration.time_constants["link"] == pytest.approx(0.1, rel=0.2)
+
+
+def test_collectives_seen_in_a_step_count_too():
+    machine = MACHINE.model_copy(update={"nproc_per_node": 2})
+    run = replace(imagined(1, micro_batch_size=4), exchanges=swept().exchanges)
+    (collectives,) = calibrate([run], machine).operations
+    assert (collectives.of, collectives.count) == (run.name, len(swept().exchanges))
+    assert collectives.after < 0.1 < collectives.before
+
+
+def test_each_operation_has_its_formula():
+    """An all-reduce moves its bytes twice, experts' exchanges go to all, and servers' are not the planner's."""
+    jobs = job_table([job_row(swept(2), IMAGINED)])
+    kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+    found = collective_timings("x", [CollectiveTiming(kind, 2, 1, 1e9, 1.0) for kind in kinds], jobs)
+    reduced, gathered, context = found.predicted(time_constants_for(IMAGINED), np.arange(3))
+    assert len(found.seconds) == 3
+    assert reduced == pytest.approx(2 * gathered, rel=1e-3)
+    assert context == pytest.approx(gathered)
+
+
+def test_how_much_a_prediction_is_off():
+    double = OperationTimings(
+        "x", "y", np.array([1.0, 1.0]), np.array([0.25, 0.75]), lambda c, which: np.array([2.0, 0.5])[which]
+    )
+    assert double.geometric_mean_error(time_constants()) == pytest.approx(1.0)
+    both = double.errors(time_constants(), points=2)
+    assert both.shape == (2, 2)
+    np.testing.assert_allclose(both[0], both[1])
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def document(**more: object) -> dict[str, object]:
+    way = {
+        "operation": "all_reduce",
+        "groups": [[0, 2], [1, 3]],
+        "sizes": [{"size_bytes": 64, "calls": 0, "seconds": 0.5}],
+    }
+    product = {"batch": 1, "m": 2, "n": 3, "k": 4, "count": 5}
+    times = {"forward_seconds": 1.0, "inputs_seconds": 2.0, "weights_seconds": 3.0}
+    ring = [
+        {"causal": causal, "count": count, "forward_seconds": 1.0, "backward_seconds": 2.0}
+        for causal, count in ((True, 4), (False, 8))
+    ]
+    known = {"run_file": to_toml(described(4)), "world_size": 4, "collectives": [way], "matmul": [product | times]}
+    return {**known, "attention": ring, "bandwidth": [{"moved_bytes": 8, "seconds": 2.0}], **more}
+
+
+def written(path: Path, content: object) -> Path:
+    file = path / "measured.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_a_file_is_read(tmp_path):
+    found = read_benchmark_file(written(tmp_path, document()))
+    assert (found.name, found.ranks, found.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
+    np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
+    np.testing.assert_array_equal(found.core, [3, 6])  # of a layer: its own tokens, and twice others'
+    np.testing.assert_array_equal(found.passes, [[8, 2]])
+    assert found.exchanges == (CollectiveTiming("all_reduce", 2, 2, 64, 0.5),)
+
+
+def test_a_part_alone_does(tmp_path):
+    only = {name: value for name, value in document().items() if name in ("run_file", "world_size", "attention")}
+    sweep = read_benchmark_file(written(tmp_path, only))
+    (timings,) = benchmark_timings(sweep, job_table([job_row(sweep, IMAGINED)]))
+    assert timings.kind == "attention"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        3,
+        document(world_size="x"),
+        document(run_file=4),
+        document(run_file="= 3"),
+        document(matmul=[{}]),
+        document(collectives=[{"groups": []}]),
+        document(bandwidth=3),
+        document(matmul=[{"batch": []}]),
+    ],
+)
+def test_what_is_no_such_file_is_said(tmp_path, content):
+    with pytest.raises(UserError, match="is not what phalanx measure writes"):
+        read_benchmark_file(written(tmp_path, content))
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(UserError, match="cannot be read"):
+        read_benchmark_file(Path("nowhere.json"))

@@ -1,0 +1,392 @@
+"""Where traffic goes: small cases counted by hand, conservation, and the loads of a rail fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.cost.exact.traffic import traffic_by_group, traffic_by_role
+from phalanx.cost.formulas.collectives import Traffic, sent_bytes
+from phalanx.cost.formulas.rail_fabric import all_to_all, flat_ring_all_reduce
+from phalanx.plan.placement.findings import (
+    NodeLayout,
+    bytes_by_link,
+    nic_loads,
+    node_layout,
+    placement_findings,
+    with_pxn,
+)
+from phalanx.plan.placement.traffic_matrix import (
+    TrafficMatrix,
+    _around_rings,
+    _to_all,
+    merge_matrices,
+    traffic_matrices,
+)
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.communication_groups import communication_groups
+from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
+from phalanx.spec.run import RunSpec
+from phalanx.spec.topology.node import NodeTopology
+from phalanx.spec.topology.read import parse_topology, read_topology
+
+TOPOLOGIES = Path(__file__).parents[2] / "spec" / "topology" / "topologies"
+DENSE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_hidden_size": 64,
+    "max_seq_len": 32,
+}
+MOE = {**DENSE, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16, "num_shared_experts": 1}}
+
+
+def described(layout: dict[str, Any], model: dict[str, Any] = DENSE, tokens: int = 2048) -> RunSpec:
+    training = {"seq_len": 32, "tokens_per_step": tokens, "precision": "fp32", "steps": 100}
+    return run_from_table({"model": model, "training": training, "layout": {"micro_batch_size": 1, **layout}})
+
+
+def site(nproc: int) -> NodeLayout:
+    return node_layout(ClusterSpec(), nproc)
+
+
+def cells(matrix: TrafficMatrix) -> dict[tuple[int, int], float]:
+    return {(int(a), int(b)): float(c) for a, b, c in zip(matrix.source, matrix.target, matrix.bytes, strict=True)}
+
+
+def test_two_copies_of_two_tensor_parallel_ranks_on_two_nodes() -> None:
+    """Products stay on a node (0-1, 2-3); gradients go along rails (0-2, 1-3): each has the sum of half of them, and
+    an all-reduce of two ranks sends it once."""
+    run = described({"tp": 2})
+    found = traffic_matrices(run, 4, island=2)
+    assert set(found) == {"tp", "dp"}
+    rows = traffic_by_group(run, 4)["rank"]
+    products = sum(row.bytes for row in rows if row.group_kind in ("tp", "copies"))
+    (gradients,) = (row.bytes for row in rows if row.group_kind == "data")
+    assert cells(found["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
+    assert cells(found["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
+    assert bytes_by_link(found["tp"], site(2)) == pytest.approx(
+        {"fast": 4 * products, "node": 0, "rail": 0, "spine": 0}
+    )
+    assert bytes_by_link(found["dp"], site(2)) == pytest.approx(
+        {"fast": 0, "node": 0, "rail": 4 * gradients, "spine": 0}
+    )
+
+
+def test_data_parallel_gradients_by_hand() -> None:
+    """Two ranks exchange 2 (N-1)/N = 1 times the fp32 gradients."""
+    run = described({})
+    size = 4 * count_parameters(run.model).total
+    assert cells(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
+
+
+def test_stages_on_two_nodes_send_activations_to_the_same_rail() -> None:
+    """Two stages of two ranks that share products: each rank of a stage sends, for each micro-batch, the fp32 residual
+    stream of its half of the tokens, and its gradient comes back."""
+    run = described({"pp": 2, "tp": 2}, tokens=8 * 32)
+    message = 4 * 32 * 32 / 2
+    found = traffic_matrices(run, 4, island=2)["pp"]
+    assert cells(found) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
+    assert bytes_by_link(found, site(2))["rail"] == pytest.approx(found.total)
+
+
+def test_neighbours_of_three_stages_where_chunks_interleave() -> None:
+    """Stage 5 is on rank 2 and gives its output to stage 6 on rank 0... of 2 x 3 stages: the last of a round gives to
+    the first rank, so that all three pairs talk."""
+    run = described(
+        {"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32
+    )
+    message = 4 * 32 * 32
+    sent = cells(traffic_matrices(run, 3, island=1)["pp"])
+    forward = {(0, 1): 2, (1, 2): 2, (2, 0): 1}
+    back = {(b, a): count for (a, b), count in forward.items()}
+    assert sent == {pair: 3 * count * message for pair, count in {**forward, **back}.items()}
+
+
+def test_tokens_go_to_all_experts_evenly() -> None:
+    run = described({"ep": 4}, MOE)
+    found = traffic_matrices(run, 4, island=2)["ep"]
+    each = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
+    assert cells(found) == {(a, b): pytest.approx(each) for a in range(4) for b in range(4) if a != b}
+    assert bytes_by_link(found, site(2)) == pytest.approx(
+        {"fast": 4 * each, "node": 0, "rail": 4 * each, "spine": 4 * each}
+    )
+
+
+LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (8, {"tp": 2, "pp": 2}, DENSE),
+    (8, {"tp": 4}, DENSE),
+    (8, {"tp": 4, "data_parallel": "zero3"}, DENSE),
+    (8, {"data_parallel": "hsdp", "dp_shard": 4, "cp": 2, "micro_batch_size": 2}, DENSE),
+    (8, {"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE),
+    (8, {"tp": 2, "ep": 4, "data_parallel": "zero1"}, MOE),
+    (8, {"pp": 2, "ep": 2, "data_parallel": "zero2"}, MOE),
+    (8, {"pp": 2, "ep": 2, "data_parallel": "zero2", "rank_order": "pipeline"}, MOE),
+    (8, {"cp": 4, "cp_method": "ulysses"}, {**DENSE, "num_kv_heads": 4}),
+    (6, {"pp": 3, "schedule": "1f1b"}, {**DENSE, "tie_embeddings": True, "num_layers": 6}),
+    (8, {"pp": 4, "schedule": "zb-v"}, {**DENSE, "tie_embeddings": True, "num_layers": 8}),
+    (8, {"cp": 4}, MOE),
+    (6, {}, DENSE),
+]
+NAMES = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("nproc", [1, 2, 4, 8])
+def test_the_matrix_has_all_that_is_counted(
+    world_size: int, layout: dict[str, Any], model: dict[str, Any], nproc: int
+) -> None:
+    """Every rank sends exactly what `traffic_by_role` counts for its place, to others only."""
+    run = described(layout, model, tokens=48 * 32)
+    sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(run, world_size)
+    whole = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
+    sent = np.bincount(whole.source, whole.bytes, world_size)
+    for rank in range(world_size):
+        place = sizes.coordinates(rank)["pp"]
+        rows = counted["rank" if sizes.pp == 1 else f"pp{place}"]
+        assert sent[rank] == pytest.approx(sum(row.bytes for row in rows if row.operation != "recv"), rel=1e-12)
+    assert (whole.source != whole.target).all()
+    assert sum(bytes_by_link(whole, site(nproc)).values()) == pytest.approx(whole.total)
+    assert whole.aggregated(nproc).total == pytest.approx(whole.total)
+    assert whole.to_dense().sum() == pytest.approx(whole.total)
+
+
+@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=NAMES)
+def test_what_is_counted_for_a_group_has_a_group_of_that_size(
+    world_size: int, layout: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """A group is no larger or smaller than its rows were counted for: every rank is in one, and it has company."""
+    run = described(layout, model, tokens=48 * 32)
+    sizes = parallel_dims(run.layout, world_size)
+    for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):
+        if row.group_kind not in ("pp", "ends"):
+            members = np.array(communication_groups(run, sizes, row.group_kind))
+            assert sorted(members.ravel()) == list(range(world_size))
+            assert members.shape[1] > 1, row
+            assert (np.diff(members, axis=1) > 0).all()
+
+
+def test_groups_of_experts_by_hand() -> None:
+    """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
+    run = described({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
+    sizes = parallel_dims(run.layout, 8)
+    assert communication_groups(run, sizes, "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert communication_groups(run, sizes, "replicas") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert sorted(communication_groups(run, sizes, "same_experts")) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert sorted(communication_groups(run, sizes, "expert_replicas")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_groups_of_shards_and_of_copies_by_hand() -> None:
+    """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
+    run = described({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
+    assert communication_groups(run, parallel_dims(run.layout, 8), "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    run = described({"tp": 4})
+    assert communication_groups(run, parallel_dims(run.layout, 8), "copies") == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    ]
+
+
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_servers_and_workers(staleness: int | None) -> None:
+    """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
+    run = described({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
+    sent = cells(traffic_matrices(run, 5, island=5)["servers"])
+    size = 4 * count_parameters(run.model).total
+    assert sum(sent.values()) == pytest.approx(2 * 3 * size)
+    assert sum(sent[worker, server] for worker in (2, 3, 4) for server in (0, 1)) == pytest.approx(3 * size)
+    down = {pair for pair in sent if pair[0] < 2}
+    assert down == ({(0, 2), (1, 2)} if staleness is None else {(s, w) for s in (0, 1) for w in (2, 3, 4)})
+    assert ((2, 3) in sent) == (staleness is None)
+
+
+@given(nodes=st.integers(1, 5), devices=st.integers(1, 6))
+def test_the_loads_of_a_rail_fabric(nodes: int, devices: int) -> None:
+    """The formulas of `cost.fabric` (there enumerated) come out of the matrix."""
+    count, size = nodes * devices, 1e6
+    members = np.arange(count)[None]
+    if count == 1:
+        return
+    where = site(devices)
+
+    def loads(matrix: TrafficMatrix) -> tuple[float, float, float]:
+        links = bytes_by_link(matrix, where)
+        away = links["rail"] + links["spine"]
+        return away / count, links["fast"] / count, links["spine"] / away if away else 0.0
+
+    ring = TrafficMatrix(count, *_around_rings(members, sent_bytes("all_reduce", size, count), devices))
+    expected = flat_ring_all_reduce(size, nodes, devices)
+    assert loads(ring) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, 0.0))
+    tokens = TrafficMatrix(count, *_to_all(members, sent_bytes("all_to_all", size, count)))
+    for pxn, matrix in ((False, tokens), (True, with_pxn(tokens, where))):
+        expected = all_to_all(size, nodes, devices, pxn)
+        assert loads(matrix) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, expected.spine_share))
+
+
+@given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3))
+def test_rings_carry_as_much_in_as_out_of_every_rank(island: int, count: int, stride: int) -> None:
+    """Also where a group has different numbers on its islands."""
+    members = np.arange(2 * count * stride).reshape(2, count, stride).swapaxes(1, 2).reshape(-1, count)
+    sent = TrafficMatrix(2 * count * stride, *_around_rings(members, 6.0, island))
+    for ends in (sent.source, sent.target):
+        assert np.bincount(ends, sent.bytes) == pytest.approx(6.0)
+    group = {int(rank): row for row, ranks in enumerate(members) for rank in ranks}
+    assert all(group[a] == group[b] and a != b for a, b in cells(sent))
+
+
+def test_a_group_with_different_numbers_on_its_nodes_has_one_ring() -> None:
+    """2, 1 and 3 members on nodes of 4."""
+    source, target, sent = _around_rings(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
+    assert list(zip(source, target, sent, strict=True)) == [
+        (2, 3, 5),
+        (3, 7, 5),
+        (7, 8, 5),
+        (8, 9, 5),
+        (9, 10, 5),
+        (10, 2, 5),
+    ]
+
+
+def test_relays_need_a_neighbour_on_fast_links() -> None:
+    """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
+    pairs = NodeLayout((0, 0, 1, 1), (0, 1, 2, 3), (("a",), ("b",), ("c",), ("d",)))
+    sent = TrafficMatrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
+    assert cells(with_pxn(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
+    last = TrafficMatrix(6, np.array([4]), np.array([3]), np.array([1.0]))
+    assert cells(with_pxn(last, site(4))) == {(4, 3): 1.0}
+
+
+def test_a_device_with_two_cards_and_rails_that_nccl_numbers() -> None:
+    node = NodeTopology(
+        gpus=("GPU0", "GPU1"),
+        nics=("a", "b", "c"),
+        links=(("X", "NV1"), ("NV1", "X")),
+        nic_paths=(("PIX", "PIX", "SYS"), ("SYS", "SYS", "PIX")),
+        numa_nodes=(0, 0),
+        nvlinks=(1, 1),
+        rails=(7, 7, 7),
+    )
+    two = node_layout(ClusterSpec(), 2, node)
+    assert (two.rail, two.nics) == ((7, 7), (("a", "b"), ("c",)))
+    loads = nic_loads(TrafficMatrix(4, np.array([0]), np.array([3]), np.array([8.0])), two)
+    assert [(load.sent_bytes, load.received_bytes) for load in loads] == [
+        (4, 0),
+        (4, 0),
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (0, 8),
+    ]
+
+
+def test_a_topology_says_who_shares_fast_links_and_network_cards() -> None:
+    h100 = node_layout(ClusterSpec(), 8, read_topology(TOPOLOGIES / "h100-nv18.txt"))
+    assert (h100.domain, h100.rail, h100.span) == ((0,) * 8, tuple(range(8)), 1)
+    assert len({name for mine in h100.nics for name in mine}) == 8
+    assert node_layout(ClusterSpec(), 2, read_topology(TOPOLOGIES / "rtx4090-pcie.txt")).domain == (0, 1)
+    with pytest.raises(UserError, match="more than the 8 GPUs"):
+        node_layout(ClusterSpec(), 9, read_topology(TOPOLOGIES / "h100-nv18.txt"))
+
+
+SHARED_CARDS = """\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1
+GPU0\tX\tNV4\tSYS\tSYS\tPIX\tSYS
+GPU1\tNV4\tX\tSYS\tSYS\tPIX\tSYS
+GPU2\tSYS\tSYS\tX\tNV4\tSYS\tPIX
+GPU3\tSYS\tSYS\tNV4\tX\tSYS\tPIX
+"""
+
+
+def test_what_is_in_a_node_but_not_by_fast_links_and_cards_of_two() -> None:
+    """Pairs of GPUs with one card for each pair: GPU 0 of one node reaches GPU 1 of another on one rail."""
+    pairs = node_layout(ClusterSpec(), 4, parse_topology(SHARED_CARDS))
+    assert (pairs.domain, pairs.rail) == ((0, 0, 1, 1), (0, 0, 1, 1))
+    source, target = np.zeros(5, np.int64), np.array([1, 2, 4, 5, 6])
+    assert pairs.links(source, target).tolist() == [0, 1, 2, 2, 3]
+    sent = TrafficMatrix(8, source, target, np.full(5, 10.0))
+    assert bytes_by_link(sent, pairs) == {"fast": 10, "node": 10, "rail": 20, "spine": 10}
+    loads = {(load.node, load.nic): (load.sent_bytes, load.received_bytes) for load in nic_loads(sent, pairs)}
+    assert loads == {(0, "NIC0"): (30, 0), (0, "NIC1"): (0, 0), (1, "NIC0"): (0, 20), (1, "NIC1"): (0, 10)}
+
+
+def test_fast_links_may_join_nodes() -> None:
+    """72 GPUs of 18 nodes; and a preset of 8 on nodes of which the run has 4 ranks joins none."""
+    rack = node_layout(ClusterSpec(preset="gb200", fast_link_domain=72), 4)
+    assert (rack.span, rack.ranks_per_island) == (18, 72)
+    ways = rack.links(np.array([0, 0, 0]), np.array([71, 72, 73]))
+    assert ways.tolist() == [0, 2, 3]
+    half = node_layout(ClusterSpec(preset="h100", fast_link_domain=8), 4)
+    assert (half.span, half.domain) == (1, (0, 0, 0, 0))
+    assert node_layout(ClusterSpec(fast_link_domain=2), 4).domain == (0, 0, 1, 1)
+
+
+def said(
+    layout: dict[str, Any], world_size: int, nproc: int, model: dict[str, Any] = DENSE, **cluster: Any
+) -> dict[str, str]:
+    run, where = described(layout, model), site(nproc)
+    parts = traffic_matrices(run, world_size, where.ranks_per_island)
+    found = placement_findings(parallel_dims(run.layout, world_size), parts, where, ClusterSpec(**cluster))
+    return {f"{finding.verdict} {finding.axis}": f"{finding.said}; {finding.fix}" for finding in found}
+
+
+def test_products_belong_inside_a_fast_domain() -> None:
+    assert said({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
+    bad = said({"tp": 4}, 8, 2)["bad tp"]
+    assert bad.startswith(
+        "2 of 2 tp groups leave a fast domain (2 devices), the first: ranks 0 1 2 3; make layout.tp a divisor of 2"
+    )
+    assert "note ep" in said({"ep": 4}, 4, 2, MOE)
+    spread = said({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
+    assert spread.endswith('make layout.ep a divisor of 4 with layout.rank_order = "pipeline"')
+    assert "good ep" in said({"pp": 4, "ep": 2, "rank_order": "pipeline"}, 8, 4, MOE)
+
+
+def test_stages_belong_on_one_rail() -> None:
+    """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
+    assert "good pp" in said({"pp": 2, "tp": 2}, 4, 2)
+    assert said({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
+        "4 of 4 pairs of pipeline neighbours on different nodes are on different rails; make tp x cp a multiple of 4"
+    )
+    assert not [key for key in said({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
+    apart = said({"pp": 2, "tp": 2, "rank_order": "pipeline"}, 12, 4)["bad pp"]
+    assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
+
+
+def test_nodes_that_are_not_full_and_a_thin_spine() -> None:
+    """All-to-all of 2 x 4 devices: of 4 on the other node 3 are on another rail. Gradients stay on theirs."""
+    assert said({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
+    run = described({"ep": 8}, MOE)
+    parts = [bytes_by_link(part, site(4)) for part in traffic_matrices(run, 8, 4).values()]
+    rail, spine = (sum(part[link] for part in parts) for link in ("rail", "spine"))
+    share = spine / (rail + spine)
+    assert 0.5 < share < 0.75
+    assert said({"ep": 8}, 8, 4, MOE, oversubscription=4.0)["bad spine"].startswith(
+        f"{share:.0%} of the network's bytes cross a spine of 4:1: the network is {4 * share:.2f} times slower"
+    )
+    assert "bad spine" not in said({"ep": 8}, 8, 4, MOE)
+
+
+def test_a_run_of_one_rank_sends_nothing() -> None:
+    assert traffic_matrices(described({}), 1, 1) == {}
+    nothing = merge_matrices(1, [])
+    assert nothing.total == 0
+    assert nic_loads(nothing, site(1))[0].sent_bytes == 0
+
+
+def test_rows_of_one_purpose_among_different_ranks_are_apart() -> None:
+    """Gradients of experts go to the ranks with the same experts, others to all."""
+    rows = [row for row in traffic_by_group(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
+    assert [row.group_kind for row in rows] == ["data", "same_experts"]
+    (merged,) = [r for r in traffic_by_role(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]
+    assert merged == Traffic("all_reduce", rows[0].bytes + rows[1].bytes, rows[0].purpose, calls=2)

@@ -1,0 +1,65 @@
+"""The search's closed forms against the very schedules of whole layouts, embedding and head included."""
+
+import numpy as np
+import pytest
+
+from phalanx.plan.search.candidates import enumerate_layouts
+from phalanx.plan.search.evaluate import evaluate
+from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
+from phalanx.plan.search.search import evaluate
+from tests.helpers.cli_runner import known
+from tests.helpers.planned_runs import run
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("model", ["llama3-8b", "olmoe-1b-7b"])
+def test_closed_forms_are_what_the_schedule_takes(model, schedule):
+    """Of stages as they are cut, which are not alike: with few micro-batches a long one waits less than the closed
+    forms say, for it computes meanwhile."""
+    described = run(model, sequence=2048, sequences=64)
+    of_it = [
+        c
+        for c in enumerate_layouts(described, 16)
+        if c.pp > 1 and c.schedule == schedule and c.activation_checkpointing == "none"
+    ]
+    chosen = of_it[:: max(1, len(of_it) // 25)]
+    ratios = np.array(
+        [
+            (option.parts["compute"] + option.parts["bubble"])
+            / float(simulate_candidate(described, 16, candidate).makespan)
+            for candidate, option in zip(chosen, evaluate(described, 16, chosen), strict=True)
+        ]
+    )
+    filled = np.array([candidate.micro_batches >= 4 * candidate.pp for candidate in chosen])
+    assert ratios.min() > 0.97
+    assert ratios[filled].max() < 1.06
+    assert ratios.max() < 1.13
+    assert np.abs(ratios - 1).mean() < 0.035
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("leading", [1, 6])
+def test_leading_blocks_without_experts_are_where_they_are(leading, schedule):
+    described = run("olmoe-1b-7b", sequence=2048, sequences=64)
+    moe = described.model.moe.model_copy(update={"num_leading_dense_layers": leading})
+    described = described.model_copy(update={"model": described.model.model_copy(update={"moe": moe})})
+    of_it = [
+        c for c in enumerate_layouts(described, 16) if c.schedule == schedule and c.pp in (4, 8) and c.micro_batches > 8
+    ]
+    chosen = of_it[:: len(of_it) // 12]
+    for candidate, option in zip(chosen, evaluate(described, 16, chosen), strict=True):
+        said = option.parts["compute"] + option.parts["bubble"]
+        simulated = float(simulate_candidate(described, 16, candidate).makespan)
+        assert 0.93 * simulated < said < 1.13 * simulated, str(candidate)
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 4), ("zb-v", 1)])
+def test_the_command_that_draws_a_schedule_gives_that_very_one(schedule, virtual_stages):
+    described = run(sequence=2048, sequences=64)
+    own = (4, schedule, virtual_stages)
+    candidate = next(c for c in enumerate_layouts(described, 16) if (c.pp, c.schedule, c.virtual_stages) == own)
+    shown = known(*show_command(described, 16, candidate).split()[1:])
+    stages = 4 * {"zb-v": 2}.get(schedule, virtual_stages)
+    assert (shown["schedule"], shown["stages"], shown["micro_batches"]) == (schedule, stages, candidate.micro_batches)
+    simulated = float(simulate_candidate(described, 16, candidate).makespan)
+    assert simulated < shown["makespan"] < 1.05 * simulated

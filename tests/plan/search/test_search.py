@@ -1,0 +1,351 @@
+"""The search against brute force, and what it may offer."""
+
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phalanx.cost.exact.flops import forward_flops, mfu, training_flops_per_token
+from phalanx.cost.exact.layout_checks import check_layout
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.kinds import AttentionKernel
+from phalanx.plan.advice.oom import run_footprint
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import candidate_from_run, enumerate_layouts, offload_variants
+from phalanx.plan.search.evaluate import evaluate, evaluate_layout, with_exact_memory
+from phalanx.plan.search.explain import plan_or_raise
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.search.result import TIE_TOLERANCE
+from phalanx.plan.search.search import search_layouts
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
+from phalanx.spec.layout import Layout
+from tests.helpers.planned_runs import run
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["llama3-8b", "olmoe-1b-7b", "gpt2-124m"]),
+    ranks=st.sampled_from([1, 2, 4, 8, 16]),
+    sequences=st.sampled_from([16, 48, 64]),
+    memory=st.sampled_from([16, 40, 80]),
+)
+def test_it_never_loses_the_best(model, ranks, sequences, memory):
+    """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
+    described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
+    ways = get_args(Layout.model_fields["activation_checkpointing"].annotation)
+    again = {
+        replace(kept, activation_checkpointing=way): None
+        for kept in enumerate_layouts(described, ranks)
+        for way in ways
+    }
+    pairs = [(kept, other) for kept in again for other in (kept, *offload_variants(described, kept))]
+    plain, every = (list(side) for side in zip(*pairs, strict=True))
+    found = search_layouts(described, ranks, keep=3)
+    assert len(set(plain)) <= found.considered <= len(every)
+    options = evaluate(described, ranks, every)
+    likely = {
+        option.candidate
+        for option in options
+        if option.candidate.offload == "none" and option.p_oom < MAX_OOM_PROBABILITY
+    }
+    for at in range(0, len(every), 1 + len(every) // 20):
+        alone = evaluate(described, ranks, [every[at]])[0]
+        assert (alone.step_seconds, alone.memory_bytes) == (options[at].step_seconds, options[at].memory_bytes)
+    # What one rank has is not looked for elsewhere where it fits: as ZeRO has it, it is another strategy.
+    needed = [kept.data_parallel == other.data_parallel or kept not in likely for kept, other in pairs]
+    fitting = [
+        option for option, need in zip(options, needed, strict=True) if need and option.p_oom < MAX_OOM_PROBABILITY
+    ]
+    assert len(likely) <= found.fitting <= len(fitting)
+    as_counted = (
+        with_exact_memory(described, ranks, option) for option in sorted(fitting, key=lambda o: o.step_seconds)
+    )
+    best = next((option for option in as_counted if option.p_oom < MAX_OOM_PROBABILITY), None)
+    if best:
+        assert found.options[0].step_seconds <= best.step_seconds * (1 + 2 * TIE_TOLERANCE)
+    else:
+        assert found.options == []
+        assert found.closest_to_fitting is not None
+        assert found.closest_to_fitting.p_oom >= MAX_OOM_PROBABILITY
+        by_formula = options[every.index(found.closest_to_fitting.candidate)]
+        assert by_formula.p_oom == min(option.p_oom for option in options)
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 12)])
+def test_every_layout_that_it_considers_can_run(model, ranks):
+    described = run(model, sequence=1024, sequences=48)
+    for kept in enumerate_layouts(described, ranks):
+        for candidate in (kept, *offload_variants(described, kept)):
+            own = described.model_copy(update={"layout": candidate.layout()})
+            check_layout(own, ranks)
+            assert candidate_from_run(own, ranks) == candidate
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 1)])
+@pytest.mark.parametrize("machine", ["v100-16gb", "h100", "b200"])
+def test_offload_never_makes_a_step_shorter_and_always_takes_less_memory(model, machine, ranks):
+    """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
+    fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
+    rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
+    described = run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
+    pairs = [
+        (kept, other) for kept in enumerate_layouts(described, ranks) for other in offload_variants(described, kept)
+    ]
+    assert {other.offload for _, other in pairs} == {"cpu", "nvme"}
+    kept, others = (evaluate(described, ranks, list(side)) for side in zip(*pairs, strict=True))
+    for before, after in zip(kept, others, strict=True):
+        alike = after.candidate.data_parallel == before.candidate.data_parallel
+        assert after.step_seconds >= before.step_seconds or not alike, str(after.candidate)
+        assert after.memory_bytes < before.memory_bytes, str(after.candidate)
+
+
+def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
+    """8 billion parameters of 16 bytes each in 80 GiB."""
+    described = run(sequences=8, cluster={"nproc_per_node": 1})
+    found = search_layouts(described, 1)
+    assert found.options
+    for option in found.options:
+        assert option.candidate.offload == "cpu"
+        assert option.parts["offload"] > 0
+        own = described.model_copy(update={"layout": option.candidate.layout()})
+        check_layout(own, 1)
+        (place,) = rank_memory(own, 1).values()
+        assert option.memory_bytes == place.total < 80 * 2**30
+        assert option.host_bytes == place.offloaded > 0
+    scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
+    assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).options == []
+    files = run_from_table(
+        {"layout": {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}}
+    ).layout
+    in_files = search_layouts(described.model_copy(update={"cluster": scarce, "layout": files}), 1).options
+    assert in_files
+    assert {option.candidate.offload for option in in_files} == {"nvme"}
+    assert in_files[0].candidate.layout().offload_directory == "/local"
+
+
+def test_attention_alone_is_computed_again_where_memory_is_tight():
+    """Of 8 billion parameters with long sequences in 38 GiB: less than whole blocks costs less time."""
+    best = search_layouts(run(sequence=8192, sequences=16, cluster={"memory_bytes": 38 * 2**30}), 8, keep=1).options[0]
+    assert best.candidate.activation_checkpointing == "selective"
+
+
+def test_options_are_in_order_and_the_front_falls():
+    found = search_layouts(run(), 16, keep=50)
+    times = np.log([option.step_seconds for option in found.options])
+    assert (np.diff(np.floor(times / TIE_TOLERANCE)) >= 0).all()
+    front = [option.memory_bytes for option in found.pareto_front]
+    assert front == sorted(front, reverse=True)
+    assert found.pareto_front[0] is found.options[0]
+    for option in found.options:
+        assert option.low_seconds < option.step_seconds < option.high_seconds
+        assert option.p_oom < MAX_OOM_PROBABILITY
+        parts = {part: seconds for part, seconds in option.parts.items() if part != "exchange"}
+        assert sum(parts.values()) == pytest.approx(option.step_seconds)
+
+
+def test_what_is_wanted_is_found_wherever_it_ranks():
+    tight = run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
+    every = search_layouts(tight, 4, keep=100).options
+    pipelines = [option for option in every if option.candidate.pp == 4]
+    assert every.index(pipelines[0]) > 3
+    assert search_layouts(tight, 4, 3, wanted=lambda candidate: candidate.pp == 4).options == pipelines[:3]
+
+
+def test_a_search_says_how_far_it_is():
+    told: list[tuple[str, int, int]] = []
+    found = search_layouts(run(), 16, 5, lambda *what: told.append(what))
+    stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
+    evaluating, counting = stages.values()
+    assert evaluating[0][0] == 0
+    assert evaluating[-1] == (found.considered, found.considered)
+    assert counting == [(done, 5) for done in range(6)]
+    assert found == search_layouts(run(), 16, 5)
+
+
+def test_mfu_is_that_of_the_trainers_metrics():
+    described = run()
+    option = evaluate(described, 8, [candidate_from_run(described, 8)])[0]
+    flops = training_flops_per_token(described.model, 4096)
+    assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
+
+
+def test_hfu_has_what_is_computed_again():
+    described = run()
+    alike = candidate_from_run(described, 8)
+    kinds = [replace(alike, activation_checkpointing=again) for again in ("none", "selective", "full")]
+    none, selective, full = evaluate(described, 8, kinds)
+    parts = forward_flops(described.model, 4096)
+    forward = parts.blocks + parts.head
+    assert none.hfu == none.mfu
+    assert selective.hfu / selective.mfu == pytest.approx(1 + (parts.projections + parts.core) / (3 * forward))
+    assert full.hfu / full.mfu == pytest.approx(1 + parts.blocks / (3 * forward))
+
+
+def test_more_memory_and_more_devices_never_hurt():
+    small = run(cluster={"memory_bytes": 24 * 2**30})
+    large = run(cluster={"memory_bytes": 80 * 2**30})
+    first, second = (search_layouts(described, 8, keep=1).options[0].step_seconds for described in (small, large))
+    assert second <= first * (1 + TIE_TOLERANCE)
+    assert search_layouts(large, 16, keep=1).options[0].step_seconds < second
+
+
+def test_a_large_model_is_shared_inside_the_fast_links():
+    best = search_layouts(
+        run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5
+    ).options[0]
+    assert 1 < best.candidate.tp <= 8
+    assert best.candidate.pp > 1
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "least"),
+    [
+        (
+            "llama3-8b",
+            {"pp": 2, "schedule": "zb-v", "activation_checkpointing": "full"},
+            0.75,
+        ),  # one rank has both ends
+        ("llama3-8b", {"pp": 4, "schedule": "1f1b", "data_parallel": "zero1"}, 0.85),
+        ("mixtral-8x7b", {"tp": 8, "pp": 2, "data_parallel": "zero1"}, 0.85),  # experts are cut as MLPs are
+        (
+            "mixtral-8x7b",
+            {"tp": 2, "ep": 8, "pp": 2, "data_parallel": "zero1"},
+            0.7,
+        ),  # the fullest owns a whole expert's state
+    ],
+)
+def test_the_formula_of_memory_is_near_what_is_counted(model, layout, least):
+    described = run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
+    (option,) = evaluate(described, 32, [candidate_from_run(described, 32)])
+    assert least < option.memory_bytes / with_exact_memory(described, 32, option).memory_bytes < 1.15
+
+
+def test_what_leaves_a_node_is_chosen_by_what_is_sent():
+    """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
+    described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
+    piped = [option for option in search_layouts(described, 64, keep=20).options if option.candidate.pp > 1]
+    best = next(option for option in piped if option.candidate.ep == 8)
+    assert {option.candidate.rank_order for option in piped} == {"pipeline"}
+    other = best.candidate.layout().model_copy(update={"rank_order": "data"})
+    assert evaluate_layout(described, 64, other).step_seconds > 1.05 * best.step_seconds
+    alone = [c for c in enumerate_layouts(run("mixtral-8x7b"), 8) if c.pp > 1]
+    assert {c.rank_order for c in alone} == {"data"}
+
+
+def test_where_nothing_fits_the_smallest_is_told():
+    described = run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
+    found = search_layouts(described, 8)
+    assert (found.options, found.fitting) == ([], 0)
+    assert found.closest_to_fitting is not None
+    assert found.closest_to_fitting.memory_bytes > 3 * 2**30
+
+
+def test_where_cpu_memory_is_short_that_is_told():
+    """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
+    scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
+    described = run(sequences=8, cluster=scarce)
+    with pytest.raises(UserError, match=r"takes [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
+        plan_or_raise(described, 1)
+    least = search_layouts(described, 1).closest_to_fitting
+    assert least.host_bytes > 60 * 2**30
+    assert least == with_exact_memory(described, 1, least)
+
+
+def test_a_cluster_without_speeds_is_refused():
+    described = run_from_table({"model": {"preset": "tiny"}})
+    with pytest.raises(UserError, match=r"cluster\.peak_flops.*\n.*preset"):
+        search_layouts(described, 8)
+
+
+def test_columns_are_those_of_the_layout():
+    described = run(layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
+    jobs = candidate_jobs(described, 16, [candidate_from_run(described, 16)])
+    assert (jobs.tp, jobs.pp, jobs.virtual_stages, jobs.dp, jobs.zero_stage, jobs.shard_group_size) == (
+        2,
+        2,
+        2,
+        4,
+        1,
+        4,
+    )
+    assert jobs.micro_batch * jobs.micro_batches * 4 == 64
+
+
+@pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [
+        ({}, (32, 32, 32)),
+        ({"pp": 2}, (17, 17, 15)),
+        ({"pp": 5}, (7, 7, 4)),  # the head is as long as two or three blocks
+        ({"pp": 5, "schedule": "zb-v"}, (4, 7, 4)),  # embedding and head are on one rank
+        ({"pp": 4, "schedule": "interleaved", "virtual_stages": 3}, (8, 9, 7)),
+    ],
+)
+def test_stages_have_the_blocks_that_they_will_run_with(layout, blocks):
+    """As the run cuts them, not a share of all: the step takes what the longest takes."""
+    described = run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
+    jobs = candidate_jobs(described, 40, [candidate_from_run(described, 40)])
+    assert (jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks) == blocks
+
+
+@pytest.mark.parametrize(
+    ("field", "layout"),
+    [
+        ("sequence_parallel", {"tp": 2, "sequence_parallel": False}),
+        ("tp_attention", {"tp": 2, "tp_attention": "gathered"}),
+        ("gradient_compression", {"gradient_compression": "powersgd"}),
+        ("reshard_after_forward", {"data_parallel": "zero3", "reshard_after_forward": False}),
+        ("fsdp_unit", {"data_parallel": "zero3", "fsdp_unit": "model"}),
+        ("data_parallel", {"data_parallel": "zero3", "pp": 2}),
+        ("data_parallel", {"data_parallel": "hsdp", "dp_shard": 2, "pp": 2}),
+    ],
+)
+def test_what_the_planner_does_not_know_is_refused_by_name(field, layout):
+    described = run("olmoe-1b-7b", layout=layout)
+    with pytest.raises(UserError, match=rf"layout\.{field}.*not what the planner predicts"):
+        candidate_from_run(described, 8)
+    assert run_footprint(described).step_seconds is None, "`advise oom` tells what it can"
+
+
+def test_what_no_prediction_depends_on_is_taken():
+    ddp = {"bucket_mb": 5.0, "first_bucket_mb": 1.0, "ddp_find_unused_parameters": True, "micro_batch_size": 1}
+    assert candidate_from_run(run(layout=ddp), 8).data_parallel == "ddp"
+    assert candidate_from_run(run(layout={"data_parallel": "zero3", "fsdp_prefetch": 3}), 8).data_parallel == "zero3"
+
+
+def test_a_strategy_is_predicted_as_it_runs():
+    """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
+    assert candidate_from_run(run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
+    assert candidate_from_run(run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
+    assert candidate_from_run(run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
+
+
+def test_what_is_offered_fits_as_phalanx_counts_it():
+    described = run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
+    for option in search_layouts(described, 64, keep=4).options:
+        places = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64).values()
+        assert option.memory_bytes == max(place.total for place in places) < 80 * 2**30
+
+
+def test_ranks_that_share_sequences_exchange_tokens_for_heads_where_there_are_enough():
+    """Of 12 heads two or four ranks can; eight cannot, and go round a ring that has no flash kernel."""
+    described = run("gpt2-124m", sequence=1024, sequences=16)
+    found = {
+        c.cp: c
+        for c in enumerate_layouts(described, 8)
+        if c.tp == c.pp == c.ep == 1 and c.activation_checkpointing == "none"
+    }
+    assert {cp: candidate.cp_method for cp, candidate in found.items()} == {
+        1: "ring",
+        2: "ulysses",
+        4: "ulysses",
+        8: "ring",
+    }
+    assert found[4].layout().cp_method == "ulysses"
+    jobs = candidate_jobs(described, 8, [found[4], found[8]])
+    assert list(jobs.attention) == [AttentionKernel.FLASH_3, AttentionKernel.RING_PLAIN]
+    assert list(jobs.ulysses) == [1, 0]

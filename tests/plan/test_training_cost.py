@@ -1,0 +1,71 @@
+"""A whole training: Llama 3's failures, and that parts agree with each other."""
+
+import pytest
+
+from phalanx.plan.search.search import search_layouts
+from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
+from tests.helpers.planned_runs import run
+
+
+def test_failures_are_llama_3s_where_nothing_is_said():
+    """One in 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
+    described = run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
+    (best,) = search_layouts(described, 16384, keep=1).options
+    found = estimate_training_cost(described, 16384, best, 15.6e12)
+    assert found.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
+    assert (found.goodput, found.interval_seconds, found.rent) == (None, None, None)
+    assert found.days == pytest.approx(15.6e12 / best.tokens_per_second / 86400)
+    assert found.kwh == pytest.approx(0.7 * 16384 * 24 * found.days)
+    assert found.checkpoint_bytes == pytest.approx(12 * 405.9e9, rel=0.001)
+
+
+def test_checkpoints_cost_and_keep():
+    cluster = {
+        "storage_bytes_per_second": 10e9,
+        "price_per_device_hour": 2.0,
+        "price_per_kwh": 0.1,
+        "restart_seconds": 300,
+    }
+    described = run(cluster={**cluster, "failures_per_device_hour": 1e-3})
+    (best,) = search_layouts(described, 8, keep=1).options
+    found = estimate_training_cost(described, 8, best)
+    assert found.tokens == described.training.steps * described.training.tokens_per_step
+    assert found.write_seconds == pytest.approx(12 * 8.03e9 / 10e9, rel=0.001)
+    assert found.goodput is not None
+    assert 0.9 < found.goodput < 1
+    assert found.days == pytest.approx(found.tokens / best.tokens_per_second / 86400 / found.goodput)
+    assert found.rent == pytest.approx(2.0 * 8 * 24 * found.days)
+    assert found.electricity == pytest.approx(0.1 * (found.kwh or 0))
+    often = run(cluster={**cluster, "failures_per_device_hour": 1e-1})
+    worse = estimate_training_cost(often, 8, best)
+    assert worse.goodput is not None
+    assert worse.goodput < found.goodput
+
+
+def test_a_runs_own_interval_keeps_no_more_than_the_best():
+    """It keeps as much where it is the best, and less where it is shorter or longer."""
+    cluster = {"storage_bytes_per_second": 1e9, "failures_per_device_hour": 0.05, "restart_seconds": 300}
+    described = run(cluster=cluster)
+    (option,) = search_layouts(described, 8, keep=1).options
+    best = estimate_training_cost(described, 8, option)
+    assert best.goodput is not None
+    assert best.interval_seconds is not None
+
+    def kept(every: int) -> float:
+        checkpoint = described.checkpoint.model_copy(update={"every": every})
+        found = configured_goodput(described.model_copy(update={"checkpoint": checkpoint}), 8, option)
+        assert found is not None
+        return found
+
+    steps = round(best.interval_seconds / option.step_seconds)
+    assert kept(steps) == pytest.approx(best.goodput, rel=1e-3)
+    assert max(kept(max(1, steps // 4)), kept(4 * steps)) < kept(steps)
+
+
+def test_no_goodput_is_said_where_writing_is_not_known():
+    described = run()
+    (option,) = search_layouts(described, 8, keep=1).options
+    assert configured_goodput(described, 8, option) is None
+    stored = run(cluster={"storage_bytes_per_second": 1e9})
+    never = stored.model_copy(update={"checkpoint": stored.checkpoint.model_copy(update={"every": 0})})
+    assert configured_goodput(never, 8, option) is None

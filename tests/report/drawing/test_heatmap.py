@@ -1,0 +1,123 @@
+"""Heat maps: what is in the picture, read back from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.report.drawing import canvas
+from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, format_bytes, save_picture, svg
+from phalanx.spec.errors import UserError
+from tests.helpers.svg_elements import SVG, marked
+
+SENT = np.array([[0.0, 5e9, 0.0, 1e6], [5e9, 0.0, 0.0, 0.0], [0.0, 2.5e3, 0.0, 5e9], [0.0, 0.0, 5e9, 0.0]])
+HEAT = Heatmap("dp 2 < tp 2 & more", SENT, node=2)
+
+
+def lightness(text: str) -> float:
+    red, green, blue = (int(text[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_cell_for_every_pair_that_talks_where_it_belongs() -> None:
+    root = ElementTree.fromstring(svg(HEAT))
+    assert root.tag == f"{SVG}svg"
+    page = marked(svg(HEAT), "none")[0]
+    left, top, side = (float(page.attrib[key]) for key in ("x", "y", "width"))
+    found = {}
+    for cell in marked(svg(HEAT), "cell"):
+        x, y, width = (float(cell.attrib[key]) for key in ("x", "y", "width"))
+        assert width == pytest.approx(side / 4)
+        place = round((y - top) / width), round((x - left) / width)
+        found[place] = cell.findtext(f"{SVG}title")
+    assert found == {
+        (0, 1): "rank 0 to rank 1: 5 GB",
+        (0, 3): "rank 0 to rank 3: 1 MB",
+        (1, 0): "rank 1 to rank 0: 5 GB",
+        (2, 1): "rank 2 to rank 1: 2.5 kB",
+        (2, 3): "rank 2 to rank 3: 5 GB",
+        (3, 2): "rank 3 to rank 2: 5 GB",
+    }
+
+
+def test_the_most_is_darkest_and_the_legend_says_how_much() -> None:
+    fills = {cell.findtext(f"{SVG}title"): cell.attrib["fill"] for cell in marked(svg(HEAT), "cell")}
+    assert fills["rank 0 to rank 1: 5 GB"] == COLOURS[-1]
+    assert fills["rank 2 to rank 1: 2.5 kB"] == COLOURS[0]
+    said = [element.text for element in marked(svg(HEAT), "bytes")]
+    assert (said[0], said[-1], len(said)) == ("2.5 kB", "5 GB", 5)
+
+
+@given(st.floats(1, 1e15), st.floats(1, 1e15))
+def test_more_bytes_are_never_lighter(one: float, other: float) -> None:
+    limits = 1.0, 1e15
+    less, more = sorted((one, other))
+    assert lightness(colour(more, limits)) <= lightness(colour(less, limits)) + 1  # rounding of channels
+
+
+def test_every_power_of_ten_is_a_step_of_the_scale() -> None:
+    assert [colour(10.0**power, (1.0, 1e9)) for power in range(10)] == list(COLOURS)
+
+
+def test_lines_are_between_nodes_and_around() -> None:
+    assert len(marked(svg(HEAT), "node")) == 3
+    assert len(marked(svg(Heatmap("", SENT)), "node")) == 2
+    assert len(marked(svg(Heatmap("", np.ones((6, 6)), node=4)), "node")) == 3
+
+
+def test_titles_are_text_and_not_markup() -> None:
+    assert "dp 2 &lt; tp 2 &amp; more" in svg(HEAT)
+    page = canvas.page(HEAT.title, svg(HEAT))
+    assert page.startswith("<!doctype html>")
+    assert page.count('class="cell"') == 6
+    assert "<title>dp 2 &lt; tp 2 &amp; more</title>" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
+
+
+@pytest.mark.parametrize("sent", [np.zeros((2, 2)), np.array([[0.0, 7.0], [7.0, 0.0]]), np.zeros((1, 1))])
+def test_nothing_or_one_amount(sent: Any, tmp_path: Path) -> None:
+    heat = Heatmap("few", sent, "node")
+    assert len(marked(svg(heat), "cell")) == np.count_nonzero(sent)
+    save_picture(heat, tmp_path / "few.png")
+    assert (tmp_path / "few.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1.234e9, "1.23 GB"), (5e21, "5e+03 EB")]
+)
+def test_sizes(number: float, said: str) -> None:
+    assert format_bytes(number) == said
+
+
+@given(st.integers(1, 5000), st.integers(0, 72))
+def test_rows_are_numbered_as_far_as_there_is_room(count: int, node: int) -> None:
+    shown = axis_ticks(count, node)
+    assert shown[0] == 0
+    assert shown[-1] < count
+    assert len(shown) <= 20
+    if count > 20 and node > 1:
+        assert all(at % node == 0 for at in shown)
+
+
+@pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
+def test_a_file_of_each_kind(ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"heat{ending}"
+    save_picture(HEAT, file)
+    start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
+    assert file.read_bytes().startswith(start)
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"use \.svg, \.html or \.png"):
+        save_picture(HEAT, tmp_path / "heat.gif")
+    with pytest.raises(UserError, match="cannot be written"):
+        save_picture(HEAT, tmp_path / "nowhere" / "heat.svg")
+    monkeypatch.setattr(canvas, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
+        save_picture(HEAT, tmp_path / "heat.png")

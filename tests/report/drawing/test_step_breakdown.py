@@ -1,0 +1,155 @@
+"""The picture of a step's time and memory: its figures are those it was given, read back from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.report.drawing import canvas
+from phalanx.report.drawing.canvas import Label, Region, check_picture_file
+from phalanx.report.drawing.step_breakdown import (
+    BARS,
+    COLOURS,
+    GIB,
+    LEFT,
+    Bar,
+    Breakdown,
+    axis_ticks,
+    layout_shapes,
+    save_picture,
+)
+from phalanx.spec.errors import UserError
+from tests.helpers.svg_elements import SVG, marked, written
+
+TIME = {"compute": 6.0, "exchange": 2.0, "bubble": 1.5, "send": 0.001, "data_parallel": 0.499, "update": 0.0}
+SLOWER = {**TIME, "bubble": 4.0, "update": 0.25}
+HELD = {"state": 20.0 * GIB, "activations": 30.0 * GIB, "logits": 0.0, "buffers": 2.5 * GIB}
+SHOWN = Breakdown(
+    "llama <8b> on 16 x h100, layout 1",
+    "zero1 dp 16 & more",
+    {part: f"the {part}" for part in TIME},
+    TIME,
+    {2: Bar("ddp dp 16", SLOWER)},
+    [Bar("first stage", HELD), Bar("last stage", {**HELD, "logits": 1.0 * GIB})],
+    60.0 * GIB,
+    80.0 * GIB,
+)
+
+
+def svg(shown: Breakdown, folder: Path) -> str:
+    save_picture(shown, folder / "step.svg")
+    return (folder / "step.svg").read_text()
+
+
+def said(text: str, name: str) -> list[str | None]:
+    return [element.findtext(f"{SVG}title") for element in marked(text, name)]
+
+
+def test_every_part_is_there_with_its_seconds_and_its_share(tmp_path):
+    text = svg(SHOWN, tmp_path)
+    for parts, found in ((TIME, said(text, "time")[: len(TIME)]), (SLOWER, said(text, "time")[len(TIME) :])):
+        step = sum(parts.values())
+        assert found == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
+    assert written(text, "total") == ["10.000 s", "12.750 s (+27.5%)"]
+    assert written(text, "section") == ["time of a step, s", "memory of a rank, GiB"]
+    assert written(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
+
+
+def test_the_legend_has_what_is_too_small_to_be_seen(tmp_path):
+    text = svg(SHOWN, tmp_path)
+    assert written(text, "column") == ["s", "share", "more in 2", "first stage", "last stage"]
+    assert written(text, "part") == [*(f"the {part}" for part in TIME), *HELD]
+    figures = written(text, "figure")
+    assert figures[6:12] == ["1.500", "15.0%", "+2.500", "0.001", "0.0%", "+0.000"]
+    assert figures[18:] == ["20.00", "20.00", "30.00", "30.00", "0.00", "1.00", "2.50", "2.50"]
+
+
+def test_memory_is_beside_what_the_device_has(tmp_path):
+    text = svg(SHOWN, tmp_path)
+    assert said(text, "memory")[:2] == ["state: 20.00 GiB, 38.1%", "activations: 30.00 GiB, 57.1%"]
+    assert written(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
+    assert written(text, "counted")[-1] == "60.0 GiB on the fullest rank, counted tensor by tensor"
+    middle = {name: float(marked(text, name)[0].attrib["x"]) + 1 for name in ("limit", "counted")}
+    assert middle == {"limit": LEFT + BARS, "counted": LEFT + 0.75 * BARS}
+
+
+def test_parts_are_as_long_as_their_seconds_and_follow_each_other():
+    bars = [mark for mark in layout_shapes(SHOWN) if isinstance(mark, Region) and mark.kind == "time"]
+    own, other = bars[: len(TIME)], bars[len(TIME) :]
+    for drawn, parts in ((own, TIME), (other, SLOWER)):
+        assert [mark.fill for mark in drawn] == [COLOURS[part] for part in parts]
+        starts = [mark.x for mark in drawn] + [LEFT + sum(parts.values()) / 12.75 * BARS]
+        assert [after - start for start, after in pairwise(starts)] == pytest.approx(
+            [value / 12.75 * BARS for value in parts.values()]
+        )
+
+
+def test_colours_are_of_parts_and_differ():
+    assert set(PART_DESCRIPTIONS) < set(COLOURS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+def test_a_short_step_is_in_milliseconds(tmp_path):
+    short = {part: value / 1e3 for part, value in TIME.items()}
+    text = svg(replace(SHOWN, seconds=short, others={}), tmp_path)
+    assert written(text, "total") == ["10.000 ms"]
+    assert said(text, "time")[0] == "the compute: 6.000 ms, 60.0%"
+    assert written(text, "column")[:3] == ["ms", "share", "first stage"]
+
+
+def test_no_words_leave_the_picture_or_cover_others():
+    """By the width that matplotlib's letters have, which are wider than browsers'."""
+    textpath = pytest.importorskip("matplotlib.textpath")
+    long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
+    many = {place: Bar(long, SLOWER) for place in (102, 103, 104, 105)}
+    for counted in (1, 20, 79):
+        shown = replace(SHOWN, layout=long, meaning=PART_DESCRIPTIONS, others=many, counted_bytes=counted * GIB)
+        boxes = []
+        for mark in layout_shapes(shown):
+            if isinstance(mark, Label):
+                weight = "bold" if mark.bold else "normal"
+                width = textpath.TextPath((0, 0), mark.said, mark.size, prop={"weight": weight}).get_extents().width
+                left = mark.x - {"start": 0, "middle": width / 2, "end": width}[mark.anchor]
+                assert left >= 0, mark
+                assert left + width <= BARS + 2 * LEFT, mark
+                boxes.append((mark.y, left, left + width, mark))
+        for at, (y, left, right, mark) in enumerate(boxes):
+            for other, begin, end, cover in boxes[:at]:
+                assert abs(y - other) >= 11 or right <= begin or end <= left, (mark, cover)
+
+
+@given(st.floats(1e-6, 1e9))
+def test_ticks_are_few_round_and_within(most: float) -> None:
+    shown = axis_ticks(most)
+    assert shown[0] == 0
+    assert shown[-1] <= most
+    assert 5 <= len(shown) <= 11
+
+
+@pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
+def test_a_file_of_each_kind(ending, tmp_path):
+    file = tmp_path / f"step{ending}"
+    save_picture(SHOWN, file)
+    start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
+    assert file.read_bytes().startswith(start)
+    if ending != ".png":
+        text = file.read_text()
+        assert "zero1 dp 16 &amp; more" in text
+        assert "llama &lt;8b&gt; on 16 x h100" in text
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
+        assert text.count('class="time"') == 2 * len(TIME)
+
+
+def test_a_wrong_ending_and_a_missing_matplotlib_are_said_at_once(monkeypatch):
+    with pytest.raises(UserError, match=r"--picture(.|\n)*use \.svg, \.html or \.png"):
+        check_picture_file(Path("step.gif"), "--picture")
+    monkeypatch.setattr(canvas, "find_spec", lambda name: None)
+    check_picture_file(Path("step.svg"), "--picture")
+    with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
+        check_picture_file(Path("step.png"), "--picture")

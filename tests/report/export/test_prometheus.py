@@ -1,0 +1,240 @@
+"""What Prometheus is told of a run, read by its own parser, and the alerts that go by it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from phalanx.report.export.prometheus import FAMILIES, RunMetrics, exposition
+from phalanx.report.run_data import read_run
+from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.events import BEGAN, append_event, read_events
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.runs.swarm_records import JOURNAL_FILE
+from phalanx.train.loggers import JsonLinesLogger
+from tests.helpers.trained_runs import copied, hybrid, two_ranks
+
+ROOT = Path(__file__).parents[3]
+Told = dict[str, dict[tuple[str, ...], float]]
+
+
+def parsed(text: str) -> Told:
+    """Values by name and then by labels, but for the run's."""
+    found: Told = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(value for key, value in sorted(sample.labels.items()) if key != "run")
+            assert labels not in found.setdefault(sample.name, {})
+            found[sample.name][labels] = sample.value
+    return found
+
+
+def told(directory: Path, watched: RunMetrics | None = None) -> Told:
+    return parsed((watched or RunMetrics(directory)).exposition_text(checkpoints(directory / "checkpoints")))
+
+
+@pytest.mark.parametrize("run", [two_ranks, hybrid])
+def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
+    found, recorded = told(run()), read_run(run())
+    last = recorded.step_metrics[-1]
+    expected = {
+        "phalanx_step": last["step"],
+        "phalanx_loss_nats_per_token": last["loss"],
+        "phalanx_gradient_norm": last["grad_norm"],
+        "phalanx_learning_rate": last["learning_rate"],
+        "phalanx_step_seconds": last["step_seconds"],
+        "phalanx_tokens_per_second": last["tokens_per_second"],
+        "phalanx_mfu_ratio": last["mfu"],
+        "phalanx_tokens": last["tokens"],
+        "phalanx_skipped_steps": 0,
+        "phalanx_held_out_loss_nats_per_token": recorded.evaluations[-1]["held_out_loss"],
+        "phalanx_planned_steps": 8,
+        "phalanx_checkpoint_step": 8,
+        "phalanx_under_way": 0,
+        "phalanx_failed_ranks": 0,
+        "phalanx_starts_total": 1,
+        "phalanx_checkpoint_interval_steps": recorded.run.checkpoint.every,
+        "phalanx_start_timestamp_seconds": recorded.run_events[0]["time"],
+        "phalanx_last_step_timestamp_seconds": max(
+            file.stat().st_mtime for file in (run() / "metrics.jsonl", *(run() / "trace").glob("rank-*.jsonl"))
+        ),
+        "phalanx_checkpoint_timestamp_seconds": (run() / "checkpoints" / "step-00000008").stat().st_mtime,
+    }
+    assert {name: found[name][()] for name in expected} == expected
+    lines = {str(rank): record.steps[-1] for rank, record in recorded.ranks.items()}
+    assert len(lines) == recorded.world_size
+    for name, field in (("phalanx_rank_step", "step"), ("phalanx_peak_memory_bytes", "peak_memory_bytes")):
+        assert found[name] == {(rank,): line[field] for rank, line in lines.items()}
+    for name, field in (("phalanx_phase_seconds", "seconds"), ("phalanx_wait_seconds", "waited")):
+        assert found[name] == {(phase, rank): s for rank, line in lines.items() for phase, s in line[field].items()}
+    for (rank,), seconds in found["phalanx_compute_seconds"].items():
+        passes = sum(sum(kinds.values()) for kinds in lines[rank]["stages"].values())
+        assert seconds == pytest.approx(passes - lines[rank]["waited"]["passes"])
+    for rank, record in recorded.ranks.items():
+        assert found["phalanx_rank_info"]["cpu", record.host, str(rank)] == 1
+        assert found["phalanx_device_memory_bytes"][(str(rank),)] == record.memory_bytes
+    assert set(found) == set(FAMILIES)
+
+
+def test_names_are_prometheus_own_way() -> None:
+    """Counters, and only they, end in _total; base units (prometheus.io/docs/practices/naming)."""
+    for name, (kind, text) in FAMILIES.items():
+        assert re.fullmatch(r"phalanx_[a-z_]+", name)
+        assert (kind == "counter") == name.endswith("_total")
+        assert kind in ("gauge", "counter")
+        assert text.endswith(".")
+        assert not re.search(r"_(ms|millis|gb|mb|minutes|percent)\b", name)
+
+
+def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
+    run = copied(two_ranks(), tmp_path)
+    watched = RunMetrics(run)
+    assert told(run, watched)["phalanx_loss_nats_per_token"][()] > 0
+    *_, last = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**last, "step": 9, "loss": None, "grad_norm": None, "skipped_steps": 1}) + "\n")
+        file.write('{"step": 10, "lo')  # still being written
+    (run / "failures").mkdir()
+    (run / "failures" / "rank-00001.json").write_text("{}")
+    shutil.rmtree(run / "checkpoints")
+    lock = acquire_run_lock(run)
+    assert lock is not None
+    found = told(run, watched)
+    lock.close()
+    assert math.isnan(found["phalanx_loss_nats_per_token"][()])
+    assert (found["phalanx_step"][()], found["phalanx_skipped_steps"][()]) == (9, 1)
+    assert (found["phalanx_failed_ranks"][()], found["phalanx_under_way"][()]) == (1, 1)
+    assert "phalanx_checkpoint_step" not in found
+
+
+def test_a_run_that_is_started_again_with_fewer_ranks_has_only_these(tmp_path: Path) -> None:
+    run = copied(two_ranks(), tmp_path)
+    watched = RunMetrics(run)
+    assert len(told(run, watched)["phalanx_rank_info"]) == 2
+    file = run / "trace" / "rank-00000.jsonl"
+    opening, *lines = file.read_text().splitlines(keepends=True)
+    again = json.dumps({**json.loads(opening), "step": 4, "ranks": 1}) + "\n"
+    aside = file.with_suffix(".partial")  # as `train.metrics.JsonLines` does it
+    aside.write_text("".join([opening, *lines[:4], again]))
+    aside.replace(file)
+    found = told(run, watched)
+    assert [labels[-1] for labels in found["phalanx_rank_info"]] == ["0"]
+    assert "phalanx_rank_step" not in found  # it did no step yet
+
+
+def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
+    """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
+    ranks' records, as steps do."""
+    run = copied(two_ranks(), tmp_path)
+    record, watched = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
+    opening = json.loads(record.read_text().splitlines()[0])
+
+    def start(after_step: int) -> Told:
+        JsonLinesLogger(run / "metrics.jsonl", after_step).close()
+        notes = JsonLinesLogger(record, after_step)
+        notes.write({**opening, "step": after_step})
+        notes.close()
+        append_event(run, BEGAN, ranks=2, step=after_step)
+        return told(run, watched)
+
+    before = [start(8), start(8)][-1]
+    after = start(4)
+    assert (before["phalanx_starts_total"][()], after["phalanx_starts_total"][()]) == (3, 4)
+    assert after["phalanx_tokens"][()] == before["phalanx_tokens"][()] / 2
+    for name, (kind, _) in FAMILIES.items():
+        assert kind == "gauge" or after[name][()] >= before[name][()]
+
+
+def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
+    """And a time from which its first step can be waited for: that of its last start."""
+    shutil.copy(two_ranks() / "run.toml", tmp_path)
+    asked = (tmp_path / "run.toml").stat().st_mtime
+    expected = {
+        "phalanx_step": 0,
+        "phalanx_planned_steps": 8,
+        "phalanx_checkpoint_interval_steps": 500,
+        "phalanx_failed_ranks": 0,
+        "phalanx_failures_total": 0,
+        "phalanx_starts_total": 0,
+        "phalanx_start_timestamp_seconds": asked,
+        "phalanx_last_step_timestamp_seconds": asked,
+    }
+    assert {name: values[()] for name, values in told(tmp_path).items()} == expected
+    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    began = float(read_events(tmp_path)[0]["time"])
+    assert began > asked
+    assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
+
+
+def test_a_step_that_only_ranks_noted_is_one(tmp_path: Path) -> None:
+    """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
+    run = copied(two_ranks(), tmp_path)
+    watched, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
+    stepped = told(run, watched)[last][()] + 100
+    os.utime(run / "trace" / "rank-00001.jsonl", (stepped, stepped))
+    assert told(run, watched)[last][()] == stepped
+    os.utime(run / "run.toml", (stepped + 100, stepped + 100))
+    assert told(run, watched)[last][()] == told(run, watched)["phalanx_start_timestamp_seconds"][()] == stepped + 100
+
+
+@pytest.mark.parametrize(("every", "interval"), [("20", 20), ("0", 8), ('"auto"', 0)])
+def test_how_often_it_is_to_be_saved_is_told(tmp_path: Path, every: str, interval: int) -> None:
+    text = (two_ranks() / "run.toml").read_text()
+    (tmp_path / "run.toml").write_text(text.replace("[checkpoint]\nevery = 500", f"[checkpoint]\nevery = {every}"))
+    assert told(tmp_path)["phalanx_checkpoint_interval_steps"][()] == interval
+
+
+def test_a_coordinator_of_a_swarm_is_not_said_to_stand_before_its_first_step(tmp_path: Path) -> None:
+    shutil.copy(two_ranks() / "run.toml", tmp_path)
+    (tmp_path / JOURNAL_FILE).touch()
+    assert not {"phalanx_step", "phalanx_last_step_timestamp_seconds"} & set(told(tmp_path))
+
+
+@given(st.text(), st.floats(allow_nan=True, allow_infinity=True))
+def test_labels_and_values_survive(label: str, value: float) -> None:
+    text = exposition([("phalanx_step", {"run": label}, value), ("phalanx_step", {"run": label + "x"}, 7)])
+    [family] = text_string_to_metric_families(text)
+    assert [sample.labels["run"] for sample in family.samples] == [label, label + "x"]
+    read = family.samples[0].value
+    assert read == value or (math.isnan(read) and math.isnan(value))
+    assert (family.type, family.documentation) == FAMILIES["phalanx_step"]
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((ROOT / "examples" / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_alerts_fire_when_they_should_and_not_before() -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (apt-get install prometheus)")
+    rules = ROOT / "tests" / "report" / "export" / "alerts_test.yml"
+    done = subprocess.run(["promtool", "test", "rules", str(rules)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_go_by_what_there_is_and_say_what_to_do() -> None:
+    named = set()
+    for rule in alerts():
+        used = set(re.findall(r"\bphalanx_\w+", rule["expr"] + rule["annotations"]["summary"]))
+        assert used <= set(FAMILIES), rule["alert"]
+        named |= used
+        assert len(rule["annotations"]["do"].strip().splitlines()) == 1
+        assert rule["labels"]["severity"] in ("page", "ticket")
+    assert len(named) > 10
+    text = (ROOT / "docs" / "watching.md").read_text()
+    for name in [*FAMILIES, *(rule["alert"] for rule in alerts())]:
+        assert f"`{name}`" in text

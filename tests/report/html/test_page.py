@@ -1,0 +1,121 @@
+"""The page's text and figures, without a browser."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from itertools import pairwise
+
+import pytest
+
+from phalanx.report import formatting
+from phalanx.report.compare_runs import report_data
+from phalanx.report.facts import report_facts
+from phalanx.report.html.page import main, page
+from phalanx.report.run_data import read_run
+from tests.helpers.report_page import embedded
+from tests.helpers.trained_runs import hybrid, two_ranks
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return report_data([report_facts(read_run(hybrid())), report_facts(read_run(two_ranks()))])
+
+
+def test_speed_and_mfu_are_of_the_same_peak_on_shared_cores(whole):
+    speed, mfu = (formatting.measured_row(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+    assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
+
+
+def test_the_page_has_the_facts_and_its_own_plotly_once(whole):
+    text = page(whole)
+    assert embedded(text, "facts") == json.loads(json.dumps(whole))
+    assert len(re.findall(r"<script\b[^>]*\bsrc=", text)) == 0
+    assert text.count("plotly.js v") == 1
+
+
+def test_figures_are_what_plotly_knows(whole):
+    from plotly.graph_objects import Figure
+
+    drawn = embedded(main(whole), "figures")
+    assert set(drawn) == {
+        "ranks-0",
+        "ranks-1",
+        "timeline-0",
+        "curves",
+        "memory-0",
+        "traffic-0",
+        "traffic-1",
+        "experts-0",
+    }
+    for figure in drawn.values():
+        Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
+
+
+def test_the_timelines_are_above_one_another_on_one_axis(whole):
+    layout = embedded(main(whole), "figures")["timeline-0"]["layout"]
+    assert [note["text"].split(",")[0].split()[0] for note in layout["annotations"]] == [
+        "planned",
+        "simulated",
+        "measured",
+    ]
+    heights = [layout[axis]["domain"] for axis in ("yaxis", "yaxis2", "yaxis3")]
+    assert all(below[1] < above[0] for above, below in pairwise(heights))
+    assert [axis for axis in layout if axis.startswith("xaxis")] == ["xaxis"]
+
+
+def test_text_from_outside_stays_text(whole):
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>%{x}"
+    changed = copy.deepcopy(whole)
+    run = changed["runs"][0]
+    run["run"] |= {"name": evil, "hosts": [evil]}
+    run["problems"] = [evil]
+    run["findings"][0]["evidence"] = run["verdict"]["evidence"] = evil
+    run["memory"]["bytes"][evil] = run["memory"]["bytes"]["parameters"]
+    text = page(report_data(changed["runs"]))
+    assert "<script>alert" not in text
+    assert "<img" not in re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
+    assert embedded(text, "facts")["runs"][0]["problems"] == [evil]
+    assert "<img" not in json.dumps(embedded(text, "figures"))
+
+
+def test_a_section_without_facts_says_why(whole):
+    text = main(report_data([whole["runs"][1]]))
+    assert "No step was looked at closely: train with --trace-steps FIRST:LAST." in text
+    assert "How much each expert" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "said"),
+    [
+        (None, "s", "-"),
+        (0, "s", "0 s"),
+        (0.0000123, "s", "12.3 µs"),
+        (0.9999, "s", "1.00 s"),
+        (61, "s", "61.0 s"),
+        (125.4, "s", "2:05"),
+        (3723, "s", "1:02:03"),
+        (0, "B", "0 B"),
+        (999, "B", "999 B"),
+        (15e6, "B", "15.0 MB"),
+        (0.0713, "", "7.1 %"),
+        (1.0, "", "100 %"),
+        (12345.6, "tokens/s", "12,346"),
+        (2.41, "loss", "2.410"),
+    ],
+)
+def test_numbers_for_people(value, unit, said):
+    assert formatting.format_number(value, unit) == said
+
+
+def test_groups_leave_out_what_is_nothing(whole):
+    groups = dict(formatting.group_rows(whole["runs"][0]["beside"]))
+    assert list(groups) == [
+        "of a step",
+        "memory of pp0",
+        "sent by pp0 in a step",
+        "memory of pp1",
+        "sent by pp1 in a step",
+    ]
+    assert "offloaded" not in [row["what"] for row in groups["memory of pp0"]]

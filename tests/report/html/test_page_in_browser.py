@@ -1,0 +1,175 @@
+"""The page as Chromium shows it: its figures are those of the JSON, it reaches nothing outside, it fits, it can be
+read in the dark."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from phalanx.report import formatting
+from tests.helpers.browser import CHROMIUM, Browser
+from tests.helpers.cli_runner import known
+from tests.helpers.trained_runs import command, environment, hybrid, run_file, two_ranks, wait
+from tests.helpers.watch_server import served
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
+
+FAINT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
+  [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) &&
+  !element.closest('script, style, .bartext, .heatmap-label')).map(element => {
+  const light = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const style = getComputedStyle(element), text = light(element.closest('svg') ? style.fill : style.color);
+  const paper = light(getComputedStyle(document.body).backgroundColor);
+  const contrast = (Math.max(text, paper) + 0.05) / (Math.min(text, paper) + 0.05);
+  return [contrast, element.textContent];
+}).filter(([contrast]) => !(contrast >= 4.5))"""
+"""Words that WCAG's AA finds too faint; not those on bars and cells, whose colour plotly chooses by that of the bar."""
+
+
+BEYOND = """[...document.querySelectorAll('main *')].filter(one => {
+  const figure = one.closest('.main-svg');
+  if (figure && !one.matches('.annotation-text')) return false;
+  return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
+}).map(one => one.outerHTML)"""
+"""What ends right of the page, and titles that end right of their figure."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Each page with what `--json` printed with it."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = {"hybrid": [hybrid()], "both": [two_ranks(), hybrid()]}
+    return {
+        name: ((folder / f"{name}.html").as_uri(), known("report", *each, "--html", folder / f"{name}.html"))
+        for name, each in runs.items()
+    }
+
+
+@pytest.fixture(params=["hybrid", "both"])
+def opened(request, browser, pages):
+    """The page in the browser, and its facts."""
+    address, whole = pages[request.param]
+    browser.asked.clear()
+    browser.errors.clear()
+    browser.open(address)
+    return browser, whole
+
+
+def traces(browser, place):
+    """What plotly has drawn there."""
+    return browser.value(
+        f"document.getElementById('{place}').data.map(({{x, y, z, base, name, type}}) => "
+        "({x, y, z, base, name, type}))"
+    )
+
+
+def test_the_figures_are_those_of_the_json(opened):
+    browser, whole = opened
+    assert browser.value("JSON.parse(document.getElementById('facts').textContent)") == whole
+    assert any(all(facts[what] for what in ("timeline", "memory", "experts")) for facts in whole["runs"])
+    for at, facts in enumerate(whole["runs"]):
+        bars = traces(browser, f"ranks-{at}")
+        parts = [
+            part
+            for part in facts["ranks"][0]
+            if any(trace["name"] == formatting.NAMES.get(part, part) for trace in bars)
+        ]
+        assert {"compute", "communication"} <= set(parts)
+        for part in parts:
+            (trace,) = [trace for trace in bars if trace["name"] == formatting.NAMES.get(part, part)]
+            assert trace["x"] == [rank[part] for rank in facts["ranks"]]
+        if facts["timeline"]:
+            spans = [
+                [kind, begun]
+                for trace in traces(browser, f"timeline-{at}")
+                for kind, begun in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
+            ]
+            timelines = [facts["timeline"][name] for name in ("planned", "simulated", "measured")]
+            names = {"F": "forward", "B": "backward"}
+            assert sorted(spans) == sorted(
+                [names[kind], begun] for each in timelines for _, kind, _, _, begun, _ in each
+            )
+        if facts["memory"]:
+            held = {trace["name"]: trace["y"] for trace in traces(browser, f"memory-{at}")}
+            assert held == {part: values for part, values in facts["memory"]["bytes"].items() if any(values)}
+        if facts["experts"]:
+            (cells,) = traces(browser, f"experts-{at}")
+            tokens = facts["experts"]["tokens"]
+            assert cells["z"] == [[value * len(layer) / sum(layer) for value in layer] for layer in tokens]
+
+
+def test_curves_of_all_runs_lie_over_one_another(opened):
+    browser, whole = opened
+    lines = [trace for trace in traces(browser, "curves") if trace["type"] == "scatter"]
+    for facts in whole["runs"]:
+        for curve in ("loss", "tokens_per_second"):
+            assert facts["curves"][curve] in [trace["y"] for trace in lines]
+
+
+def test_the_tables_have_the_numbers_of_the_json(opened):
+    browser, whole = opened
+    rows = browser.value(
+        "[...document.querySelectorAll('.beside tbody tr')].map(row => "
+        "[...row.cells].map(cell => cell.firstChild.textContent))"
+    )
+    assert rows == [
+        [
+            formatting.row_label(row),
+            *(formatting.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
+            formatting.format_ratio(row["ratio"]),
+        ]
+        for facts in whole["runs"]
+        for _, group in formatting.group_rows(facts["beside"])
+        for row in group
+    ]
+
+
+def test_nothing_is_fetched(opened):
+    browser, _ = opened
+    assert [address for address in browser.asked if not address.startswith(("file:", "data:"))] == []
+    assert browser.value("performance.getEntriesByType('resource').filter(one => /^http/.test(one.name)).length") == 0
+    assert browser.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_and_can_be_read(opened, width, dark):
+    browser, _ = opened
+    browser.value("document.querySelectorAll('details').forEach(details => details.open = true)")
+    browser.look(width, dark)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    assert browser.value(BEYOND) == []
+    assert browser.value(FAINT) == []
+
+
+def test_the_live_page_follows_a_run(browser):
+    file = run_file("live", {"training.steps": 400, "layout.data_parallel": "zero2"})
+    run, metrics = file.parent / "live", file.parent / "live" / "metrics.jsonl"
+    train = subprocess.Popen(command(file, 2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait(train, lambda: metrics.is_file() and metrics.read_text().count("\n") > 4)
+        with served(run) as address:
+            browser.asked.clear()
+            browser.open(address)
+            browser.look(1280)
+            step = "JSON.parse(document.getElementById('facts').textContent).runs[0].run.step"
+            first = browser.value(step)
+            browser.value("void (window.place = document.getElementById('curves'))")
+            browser.until(f"{step} > {first + 5}")
+            browser.until(f"document.getElementById('curves').data[0].x.at(-1) > {first + 5}")
+            assert browser.value("window.place === document.getElementById('curves')")
+            assert browser.value("document.documentElement.scrollWidth") <= 1280
+            assert browser.value(f"{step} === document.getElementById('curves').data[0].x.at(-1)")
+            assert {f"{address}main.html"} <= set(browser.asked)
+            assert all(asked.startswith((address, "data:")) for asked in browser.asked)
+    finally:
+        train.terminate()
+        train.wait(60)

@@ -1,0 +1,65 @@
+"""Collectives of steps that were looked at closely: how long each took the rank that came last."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
+from phalanx.report.collective_times import collective_times
+from phalanx.report.run_data import RankRecord, RunData, read_run
+from phalanx.report.step_breakdown import with_measured_parts
+from tests.helpers import trained_runs
+
+
+def call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -> dict[str, Any]:
+    """`exposed` is a share of the time."""
+    spent = exposed * ((ended or began) - began)
+    return {
+        "operation": "all_gather",
+        "made_of": "all_gather",
+        "group": [1, 3],
+        "bytes": 64,
+        "began": began,
+        "ended": ended,
+        "exposed": spent,
+        **more,
+    }
+
+
+def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
+    """Collectives of each rank in each step."""
+    lines = {
+        rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
+        for rank in steps[0]
+    }
+    ranks = {rank: RankRecord(rank, "here", "cpu", 0.0, 0.0, 1, 2, each) for rank, each in lines.items()}
+    return RunData(Path(), None, 4, 0, ranks, [], {}, [])
+
+
+def test_the_rank_that_comes_last_tells():
+    """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
+    one = {1: [call(0, 5), call(6, 9)], 3: [call(4, 5), call(6, 7)]}
+    two = {1: [call(0, 3), call(6, 9)], 3: [call(0, 4), call(6, 7)]}
+    assert collective_times(recorded(one, two)) == (CollectiveTiming("all_gather", 2, 2, 64, 1),)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [[call(0, 5, exposed=0.5)], [call(0, None)], [call(5, 5)], [], [call(0, 5, group=[1])], [call(0, 5, bytes=8)]],
+)
+def test_what_says_nothing_is_left_out(calls):
+    assert not [each for each in collective_times(recorded({1: [call(0, 5)], 3: calls})) if each.size_bytes == 64]
+
+
+def test_steps_in_which_memory_was_watched_do_not_count():
+    assert collective_times(recorded({1: [call(0, 5)], 3: [call(0, 5)]}, memory=[])) == ()
+
+
+def test_a_real_run_says_how_long_its_collectives_took():
+    measured = with_measured_parts(read_measured_run(trained_runs.hybrid()), trained_runs.hybrid())
+    assert {each.operation for each in measured.exchanges} >= {"all_reduce"}
+    assert all(0 < each.seconds < 10 for each in measured.exchanges)
+    assert {each.ranks for each in measured.exchanges} <= {2, 4}
+    assert with_measured_parts(read_measured_run(trained_runs.two_ranks()), trained_runs.two_ranks()).exchanges == ()
+    assert collective_times(read_run(trained_runs.two_ranks())) == ()

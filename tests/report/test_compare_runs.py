@@ -1,0 +1,78 @@
+"""Runs side by side."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.report.compare_runs import compare_runs, report_data, run_labels
+from phalanx.report.facts import report_facts
+from phalanx.report.run_data import read_run
+from tests.helpers.cli_runner import known, shown
+from tests.helpers.trained_runs import copied, hybrid, two_ranks
+
+
+@pytest.fixture(scope="module")
+def two():
+    return report_facts(read_run(two_ranks()))
+
+
+@pytest.fixture(scope="module")
+def four():
+    return report_facts(read_run(hybrid()))
+
+
+def test_a_run_beside_itself_differs_in_nothing(two):
+    found = compare_runs([two, two])
+    assert found["same_model"] is True
+    assert found["said"] == []
+    assert found["loss_apart"] == {"steps": 8, "largest_relative": 0.0}
+    assert {ratio for row in found["rows"] for ratio in row["ratio"]} <= {1.0, None}
+
+
+def test_losses_are_compared_step_by_step(two):
+    curves = {**two["curves"], "loss": [1.1 * loss for loss in two["curves"]["loss"][:5]] + [None] * 3}
+    found = compare_runs([two, {**two, "curves": curves}])
+    assert found["loss_apart"]["steps"] == 5
+    assert found["loss_apart"]["largest_relative"] == pytest.approx(0.1)
+
+
+def test_measures_stand_under_one_name_with_ratios_to_the_first(two, four):
+    rows = {row["what"]: row for row in compare_runs([two, four])["rows"]}
+    of = [next(row["measured"] for row in each["beside"] if row["what"] == "step") for each in (two, four)]
+    assert rows["step"]["measured"] == of
+    assert rows["step"]["ratio"] == [1.0, of[1] / of[0]]
+    assert rows["bubble"]["measured"][0] is None  # the first has no pipeline
+    assert rows["bubble"]["ratio"] == [None, None]
+
+
+def test_different_models_are_called_that(two, four):
+    found = compare_runs([two, four])
+    assert found["same_model"] is False
+    assert found["said"][0].startswith("These are different models (moe the default and num_experts 4")
+    assert found["loss_apart"] is None
+    assert "They have different numbers of ranks: two 2; hybrid 4." in found["said"]
+
+
+def test_a_run_that_cannot_be_read_is_compared_all_the_same(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    (directory / "run.toml").write_text("what = 'else'\n")
+    comparison = known("report", two_ranks(), directory, "--html", tmp_path / "page.html")["comparison"]
+    assert comparison["same_model"] is None
+    assert comparison["said"][0].startswith("Whether these are runs of one model is not known: two in ")
+
+
+def test_both_say_it(tmp_path):
+    page = tmp_path / "both.html"
+    text = " ".join(shown("report", two_ranks(), hybrid(), "--html", page, width=300).split())
+    for said in report_data([report_facts(read_run(run)) for run in (two_ranks(), hybrid())])["comparison"]["said"]:
+        assert said in text
+        assert said in page.read_text()
+
+
+def test_names_tell_runs_apart():
+    def named(*places):
+        return run_labels([{"name": name, "directory": f"{folder}/{name}"} for folder, name in places])
+
+    assert named(("runs", "a"), ("runs", "b")) == ["a", "b"]
+    assert named(("old", "a"), ("new", "a"), ("new", "b")) == ["a in old", "a in new", "b"]
+    assert named(("runs", "a"), ("runs", "a")) == ["a (1)", "a (2)"]

@@ -1,0 +1,244 @@
+"""Run directories as they are found: each is read, reported in the terminal and on a page, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from phalanx.report.facts import report_facts
+from phalanx.report.run_data import read_run
+from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
+from phalanx.runs.lock import acquire_run_lock
+from phalanx.spec.errors import UserError
+from tests.helpers.cli_runner import known, shown
+from tests.helpers.trained_runs import copied, hybrid, two_ranks
+
+
+def _cut(file: Path, share: float = 0.6) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+
+
+def _only_settled_to_come(run: Path) -> None:
+    """As it was after the first step, the second being written."""
+    for file in [run / "metrics.jsonl", *(run / "trace").glob("*")]:
+        lines = file.read_text().splitlines(keepends=True)
+        first = 1 if file.name == "metrics.jsonl" else 2
+        file.write_text("".join(lines[:first]) + lines[first][:40])
+
+
+def _nothing_yet(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+    shutil.rmtree(run / "trace")
+    shutil.rmtree(run / "measured", ignore_errors=True)
+
+
+def _other_format(run: Path) -> None:
+    for file in (run / "trace").glob("*"):
+        file.write_text(file.read_text().replace('"format": 1', '"format": 0'))
+
+
+def _unknown_field(run: Path) -> None:
+    table = tomllib.loads((run / "run.toml").read_text())
+    table["training"]["flux_capacitor"] = 3
+    (run / "run.toml").write_text(tomli_w.dumps(table))
+
+
+def _no_last_stage(run: Path) -> None:
+    for rank in (1, 3):
+        (run / "trace" / f"rank-{rank:05d}.jsonl").unlink(missing_ok=True)
+
+
+def _schedule_is_gone(run: Path) -> None:
+    table = tomllib.loads((run / "run.toml").read_text())
+    table["layout"] |= {"schedule_file": str(run / "gone.csv")} if table["layout"]["pp"] > 1 else {}
+    (run / "run.toml").write_text(tomli_w.dumps(table))
+
+
+def _not_text(run: Path) -> None:
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n" + (run / "metrics.jsonl").read_bytes())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "one step is done": (_only_settled_to_come, "too few steps were noted"),
+    "no step is done": (_nothing_yet, "no step has been written yet"),
+    "metrics are cut": (lambda run: _cut(run / "metrics.jsonl"), "step 4 of 8: it was ended there"),
+    "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "metrics are no text": (_not_text, "metrics.jsonl: 1 lines cannot be read"),
+    "a record is cut": (lambda run: _cut(run / "trace" / "rank-00001.jsonl"), "ends before others"),
+    "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
+    "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
+    "a stage is lost": (_no_last_stage, "no record of"),
+    "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
+    "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
+    "another format": (_other_format, "has format 0; this version reads 1"),
+    "an unknown field": (_unknown_field, "run.toml is not of this version"),
+    "run.toml is cut": (lambda run: _cut(run / "run.toml", 0.005), "run.toml is not of this version"),
+}
+
+
+@pytest.mark.parametrize("run", [two_ranks, hybrid])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
+    directory = copied(run(), tmp_path)
+    how, said = DAMAGES[damage]
+    how(directory)
+    (found,) = known("report", directory)["runs"]
+    assert said in "\n".join(found["problems"])
+    assert found == json.loads(json.dumps(report_facts(read_run(directory))))
+    text = " ".join(shown("report", directory, width=200).split())
+    for problem in (" ".join(problem.split()) for problem in found["problems"]):
+        assert problem in text
+    assert "</html>" in (directory / "report.html").read_text()
+
+
+def test_a_pipeline_whose_schedule_is_gone_is_not_predicted(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    _schedule_is_gone(directory)
+    (found,) = known("report", directory)["runs"]
+    assert "run.toml names a schedule that is gone" in found["problems"][0]
+    assert found["verdict"] is not None
+
+
+def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    _no_last_stage(directory)
+    found = report_facts(read_run(directory))
+    assert found["verdict"] is None
+    assert found["problems"][-1] == "there is no verdict: no rank left a record of 1 of 2 stages"
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
+
+
+@pytest.mark.parametrize("run", [two_ranks, hybrid])
+def test_a_whole_run_has_no_problems(run):
+    assert report_facts(read_run(run()))["problems"] == []
+
+
+@pytest.mark.parametrize("file", ["rank-00000.json", "rank-00002.json"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"held_bytes": {}'])
+def test_measured_files_that_are_not_whole_are_left_out(file, text, tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    (directory / "measured" / file).write_text(text)
+    (found,) = known("report", directory)["runs"]
+    assert f"measured/{file} cannot be read" in found["problems"]
+    assert {row["role"] for row in found["beside"]} == {"", "pp0", "pp1"}
+
+
+@pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch])
+@pytest.mark.parametrize("command", ["report", "watch"])
+def test_what_is_no_run_directory_is_refused(command, make, tmp_path):
+    make(tmp_path / "run")
+    with pytest.raises(UserError) as caught:
+        shown(command, tmp_path / "run")
+    assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path / "run"))
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def _rewritten(file: Path, change: Callable[[dict], dict]) -> None:
+    lines = [change(json.loads(line)) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_gpu_whose_host_does_not_wait_has_the_same_bubble(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    for file in (directory / "trace").glob("*"):
+        _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "waited"})
+    whole, blind = (report_facts(read_run(run)) for run in (hybrid(), directory))
+    bubbles = [row["measured"] for of in (whole, blind) for row in of["beside"] if row["what"] == "bubble"]
+    assert bubbles[0] == bubbles[1] > 0
+    assert "exposed communication" not in {row["what"] for row in blind["beside"]}
+    assert "communication" not in {finding["kind"] for finding in blind["findings"]}
+
+
+def test_a_run_that_goes_on_with_other_ranks_is_not_held_against_what_the_first_measured(tmp_path):
+    directory = copied(hybrid(), tmp_path)
+    for file in (directory / "trace").glob("*"):
+        opening = json.loads(file.read_text().splitlines()[0]) | {"step": 8, "ranks": 2}
+        if opening["rank"] < 2:
+            file.write_text(file.read_text() + json.dumps(opening) + "\n")
+    found = report_facts(read_run(directory))
+    assert found["run"]["ranks"] == 2
+    assert {row["role"] for row in found["beside"]} == set()
+
+
+def test_a_layout_that_these_ranks_cannot_have_is_said(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    table = tomllib.loads((directory / "run.toml").read_text())
+    table["layout"] |= {"tp": 4}
+    (directory / "run.toml").write_text(tomli_w.dumps(table))
+    found = report_facts(read_run(directory))
+    assert any("run.toml is not of these 2 ranks" in problem for problem in found["problems"])
+    assert found["curves"]["step"] == list(range(1, 9))
+
+
+def test_a_failed_run_says_why_and_is_watched_no_longer(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    (directory / "failures").mkdir()
+    word = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
+    (directory / "failures" / "rank-00001.json").write_text(json.dumps(word))
+    assert report_facts(read_run(directory))["problems"] == ["rank 1 failed: OSError: the disk is full"]
+    done = watched(directory)
+    assert (done.returncode, "step 5/8" in done.stdout) == (1, True)
+    assert done.stderr == "phalanx: rank 1 failed: OSError: the disk is full\n"
+
+
+def watched(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", "watch", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_of_ranks_that_failed_the_one_that_was_killed_is_named(tmp_path):
+    """The others lost it, and wrote so before anybody wrote of it."""
+    directory = copied(two_ranks(), tmp_path)
+    (directory / "failures").mkdir()
+    lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}
+    killed = {"rank": 1, "time": 2.0, "reason": "was killed by SIGKILL without a word; out of memory?", "code": 1}
+    for word in (lost, killed):
+        (directory / "failures" / f"rank-0000{word['rank']}.json").write_text(json.dumps(word))
+    said = read_run(directory).problems
+    assert said[0] == "rank 1 was killed by SIGKILL without a word; out of memory?"
+
+
+def test_what_a_run_went_on_from_is_told(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    for step in (3, 5):
+        append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
+    assert read_run(directory).problems[-1].startswith("it broke off 2 times and went on, the last time at ")
+    assert read_run(directory).problems[-1].endswith("rank 1 was killed by SIGKILL, step 5")
+    append_event(directory, ROLLED_BACK, after=7, to=4, reason="a spike")
+    assert read_run(directory).problems[-1].startswith("it went back once, the last time at ")
+    assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
+
+
+def test_a_run_that_was_ended_is_watched_no_longer(tmp_path):
+    directory = copied(two_ranks(), tmp_path)
+    _cut(directory / "metrics.jsonl")
+    done = watched(directory)
+    assert (done.returncode, done.stderr) == (1, "phalanx: step 4 of 8: it was ended there\n")
+
+
+def test_a_run_that_is_under_way_is_known_to_be(tmp_path, monkeypatch):
+    directory = copied(two_ranks(), tmp_path)
+    _cut(directory / "metrics.jsonl")
+    monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
+    held = acquire_run_lock(directory)
+    assert read_run(directory).problems == ["step 4 of 8: it is still under way"]
+    with pytest.raises(UserError, match=f"is in use: process {os.getpid()} on"):
+        acquire_run_lock(directory)
+    held.close()
+    (directory / "lock").write_text("1 on another-host")
+    assert read_run(directory).under_way is None
+    for name in ("lock", "launcher.lock"):
+        (directory / name).unlink()
+    assert "it is still under way, or was ended" in read_run(directory).problems[0]

@@ -1,0 +1,250 @@
+"""What a round comes to: means, owners' words, what all nodes make of it, and in how little memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.cost.exact.parameter_shapes import parameter_shapes
+from phalanx.cost.exact.swarm import encoded_bytes, node_share, round_bytes
+from phalanx.spec.swarm import Codec
+from phalanx.swarm.aggregation.aggregate import (
+    AggregationConfig,
+    ModelState,
+    NodeUpdate,
+    aggregate,
+    encode_broadcast,
+    robust_mean,
+)
+from phalanx.swarm.aggregation.expert_merging import merge_experts
+from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
+from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of
+from phalanx.swarm.pieces import ModelPiece, model_pieces, pieces_sent_by
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import Feedback, decode_piece, write_update
+from tests.helpers.quantization import left_out
+from tests.helpers.tiny_models import TINY
+
+NODES = ("a", "b", "c", "d")
+ITEMS = model_pieces(TINY)
+EXPERTS = [item for item in ITEMS if item.expert is not None]
+SHARED = [item for item in ITEMS if item.expert is None]
+
+
+def drawn(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {item.key: scale * torch.randn(item.shape, generator=generator) for item in ITEMS}
+
+
+class Swarm:
+    """A round's files: the coordinator's state, and what nodes tell of weights that are drawn for them."""
+
+    def __init__(self, folder: Path, codec: Codec = "fp32", owners: Owners | None = None, **rules: Any) -> None:
+        self.folder, self.rules, self.owners = folder, AggregationConfig(codec, **rules), owners
+        self.state = self.fresh("0")
+        self.base = drawn(0)
+        for item in ITEMS:
+            self.state.base.write(item, self.base[item.key])
+        self.feedback: dict[str, Feedback] = {node: {} for node in NODES}
+        self.number = 0
+
+    def fresh(self, name: str) -> ModelState:
+        def file(kind: str) -> TensorFile:
+            return TensorFile.create(self.folder / f"{kind}-{name}", parameter_shapes(TINY))
+
+        outer = not self.rules.outer.is_plain_mean
+        return ModelState(file("base"), file("left"), file("velocity") if outer else None)
+
+    def tell(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> NodeUpdate:
+        items = pieces_sent_by(ITEMS, self.owners, node)
+        path = self.folder / f"{node}-{self.number}"
+        file = write_update(
+            path, items, self.rules.codec, lambda item: weights[item.key], self.state.base.read, self.feedback[node]
+        )
+        return NodeUpdate(node, tokens, file)
+
+    def round(self, told: list[NodeUpdate]) -> tuple[dict[str, str], TensorFile]:
+        self.number += 1
+        new = self.fresh(str(self.number))
+        stands = aggregate(ITEMS, told, self.rules, self.state, new)
+        shapes = {item.key: (encoded_bytes(item.numbers, self.rules.codec),) for item in ITEMS if item.key in stands}
+        down = TensorFile.create(self.folder / f"down-{self.number}", shapes, "U8")
+        encode_broadcast(ITEMS, told, stands, self.rules.codec, self.state, new, down)
+        self.before, self.state = self.state, new
+        return stands, down
+
+    def received(self, down: TensorFile, item: ModelPiece) -> Tensor:
+        """What a node makes of it."""
+        return decode_piece(item, down.raw(item.key), self.rules.codec, self.before.base.read)
+
+
+def split() -> Owners:
+    return assign_experts(8, dict.fromkeys(NODES, 1.0))
+
+
+CODECS: list[Codec] = ["fp32", "bf16", "int8", "int4"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_after_a_round_all_have_the_same(tmp_path, codec):
+    """To the bit, coordinator and nodes, those that sent a piece included."""
+    swarm = Swarm(tmp_path, codec, split())
+    for seed in (1, 5):
+        told = [swarm.tell(node, drawn(seed + place)) for place, node in enumerate(NODES)]
+        stands, down = swarm.round(told)
+        for item in ITEMS:
+            assert torch.equal(swarm.received(down, item), swarm.state.base.read(item))
+            if owner := stands[item.key]:
+                mine = next(one.file for one in told if one.node == owner)
+                own = decode_piece(item, mine.raw(item.key), codec, swarm.before.base.read)
+                assert torch.equal(own, swarm.state.base.read(item))  # nobody needs to send it what it has
+
+
+def test_shared_parameters_are_the_mean_and_experts_their_owners(tmp_path):
+    swarm = Swarm(tmp_path, "fp32", split())
+    weights = [drawn(seed) for seed in range(1, 5)]
+    swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
+    for item in SHARED:
+        mean = torch.stack([mine[item.key].double() for mine in weights]).mean(0).float()
+        assert torch.equal(swarm.state.base.read(item), mean)
+    for item in EXPERTS:
+        assert torch.equal(swarm.state.base.read(item), weights[item.expert // 2][item.key])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_are_those_of_the_formulas(tmp_path, codec):
+    """Headers apart: 660,736 up and 1,840,384 down in fp32."""
+    swarm = Swarm(tmp_path, codec, split())
+    told = [swarm.tell(node, drawn(1)) for node in NODES]
+    _, down = swarm.round(told)
+    expected, node = round_bytes(node_share(TINY, "spes", 2), "spes", codec), node_share(TINY, "spes", 2)
+    sizes = [sum(one.file.place(key)[1] for key in one.file.shapes) for one in told]
+    skipped = sum(
+        down.place(item.key)[1] for item in pieces_sent_by(ITEMS, swarm.owners, "a") if item.expert is not None
+    )
+    whole = sum(down.place(key)[1] for key in down.shapes)
+    if codec == "fp32":
+        assert (sizes, whole) == ([660_736] * 4, 1_840_384)
+    # The last block of a tensor may be short, and has a scale of its own.
+    assert sizes == [pytest.approx(expected.up, rel=2e-3)] * 4
+    assert whole == pytest.approx(expected.down, rel=2e-3)
+    assert whole - skipped == pytest.approx(round_bytes(node, "spes+", codec).down, rel=2e-3)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_who_comes_first_does_not_matter(tmp_path, codec):
+    found = []
+    for order in (NODES, NODES[::-1], ("c", "a", "d", "b")):
+        (tmp_path / "".join(order)).mkdir()
+        swarm = Swarm(tmp_path / "".join(order), codec, split())
+        told = {node: swarm.tell(node, drawn(place)) for place, node in enumerate(NODES)}
+        swarm.round([told[node] for node in order])
+        found.append([swarm.state.base.read(item) for item in ITEMS])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_alone_in_fp32_a_node_gets_back_what_it_sent(tmp_path):
+    swarm, mine = Swarm(tmp_path), drawn(1)
+    _, down = swarm.round([swarm.tell("a", mine)])
+    assert all(torch.equal(swarm.received(down, item), mine[item.key]) for item in ITEMS)
+
+
+def test_tokens_are_weights():
+    values = [torch.tensor([1.0]), torch.tensor([5.0])]
+    assert robust_mean(values, [300, 100], "none") == 2
+
+
+def test_who_is_missing_does_not_count(tmp_path):
+    """The divisor is that of those who came; experts of others stay as they were, and are not sent."""
+    swarm = Swarm(tmp_path, "fp32", split())
+    weights = [drawn(seed) for seed in range(1, 4)]
+    stands, down = swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=False)])
+    first = SHARED[0]
+    mean = torch.stack([mine[first.key].double() for mine in weights]).mean(0).float()
+    torch.testing.assert_close(swarm.state.base.read(first), mean, rtol=1e-6, atol=1e-7)
+    lost = [item for item in EXPERTS if item.expert in experts_of(split(), "d")]
+    assert lost
+    for item in lost:
+        assert torch.equal(swarm.state.base.read(item), swarm.base[item.key])
+        assert item.key not in stands
+        assert item.key not in down.shapes
+
+
+def test_experts_of_two_are_their_mean(tmp_path):
+    swarm = Swarm(tmp_path, "fp32", assign_experts(8, dict.fromkeys(NODES, 1.0), 2))
+    weights = dict(zip(NODES, map(drawn, range(1, 5)), strict=True))
+    stands, _ = swarm.round([swarm.tell(node, weights[node]) for node in NODES])
+    for item in EXPERTS:
+        holders = swarm.owners[item.expert]
+        mean = torch.stack([weights[node][item.key].double() for node in holders]).mean(0).float()
+        assert torch.equal(swarm.state.base.read(item), mean)
+        assert not stands[item.key]
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_what_coding_leaves_out_is_told_later(tmp_path, codec):
+    """Nodes go on from what all have, each as far in every round: all come as far as their mean, but for what the last
+    coding left out on either side."""
+    swarm, rounds = Swarm(tmp_path, codec, split()), 12
+    steps = dict(zip(NODES, map(drawn, range(1, 5)), strict=True))
+    for _ in range(rounds):
+        base = {item.key: swarm.state.base.read(item) for item in ITEMS}
+        told = [swarm.tell(node, {key: base[key] + step for key, step in steps[node].items()}) for node in NODES]
+        stands, down = swarm.round(told)
+    for item in ITEMS:
+        mine = [one for one in told if item.key in one.file.shapes]
+        mean = torch.stack([steps[one.node][item.key] for one in mine]).mean(0)
+        error = (swarm.state.base.read(item) - swarm.base[item.key] - rounds * mean).abs()
+        room = torch.stack([left_out(one.file.raw(item.key), item, codec) for one in mine]).mean(0)
+        if not stands[item.key]:
+            room += left_out(down.raw(item.key), item, codec)
+        assert (error <= room + 1e-4).all()  # of sums in fp32
+
+
+def test_the_outer_optimizer_is_torchs(tmp_path):
+    outer = OuterSGD(0.7, 0.9)
+    swarm = Swarm(tmp_path, "fp32", outer=outer)
+    theta = {key: torch.nn.Parameter(value.clone()) for key, value in swarm.base.items()}
+    reference = torch.optim.SGD(theta.values(), lr=0.7, momentum=0.9, nesterov=True)
+    for seed in range(1, 4):
+        weights = [drawn(10 * seed + place) for place in range(4)]
+        swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
+        for key, parameter in theta.items():
+            parameter.grad = parameter.detach() - torch.stack([mine[key].double() for mine in weights]).mean(0).float()
+        reference.step()
+        for item in ITEMS:
+            torch.testing.assert_close(swarm.state.base.read(item), theta[item.key].detach())
+
+
+def test_merging_is_done_to_what_the_owners_told(tmp_path):
+    swarm = Swarm(tmp_path, "fp32", split(), merge_alpha=0.05, merge_nearest=4)
+    weights = [drawn(seed) for seed in range(1, 5)]
+    stands, _ = swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
+    for layer in range(2):
+        names = {kind: f"blocks.{layer}.mlp.experts.{kind}" for kind in ("gate", "up", "down")}
+        stacked = {
+            kind: torch.stack([weights[expert // 2][f"{name}[{expert}]"] for expert in range(8)])
+            for kind, name in names.items()
+        }
+        merge_experts(stacked, 0.05, 4)
+        for kind, name in names.items():
+            for expert in range(8):
+                item = next(item for item in EXPERTS if item.key == f"{name}[{expert}]")
+                assert torch.equal(swarm.state.base.read(item), stacked[kind][expert])
+                assert not stands[item.key]  # its owner is told, too
+
+
+@pytest.mark.parametrize("liar", [1e30, -1e6, float("nan")])
+def test_a_trimmed_mean_is_within_what_the_honest_say(liar):
+    honest = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    found = robust_mean([*honest, torch.full((50,), liar)], [1] * 5, "trimmed")
+    stacked = torch.stack(honest)
+    assert (found >= stacked.min(0).values).all()
+    assert (found <= stacked.max(0).values).all()
+
+
+def test_of_two_nothing_can_be_trimmed():
+    assert robust_mean([torch.zeros(1), torch.ones(1)], [1, 1], "trimmed") == 0.5

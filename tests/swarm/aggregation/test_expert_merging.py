@@ -1,0 +1,102 @@
+"""Merging as SPES has it: towards the mean of those most alike, all from where they were, ever less."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.swarm.aggregation.expert_merging import merge_experts, merge_ratio, nearest_experts
+from phalanx.swarm.coordinator.coordinator import aggregation_config
+from tests.helpers.local_swarm import run_of
+
+
+def layer(experts: int = 6, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"gate": (experts, 5, 3), "up": (experts, 5, 3), "down": (experts, 3, 5)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def merged(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
+    copies = {name: stacked.clone() for name, stacked in experts.items()}
+    merge_experts(copies, alpha, nearest)
+    return copies
+
+
+def by_the_paper(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
+    """One expert after the other, word for word."""
+    found, count = {name: stacked.clone() for name, stacked in experts.items()}, len(experts["gate"])
+    for i in range(count):
+
+        def likeness(j: int, i: int = i) -> float:
+            a, b = experts["gate"][i].flatten(), experts["gate"][j].flatten()
+            return float(torch.cosine_similarity(a, b, dim=0))
+
+        near = sorted((j for j in range(count) if j != i), key=likeness, reverse=True)[:nearest]
+        for name, stacked in experts.items():
+            found[name][i] = stacked[i] + alpha * (torch.stack([stacked[j] for j in near]).mean(0) - stacked[i])
+    return found
+
+
+@pytest.mark.parametrize(("alpha", "nearest"), [(0.05, 4), (0.1, 2), (1.0, 1), (0.3, 5)])
+def test_it_is_what_the_paper_says(alpha, nearest):
+    experts = layer()
+    expected = by_the_paper(experts, alpha, nearest)
+    for name, stacked in merged(experts, alpha, nearest).items():
+        torch.testing.assert_close(stacked, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_no_expert_is_its_own_neighbour_and_there_are_at_most_the_others():
+    near = nearest_experts(layer(3)["gate"], 4)
+    assert [sorted(row) for row in near.tolist()] == [[1, 2], [0, 2], [0, 1]]
+
+
+def test_with_nothing_to_move_by_nothing_moves():
+    experts = layer()
+    assert all(torch.equal(stacked, experts[name]) for name, stacked in merged(experts, 0.0, 4).items())
+
+
+def test_experts_that_are_alike_stay():
+    experts = {name: stacked[:1].repeat(6, 1, 1) for name, stacked in layer().items()}
+    for name, stacked in merged(experts, 0.5, 4).items():
+        torch.testing.assert_close(stacked, experts[name])
+
+
+def test_an_expert_of_zeros_is_like_nobody():
+    experts = layer()
+    experts["gate"][2] = 0
+    assert all(stacked.isfinite().all() for stacked in merged(experts, 0.1, 2).values())
+    assert all(2 not in near for expert, near in enumerate(nearest_experts(experts["gate"], 1).tolist()) if expert != 2)
+
+
+def test_one_expert_alone():
+    alone = layer(1)
+    assert torch.equal(merged(alone, 0.1, 4)["up"], alone["up"])
+
+
+def test_the_warm_up_ends():
+    """alpha(t) = alpha0 (1 - min(t / T, 1))."""
+    assert [merge_ratio(step, 0.05, 2000) for step in (0, 500, 1000, 2000, 5000)] == pytest.approx(
+        [0.05, 0.0375, 0.025, 0, 0]
+    )
+    assert merge_ratio(0, 0.05, 0) == 0
+
+
+def test_it_takes_little_more_memory_than_one_tensor_of_the_layer():
+    """SPES's own code makes a temporary of E x E x F x D numbers."""
+    experts = {name: torch.randn(16, 64, 128) for name in ("gate", "up", "down")}
+    size = experts["gate"].nbytes
+    with torch.profiler.profile(profile_memory=True) as profile:
+        merge_experts(experts, 0.1, 4)
+    held = most = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert size <= most < 2 * size
+
+
+def test_with_fragments_each_is_merged_in_its_turn(tmp_path):
+    """Every second time that a fragment is exchanged, as far along as the run is."""
+    run = run_of(tmp_path, {"training.steps": 24}, every=4, fragments=2, merge={"every": 8, "alpha": 0.1, "steps": 48})
+    found = [aggregation_config(run, number).merge_alpha for number in range(12)]
+    steps = [2 * (number + 1) for number in range(12)]
+    assert found == [merge_ratio(step, 0.1, 48) if step in (6, 8, 14, 16, 22, 24) else 0.0 for step in steps]

@@ -1,0 +1,199 @@
+"""A swarm's state from its events: rounds open and close when they should, text is given out once, and the same events
+give the same state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.swarm import RoundSpec
+from phalanx.swarm.coordinator.journal import Journal
+from phalanx.swarm.coordinator.ledger import Event, Ledger, deadline_offset, replay, summary
+from tests.helpers.local_swarm import NODES, run_of
+
+NOWHERE = Path("/nowhere")
+
+
+def swarm_of(steps: int = 12, **swarm: Any) -> Ledger:
+    return Ledger(run_of(NOWHERE, {"training.steps": steps}, **swarm))
+
+
+def join(ledger: Ledger, *names: str, capacity: float = 4) -> None:
+    for name in names:
+        ledger.record({"what": "joined", "node": name, "capacity": capacity, "text": "t", "at": 0.0})
+
+
+def open_round(ledger: Ledger, now: float = 0.0) -> Event:
+    event = ledger.next_round_event(now)
+    assert event is not None
+    ledger.record(event)
+    return event
+
+
+def told(ledger: Ledger, node: str, at: float) -> None:
+    ledger.record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0, "at": at})
+
+
+def test_it_begins_when_enough_have_come_and_ends_after_the_last_round():
+    ledger = swarm_of(steps=6, nodes=2)
+    join(ledger, "ann")
+    assert (ledger.next_round_event(0.0), ledger.waiting_for) == (None, "one more node")
+    join(ledger, "bob")
+    for number in range(2):
+        assert open_round(ledger)["round"] == number
+        ledger.record({"what": "committed"})
+    assert ledger.done
+    assert ledger.next_round_event(0.0) is None
+
+
+def test_a_round_of_which_all_was_refused_ends_too():
+    """After the grace, for another word may come; with those who told, or with nobody."""
+    ledger = swarm_of(nodes=2, round={"grace_seconds": 5, "quorum": 1.0})
+    join(ledger, "ann", "bob")
+    for number, teller in enumerate([None, "ann"]):
+        open_round(ledger)
+        if teller is not None:
+            told(ledger, teller, 1.0)
+        for node in {"ann", "bob"} - {teller}:
+            assert not ledger.should_close(100.0)
+            ledger.record({"what": "refused", "round": number, "node": node, "why": "not finite"})
+        assert not ledger.should_close(4.9)
+        assert ledger.should_close(6.1)
+        ledger.record({"what": "committed"})
+    open_round(ledger)
+    ledger.record({"what": "refused", "round": 0, "node": "ann", "why": "closed"})  # of a round long past
+    told(ledger, "bob", 1.0)
+    assert not ledger.should_close(100.0)
+    told(ledger, "ann", 1.0)
+    assert ledger.should_close(1.0)
+
+
+def test_all_that_are_there_are_waited_for_and_no_longer():
+    ledger = swarm_of()
+    join(ledger, *NODES[:3])
+    open_round(ledger)
+    told(ledger, "ann", 1.0)
+    told(ledger, "bob", 1.0)
+    assert not ledger.should_close(2.0)
+    ledger.record({"what": "left", "node": "cid", "why": "not heard of"})
+    assert ledger.should_close(2.0)
+
+
+def test_nothing_closes_without_a_word():
+    ledger = swarm_of()
+    join(ledger, *NODES[:2])
+    open_round(ledger)
+    assert not ledger.should_close(1e9)
+
+
+def test_after_a_quorum_the_missing_have_a_grace():
+    ledger = swarm_of(nodes=4, round={"quorum": 0.5, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
+    join(ledger, *NODES)
+    open_round(ledger, 100.0)
+    told(ledger, "ann", 110.0)
+    assert ledger.closes_at() is None
+    told(ledger, "bob", 112.0)
+    assert ledger.closes_at() == 100 + 11 + 10
+    assert not ledger.should_close(120.9)
+    assert ledger.should_close(121.0)
+
+
+def test_the_rounds_before_say_when_the_next_is_over():
+    """From its beginning on, so that a slow node knows how long it has."""
+    ledger = swarm_of(nodes=4, steps=24, round={"grace_seconds": 1.0, "timeout_multiplier": 3.0})
+    join(ledger, *NODES)
+    for begun in (0.0, 100.0):
+        open_round(ledger, begun)
+        for node, seconds in zip(NODES, (10.0, 12.0, 14.0, 70.0), strict=True):
+            told(ledger, node, begun + seconds)
+        ledger.record({"what": "committed"})
+    open_round(ledger, 200.0)
+    assert ledger.closes_at() == 200 + 13 + 3 * 2
+
+
+@given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 10))
+def test_most_are_waited_for(offsets, grace, times):
+    """At least half, whatever the settings; and one that is very late changes little."""
+    spec = RoundSpec(grace_seconds=grace, timeout_multiplier=times)
+    limit = deadline_offset(offsets, spec)
+    assert sum(offset <= limit for offset in offsets) >= len(offsets) / 2
+
+
+@given(
+    happens=st.lists(st.sampled_from(["join", "leave", "tell", "close", "open"]), max_size=60),
+    data=st.data(),
+    delay=st.integers(0, 2),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_text_is_read_twice_and_no_expert_is_without_an_owner(happens, data, delay):
+    """Whoever comes and goes; and the same events, read again, give the same state."""
+    ledger, events, read = swarm_of(steps=300, nodes=1, delay=delay), [], []
+
+    def record(event: Event) -> None:
+        ledger.record(event)
+        events.append(event)
+
+    for now, what in enumerate(happens):
+        node = data.draw(st.sampled_from(NODES))
+        if what == "join":
+            record({"what": "joined", "node": node, "capacity": 4, "text": "t", "at": now})
+        elif what == "leave":
+            record({"what": "left", "node": node, "why": "x", "at": now})
+        elif what == "tell" and ledger.rejection_reason(node, ledger.committed) is None:
+            record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
+        elif what == "close" and ledger.should_close(now):
+            record({"what": "committed"})
+        elif what == "open" and (event := ledger.next_round_event(float(now))) is not None:
+            record(event)
+            assert all(of and set(of) <= set(ledger.members) for of in event["owners"])
+            for first, count in event["text"].values():
+                read += range(first, first + count)
+    assert len(read) == len(set(read)) == ledger.steps_assigned
+    again = replay(ledger.run, events)
+    assert summary(again, {}, 0.0) == summary(ledger, {}, 0.0)
+    assert (again.steps_assigned, again.owners, again.members) == (ledger.steps_assigned, ledger.owners, ledger.members)
+
+
+def test_what_a_node_may_not_tell_of():
+    ledger = swarm_of()
+    join(ledger, *NODES[:2])
+    assert ledger.rejection_reason("ann", 0) == "not open yet"
+    open_round(ledger)
+    assert ledger.rejection_reason("ann", 0) is None
+    assert ledger.rejection_reason("eve", 0) == "not of this round"
+    assert ledger.rejection_reason("ann", 1) == "not open yet"
+    told(ledger, "ann", 1.0)
+    assert ledger.rejection_reason("ann", 0) == "already told"
+    ledger.record({"what": "committed"})
+    assert ledger.rejection_reason("bob", 0) == "closed"
+
+
+# -- the journal -------------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_is_read_again_but_for_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for number in range(3):
+        journal.append({"what": "opened", "round": number})
+    journal.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    again = Journal(path)
+    assert [event["round"] for event in again.events] == [0, 1]
+    again.append({"what": "opened", "round": 9})
+    again.close()
+    assert [event["round"] for event in Journal(path).events] == [0, 1, 9]
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"[1]\n", b"x\n", b"3\n"])
+def test_what_is_no_journal(tmp_path, line):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"what":"opened"}\n' + line + b'{"what":"opened"}\n')
+    with pytest.raises(UserError, match=r"line 2.*is no event"):
+        Journal(path)

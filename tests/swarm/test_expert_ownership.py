@@ -1,0 +1,122 @@
+"""Who trains which experts: all are trained, by as many as asked, in proportion to capacity, and few change hands."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.cost.exact.swarm import node_share, state_bytes
+from phalanx.spec.errors import UserError
+from phalanx.spec.swarm import SwarmSpec
+from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, proportional_shares, rotate_owners
+from phalanx.swarm.join import max_trained_experts
+from tests.helpers.tiny_models import TINY
+
+capacities = st.dictionaries(
+    st.text("abcdefgh", min_size=1, max_size=3), st.integers(1, 20).map(float), min_size=1, max_size=9
+)
+
+
+def counts(owners: Owners) -> Counter[str]:
+    return Counter(node for of in owners for node in of)
+
+
+def test_equal_nodes_own_runs_of_neighbours():
+    """As in SPES's code: node p has the experts from p m on."""
+    owners = assign_experts(8, dict.fromkeys("abcd", 1.0))
+    assert [experts_of(owners, node) for node in "abcd"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+def test_two_owners_of_each():
+    owners = assign_experts(8, dict.fromkeys("abcd", 1.0), replication=2)
+    assert [experts_of(owners, node) for node in "abcd"] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
+
+
+def test_who_has_more_memory_owns_more():
+    assert proportional_shares(16, 16, {"small": 8, "large": 24}) == {"small": 4, "large": 12}
+    assert proportional_shares(8, 8, {"a": 1, "b": 1, "c": 1}) == {"a": 3, "b": 3, "c": 2}
+    assert proportional_shares(16, 8, {"a": 1, "b": 100}) == {"a": 8, "b": 8}  # nobody has an expert twice
+
+
+@given(nodes=capacities, share=st.floats(0, 1), most=st.integers(1, 40))
+def test_a_share_is_what_a_node_has_room_for(nodes, share, most):
+    """All places are given out; nobody gets more than its capacity, nor one more than its part."""
+    room = int(sum(nodes.values()))
+    places = int(share * min(room, most * len(nodes)))
+    found = proportional_shares(places, most, nodes)
+    assert sum(found.values()) == places
+    assert all(0 <= count <= most for count in found.values())
+    if max(nodes.values()) <= most:
+        for node, count in found.items():
+            assert count <= nodes[node]
+            assert abs(count - places * nodes[node] / room) < 1
+
+
+@pytest.mark.parametrize("capacities", [(4, 1, 1, 1, 1), (4, 1, 1, 1, 1, 1), (10, 1, 1, 1, 1, 1, 1, 1, 1)])
+def test_a_large_node_does_not_take_all(capacities):
+    nodes = {str(number): float(capacity) for number, capacity in enumerate(capacities)}
+    places = {5: 7, 6: 8, 9: 16}[len(nodes)]
+    found = proportional_shares(places, places, nodes)
+    assert sum(found.values()) == places
+    assert all(found[node] <= nodes[node] for node in nodes)
+
+
+@given(experts=st.integers(1, 40), nodes=capacities, replication=st.integers(1, 4))
+def test_every_expert_has_its_owners(experts, nodes, replication):
+    owners = assign_experts(experts, nodes, replication)
+    copies = min(replication, len(nodes))
+    assert [len(set(of)) for of in owners] == [copies] * experts
+    assert counts(owners) == Counter(proportional_shares(experts * copies, experts, nodes))
+
+
+@given(experts=st.integers(1, 24), nodes=capacities, later=capacities, replication=st.integers(1, 3))
+def test_few_experts_change_hands(experts, nodes, later, replication):
+    """Of a node no more are taken than its share has shrunk by, unless an expert has fewer owners now."""
+    before = assign_experts(experts, nodes, replication)
+    after = assign_experts(experts, later, replication, before)
+    copies = min(replication, len(later))
+    assert [len(set(of)) for of in after] == [copies] * experts
+    assert counts(after) == Counter(proportional_shares(experts * copies, experts, later))
+    if replication == 1:
+        kept = sum(set(a) == set(b) for a, b in zip(before, after, strict=True))
+        had, has = counts(before), counts(after)
+        assert kept == sum(min(had[node], has[node]) for node in later)
+
+
+def test_nothing_changes_where_nodes_stay():
+    nodes = {"a": 3.0, "b": 1.0, "c": 2.0}
+    before = assign_experts(12, nodes, 2)
+    assert assign_experts(12, nodes, 2, before) == before
+
+
+def test_a_dead_nodes_experts_go_to_the_others():
+    before = assign_experts(8, dict.fromkeys("abcd", 1.0))
+    after = assign_experts(8, dict.fromkeys("abd", 1.0), before=before)
+    assert all(set(experts_of(before, node)) <= set(experts_of(after, node)) for node in "abd")
+    assert counts(after) == {"a": 3, "b": 3, "d": 2}
+
+
+def test_rotation_brings_every_expert_to_every_node():
+    owners, seen = assign_experts(4, dict.fromkeys("abcd", 1.0)), set()
+    for _ in range(4):
+        seen |= {(expert, node) for expert, of in enumerate(owners) for node in of}
+        owners = rotate_owners(owners, "abcd")
+    assert len(seen) == 16
+    assert owners == assign_experts(4, dict.fromkeys("abcd", 1.0))
+
+
+@pytest.mark.parametrize("experts", [1, 3])
+def test_one_node_owns_all(experts):
+    assert assign_experts(experts, {"alone": 2.0}, 3) == (("alone",),) * experts
+
+
+def test_ranks_that_share_experts_have_room_for_more():
+    """Each has half of an expert, but all of what is beside."""
+    swarm = SwarmSpec(method="spes", nodes=2)
+    for own in (1, 2, 4):
+        memory = state_bytes(node_share(TINY, "spes", own), swarm.frozen_expert_codec)
+        assert max_trained_experts(TINY, swarm, memory) == own
+        assert max_trained_experts(TINY, swarm, memory, sharing=2) == 2 * own
+    with pytest.raises(UserError, match="is too little"):
+        max_trained_experts(TINY, swarm, state_bytes(node_share(TINY, "spes", 0), swarm.frozen_expert_codec), sharing=2)

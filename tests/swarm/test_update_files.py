@@ -1,0 +1,101 @@
+"""Error feedback: what is told in few bits follows what happened, however many rounds it is; only what the last coding
+left out is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.cost.exact.swarm import encoded_bytes
+from phalanx.spec.swarm import Codec
+from phalanx.swarm.aggregation.aggregate import ModelState, encode_broadcast
+from phalanx.swarm.codec import decode, encode
+from phalanx.swarm.pieces import ModelPiece
+from phalanx.swarm.tensor_files import TensorFile
+from phalanx.swarm.update_files import Feedback, decode_piece, encode_piece
+from tests.helpers.quantization import left_out
+
+ROUNDS = 12
+PIECE = ModelPiece("some.weight", (4, 300))
+FEW_BITS = pytest.mark.parametrize("codec", ["int8", "int4"])
+
+
+def drawn(seed: int, item: ModelPiece = PIECE) -> Tensor:
+    return torch.randn(item.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def zero(item: ModelPiece) -> Tensor:
+    return torch.zeros(item.shape)
+
+
+@FEW_BITS
+@pytest.mark.parametrize("steady", [True, False])
+def test_what_a_node_told_is_what_it_learned(codec, steady):
+    """It goes on from what all have, and learns on top of that: as much in every round, or something else."""
+    base, learned, without = zero(PIECE), zero(PIECE), zero(PIECE)
+    feedback: Feedback = {}
+    for number in range(ROUNDS):
+        change = drawn(0 if steady else number)
+        now, before = base + change, base
+        data = encode_piece(PIECE, codec, lambda _, now=now: now, lambda _, before=before: before, feedback)
+        base = decode_piece(PIECE, data, codec, lambda _, before=before: before)
+        learned += change
+        without += decode(encode(change, codec), PIECE.shape, codec)
+        room = left_out(data, PIECE, codec) + 1e-5
+        assert ((base - learned).abs() <= room).all()
+        assert torch.allclose(base + feedback[PIECE.key], learned, atol=1e-4)
+    assert ((without - learned).abs() > room).any()  # there was something to be told later
+
+
+def test_weights_leave_nothing_out():
+    feedback: Feedback = {}
+    data = encode_piece(PIECE, "fp32", lambda _: drawn(1), zero, feedback)
+    assert torch.equal(decode_piece(PIECE, data, "fp32", zero), drawn(1))
+    assert not feedback
+
+
+class Round:
+    """A model of one piece, and what nodes are told of it."""
+
+    def __init__(self, folder: Path, codec: Codec) -> None:
+        self.folder, self.codec, self.number = folder, codec, 0
+        self.state = self._fresh()
+
+    def _fresh(self) -> ModelState:
+        shapes = {PIECE.name: PIECE.shape}
+        files = [TensorFile.create(self.folder / f"{kind}-{self.number}", shapes) for kind in ("base", "left")]
+        return ModelState(*files)
+
+    @property
+    def base(self) -> Tensor:
+        return self.state.base.read(PIECE)
+
+    def moves(self, change: Tensor | None) -> bytearray:
+        """A round brings it so far, or is of other pieces. Gives what nodes are told of it."""
+        self.number += 1
+        new, stands = self._fresh(), {} if change is None else {PIECE.key: ""}
+        new.base.write(PIECE, self.base if change is None else self.base + change)
+        shapes = {key: (encoded_bytes(PIECE.numbers, self.codec),) for key in stands}
+        with TensorFile.create(self.folder / "down", shapes, "U8") as down:
+            encode_broadcast([PIECE], [], stands, self.codec, self.state, new, down)
+            self.state = new
+            return down.raw(PIECE.key) if stands else bytearray()
+
+
+@FEW_BITS
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_nodes_were_told_is_what_it_came_to(tmp_path, codec, every):
+    """Rounds that are not of a piece forget nothing of it."""
+    model, due, nodes_have = Round(tmp_path, codec), zero(PIECE), zero(PIECE)
+    for number in range(ROUNDS):
+        if number % every:
+            model.moves(None)
+            continue
+        data = model.moves(drawn(0))
+        due += drawn(0)
+        nodes_have += decode(data, PIECE.shape, codec)
+        assert torch.equal(model.base, nodes_have)
+        assert ((model.base - due).abs() <= left_out(data, PIECE, codec) + 1e-5).all()

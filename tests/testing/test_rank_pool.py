@@ -1,0 +1,162 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from phalanx.spec.errors import UserError
+from phalanx.testing import RankError, rank_pool
+from phalanx.testing.rank_pool import GROWN_BYTES
+
+KEPT = []
+
+
+def rank_and_pid():
+    return dist.get_rank(), os.getpid()
+
+
+def all_reduced(value):
+    tensor = torch.tensor(value + dist.get_rank())
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def fails_on(rank):
+    print("before the failure")
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} has had enough")
+    dist.barrier()
+
+
+def raises():
+    raise KeyError("all alike")
+
+
+def dies_on(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hangs_on(rank):
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def connect_and_hang(port):
+    """Hold a connection that ends with this process."""
+    with socket.create_connection(("127.0.0.1", port)):
+        time.sleep(60)
+
+
+def sharded_product(seed):
+    """A new mesh, DTensors and a new group at every call."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.arange(16.0).reshape(4, 4) + seed
+    sharded = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+    assert torch.equal((sharded @ sharded).full_tensor(), whole @ whole)
+    dist.all_reduce(torch.ones(1), group=dist.new_group([0, dist.get_world_size() - 1]))
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def random_number():
+    torch.set_default_dtype(torch.float64)
+    return torch.rand(1).item()
+
+
+def keeps(size):
+    if dist.get_rank() == 1:
+        KEPT.append(b"1" * size)
+    return rank_and_pid()
+
+
+def test_results_come_in_rank_order_and_processes_stay():
+    first, second = rank_pool(2).run(rank_and_pid), rank_pool(2).run(rank_and_pid)
+    assert [rank for rank, _ in first] == [0, 1]
+    assert first == second
+
+
+def test_all_reduce():
+    assert rank_pool(2).run(all_reduced, 10) == [torch.tensor(21)] * 2
+
+
+def test_calls_are_independent():
+    assert rank_pool(2).run(random_number) == rank_pool(2).run(random_number)
+
+
+def test_meshes_and_groups_of_many_calls_do_not_pile_up():
+    counts = [rank_pool(2).run(sharded_product, seed)[0] for seed in range(20)]
+    assert len(set(counts)) == 1
+
+
+def test_the_failing_rank_comes_first():
+    with pytest.raises(RankError) as error:
+        rank_pool(2).run(fails_on, 1)
+    assert [failure.rank for failure in error.value.failures] == [1, 0]
+    message = str(error.value)
+    assert message.startswith(f"{__name__}.fails_on failed on rank 1 of 2: raised")
+    assert "ValueError: rank 1 has had enough" in message
+    assert "> before the failure" in message
+    assert rank_pool(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
+
+
+def test_ranks_that_hold_much_more_than_at_first_are_replaced():
+    before = rank_pool(2).run(rank_and_pid)
+    assert rank_pool(2).run(keeps, 1000) == before
+    assert rank_pool(2).run(keeps, GROWN_BYTES + 2**26) == before
+    assert not set(rank_pool(2).run(rank_and_pid)) & set(before)
+
+
+def test_ranks_that_all_answered_are_kept():
+    before = rank_pool(2).run(rank_and_pid)
+    with pytest.raises(RankError, match="all alike"):
+        rank_pool(2).run(raises)
+    assert rank_pool(2).run(rank_and_pid) == before
+
+
+def test_a_dead_rank_comes_first():
+    with pytest.raises(RankError, match=r"rank 1 of 2: died .* killed by SIGKILL"):
+        rank_pool(2).run(dies_on, 1)
+
+
+def test_a_timeout_names_the_rank_and_shows_its_stack():
+    rank_pool(2).run(rank_and_pid)
+    with pytest.raises(RankError, match=r"rank 1 of 2: did not return") as error:
+        rank_pool(2).run(hangs_on, 1, timeout=0.5)
+    assert "in hangs_on" in str(error.value)
+    assert "rank 0: returned" in str(error.value)
+    assert rank_pool(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
+
+
+def test_a_function_that_cannot_be_imported_is_refused():
+    with pytest.raises(UserError, match="top level of a module"):
+        rank_pool(2).run(lambda: None)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_die_with_their_parent(sent):
+    imports = f"import signal; from phalanx.testing import rank_pool; from {__name__} import connect_and_hang"
+    heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # which a shell's background job is deaf to
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        parent = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"{imports}; {heard}; rank_pool(1).run(connect_and_hang, {server.getsockname()[1]})",
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.DEVNULL,
+        )
+        server.settimeout(60)
+        child, _ = server.accept()
+        parent.send_signal(sent)
+        parent.wait(60)
+        child.settimeout(60)
+        assert child.recv(1) == b""

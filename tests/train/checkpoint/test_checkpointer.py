@@ -1,0 +1,482 @@
+"""Checkpoints: complete or absent, damage noticed, and the same training after a return in any layout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data.loader import prefetch
+from phalanx.launch.preflight import preflight
+from phalanx.runs import checkpoints as manifest
+from phalanx.runs.checkpoints import check_manifest, checkpoints, find_damage, latest_valid
+from phalanx.runs.lock import is_running
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.write import to_toml
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.testing.fault_injection import truncate_file
+from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint, load_full_tensors
+from phalanx.train.loggers import read_metrics
+from tests.helpers.small_runs import MOE, described, steps, trainer, trajectory
+
+HALF = 5
+SHORT = {"training.steps": 2 * HALF}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    shutil.copytree(Path(json.__file__).parent, folder / "json", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def first_half(run: RunSpec) -> None:
+    """Train to the middle, evaluate there (which must change nothing), and save."""
+    under_way = trainer(run)
+    steps(under_way, HALF)
+    under_way.evaluate()
+    under_way.save()
+    under_way.checkpointer.wait()
+
+
+def second_half(run: RunSpec) -> list[tuple[float, float]]:
+    """Return from the newest checkpoint and train to the end."""
+    under_way = trainer(run)
+    resumed, damaged = under_way.resume()
+    assert resumed
+    assert not damaged
+    assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
+    result = steps(under_way, run.training.steps)
+    under_way.strategy.drain_pending_updates()
+    return result
+
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    **{
+        f"{data}x{n}": (n, {"layout.data_parallel": data})
+        for data in ("ddp", "zero1", "zero2", "zero3")
+        for n in (2, 4)
+    },
+    "hsdpx4": (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    "serverx2": (2, {"layout.data_parallel": "parameter_server"}),
+    "pipelinex2": (2, {"layout.pp": 2, "layout.micro_batch_size": 1}),
+    "pipelinex4-zero1": (4, {"layout.pp": 2, "layout.schedule": "zb-h1", "layout.data_parallel": "zero1"}),
+    "pipelinex4-zero3": (4, {"layout.pp": 2, "layout.data_parallel": "zero3"}),
+    "tensorx2": (2, {"layout.tp": 2}),
+    "tensorx4": (4, {"layout.tp": 4}),
+    "tensorx4-zero1": (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "tensorx4-zero3": (4, {"layout.tp": 2, "layout.data_parallel": "zero3"}),
+    "tensorx4-pipeline": (4, {"layout.tp": 2, "layout.pp": 2, "layout.micro_batch_size": 1}),
+    "contextx4-zero3": (4, {"layout.cp": 2, "layout.data_parallel": "zero3"}),
+    "expertx2": (2, {"layout.ep": 2}),
+    "expertx4-zero3": (4, {"layout.ep": 2, "layout.data_parallel": "zero3"}),
+    "expertx4-tensor": (4, {"layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "tensorx4-offload": (4, {"layout.tp": 2, "layout.data_parallel": "zero2", "layout.offload": "cpu"}),
+    "serversx4": (4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2, "layout.max_staleness": 0}),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    return trajectory(described(text, tmp_path_factory.mktemp("whole"), {"model": MOE, **SHORT}))
+
+
+@pytest.fixture(scope="module")
+def halves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run to the middle in every place, each saved."""
+    folders = {}
+    for name, (world_size, changes) in PLACES.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        rank_pool(world_size).run(first_half, described(text, folders[name], {"model": MOE, **SHORT, **changes}))
+    return folders
+
+
+NAMES = list(PLACES)
+MOVES = [(name, NAMES[(index + apart) % len(NAMES)]) for index, name in enumerate(NAMES) for apart in (1, 4, 11)]
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_what_was_trained_is_what_one_process_trains(name: str, halves: dict[str, Path]) -> None:
+    """Every parameter, bias of a router and number of optimizer state, after some updates."""
+    last = Path("parity", "checkpoints", f"step-{HALF:08d}")
+    one, other = (load_full_tensors(halves[place] / last) for place in ("one", name))
+    assert one.keys() == other.keys()
+    for tensor, expected in one.items():
+        assert (other[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES)
+def test_layouts_continue_each_other(
+    before: str, after: str, halves: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
+) -> None:
+    world_size, changes = PLACES[after]
+    run = described(text, halves[before], {"model": MOE, **SHORT, **changes})
+    result = rank_pool(world_size).run(second_half, run)[0]
+    assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
+
+
+DDP2, ZERO4, ZERO2 = (
+    (2, {"layout.data_parallel": "ddp"}),
+    (4, {"layout.data_parallel": "zero3"}),
+    (2, {"layout.data_parallel": "zero3"}),
+)
+HSDP4 = (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2})
+RETURNS = {
+    "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
+    "hsdpx4-zero3x2-sgd": (HSDP4, ZERO2, {"optimizer.name": "sgd"}),
+    "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"layout.activation_checkpointing": "full"}),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "common"), RETURNS.values(), ids=RETURNS)
+def test_resume_in_another_layout(before: Any, after: Any, common: Any, text: Path, tmp_path: Path) -> None:
+    common = {"model": MOE, **SHORT, **common}
+    whole = trajectory(described(text, tmp_path / "whole", common))
+    rank_pool(before[0]).run(first_half, described(text, tmp_path, {**common, **before[1]}))
+    result = rank_pool(after[0]).run(second_half, described(text, tmp_path, {**common, **after[1]}))[0]
+    assert result == [pytest.approx(step, rel=1e-10) for step in whole[HALF:]]
+
+
+def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"training.precision": "bf16", "layout.data_parallel": "zero3", **SHORT})
+    whole = rank_pool(2).run(trajectory, run)
+    rank_pool(2).run(first_half, run)
+    assert rank_pool(2).run(second_half, run) == [result[HALF:] for result in whole]
+
+
+def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
+    under_way = trainer(run)
+    under_way.resume()
+    batches = prefetch(under_way.loader, under_way.step, run.training.steps)
+    records = [under_way.train_step(batches) for _ in range(under_way.step, run.training.steps)]
+    return [(record["learning_rate"], record["tokens"]) for record in records]
+
+
+def test_a_run_that_returns_with_other_ranks_warms_up_to_its_new_batch(text: Path, tmp_path: Path) -> None:
+    """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
+    the steps of a warm-up."""
+    training = {"training.batch_scaling": "linear", "training.base_dp_size": 2, **SHORT}
+    run = described(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.lr_schedule": "none"})
+    rank_pool(2).run(first_half, run)
+    rates, tokens = zip(*rank_pool(4).run(rates_and_tokens, run)[0], strict=True)
+    assert rates == pytest.approx([0.01 * factor for factor in (1.25, 1.5, 1.75, 2, 2)])
+    assert [after - before for before, after in pairwise(tokens)] == [2 * run.training.tokens_per_step] * (HALF - 1)
+    assert tokens[0] == HALF * run.training.tokens_per_step + 2 * run.training.tokens_per_step
+
+
+def three_steps_and_save(run: RunSpec) -> None:
+    under_way = trainer(run)
+    under_way.resume()
+    steps(under_way, under_way.step + 3)
+    under_way.save()
+    under_way.checkpointer.wait()
+
+
+def test_a_warm_up_to_new_rates_goes_on_after_a_restart(text: Path, tmp_path: Path) -> None:
+    changes = {"training.batch_scaling": "sqrt", "training.base_dp_size": 1, "optimizer.warmup_steps": 6}
+    whole, killed = (described(text, tmp_path / name, changes) for name in ("whole", "killed"))
+    for run in (whole, killed):
+        three_steps_and_save(run)
+    rank_pool(2).run(three_steps_and_save, killed)
+    rates = rank_pool(2).run(rates_and_tokens, whole)[0]
+    assert rank_pool(2).run(rates_and_tokens, killed)[0] == rates[3:]
+
+
+def command(run: RunSpec, file: Path, *more: str) -> list[str]:
+    file.write_text(to_toml(run))
+    return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", *more]
+
+
+def losses(directory: Path) -> list[tuple[int, float, float]]:
+    records = read_metrics(directory)
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
+
+
+def test_killed_and_resumed_repeats_the_uninterrupted_run(text: Path, tmp_path: Path) -> None:
+    """SIGKILL to the launcher at a random step, after a checkpoint exists: its ranks end with it."""
+    changes = {"training.steps": 100, "training.precision": "fp32", "checkpoint": {"every": 7}, "model": MOE}
+    whole = described(text, tmp_path / "whole", changes)
+    killed = described(text, tmp_path / "killed", changes)
+    subprocess.run(command(whole, tmp_path / "whole.toml"), check=True, capture_output=True, timeout=120)
+    directory = tmp_path / "killed" / "parity"
+    stop_at = random.Random().randint(15, 45)
+    process = subprocess.Popen(
+        command(killed, tmp_path / "killed.toml"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 100
+    while not (directory.exists() and len(losses(directory)) >= stop_at and checkpoints(directory / "checkpoints")):
+        assert process.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline, "the run did not reach the step"
+        time.sleep(0.01)
+    process.kill()
+    process.wait(timeout=30)
+    while is_running(directory):
+        assert time.monotonic() < deadline, "a rank outlives its launcher"
+        time.sleep(0.01)
+    assert len(losses(directory)) < 100
+    again = subprocess.run(
+        command(killed, tmp_path / "killed.toml", "--resume"), check=True, capture_output=True, text=True, timeout=120
+    )
+    assert "resumed after step" in again.stderr
+    assert losses(directory) == losses(tmp_path / "whole" / "parity")
+
+
+@pytest.fixture(scope="module")
+def saved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two checkpoints of one process."""
+    out = tmp_path_factory.mktemp("saved")
+    under_way = trainer(described(text, out, {"model": MOE}))
+    for last in (2, 4):
+        steps(under_way, last)
+        under_way.save()
+        under_way.checkpointer.wait()
+    return out / "parity" / "checkpoints"
+
+
+def test_whole_checkpoints_are_intact(saved: Path) -> None:
+    assert [path.name for path in checkpoints(saved)] == ["step-00000004", "step-00000002"]
+    assert (saved / "latest").read_text() == "step-00000004\n"
+    assert latest_valid(saved) == (saved / "step-00000004", {})
+
+
+@pytest.mark.parametrize("kind", ["shard", "rank", "manifest.json", "SHA256SUMS"])
+def test_one_flipped_bit_is_noticed(kind: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    newest = tmp_path / "copy" / "step-00000004"
+    (file,) = [path for path in newest.iterdir() if path.name.startswith(kind)]
+    whole = file.read_bytes()
+    generator = random.Random(kind)
+    places = range(len(whole) * 8) if kind == "SHA256SUMS" else [generator.randrange(len(whole) * 8) for _ in range(40)]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(bytes(flipped))
+        assert find_damage(newest) is not None, f"bit {place} of {file.name}"
+    checkpoint, damaged = latest_valid(tmp_path / "copy")
+    assert checkpoint == tmp_path / "copy" / "step-00000002"
+    assert list(damaged) == ["step-00000004"]
+    file.write_bytes(whole)
+    assert find_damage(newest) is None
+
+
+@pytest.mark.parametrize("harm", ["missing", "extra", "truncated", "empty", "no sums"])
+def test_other_damage_is_noticed(harm: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    newest = tmp_path / "copy" / "step-00000004"
+    shard = next(newest.glob("shard-*"))
+    if harm == "missing":
+        shard.unlink()
+    elif harm == "extra":
+        (newest / "more").touch()
+    elif harm == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif harm == "empty":
+        shard.write_bytes(b"")
+    else:
+        (newest / "SHA256SUMS").unlink()
+    assert find_damage(newest) is not None
+
+
+def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
+    """What is found on this rank, and the files that it looked at for that."""
+    seen: set[str] = set()
+    real = manifest.sha256
+    manifest.sha256 = lambda path: (seen.add(path.name), real(path))[1]
+    try:
+        return *latest_valid_checkpoint(directory), seen
+    finally:
+        manifest.sha256 = real
+
+
+def test_ranks_share_the_files_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """However much there is, none waits long for another; damage is found whoever looks at it."""
+    shutil.copytree(saved, tmp_path / "copy")
+    older, newest = (tmp_path / "copy" / name for name in ("step-00000002", "step-00000004"))
+    files = {file.name for file in newest.iterdir()} - {"SHA256SUMS"}
+    told = rank_pool(2).run(looked_at, tmp_path / "copy")
+    assert [found[:2] for found in told] == [(newest, {})] * 2
+    assert told[0][2] | told[1][2] == files
+    assert not told[0][2] & told[1][2]
+    for name in sorted(files):
+        shutil.rmtree(tmp_path / "copy")
+        shutil.copytree(saved, tmp_path / "copy")
+        file = newest / name
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        for checkpoint, damaged, _ in rank_pool(2).run(looked_at, tmp_path / "copy"):
+            assert checkpoint == older
+            assert damaged == {newest.name: f"checksum of {name} is wrong"}
+
+
+def test_a_checkpoint_without_a_ranks_part_is_not_published(text: Path, tmp_path: Path) -> None:
+    under_way = trainer(described(text, tmp_path, {}))
+    under_way.checkpointer.world_size = 2  # the other one has gone
+    under_way.save()
+    with pytest.raises(UserError, match="2 ranks wrote their parts, and those of 1 are there"):
+        under_way.checkpointer.wait()
+    assert not list(under_way.checkpointer.directory.iterdir())
+
+
+def test_an_old_checkpoint_that_somebody_reads_fails_no_save(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS a folder whose files are open is not empty when they are gone."""
+    under_way = trainer(described(text, tmp_path, {"checkpoint.keep": 1}))
+    rmdir = os.rmdir
+
+    def busy(path: Any, *more: Any, **named: Any) -> None:
+        if str(path).endswith("step-00000001"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmdir(path, *more, **named)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    for step in (1, 2, 3):
+        steps(under_way, step)
+        under_way.save()
+        under_way.checkpointer.wait()
+    kept = [path.name for path in checkpoints(under_way.checkpointer.directory)]
+    assert kept == ["step-00000003", "step-00000001"]
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
+    text: Path, saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    shard = next((tmp_path / "parity" / "checkpoints" / "step-00000004").glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(bytes(content))
+    run = described(text, tmp_path, {"model": MOE})
+    under_way = trainer(run)
+    resumed, damaged = under_way.resume()
+    assert (resumed, under_way.step) == (1, 2)
+    assert list(damaged) == ["step-00000004"]
+    assert "checksum" in damaged["step-00000004"]
+    assert steps(under_way, 4) == trajectory(described(text, tmp_path / "whole", {"model": MOE}))[2:4]
+    under_way.save()  # the same step once more
+    under_way.checkpointer.wait()
+    directory = tmp_path / "parity" / "checkpoints"
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "latest",
+        "step-00000002",
+        "step-00000004",
+        "step-00000004.damaged",
+    ]
+    assert (directory / "latest").read_text() == "step-00000004\n"
+    assert latest_valid(directory) == (directory / "step-00000004", {})
+    for step, aside in ((5, True), (6, False)):  # it stays until there are two newer ones
+        steps(under_way, step)
+        under_way.save()
+        under_way.checkpointer.wait()
+        assert (directory / "step-00000004.damaged").exists() == aside
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(text: Path, saved: Path, tmp_path: Path) -> None:
+    """Not at the second time either, when they have been set aside; before there are ranks, and in them."""
+    directory = tmp_path / "parity" / "checkpoints"
+    shutil.copytree(saved, directory)
+    for shard in directory.glob("step-*/shard-*"):
+        truncate_file(shard)
+    run = described(text, tmp_path, {"model": MOE})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"no intact checkpoint: step-00000002.damaged, step-00000004.damaged"):
+            trainer(run).resume()
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        preflight(run, 1, resume=True)
+    for aside in directory.glob("*.damaged"):
+        shutil.rmtree(aside)
+    assert trainer(run).resume() == (0, {})
+
+
+def test_an_unfinished_checkpoint_does_not_count_and_is_swept(text: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    (tmp_path / "parity" / "checkpoints" / "step-00000009.tmp").mkdir()
+    under_way = trainer(described(text, tmp_path, {"model": MOE}))
+    assert under_way.resume()[0]
+    assert under_way.step == 4
+    assert not list((tmp_path / "parity" / "checkpoints").glob("*.tmp"))
+
+
+def test_damaged_checkpoints_never_push_an_intact_one_out(text: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
+    under_way = trainer(described(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
+    assert under_way.resume()[0]
+    steps(under_way, 3)
+    under_way.save()
+    under_way.checkpointer.wait()
+    found = checkpoints(tmp_path / "parity" / "checkpoints")
+    assert [path.name for path in found] == ["step-00000003"]
+    assert find_damage(found[0]) is None
+
+
+def refused(run: RunSpec) -> UserError:
+    """What set-up says of a resume that cannot work; it must leave the run directory as it is."""
+    directory = Path(run.output_dir) / run.name
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with pytest.raises(UserError) as caught:
+        create_run(run, 1, resume=True)
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+    return caught.value
+
+
+def test_old_checkpoints_are_pruned(text: Path, tmp_path: Path) -> None:
+    under_way = trainer(described(text, tmp_path, {"checkpoint": {"keep": 2}}))
+    for last in (1, 2, 3):
+        steps(under_way, last)
+        under_way.save()
+    under_way.checkpointer.wait()
+    found = checkpoints(tmp_path / "parity" / "checkpoints")
+    assert [path.name for path in found] == ["step-00000003", "step-00000002"]
+
+
+OTHERS = {
+    "model.hidden_size": {"model": {**MOE, "hidden_size": 64}},
+    "model.moe.num_experts": {"model": {**MOE, "moe": {**MOE["moe"], "num_experts": 8}}},
+    "optimizer.name": {"model": MOE, "optimizer.name": "muon"},
+    "training.seed": {"model": MOE, "training.seed": 7},
+    "training.seq_len": {"model": MOE, "training.seq_len": 16},
+    "data": {"model": MOE, "data.train": [str(Path(logging.__file__).parent)]},
+}
+
+
+@pytest.mark.parametrize(("field", "changes"), OTHERS.items(), ids=OTHERS)
+def test_a_checkpoint_of_another_run_is_refused(
+    field: str, changes: Any, text: Path, saved: Path, tmp_path: Path
+) -> None:
+    """Before anything is written; and by a trainer that nobody set up."""
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    run = described(text, tmp_path, changes)
+    assert refused(run).field == field
+    with pytest.raises(UserError) as caught:
+        trainer(run).resume()
+    assert caught.value.field == field
+
+
+def test_a_broken_manifest_does_not_refuse_the_run(text: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
+    create_run(described(text, tmp_path, {"model": MOE}), 1, resume=True)
+
+
+def test_a_run_does_not_return_to_before_its_checkpoint(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {})
+    manifest = {"model": run.model.model_dump(mode="json"), "optimizer": "adamw", "step": run.training.steps}
+    check_manifest(run, manifest)
+    with pytest.raises(UserError, match=r"training.steps = 20: is less than the 21 steps that the run has done"):
+        check_manifest(run, {**manifest, "step": run.training.steps + 1})

@@ -1,0 +1,167 @@
+"""A loss beyond repair: the run goes back, and passes over the text that led there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.runs.events import read_events
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.run import RunSpec
+from phalanx.train import worker
+from phalanx.train.create_run import create_run
+from phalanx.train.guards.divergence import LEAST, LossSpikeDetector, count_rollbacks, record_rollback, steps_to_skip
+from phalanx.train.learner import MicroBatch
+from phalanx.train.trainer import Trainer
+from tests.helpers.small_runs import described, prepared_text, steps, trainer
+
+STEPS, EVERY, WRONG = 30, 6, 15
+CHANGES = {"training.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 9, "recovery.max_rollbacks": 2}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunSpec:
+    prepared_text()
+    return described(Path(json.__file__).parent, tmp_path, CHANGES)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: Any) -> None:
+    """Give these sequences of the text, counted from the run's beginning, other targets."""
+
+    class Spoiled(Trainer):
+        def _micro_batches(self, batch: Any) -> list[MicroBatch]:
+            micros = super()._micro_batches(batch)
+            if self.module.training and self.loader._first(self.step) in sequences:  # type: ignore[attr-defined]
+                return [replace(micro, targets=targets(micro.targets)) for micro in micros]
+            return micros
+
+    monkeypatch.setattr(worker, "Trainer", Spoiled)
+
+
+def learned(directory: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
+
+
+def backwards(targets: torch.Tensor) -> torch.Tensor:
+    return 256 - targets  # bytes that the model has never seen
+
+
+def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the checkpoint before it; what is learned then is what is learned without the text since."""
+    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
+    directory, wrong = create_run(run, 1, resume=False), (WRONG - 1) * 8
+    spoil(monkeypatch, range(wrong, wrong + 8), backwards)
+    assert worker.run_rank(directory, [], resume=True) == 0
+    (back,) = [event for event in read_events(directory) if event["what"] == "rolled back"]
+    assert (back["after"], back["to"]) == (WRONG, 12)
+    assert "times what it was before" in back["reason"]
+    one = trainer(described(Path(json.__file__).parent, tmp_path / "one", CHANGES))
+    before = steps(one, 12)
+    one.loader.skip_steps(WRONG - 12)
+    assert learned(directory) == before + steps(one, STEPS)
+
+
+def test_what_is_not_finite_is_gone_back_from(
+    run: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As often as is allowed; then the run ends. Before its first checkpoint it goes back to its beginning."""
+    training = run.training.model_copy(update={"max_nonfinite_steps": 2})
+    run = run.model_copy(update={"training": training})
+    directory = create_run(run, 1, resume=False)
+    forward = Trainer.forward_backward
+
+    def infinite(self: Trainer, micros: list[MicroBatch], told: Any) -> Any:
+        sums = forward(self, micros, told)
+        if self.loader._first(self.step) >= 3 * 8:  # type: ignore[attr-defined]
+            for parameter in self.module.parameters():
+                parameter.grad.fill_(torch.inf)
+        return sums
+
+    monkeypatch.setattr(Trainer, "forward_backward", infinite)
+    assert worker.run_rank(directory, [], resume=True) == 1
+    back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
+    assert back == [(5, 0), (2, 0)]
+    assert count_rollbacks(directory) == 2
+    assert steps_to_skip(directory, 0) == 7
+    said = capsys.readouterr().err
+    assert "going back to step 0; the text of steps 1 to 5 is passed over" in said
+    assert said.count("2 steps in a row were not finite") == 3
+
+
+def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
+    """Have the first update that ends this step ruin all weights."""
+    update, done = Trainer._update_or_skip, []
+
+    def ruined(self: Trainer, finite: bool) -> None:
+        update(self, finite)
+        if self.step == step - 1 and not done:
+            done.append(step)
+            for parameter in self.module.parameters():
+                parameter.data.mul_(factor)
+
+    monkeypatch.setattr(Trainer, "_update_or_skip", ruined)
+
+
+def returns(directory: Path) -> list[tuple[int, int]]:
+    return [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
+
+
+@pytest.mark.parametrize(
+    ("every", "back"),
+    [(2, [(10, 4)]), (1, [(10, 5), (10, 4)])],
+    ids=["nothing is saved since", "what the update left was saved"],
+)
+def test_weights_that_are_not_finite_are_left_behind(
+    every: int, back: list[tuple[int, int]], run: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
+    checkpoint = run.checkpoint.model_copy(update={"every": every})
+    training = run.training.model_copy(update={"max_nonfinite_steps": 5})
+    directory = create_run(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
+    ruin(monkeypatch, 5, float("nan"))
+    assert worker.run_rank(directory, [], resume=True) == 0
+    assert returns(directory) == back
+    assert all(torch.isfinite(torch.tensor(learned(directory)[-1])))
+
+
+def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After going back it is still known what loss was usual before."""
+    run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
+    directory = create_run(run, 1, resume=False)
+    ruin(monkeypatch, 12, 30.0)
+    assert worker.run_rank(directory, [], resume=True) == 0
+    assert returns(directory) == [(13, 12), (13, 6)]
+    losses = [loss for loss, _ in learned(directory)]
+    assert losses[-1] < losses[0]
+    assert (directory / "checkpoints" / "step-00000012.damaged").is_dir()
+
+
+def test_where_nothing_older_is_left_the_run_ends(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = run.training.model_copy(update={"max_nonfinite_steps": 2})
+    directory = create_run(run.model_copy(update={"training": training}), 1, resume=False)
+    ruin(monkeypatch, EVERY, float("nan"))
+    assert worker.run_rank(directory, [], resume=True) == 1
+    assert returns(directory) == [(8, 6)]
+
+
+def test_text_that_was_passed_over_before_counts_where_a_run_goes_back_further(tmp_path: Path) -> None:
+    record_rollback(tmp_path, 15, 12, "a spike")
+    assert (steps_to_skip(tmp_path, 12), steps_to_skip(tmp_path, 6)) == (3, 0)
+    record_rollback(tmp_path, 14, 12, "a spike")
+    assert steps_to_skip(tmp_path, 12) == 5
+    record_rollback(tmp_path, 13, 6, "a spike")
+    assert (steps_to_skip(tmp_path, 12), steps_to_skip(tmp_path, 6)) == (0, 12)
+
+
+def test_a_spike_is_against_what_is_usual() -> None:
+    losses = LossSpikeDetector(spike=2.0)
+    assert all(losses.spike_ratio(9.0 - step / 10) is None for step in range(LEAST))
+    assert losses.spike_ratio(16.0) is None
+    assert losses.spike_ratio(18.0) == pytest.approx(18 / 8.6, rel=0.02)
+    assert losses.spike_ratio(float("nan")) is None
+    assert all(LossSpikeDetector(spike=None).spike_ratio(loss) is None for loss in (*[1.0] * LEAST, 100.0))

@@ -1,0 +1,79 @@
+"""Steps looked at closely: which they are, and what is noted of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data.loader import prefetch
+from phalanx.spec.errors import UserError
+from phalanx.testing import rank_pool
+from phalanx.train.profiling.step_profiler import StepProfiler
+from phalanx.train.worker import profiled_steps
+from tests.helpers.small_runs import MOE, described, trainer
+
+
+def lines_of(run: Any, window: range, last: int, after: int = 0) -> list[dict[str, Any]]:
+    """What a rank notes of the steps up to `last`, of a run that went on after a step."""
+    under_way = trainer(run)
+    under_way.step = after
+    under_way.directory.mkdir(parents=True, exist_ok=True)
+    closely, batches, noted = StepProfiler(under_way, window), prefetch(under_way.loader, after, last), []
+    for _ in range(after, last):
+        record = closely(batches)
+        noted.append({**(under_way.step_record or {}), "closely": record.get("closely", False)})
+    return noted
+
+
+def test_the_first_step_that_is_like_all_others_is_metered(text: Path, tmp_path: Path) -> None:
+    noted = lines_of(described(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
+    assert [line["closely"] for line in noted] == [False, True, True, True, True, False]
+    assert ["spans" in line for line in noted] == [line["closely"] for line in noted]
+    assert [line["step"] for line in noted if "memory" in line] == [3]
+    [measured] = (tmp_path / "parity" / "measured").glob("*")
+    assert json.loads(measured.read_text())["held_bytes"]["optimizer"] > 0
+    for line in noted[1:5]:
+        assert sum(map(sum, line["expert_tokens"])) == 2 * 2 * 256  # of two layers, each token two experts
+        kinds = [kind for kind, *_ in line["spans"]]
+        assert sorted(kinds) == ["B"] * (len(kinds) // 2) + ["F"] * (len(kinds) // 2)
+
+
+def test_passes_of_a_step_lie_in_it_and_follow_each_other(text: Path, tmp_path: Path) -> None:
+    changes = {"layout.pp": 2, "layout.micro_batch_size": 1}
+    for noted in rank_pool(2).run(lines_of, described(text, tmp_path, changes), range(3, 5), 4):
+        line = noted[-1]
+        ends = [moment for *_, begun, ended in line["spans"] for moment in (begun, ended)]
+        assert ends == sorted(ends)
+        assert line["began"] <= ends[0]
+        assert ends[-1] <= line["began"] + line["seconds"]["data"] + line["seconds"]["passes"]
+        assert {what for what, *_ in line["waits"]} >= {"pipeline"}
+        assert {call["operation"] for call in line["collectives"]} >= {"send", "recv", "all_reduce"}
+
+
+def test_a_run_that_goes_on_looks_at_the_steps_that_are_left(text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"training.steps": 20})
+    under_way = trainer(run)
+    under_way.step = 11
+    assert profiled_steps(under_way, False, range(10, 14)) == range(12, 14)
+    assert not profiled_steps(under_way, False, range(3, 6))
+    assert profiled_steps(under_way, False, range(18, 30)) == range(18, 21)
+    assert profiled_steps(under_way, True, None) == range(14, 15)
+    assert not profiled_steps(under_way, False, None)
+    assert [line["step"] for line in lines_of(run, range(12, 15), last=15, after=11) if "memory" in line] == [14]
+
+
+WINDOW, EMPTY = "is not a window of steps", "is an empty window"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [("3", WINDOW), ("3:2", EMPTY), ("0:4", EMPTY), ("a:b", WINDOW), ("-1:2", WINDOW), ("3:4:5", WINDOW)],
+)
+def test_what_is_no_window_is_refused(steps: str, said: str) -> None:
+    from phalanx.runs.step_records import parse_step_range
+
+    with pytest.raises(UserError, match=said):
+        parse_step_range(steps)

@@ -1,0 +1,40 @@
+"""A run leaves nothing in a process that goes on: groups of ranks have threads, which slow down all that follows."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data.loader import prefetch
+from phalanx.spec.run import RunSpec
+from phalanx.testing import rank_pool
+from phalanx.train.profiling.step_profiler import metered_step
+from tests.helpers.small_runs import MOE, described, trainer
+
+PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "num_layers": 4}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    data: {"layout.data_parallel": data} for data in ("ddp", "zero1", "zero2", "zero3", "parameter_server")
+}
+LAYOUTS |= {axis: {f"layout.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp": PIPELINE}
+
+
+def freed(run: RunSpec) -> bool:
+    """Whether a trainer is gone after its last step, which was measured."""
+    under_way = trainer(run)
+    batches = prefetch(under_way.loader, 0, 2)
+    under_way.train_step(batches)
+    metered_step(under_way, batches)
+    left = weakref.ref(under_way.strategy)
+    del under_way, batches
+    gc.collect()
+    return left() is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_run_is_freed(layout: dict[str, Any], text: Path, tmp_path: Path) -> None:
+    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **layout})
+    assert rank_pool(2).run(freed, run) == [True, True]
