@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from phalanx.cost.estimate.memory import GIB
 from phalanx.plan.calibrate.calibrate import Calibration, calibrate, detect_cpu, predict_run, write_machine
-from phalanx.plan.calibrate.measured_run import LEAST_WAIT, MeasuredRun, read_measured_run
+from phalanx.plan.calibrate.measured_run import LEAST_WAIT, MeasuredRun
 from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, read_benchmark_file
 from phalanx.plan.predicted_vs_measured import compare_with_prediction
 from phalanx.plan.search.candidates import candidate_from_run
@@ -33,10 +32,12 @@ from phalanx.plan.search.evaluate import evaluate_layout
 from phalanx.plan.search.pipeline_simulation import simulate_candidate
 from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.report.facts import step_rows
+from phalanx.report.measured_run import read_measured_run, with_measured_parts
 from phalanx.report.run_data import read_run
-from phalanx.report.step_breakdown import step_times, with_measured_parts
+from phalanx.report.step_breakdown import step_times
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.files.load import load_machine
+from phalanx.spec.formatting import GIB
 
 MIB = 2**20
 LOOP, ACCURACY = Path(__file__).with_name("loop.md"), Path(__file__).parents[1] / "docs" / "accuracy.md"

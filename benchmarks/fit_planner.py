@@ -24,10 +24,11 @@ from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.cost.estimate import constants
 from phalanx.cost.estimate.constants import IntervalConstants, MemoryConstants, TimeConstants, bounds
 from phalanx.cost.estimate.job_table import JobTable, job_table
-from phalanx.cost.estimate.memory import GIB, estimate_memory, reserved_bytes
+from phalanx.cost.estimate.memory import estimate_memory, reserved_bytes
 from phalanx.cost.estimate.prediction_interval import KINDS, run_kind
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.tables.predict import best_choice_per_job
+from phalanx.spec.formatting import GIB
 
 FITTED = Path(__file__).parents[1] / "src" / "phalanx" / "cost" / "constants.toml"
 A_SOURCE_COUNTS = 12

@@ -19,7 +19,6 @@ from phalanx.spec.communication_groups import group_ranks
 from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.verify.plan_comparison import communication_group as planned_group
 from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, MOE, row
 from tests.helpers.small_runs import described
 
@@ -50,7 +49,7 @@ def groups_of(run: RunSpec) -> Groups:
         row(4, MOE, ep=2, data_parallel="zero3"),
         row(4, {**DENSE, "tie_embeddings": True}, pp=2, data_parallel="zero1", schedule="zb-h1"),
         row(4, MOE, pp=2, ep=2, data_parallel="zero1"),
-        row(4, pp=2, tp=2, rank_order="pipeline"),
+        row(4, pp=2, tp=2, rank_order="pipeline_outer"),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from phalanx.runs.hang_dumps import (
     write_dump,
     write_failure,
 )
-from phalanx.spec.layout import ParallelDims
+from phalanx.spec.degrees import ParallelDims
 from tests.helpers.hang_dumps import BUSY, WAITING, Op, Program, dump, run
 
 OPS = st.tuples(
@@ -98,7 +98,7 @@ def test_a_rank_that_stands_elsewhere_is_the_cause(sizes: ParallelDims, drawn: A
     found = diagnose_hang(on_gpus, {}, sizes).verdict  # type: ignore[arg-type]
     assert (found.kind, found.ranks) == ("silent", (rank,))
     other = dumps[(rank + 1) % sizes.world_size]
-    other["beside"] = {str(rank): "T"}
+    other["sibling_states"] = {str(rank): "T"}
     assert diagnose_hang(dumps, {}, sizes).verdict.kind == "stopped"
 
 
@@ -154,12 +154,12 @@ def test_what_all_found_together_blames_who_it_names() -> None:
     sizes = ParallelDims(1, 3, 1, 1, 1)
     reason = "step 4: a differs on rank 1"
     failures = {
-        rank: {"rank": rank, "reason": reason, "time": 9.0 - rank, "traceback": "...", "blamed": [1]}
+        rank: {"rank": rank, "reason": reason, "time": 9.0 - rank, "traceback": "...", "suspect_ranks": [1]}
         for rank in range(3)
     }
     found = diagnose_hang({}, failures, sizes).verdict
     assert (found.kind, found.ranks, found.summary) == ("error", (1,), reason)
-    nobody = {rank: {**record, "reason": "loss nan", "blamed": []} for rank, record in failures.items()}
+    nobody = {rank: {**record, "reason": "loss nan", "suspect_ranks": []} for rank, record in failures.items()}
     assert diagnose_hang({}, nobody, sizes).verdict.ranks == ()
 
 

@@ -74,7 +74,7 @@ LAYOUTS: list[tuple[int, Table]] = [
     row(4, TIED, pp=2, data_parallel="zero1", schedule="zb-h1"),
     row(4, pp=2, data_parallel="zero3", schedule="zb-v"),
     row(4, MOE, pp=2, cp=2, schedule="gpipe"),
-    row(8, pp=2, tp=2, data_parallel="zero1", rank_order="pipeline"),
+    row(8, pp=2, tp=2, data_parallel="zero1", rank_order="pipeline_outer"),
     row(8, pp=4, tp=2, schedule="zb-h1", **BF16),
     row(8, MOE, pp=2, ep=2, data_parallel="zero1"),
 ]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.elastic_agent import launch_ranks
-from phalanx.launch.process import report_and_exit_code, set_worker_environment
-from phalanx.runs.create import create_run
+from phalanx.launch.failures import report_and_exit_code
+from phalanx.launch.process import set_worker_environment
 from phalanx.testing.processes import SECONDS
+from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import described
 
 TIMEOUT = 6.0

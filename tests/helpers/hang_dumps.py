@@ -10,7 +10,7 @@ from phalanx.runs.hang_dumps import (
     STALLED,
     HangDump,
 )
-from phalanx.spec.layout import ParallelDims, process_groups
+from phalanx.spec.degrees import ParallelDims, process_groups
 
 WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
 BUSY = ("/x/mine/model.py", 7, "forward")
@@ -78,9 +78,9 @@ def dump(rank: int, sizes: ParallelDims, calls: Any, place: Any, **more: Any) ->
     found |= {
         "step": 3,
         "why": STALLED,
-        "stood_seconds": 1.0,
+        "stalled_seconds": 1.0,
         "stack": [place],
         "waiting": place is WAITING,
         "groups": named,
     }
-    return {**found, "calls": calls, "beside": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]
+    return {**found, "calls": calls, "sibling_states": {}, "oom_kills": 0, **more}  # type: ignore[return-value, typeddict-item]

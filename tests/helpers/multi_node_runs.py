@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from phalanx.data.prepare import prepare
-from phalanx.runs.create import to_toml
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
 from tests.helpers.small_runs import described, steps, trainer

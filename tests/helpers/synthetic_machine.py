@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.plan.calibrate.calibrate import (
-    MeasuredRun,
-    predict_run,
-)
+from phalanx.plan.calibrate.calibrate import predict_run
+from phalanx.plan.calibrate.measured_run import MeasuredRun
 from phalanx.spec.cluster import CalibrationSpec
 from phalanx.spec.files.load import load_machine, run_from_table
 from phalanx.spec.run import RunSpec

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.runs.create import to_toml
+from phalanx.spec.files.write import to_toml
 from tests.helpers.small_runs import DENSE, MOE, described
 
 SECONDS = 240
@@ -31,7 +31,7 @@ def two_ranks() -> Path:
 def hybrid() -> Path:
     """Four ranks: a pipeline of two stages, twice, under ZeRO-2, with experts; two steps were looked at closely."""
     layout = {"layout.data_parallel": "zero2", "layout.pp": 2, "layout.micro_batch_size": 1}
-    return trained("hybrid", 4, {"model": MOE, **layout}, "--trace-steps", "5:6", "--measure-memory")
+    return trained("hybrid", 4, {"model": MOE, **layout}, "--profile-steps", "5:6", "--profile-memory")
 
 
 def trained(name: str, ranks: int, changes: dict[str, Any], *options: str) -> Path:

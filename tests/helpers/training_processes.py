@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from phalanx.runs.create import to_toml
 from phalanx.runs.events import read_events
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from phalanx.train.loggers import read_metrics
 from tests.helpers.small_runs import described
 
 STEPS = 24

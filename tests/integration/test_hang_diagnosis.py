@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 
 from phalanx.debug.explain_run import explain_run
-from phalanx.debug.hang_analysis import Explanation
+from phalanx.debug.hang_evidence import Explanation
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED
 from phalanx.runs.hang_dumps import read_failures
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.testing.fault_injection import NotAllowed, memory_limited
 from phalanx.testing.processes import SECONDS, rank_pids
-from phalanx.train.loggers import read_metrics
 from tests.helpers.faulty_runs import TIMEOUT, directory_of, ended, started
 from tests.helpers.training_processes import wait_for_steps
 
@@ -57,7 +55,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "where", "waited"),
+    ("layout", "where", "wait_seconds"),
     [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "pipeline/p2p.py")],
     ids=["ddp", "pp"],
 )

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.testing.processes import wait_until
 from tests.helpers.multi_node_runs import nodes, of_one_process
 from tests.helpers.small_runs import DENSE

@@ -289,10 +289,10 @@ def test_the_command_shows_predicted_beside_measured(text: Path, tmp_path: Path)
         text, tmp_path, {"training.steps": 4, "layout.data_parallel": "zero2", "training.precision": "bf16"}
     )
     (tmp_path / "run.toml").write_text(to_toml(run))
-    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.toml"), "--nproc", "2", "--measure-memory"]
+    command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.toml"), "--nproc", "2", "--profile-memory"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     folder = tmp_path / "parity" / "measured"
-    rows = json.loads((folder / "beside.json").read_text())
+    rows = json.loads((folder / "comparison.json").read_text())
     for row in rows:
         assert f"{row['what']:14} {row['predicted']:>14,} {row['measured']:>14,}" in shown
-    assert sorted(path.name for path in folder.iterdir()) == ["beside.json", "rank-00000.json", "rank-00001.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["comparison.json", "rank-00000.json", "rank-00001.json"]

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.create import EXIT_STOPPED
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import LAYOUT_FILE
-from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from phalanx.train.loggers import read_metrics
 from tests.helpers.small_runs import described, steps, trainer
 from tests.helpers.training_processes import LONG, SHORT, STEPS, events, reaches, trained, training
 

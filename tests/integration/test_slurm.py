@@ -243,4 +243,4 @@ def test_a_job_of_two_nodes_goes_on_without_one(cluster: LocalSlurm, tmp_path: P
 
 
 def ranks_that_began(directory: Path, name: str) -> list[int]:
-    return [event["ranks"] for event in read_events(directory / name) if event["what"] == "began"]
+    return [event["ranks"] for event in read_events(directory / name) if event["what"] == "started"]

@@ -13,7 +13,7 @@ import pytest
 from phalanx.launch.elastic_agent import FailureAction
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.supervisor import FailurePolicy
-from phalanx.runs.events import BEGAN, FAILED, append_event, read_events
+from phalanx.runs.events import FAILED, STARTED, append_event, read_events
 from phalanx.runs.hang_dumps import write_dump
 from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import EXIT_STOPPED
@@ -50,7 +50,7 @@ def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:
     """All ranks were killed at once, again and again, but each start went on from later."""
     recovery = judge(tmp_path)
     for step in range(0, 60, 15):
-        append_event(tmp_path, BEGAN, ranks=2, step=step)
+        append_event(tmp_path, STARTED, ranks=2, step=step)
         assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.AGAIN
     assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.END
 
@@ -146,7 +146,9 @@ def test_the_rank_that_others_wait_for_is_left_out_not_the_one_that_says_so(seen
         then = recovery.decide({0: Ended(1)})
     assert then is FailureAction.END
     assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if seen else None)
-    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "left out"] == ([1] if seen else [])
+    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "rank_dropped"] == (
+        [1] if seen else []
+    )
 
 
 def test_ranks_that_were_told_to_stop_are_no_failure(tmp_path: Path) -> None:

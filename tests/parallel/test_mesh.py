@@ -28,8 +28,8 @@ TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
     ({"pp": 2}, 4, (2, 1, 2, 1, 1), [0, 0, 1, 1]),
     ({"pp": 2, "tp": 2}, 8, (2, 1, 2, 1, 2), [0, 0, 0, 0, 1, 1, 1, 1]),
     ({"pp": 2, "cp": 2, "tp": 2}, 8, (1, 1, 2, 2, 2), [0] * 8),
-    ({"pp": 2, "rank_order": "pipeline"}, 4, (2, 1, 2, 1, 1, 0, 1, True), [0, 1, 0, 1]),
-    ({"pp": 2, "tp": 2, "rank_order": "pipeline"}, 8, (2, 1, 2, 1, 2, 0, 1, True), [0, 0, 1, 1, 0, 0, 1, 1]),
+    ({"pp": 2, "rank_order": "pipeline_outer"}, 4, (2, 1, 2, 1, 1, 0, 1, True), [0, 1, 0, 1]),
+    ({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 8, (2, 1, 2, 1, 2, 0, 1, True), [0, 0, 1, 1, 0, 0, 1, 1]),
     ({"data_parallel": "hsdp", "dp_shard": 2, "tp": 2}, 8, (2, 2, 1, 1, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
 ]
 
@@ -74,7 +74,7 @@ def test_experts_are_among_the_ranks_of_a_stage() -> None:
     """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
     assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline"), 8)) == [
+    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline_outer"), 8)) == [
         (0, 1, 2, 3),
         (4, 5, 6, 7),
     ]
@@ -97,8 +97,8 @@ def made_groups(layout: Layout) -> dict[str, list[int]]:
     [
         {"pp": 2, "tp": 2, "ep": 2},
         {"pp": 2, "cp": 2, "ep": 4, "data_parallel": "zero3"},
-        {"pp": 2, "cp": 2, "ep": 2, "rank_order": "pipeline"},
-        {"pp": 2, "tp": 2, "ep": 4, "rank_order": "pipeline", "data_parallel": "zero1"},
+        {"pp": 2, "cp": 2, "ep": 2, "rank_order": "pipeline_outer"},
+        {"pp": 2, "tp": 2, "ep": 4, "rank_order": "pipeline_outer", "data_parallel": "zero1"},
         {"cp": 2, "tp": 2, "ep": 4, "data_parallel": "zero1"},
         {"ep": 2, "data_parallel": "hsdp", "dp_shard": 4},
         {"ep": 2, "tp": 2, "data_parallel": "hsdp", "dp_shard": 2},

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.cost.exact.pipeline_split import check_layout
+from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.schedule.registry import PUBLISHED
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.exact.pipeline_split import check_pipeline
+from phalanx.cost.exact.layout_checks import check_pipeline
 from phalanx.schedule.registry import load_schedule_csv
 from phalanx.schedule.schedule import to_csv
 from phalanx.schedule.search import search_schedule
@@ -269,7 +269,7 @@ ROWS += [
         4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero3"
     ),
 ]
-OUTERMOST = {"layout__rank_order": "pipeline"}
+OUTERMOST = {"layout__rank_order": "pipeline_outer"}
 ROWS += [
     pipeline("zb-v", 2, 4, layout__data_parallel="zero1", **OUTERMOST),
     expert(2, 4, ("deep-moe",), layout__pp=2, layout__data_parallel="zero3", **OUTERMOST),

@@ -72,7 +72,7 @@ def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> RunData:
         now = wrong if step >= wrong.since else Wrong()
         noise = {rank: float(chance.normal(1, 0.03)) for rank in range(ranks)}
         for rank, line in one_step(run, ranks, now, noise).items():
-            lines[rank].append({"step": step, "began": float(step), "peak_memory_bytes": 1, **line})
+            lines[rank].append({"step": step, "start": float(step), "peak_memory_bytes": 1, **line})
     records = {rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)}
     return RunData(Path("run"), run, ranks, 0, records, [], {}, [])
 
@@ -94,7 +94,7 @@ def one_step(run: RunSpec, ranks: int, wrong: Wrong, noise: dict[int, float]) ->
                 "optimizer": wrong.update,
             },
             "stages": stages[rank],
-            "waited": {"data": 0.0, "passes": 0.0, "reduce": reduce, "optimizer": 0.0, "pipeline": waits[rank]},
+            "wait_seconds": {"data": 0.0, "passes": 0.0, "reduce": reduce, "optimizer": 0.0, "pipeline": waits[rank]},
         }
         if run.layout.ep > 1:
             hot = max(wrong.rows, key=lambda rank: wrong.rows[rank], default=0)

@@ -7,8 +7,9 @@ import pytest
 
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.collective_times import collective_times
-from phalanx.report.run_data import RankRecord, RunData, read_run
-from phalanx.report.step_breakdown import with_measured_parts
+from phalanx.report.measured_run import read_measured_run, with_measured_parts
+from phalanx.report.run_data import RunData, read_run
+from phalanx.report.run_files import RankRecord
 from tests.helpers import trained_runs
 
 
@@ -17,11 +18,11 @@ def call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -
     spent = exposed * ((ended or began) - began)
     return {
         "operation": "all_gather",
-        "made_of": "all_gather",
+        "executed_as": "all_gather",
         "group": [1, 3],
         "bytes": 64,
-        "began": began,
-        "ended": ended,
+        "start": began,
+        "end": ended,
         "exposed": spent,
         **more,
     }

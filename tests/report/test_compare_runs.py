@@ -38,7 +38,7 @@ def test_losses_are_compared_step_by_step(two):
 
 def test_measures_stand_under_one_name_with_ratios_to_the_first(two, four):
     rows = {row["what"]: row for row in compare_runs([two, four])["rows"]}
-    of = [next(row["measured"] for row in each["beside"] if row["what"] == "step") for each in (two, four)]
+    of = [next(row["measured"] for row in each["comparison"] if row["what"] == "step") for each in (two, four)]
     assert rows["step"]["measured"] == of
     assert rows["step"]["ratio"] == [1.0, of[1] / of[0]]
     assert rows["bubble"]["measured"][0] is None  # the first has no pipeline

@@ -130,7 +130,7 @@ def test_measured_files_that_are_not_whole_are_left_out(file, text, tmp_path):
     (directory / "measured" / file).write_text(text)
     (found,) = known("report", directory)["runs"]
     assert f"measured/{file} cannot be read" in found["problems"]
-    assert {row["role"] for row in found["beside"]} == {"", "pp0", "pp1"}
+    assert {row["role"] for row in found["comparison"]} == {"", "pp0", "pp1"}
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch])
@@ -151,11 +151,11 @@ def _rewritten(file: Path, change: Callable[[dict], dict]) -> None:
 def test_a_gpu_whose_host_does_not_wait_has_the_same_bubble(tmp_path):
     directory = copied(hybrid(), tmp_path)
     for file in (directory / "trace").glob("*"):
-        _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "waited"})
+        _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "wait_seconds"})
     whole, blind = (report_facts(read_run(run)) for run in (hybrid(), directory))
-    bubbles = [row["measured"] for of in (whole, blind) for row in of["beside"] if row["what"] == "bubble"]
+    bubbles = [row["measured"] for of in (whole, blind) for row in of["comparison"] if row["what"] == "bubble"]
     assert bubbles[0] == bubbles[1] > 0
-    assert "exposed communication" not in {row["what"] for row in blind["beside"]}
+    assert "exposed communication" not in {row["what"] for row in blind["comparison"]}
     assert "communication" not in {finding["kind"] for finding in blind["findings"]}
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_goes_on_with_other_ranks_is_not_held_against_what_the_first_
             file.write_text(file.read_text() + json.dumps(opening) + "\n")
     found = report_facts(read_run(directory))
     assert found["run"]["ranks"] == 2
-    assert {row["role"] for row in found["beside"]} == set()
+    assert {row["role"] for row in found["comparison"]} == set()
 
 
 def test_a_layout_that_these_ranks_cannot_have_is_said(tmp_path):

@@ -57,7 +57,7 @@ def node(swarm: tuple[RunSpec, Path], tmp_path: Path) -> Path:
 
 
 def row(found: dict[str, Any], role: str, what: str) -> dict[str, Any]:
-    (only,) = [row for row in found["beside"] if (row["role"], row["what"]) == (role, what)]
+    (only,) = [row for row in found["comparison"] if (row["role"], row["what"]) == (role, what)]
     return only
 
 

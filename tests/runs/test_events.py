@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from phalanx.runs.events import (
-    BEGAN,
-    ENDED,
     EVENTS_FILE,
     FAILED,
+    FINISHED,
     REQUIRED_FIELDS,
     ROLLED_BACK,
+    STARTED,
     active_seconds_until,
     append_event,
     describe_failures,
@@ -24,36 +24,36 @@ from phalanx.runs.events import (
 
 def test_time_between_an_end_and_a_start_is_nobodys() -> None:
     """Ten seconds of training, five of starting again, twenty of training; the night between does not count."""
-    times = [(0.0, BEGAN), (10.0, FAILED), (15.0, BEGAN), (35.0, ENDED), (9035.0, BEGAN), (9040.0, FAILED)]
+    times = [(0.0, STARTED), (10.0, FAILED), (15.0, STARTED), (35.0, FINISHED), (9035.0, STARTED), (9040.0, FAILED)]
     events = [{"time": time, "what": what} for time, what in times]
-    assert active_seconds_until(events, BEGAN) == 35
+    assert active_seconds_until(events, STARTED) == 35
     assert active_seconds_until(events, FAILED) == 40
-    assert active_seconds_until(events[:1], BEGAN) == 0
-    assert active_seconds_until([], BEGAN) == 0
+    assert active_seconds_until(events[:1], STARTED) == 0
+    assert active_seconds_until([], STARTED) == 0
 
 
 def test_time_in_which_nobody_was_there_is_nobodys() -> None:
     """A launcher gave up on Friday, another was killed on Monday, and both runs were started again by hand."""
 
     def began(time: float, launcher: int, alive_until: float | None = None) -> dict[str, Any]:
-        found = {"what": BEGAN, "time": time, "host": "a", "launcher": launcher}
+        found = {"what": STARTED, "time": time, "host": "a", "launcher": launcher}
         return found if alive_until is None else {**found, "alive_until": alive_until}
 
     failed = {"what": FAILED, "time": 100.0}
-    assert active_seconds_until([began(0, 1), failed, began(103, 1, 99)], BEGAN) == 103  # the same one starts again
-    assert active_seconds_until([began(0, 1), failed, began(9000, 2, 99)], BEGAN) == 100
-    assert active_seconds_until([began(0, 1), began(9000, 2, 150)], BEGAN) == 150  # killed without a word
-    assert active_seconds_until([began(0, 1), began(9000, 2, -5)], BEGAN) == 0
+    assert active_seconds_until([began(0, 1), failed, began(103, 1, 99)], STARTED) == 103  # the same one starts again
+    assert active_seconds_until([began(0, 1), failed, began(9000, 2, 99)], STARTED) == 100
+    assert active_seconds_until([began(0, 1), began(9000, 2, 150)], STARTED) == 150  # killed without a word
+    assert active_seconds_until([began(0, 1), began(9000, 2, -5)], STARTED) == 0
 
 
 def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
     """As a full disk leaves it."""
-    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, STARTED, ranks=2, step=0)
     append_event(tmp_path, FAILED, rank=1, step=7, reason="was killed")
     with (tmp_path / EVENTS_FILE).open("a") as file:
         file.write('{"time": 12')
-    assert [(event["what"], event["step"]) for event in read_events(tmp_path)] == [(BEGAN, 0), (FAILED, 7)]
-    append_event(tmp_path, BEGAN, ranks=2, step=5)
+    assert [(event["what"], event["step"]) for event in read_events(tmp_path)] == [(STARTED, 0), (FAILED, 7)]
+    append_event(tmp_path, STARTED, ranks=2, step=5)
     assert [event["step"] for event in read_events(tmp_path)] == [0, 7, 5]
     count, seconds = failure_count_and_uptime(tmp_path)
     assert count == 1
@@ -64,17 +64,17 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
     ("happened", "count"),
     [
         ([], 0),
-        ([BEGAN], 0),
-        ([BEGAN, FAILED], 1),
-        ([BEGAN, FAILED, BEGAN], 1),
-        ([BEGAN, BEGAN], 1),  # a node was killed, and nobody was left to say so
-        ([BEGAN, FAILED, FAILED, BEGAN], 2),  # ranks were killed before they had begun anew
-        ([BEGAN, ENDED, BEGAN], 0),
-        ([BEGAN, ROLLED_BACK, BEGAN], 0),
+        ([STARTED], 0),
+        ([STARTED, FAILED], 1),
+        ([STARTED, FAILED, STARTED], 1),
+        ([STARTED, STARTED], 1),  # a node was killed, and nobody was left to say so
+        ([STARTED, FAILED, FAILED, STARTED], 2),  # ranks were killed before they had begun anew
+        ([STARTED, FINISHED, STARTED], 0),
+        ([STARTED, ROLLED_BACK, STARTED], 0),
         ([FAILED], 1),
-        ([FAILED, BEGAN], 1),
-        ([BEGAN, FAILED, "left out"], 1),
-        ([BEGAN, FAILED, "left out", BEGAN, FAILED], 2),
+        ([FAILED, STARTED], 1),
+        ([STARTED, FAILED, "rank_dropped"], 1),
+        ([STARTED, FAILED, "rank_dropped", STARTED, FAILED], 2),
     ],
 )
 def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_pat
 
 
 def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: Path) -> None:
-    append_event(tmp_path, BEGAN, ranks=4, step=0)
+    append_event(tmp_path, STARTED, ranks=4, step=0)
     append_event(tmp_path, FAILED, rank=0, step=7, reason="lost ranks of another node", here=False)
     append_event(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
     append_event(tmp_path, FAILED, rank=1, step=7, reason="lost ranks of another node", here=False)
     assert failure_count_and_uptime(tmp_path)[0] == 1
-    append_event(tmp_path, BEGAN, ranks=4, step=5)
+    append_event(tmp_path, STARTED, ranks=4, step=5)
     append_event(tmp_path, FAILED, rank=0, step=9, reason="lost ranks of another node", here=False)
     first, second = describe_failures(read_events(tmp_path), but_last=False)
     assert first.endswith(": rank 2 was killed, step 7")
@@ -101,14 +101,14 @@ def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: 
 
 
 def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
-    append_event(tmp_path / "gone", BEGAN, step=0)
+    append_event(tmp_path / "gone", STARTED, step=0)
     assert read_events(tmp_path / "gone") == []
 
 
 def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     """Of whatever kind: nobody who reads them is to fail by them."""
-    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, STARTED, ranks=2, step=0)
     with (tmp_path / EVENTS_FILE).open("ab") as file:
         file.write(b'\xff\xfe\n1\n[]\n{"what": "began", "time": 2.0}\n{"what": []}\n{"what": "failed"}\n')
-    append_event(tmp_path, ENDED, step=3)
-    assert [event["what"] for event in read_events(tmp_path)] == [BEGAN, ENDED]
+    append_event(tmp_path, FINISHED, step=3)
+    assert [event["what"] for event in read_events(tmp_path)] == [STARTED, FINISHED]

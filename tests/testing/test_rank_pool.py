@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from phalanx.spec.errors import UserError
-from phalanx.testing import RankError, rank_pool
+from phalanx.testing import rank_pool
+from phalanx.testing.rank_failure import RankError
 from phalanx.testing.rank_pool import GROWN_BYTES
 
 KEPT = []

@@ -22,6 +22,7 @@ from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.launch.failures import read_failures
+from phalanx.runs.errors import DivergenceError
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from phalanx.spec.files.write import to_toml
@@ -30,7 +31,7 @@ from phalanx.testing.processes import rank_pids, wait_until
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
-from phalanx.train.trainer import DivergenceError, Trainer
+from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import MOE, described, steps, trainer
 from tests.helpers.training_processes import wait_for_steps
 

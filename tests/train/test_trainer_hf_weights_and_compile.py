@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.data.loader import IGNORE_INDEX, prefetch
+from phalanx.data.loader import prefetch
+from phalanx.data.packing import IGNORE_INDEX
 from tests.helpers.small_runs import DENSE, described, steps, trainer
 
 

@@ -55,7 +55,7 @@ def measure(run: RunSpec) -> Table:
 
 def sent(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:
     """Calls and bytes by operation, what did it, and group."""
-    return {(r["operation"], r["made_of"], tuple(r["group"])): (r["calls"], r["bytes"]) for r in rows}
+    return {(r["operation"], r["executed_as"], tuple(r["group"])): (r["calls"], r["bytes"]) for r in rows}
 
 
 CASES = [

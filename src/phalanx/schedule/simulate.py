@@ -144,6 +144,7 @@ def micro_batches_held(schedule: Schedule, rank: int) -> list[int]:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> Fraction:
-    """The most that `micro_batches_held` gives, in micro-batches of all of the rank's stages together: a rank of 1F1B that holds
-    4 micro-batches has 4, and one that holds 4 micro-batches of one of its two stages has 2."""
+    """Return the maximum of `micro_batches_held`, in micro-batches of all of the rank's stages together.
+
+    A rank of 1F1B that holds 4 micro-batches has 4; one that holds 4 micro-batches of one of its two stages has 2."""
     return Fraction(max(micro_batches_held(schedule, rank), default=0), len(schedule.stages_of(rank)))

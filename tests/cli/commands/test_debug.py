@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.runs.events import BEGAN, ENDED, FAILED, QUARANTINED, ROLLED_BACK, append_event
+from phalanx.runs.events import FAILED, FINISHED, QUARANTINED, ROLLED_BACK, STARTED, append_event
 from phalanx.runs.hang_dumps import write_dump, write_failure
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import write_effective_layout
-from phalanx.spec.layout import Layout, ParallelDims
+from phalanx.spec.layout import Layout
 from tests.helpers.cli_runner import known, shown
 from tests.helpers.hang_dumps import Op, run
 
@@ -62,10 +62,10 @@ def test_a_run_that_left_nothing_is_not_explained(tmp_path: Path) -> None:
 def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> None:
     """Ranks that were started again have taken their words away."""
     (tmp_path / "run.toml").write_text(RUN)
-    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, STARTED, ranks=2, step=0)
     verdict = ["why: rank 1 (dp=1) was stopped (SIGSTOP)", "details: phalanx debug runs/first"]
     append_event(tmp_path, FAILED, rank=0, step=41, reason="RuntimeError: Timed out", verdict=verdict)
-    append_event(tmp_path, BEGAN, ranks=2, step=40)
+    append_event(tmp_path, STARTED, ranks=2, step=40)
     held = acquire_run_lock(tmp_path)
     assert held is not None
     first, _, before, *_ = shown("debug", tmp_path).splitlines()
@@ -92,12 +92,12 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
     append_event(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
     assert "before: " in shown("debug", tmp_path)
     assert ": a spike; from step 47 to step 40" in shown("debug", tmp_path)
-    append_event(tmp_path, ENDED, step=49)
+    append_event(tmp_path, FINISHED, step=49)
     assert "left no word" not in shown("debug", tmp_path)
     assert shown("debug", tmp_path).startswith(
         "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
     )
-    append_event(tmp_path, ENDED, step=50)
+    append_event(tmp_path, FINISHED, step=50)
     assert shown("debug", tmp_path).startswith("the run ended in order, after step 50")
     reason = "DistStoreError: Timed out"
     write_failure(tmp_path, {"rank": 1, "step": 50, "time": 1.0, "reason": reason, "code": 1, "traceback": "..."})
@@ -106,10 +106,10 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
 
 def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -> None:
     """What broke it before is no word on what its ranks stand in now."""
-    append_event(directory, BEGAN, ranks=3, step=0)
+    append_event(directory, STARTED, ranks=3, step=0)
     append_event(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
     assert "before: " not in shown("debug", directory)
-    append_event(directory, BEGAN, ranks=3, step=5)
+    append_event(directory, STARTED, ranks=3, step=5)
     said = shown("debug", directory)
     assert "rank 1 (dp=1) called all_gather" in said
     assert "before: " in said
@@ -127,5 +127,5 @@ def test_coordinates_of_a_rank_that_failed_alone(tmp_path: Path) -> None:
     """It says nothing of how many ranks there were."""
     (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
     write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
-    append_event(tmp_path, BEGAN, ranks=4, step=0)
+    append_event(tmp_path, STARTED, ranks=4, step=0)
     assert shown("debug", tmp_path).startswith("rank 1 (pp=0, tp=1) failed by itself: ValueError: its own")

@@ -55,9 +55,9 @@ def cpu_run(tmp_path: Path) -> Path:
 
 
 def test_a_machine_that_is_well(h100: Path, run: Path) -> None:
-    out = shown(run, "--sysroot", h100)
+    out = shown(run, "--from-snapshot", h100)
     assert out.splitlines()[-1].startswith("node1: 0 failures, 0 warnings, ")
-    found = known(run, "--sysroot", h100)
+    found = known(run, "--from-snapshot", h100)
     assert found["exit_code"] == 0
     assert all(set(each) == KEYS for each in found["findings"])
     assert {each["host"] for each in found["findings"]} == {"node1"}
@@ -66,7 +66,7 @@ def test_a_machine_that_is_well(h100: Path, run: Path) -> None:
 def test_a_fault_comes_first_with_what_to_do(h100: Path) -> None:
     (h100 / "sys/class/infiniband/mlx5_6/ports/1/rate").write_text("200 Gb/sec (4X HDR)\n")
     (h100 / "sys/class/net/ens3np0/ecn/roce_np/cnp_802p_prio").write_text("3\n")
-    lines = shown("--sysroot", h100, exit_code=2).splitlines()
+    lines = shown("--from-snapshot", h100, exit_code=2).splitlines()
     assert lines[0].split()[:2] == ["finding", "device"]
     assert lines[1].startswith("FAIL  rdma.rate")
     assert "mlx5_6" in lines[1]
@@ -78,18 +78,18 @@ def test_a_fault_comes_first_with_what_to_do(h100: Path) -> None:
 
 def test_exit_codes(h100: Path, tmp_path: Path) -> None:
     (h100 / "proc/sys/kernel/numa_balancing").write_text("1\n")
-    assert known("--sysroot", h100, exit_code=1)["exit_code"] == 1
+    assert known("--from-snapshot", h100, exit_code=1)["exit_code"] == 1
     nothing = tmp_path / "nothing"
     nothing.mkdir()
-    assert {each["severity"] for each in known("--sysroot", nothing, exit_code=3)["findings"]} == {"SKIP"}
+    assert {each["severity"] for each in known("--from-snapshot", nothing, exit_code=3)["findings"]} == {"SKIP"}
 
 
 def test_a_run_that_the_machine_is_too_small_for(run: Path, h100: Path) -> None:
     """On two GPUs zero3 does not fit; and the run asks for GPUs where the captured machine has none."""
     two = ("--nproc", 1, "--set", "cluster.nodes=2")
-    found = known(run, "--sysroot", h100, *two, exit_code=2)["findings"]
+    found = known(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
     assert {each["id"] for each in found if each["severity"] == "FAIL"} == {"gpu.headroom"}
-    found = known(run, "--sysroot", CPU, exit_code=2)["findings"]
+    found = known(run, "--from-snapshot", CPU, exit_code=2)["findings"]
     assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
 
 
@@ -100,7 +100,7 @@ def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 def test_a_layout_that_cannot_be_is_refused(run: Path, h100: Path) -> None:
     with pytest.raises(UserError, match="does not divide"):
-        shown(run, "--sysroot", h100, "--set", "layout.tp=3")
+        shown(run, "--from-snapshot", h100, "--set", "layout.tp=3")
 
 
 def test_nodes_are_gathered(run: Path, h100: Path, tmp_path: Path) -> None:
@@ -109,8 +109,10 @@ def test_nodes_are_gathered(run: Path, h100: Path, tmp_path: Path) -> None:
         (h100 / "proc/sys/kernel/hostname").write_text(f"{host}\n")
         if host == "node3":
             (h100 / "sys/class/net/ens3np0/mtu").write_text("4200\n")
-        cli_runner.shown("doctor", "--sysroot", h100, "--leave", health, exit_code=2 if host == "node3" else 0)
-    said = shown(run, "--gather", health, exit_code=2)
+        cli_runner.shown(
+            "doctor", "--from-snapshot", h100, "--save-report", health, exit_code=2 if host == "node3" else 0
+        )
+    said = shown(run, "--compare-reports", health, exit_code=2)
     assert "leave out: --exclude=node3" in said
     assert (health / "failing_nodes.txt").read_text() == "node3\n"
     found = json.loads((health / "findings.json").read_text())
@@ -118,20 +120,20 @@ def test_nodes_are_gathered(run: Path, h100: Path, tmp_path: Path) -> None:
     assert wrong == [("nodes.drift_breaks", "node3", "RDMA MTU"), ("mtu.same", "node3", "ens3np0")]
     page = (health / "findings.md").read_text()
     assert "| FAIL | mtu.same | node3 | ens3np0 | 4200 bytes | 9000 |" in page
-    missing = known(run, "--gather", health, "--set", "cluster.nodes=4", exit_code=2)["findings"]
+    missing = known(run, "--compare-reports", health, "--set", "cluster.nodes=4", exit_code=2)["findings"]
     assert missing[0]["id"] == "nodes.missing"
 
 
 def test_the_topology_goes_to_placement(h100: Path, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.txt"
-    said = cli_runner.noted("doctor", "--sysroot", h100, "--topology", file)
+    said = cli_runner.noted("doctor", "--from-snapshot", h100, "--topology", file)
     assert f"phalanx placement RUN.toml --topology {file}" in said
     node = read_topology(file)
     assert (len(node.gpus), node.nics[0], node.nvlinks[0]) == (8, "mlx5_0", 18)
     facts = cli_runner.known("placement", run, "--ranks", 16, "--topology", file)
     assert {nic["nic"] for nic in facts["nics"]} == {f"mlx5_{i}" for i in range(8)}
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        shown("--sysroot", CPU, "--topology", file)
+        shown("--from-snapshot", CPU, "--topology", file)
 
 
 def test_ranks_of_this_machine_check_what_a_run_sends(cpu_run: Path) -> None:
@@ -167,15 +169,15 @@ def test_collectives_that_cannot_be_are_refused(cpu_run: Path) -> None:
 
 
 def test_ranks_alone_ask_for_no_gpu() -> None:
-    assert known("--sysroot", CPU, "--nproc", 2)["exit_code"] == 0
+    assert known("--from-snapshot", CPU, "--nproc", 2)["exit_code"] == 0
 
 
 def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
     for words, problem in (
         (["--collectives"], "needs a run file"),
-        (["--sysroot", CPU, "--gather", tmp_path], "do not go together"),
-        (["--sysroot", tmp_path / "nowhere"], "is no directory"),
-        (["--gather", tmp_path], "has no"),
+        (["--from-snapshot", CPU, "--compare-reports", tmp_path], "do not go together"),
+        (["--from-snapshot", tmp_path / "nowhere"], "is no directory"),
+        (["--compare-reports", tmp_path], "has no"),
         ([tmp_path / "nothing.toml"], "nothing.toml"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -184,7 +186,7 @@ def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
 
 def test_it_needs_no_torch_here() -> None:
     """A process of its own imports it, in its own time."""
-    assert "torch" not in cli_runner.imported("doctor", "--sysroot", CPU)
+    assert "torch" not in cli_runner.imported("doctor", "--from-snapshot", CPU)
 
 
 def test_the_page_has_the_rules_of_the_code() -> None:

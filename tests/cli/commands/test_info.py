@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from phalanx.cli.commands.info import format_si
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_si
 from tests.helpers import cli_runner
 
 shown = partial(cli_runner.shown, "info")

@@ -284,7 +284,7 @@ def test_the_check_counts_on_all_nodes(file: Path, tmp_path: Path) -> None:
     h100_snapshot.write(tmp_path / "node")
     [check] = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec.template.spec.init_containers
     assert check.args[0] == "/etc/phalanx/run.toml"
-    assert "0 failures" in shown("doctor", file, *check.args[1:], "--quick", "--sysroot", tmp_path / "node")
+    assert "0 failures" in shown("doctor", file, *check.args[1:], "--quick", "--from-snapshot", tmp_path / "node")
     for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
         assert f" {shlex.join(check.args[1:])}" in written(file, to, "--nodes", "2", *options)
 

@@ -62,7 +62,7 @@ def test_what_is_no_range_of_sizes_is_said(text: str) -> None:
         (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': has no meaning for matmul"),
         (("collectives", "{run}", "--nproc", 1), "--nproc = 1: leaves nobody to send to"),
         (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2: does not divide the ranks that compute"),
-        (("{run}", "--nproc", 2, "--set", "cluster.nodes=2"), "cluster.nodes = 2: phalanx measure starts the ranks of"),
+        (("{run}", "--nproc", 2, "--set", "cluster.nodes=2"), "cluster.nodes = 2: phalanx bench starts the ranks of"),
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
     ],
 )

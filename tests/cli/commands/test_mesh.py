@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.spec.layout import Layout, parallel_dims, process_groups
+from phalanx.spec.degrees import parallel_dims, process_groups
+from phalanx.spec.layout import Layout
 from tests.helpers import cli_runner
 
 shown = partial(cli_runner.shown, "mesh")

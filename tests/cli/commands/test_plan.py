@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.commands.plan import run_on_cluster
-from phalanx.cost.estimate.memory import GIB
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.search.evaluate import parse_layout
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.formatting import GIB
 from tests.helpers import cli_runner
 from tests.helpers.published_rows import ROW
 from tests.helpers.svg_elements import written

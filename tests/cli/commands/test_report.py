@@ -25,7 +25,7 @@ def test_the_terminal_has_the_verdict_and_every_number(found):
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert formatting.bottleneck_headline(found["verdict"]) in text
     assert f"change first: {found['verdict']['suggestion']}" in text
-    for _, rows in formatting.group_rows(found["beside"]):
+    for _, rows in formatting.group_rows(found["comparison"]):
         for row in rows:
             numbers = [formatting.format_number(row[which], row["unit"]) for which in ("predicted", "measured")]
             assert f"{formatting.row_label(row)} {' '.join(numbers)} {formatting.format_ratio(row['ratio'])}" in lines

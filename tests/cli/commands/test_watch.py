@@ -25,7 +25,7 @@ from phalanx.report import formatting
 from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
-from phalanx.runs.events import BEGAN, ENDED, FAILED, append_event
+from phalanx.runs.events import FAILED, FINISHED, STARTED, append_event
 from phalanx.spec.errors import UserError
 from tests.helpers.cli_runner import shown
 from tests.helpers.trained_runs import SECONDS, command, copied, environment, hybrid, run_file, two_ranks, wait
@@ -75,7 +75,7 @@ def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
             failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
             assert process.stderr.readline() == failed
             (broken / "failures" / "rank-00001.json").unlink()
-            append_event(broken, BEGAN, step=5, ranks=2)  # and its lock is not held yet
+            append_event(broken, STARTED, step=5, ranks=2)  # and its lock is not held yet
             assert "it was ended there; it broke off once and went on" in process.stderr.readline()
             shutil.copy(two_ranks() / "metrics.jsonl", broken)
             said, more = process.communicate(timeout=60)
@@ -89,7 +89,7 @@ def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
 def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
     """By what it says, or by its silence."""
     if ended:
-        append_event(broken, ENDED, step=5)
+        append_event(broken, FINISHED, step=5)
     else:
         for file in broken.rglob("*"):
             os.utime(file, (1e9, 1e9))

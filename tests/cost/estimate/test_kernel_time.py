@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.estimate.kernel_time import attention_seconds, linear_seconds, matmul_seconds, memory_pass_seconds
+from phalanx.cost.kinds import AttentionKernel
 from tests.helpers.job_tables import job, jobs
 
 C = time_constants()

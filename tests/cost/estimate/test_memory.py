@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.estimate.constants import memory_constants
-from phalanx.cost.estimate.memory import GIB, estimate_memory, micro_batches_in_flight, oom_probability, reserved_bytes
+from phalanx.cost.estimate.memory import estimate_memory, micro_batches_in_flight, oom_probability, reserved_bytes
 from phalanx.cost.exact.rank_memory import rank_memory, rank_model_states
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.search.candidate_columns import candidate_jobs
@@ -16,6 +16,7 @@ from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import peak_activations
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.formatting import GIB
 from tests.helpers.job_tables import job, jobs
 
 C = memory_constants()

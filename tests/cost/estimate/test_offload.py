@@ -7,6 +7,7 @@ from phalanx.cost.estimate import offload
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.kinds import OffloadTarget
 from tests.helpers.job_tables import job, jobs
 
 C = time_constants()

@@ -230,7 +230,7 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
 def test_buckets_are_those_of_zero():
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
-    from phalanx.parallel.data.zero_buckets import _make_buckets
+    from phalanx.parallel.data.zero_buckets import make_buckets
 
     with torch.device("meta"):
         parts = [
@@ -238,7 +238,7 @@ def test_buckets_are_those_of_zero():
             for parameter in Transformer(described(model=ODD_MOE).model).parameters()
         ]
     for limit in (1, 5_000, 30_000, 1e9):
-        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in _make_buckets(parts, 4 * limit)]
+        theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in make_buckets(parts, 4 * limit)]
         assert bucket_sizes(parameter_shapes(described(model=ODD_MOE).model), limit) == theirs
 
 

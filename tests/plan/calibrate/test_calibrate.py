@@ -15,10 +15,11 @@ from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.tables.job_columns import time_constants_for
-from phalanx.runs.create import to_toml
+from phalanx.report.measured_run import read_measured_run
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
+from phalanx.spec.files.write import to_toml
 from tests.helpers.synthetic_machine import BUFFERS, IMAGINED, MACHINE, PROCESS, TRUTH, described, imagined
 
 SEEN = [

@@ -1,4 +1,4 @@
-"""What `phalanx measure` found, and collectives of steps looked at closely, as evidence for constants."""
+"""What `phalanx bench` found, and collectives of steps looked at closely, as evidence for constants."""
 
 import json
 from dataclasses import replace
@@ -20,6 +20,7 @@ from phalanx.plan.calibrate.microbenchmarks import (
 )
 from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.write import to_toml
 from tests.helpers.synthetic_machine import IMAGINED, MACHINE, described, imagined
 
 SHAPES = [(1, 1024, 768, 256), (1, 256, 768, 1024), (1, 1024, 2048, 256)]
@@ -28,7 +29,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
 def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
-    """What `phalanx measure` would find on the imagined machine."""
+    """What `phalanx bench` would find on the imagined machine."""
     exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
     blank = BenchmarkFile(
         "measured.json",
@@ -172,7 +173,7 @@ def test_a_part_alone_does(tmp_path):
     ],
 )
 def test_what_is_no_such_file_is_said(tmp_path, content):
-    with pytest.raises(UserError, match="is not what phalanx measure writes"):
+    with pytest.raises(UserError, match="is not what phalanx bench writes"):
         read_benchmark_file(written(tmp_path, content))
 
 

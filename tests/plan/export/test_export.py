@@ -441,7 +441,7 @@ def test_pipeline_neighbours_are_nearer_where_megatron_can(layout: Table, nearer
     exported = export(run, WORLD, "megatron")
     assert ("use-tp-pp-dp-mapping" in flags(exported)) == nearer
     assert any("nearer to each other there" in note for note in exported.notes) != nearer
-    outside = export(make(model, pp=2, data_parallel="zero1", rank_order="pipeline", **layout), WORLD, "megatron")
+    outside = export(make(model, pp=2, data_parallel="zero1", rank_order="pipeline_outer", **layout), WORLD, "megatron")
     assert "use-tp-pp-dp-mapping" not in flags(outside)
     assert not any("nearer to each other there" in note for note in outside.notes)
 

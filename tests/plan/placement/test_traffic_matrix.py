@@ -131,7 +131,7 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (8, {"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE),
     (8, {"tp": 2, "ep": 4, "data_parallel": "zero1"}, MOE),
     (8, {"pp": 2, "ep": 2, "data_parallel": "zero2"}, MOE),
-    (8, {"pp": 2, "ep": 2, "data_parallel": "zero2", "rank_order": "pipeline"}, MOE),
+    (8, {"pp": 2, "ep": 2, "data_parallel": "zero2", "rank_order": "pipeline_outer"}, MOE),
     (8, {"cp": 4, "cp_method": "ulysses"}, {**DENSE, "num_kv_heads": 4}),
     (6, {"pp": 3, "schedule": "1f1b"}, {**DENSE, "tie_embeddings": True, "num_layers": 6}),
     (8, {"pp": 4, "schedule": "zb-v"}, {**DENSE, "tie_embeddings": True, "num_layers": 8}),
@@ -348,8 +348,8 @@ def test_products_belong_inside_a_fast_domain() -> None:
     )
     assert "note ep" in said({"ep": 4}, 4, 2, MOE)
     spread = said({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
-    assert spread.endswith('make layout.ep a divisor of 4 with layout.rank_order = "pipeline"')
-    assert "good ep" in said({"pp": 4, "ep": 2, "rank_order": "pipeline"}, 8, 4, MOE)
+    assert spread.endswith('make layout.ep a divisor of 4 with layout.rank_order = "pipeline_outer"')
+    assert "good ep" in said({"pp": 4, "ep": 2, "rank_order": "pipeline_outer"}, 8, 4, MOE)
 
 
 def test_stages_belong_on_one_rail() -> None:
@@ -359,7 +359,7 @@ def test_stages_belong_on_one_rail() -> None:
         "4 of 4 pairs of pipeline neighbours on different nodes are on different rails; make tp x cp a multiple of 4"
     )
     assert not [key for key in said({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
-    apart = said({"pp": 2, "tp": 2, "rank_order": "pipeline"}, 12, 4)["bad pp"]
+    apart = said({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]
     assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
 
 

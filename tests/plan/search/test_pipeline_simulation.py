@@ -6,7 +6,6 @@ import pytest
 from phalanx.plan.search.candidates import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
-from phalanx.plan.search.search import evaluate
 from tests.helpers.cli_runner import known
 from tests.helpers.planned_runs import run
 

@@ -230,7 +230,7 @@ def test_what_leaves_a_node_is_chosen_by_what_is_sent():
     piped = [option for option in search_layouts(described, 64, keep=20).options if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
     assert {option.candidate.rank_order for option in piped} == {"pipeline"}
-    other = best.candidate.layout().model_copy(update={"rank_order": "data"})
+    other = best.candidate.layout().model_copy(update={"rank_order": "data_outer"})
     assert evaluate_layout(described, 64, other).step_seconds > 1.05 * best.step_seconds
     alone = [c for c in enumerate_layouts(run("mixtral-8x7b"), 8) if c.pp > 1]
     assert {c.rank_order for c in alone} == {"data"}

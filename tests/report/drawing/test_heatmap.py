@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.report.drawing import canvas
-from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, format_bytes, save_picture, svg
+from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, save_picture, svg
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_bytes
 from tests.helpers.svg_elements import SVG, marked
 
 SENT = np.array([[0.0, 5e9, 0.0, 1e6], [5e9, 0.0, 0.0, 0.0], [0.0, 2.5e3, 0.0, 5e9], [0.0, 0.0, 5e9, 0.0]])

@@ -16,7 +16,6 @@ from phalanx.report.drawing.canvas import Label, Region, check_picture_file
 from phalanx.report.drawing.step_breakdown import (
     BARS,
     COLOURS,
-    GIB,
     LEFT,
     Bar,
     Breakdown,
@@ -25,6 +24,7 @@ from phalanx.report.drawing.step_breakdown import (
     save_picture,
 )
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import GIB
 from tests.helpers.svg_elements import SVG, marked, written
 
 TIME = {"compute": 6.0, "exchange": 2.0, "bubble": 1.5, "send": 0.001, "data_parallel": 0.499, "update": 0.0}

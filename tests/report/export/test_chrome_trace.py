@@ -28,7 +28,7 @@ def of(trace, category, rank):
 def test_every_rank_has_its_steps_passes_and_collectives(trace):
     for rank, record in read_run(hybrid()).ranks.items():
         spans = sum(len(line.get("spans", ())) for line in record.steps)
-        calls = sum(call["ended"] is not None for line in record.steps for call in line.get("collectives", ()))
+        calls = sum(call["end"] is not None for line in record.steps for call in line.get("collectives", ()))
         assert len(of(trace, "passes", rank)) == spans > 0
         assert len(of(trace, "collectives", rank)) == calls > 0
         assert {f"step {step}" for step in range(1, 9)} <= {event["name"] for event in of(trace, "steps", rank)}
@@ -61,7 +61,7 @@ def test_times_are_on_one_clock_whose_error_is_said(tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[0] |= {"clock_offset_seconds": -3600.0, "clock_error_seconds": 0.25}
     for line in lines[1:]:
-        line["began"] += 3600
+        line["start"] += 3600
         for other in ("clock", "waits", "collectives", "memory"):
             line.pop(other, None)
         line["spans"] = [[*what, begun + 3600, end + 3600] for *what, begun, end in line.get("spans", ())]

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from phalanx.report.export.prometheus import FAMILIES, RunMetrics, exposition
 from phalanx.report.run_data import read_run
 from phalanx.runs.checkpoints import checkpoints
-from phalanx.runs.events import BEGAN, append_event, read_events
+from phalanx.runs.events import STARTED, append_event, read_events
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.train.loggers import JsonLinesLogger
@@ -78,11 +78,11 @@ def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
     assert len(lines) == recorded.world_size
     for name, field in (("phalanx_rank_step", "step"), ("phalanx_peak_memory_bytes", "peak_memory_bytes")):
         assert found[name] == {(rank,): line[field] for rank, line in lines.items()}
-    for name, field in (("phalanx_phase_seconds", "seconds"), ("phalanx_wait_seconds", "waited")):
+    for name, field in (("phalanx_phase_seconds", "seconds"), ("phalanx_wait_seconds", "wait_seconds")):
         assert found[name] == {(phase, rank): s for rank, line in lines.items() for phase, s in line[field].items()}
     for (rank,), seconds in found["phalanx_compute_seconds"].items():
         passes = sum(sum(kinds.values()) for kinds in lines[rank]["stages"].values())
-        assert seconds == pytest.approx(passes - lines[rank]["waited"]["passes"])
+        assert seconds == pytest.approx(passes - lines[rank]["wait_seconds"]["passes"])
     for rank, record in recorded.ranks.items():
         assert found["phalanx_rank_info"]["cpu", record.host, str(rank)] == 1
         assert found["phalanx_device_memory_bytes"][(str(rank),)] == record.memory_bytes
@@ -147,7 +147,7 @@ def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
         notes = JsonLinesLogger(record, after_step)
         notes.write({**opening, "step": after_step})
         notes.close()
-        append_event(run, BEGAN, ranks=2, step=after_step)
+        append_event(run, STARTED, ranks=2, step=after_step)
         return told(run, watched)
 
     before = [start(8), start(8)][-1]
@@ -173,7 +173,7 @@ def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
         "phalanx_last_step_timestamp_seconds": asked,
     }
     assert {name: values[()] for name, values in told(tmp_path).items()} == expected
-    append_event(tmp_path, BEGAN, ranks=2, step=0)
+    append_event(tmp_path, STARTED, ranks=2, step=0)
     began = float(read_events(tmp_path)[0]["time"])
     assert began > asked
     assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began

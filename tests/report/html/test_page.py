@@ -82,7 +82,7 @@ def test_text_from_outside_stays_text(whole):
 
 def test_a_section_without_facts_says_why(whole):
     text = main(report_data([whole["runs"][1]]))
-    assert "No step was looked at closely: train with --trace-steps FIRST:LAST." in text
+    assert "No step was looked at closely: train with --profile-steps FIRST:LAST." in text
     assert "How much each expert" not in text
 
 

@@ -127,7 +127,7 @@ def test_the_tables_have_the_numbers_of_the_json(opened):
             formatting.format_ratio(row["ratio"]),
         ]
         for facts in whole["runs"]
-        for _, group in formatting.group_rows(facts["beside"])
+        for _, group in formatting.group_rows(facts["comparison"])
         for row in group
     ]
 

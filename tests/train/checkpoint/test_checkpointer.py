@@ -28,8 +28,9 @@ from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.fault_injection import truncate_file
-from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint, load_full_tensors
-from phalanx.train.loggers import read_metrics
+from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
+from phalanx.train.checkpoint.state import load_full_tensors
+from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import MOE, described, steps, trainer, trajectory
 
 HALF = 5

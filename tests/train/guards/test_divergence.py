@@ -57,7 +57,7 @@ def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: py
     directory, wrong = create_run(run, 1, resume=False), (WRONG - 1) * 8
     spoil(monkeypatch, range(wrong, wrong + 8), backwards)
     assert worker.run_rank(directory, [], resume=True) == 0
-    (back,) = [event for event in read_events(directory) if event["what"] == "rolled back"]
+    (back,) = [event for event in read_events(directory) if event["what"] == "rolled_back"]
     assert (back["after"], back["to"]) == (WRONG, 12)
     assert "times what it was before" in back["reason"]
     one = trainer(described(Path(json.__file__).parent, tmp_path / "one", CHANGES))
@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_gone_back_from(
 
     monkeypatch.setattr(Trainer, "forward_backward", infinite)
     assert worker.run_rank(directory, [], resume=True) == 1
-    back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
+    back = [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled_back"]
     assert back == [(5, 0), (2, 0)]
     assert count_rollbacks(directory) == 2
     assert steps_to_skip(directory, 0) == 7
@@ -108,7 +108,7 @@ def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
 
 
 def returns(directory: Path) -> list[tuple[int, int]]:
-    return [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled back"]
+    return [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled_back"]
 
 
 @pytest.mark.parametrize(

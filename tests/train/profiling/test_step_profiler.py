@@ -24,14 +24,14 @@ def lines_of(run: Any, window: range, last: int, after: int = 0) -> list[dict[st
     closely, batches, noted = StepProfiler(under_way, window), prefetch(under_way.loader, after, last), []
     for _ in range(after, last):
         record = closely(batches)
-        noted.append({**(under_way.step_record or {}), "closely": record.get("closely", False)})
+        noted.append({**(under_way.step_record or {}), "profiled": record.get("profiled", False)})
     return noted
 
 
 def test_the_first_step_that_is_like_all_others_is_metered(text: Path, tmp_path: Path) -> None:
     noted = lines_of(described(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
-    assert [line["closely"] for line in noted] == [False, True, True, True, True, False]
-    assert ["spans" in line for line in noted] == [line["closely"] for line in noted]
+    assert [line["profiled"] for line in noted] == [False, True, True, True, True, False]
+    assert ["spans" in line for line in noted] == [line["profiled"] for line in noted]
     assert [line["step"] for line in noted if "memory" in line] == [3]
     [measured] = (tmp_path / "parity" / "measured").glob("*")
     assert json.loads(measured.read_text())["held_bytes"]["optimizer"] > 0
@@ -47,8 +47,8 @@ def test_passes_of_a_step_lie_in_it_and_follow_each_other(text: Path, tmp_path: 
         line = noted[-1]
         ends = [moment for *_, begun, ended in line["spans"] for moment in (begun, ended)]
         assert ends == sorted(ends)
-        assert line["began"] <= ends[0]
-        assert ends[-1] <= line["began"] + line["seconds"]["data"] + line["seconds"]["passes"]
+        assert line["start"] <= ends[0]
+        assert ends[-1] <= line["start"] + line["seconds"]["data"] + line["seconds"]["passes"]
         assert {what for what, *_ in line["waits"]} >= {"pipeline"}
         assert {call["operation"] for call in line["collectives"]} >= {"send", "recv", "all_reduce"}
 

@@ -70,7 +70,9 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
     first_in_flight, middle_in_flight, last_in_flight = micro_batches_in_flight(jobs)
     num_tables = np.where(shares_rank, 2 - jobs.tied, 1.0)
     uses_pipeline_engine = (jobs.deepspeed > 0) & (jobs.zero_stage < 3)
-    buffers = buffers + np.where(uses_pipeline_engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET, 0.0)
+    buffers = buffers + np.where(
+        uses_pipeline_engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET, 0.0
+    )
     sent_bytes = np.where(uses_pipeline_engine & ~has_no_pipeline, jobs.compute_dtype_bytes * tokens * jobs.width, 0.0)
 
     def stage(
@@ -81,11 +83,15 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
         activations = in_flight * (blocks * saved_bytes + sent_bytes) + recomputed_bytes
         return StageMemory(state, activations, fragmented, np.zeros(1) + logits, buffers, host)
 
-    first = stage(jobs.first_blocks, jobs.first_moe_blocks, num_tables, first_in_flight, np.where(shares_rank, logits, 0.0))
+    first = stage(
+        jobs.first_blocks, jobs.first_moe_blocks, num_tables, first_in_flight, np.where(shares_rank, logits, 0.0)
+    )
     middle = stage(
         np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0), jobs.middle_moe_blocks, 0.0, middle_in_flight, 0.0
     )
-    return StageMemoryTable(first, middle, stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, last_in_flight, logits))
+    return StageMemoryTable(
+        first, middle, stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, last_in_flight, logits)
+    )
 
 
 def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -> Column:
@@ -149,23 +155,34 @@ def _state_bytes(
     """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5): on the
     device, and in CPU memory."""
     table_parameters = jobs.vocab * jobs.width
-    dense_per_block = (jobs.parameters - jobs.expert_parameters - table_parameters * (2 - jobs.tied)) / jobs.layers / jobs.tp
+    dense_per_block = (
+        (jobs.parameters - jobs.expert_parameters - table_parameters * (2 - jobs.tied)) / jobs.layers / jobs.tp
+    )
     num_moe_blocks = np.maximum(jobs.layers - jobs.dense_layers, 1)
     experts_per_block = jobs.expert_parameters / num_moe_blocks / jobs.expert_shards
     expert_replicas = jobs.expert_replicas
-    dense_parameters, expert_parameters = blocks * dense_per_block + num_tables * table_parameters / jobs.tp, moe_blocks * experts_per_block
-    gathered_bytes = np.where(jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0)
+    dense_parameters, expert_parameters = (
+        blocks * dense_per_block + num_tables * table_parameters / jobs.tp,
+        moe_blocks * experts_per_block,
+    )
+    gathered_bytes = np.where(
+        jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0
+    )
     device_bytes = (
         _sharded_parameters(jobs, dense_parameters, jobs.shard_group_size)
         + _sharded_parameters(jobs, expert_parameters, expert_replicas)
         + gathered_bytes
     )
-    return device_bytes, (dense_parameters / jobs.shard_group_size + expert_parameters / expert_replicas) * host_bytes(jobs)
+    return device_bytes, (dense_parameters / jobs.shard_group_size + expert_parameters / expert_replicas) * host_bytes(
+        jobs
+    )
 
 
 def _sharded_parameters(jobs: JobTable, parameters: Column, ranks: Column) -> Column:
     shares = [np.where(jobs.zero_stage >= stage, 1 / ranks, 1.0) for stage in (3, 2, 1)]
-    return parameters * sum(share * bytes_per_parameter for share, bytes_per_parameter in zip(shares, device_state_bytes(jobs), strict=True))
+    return parameters * sum(
+        share * bytes_per_parameter for share, bytes_per_parameter in zip(shares, device_state_bytes(jobs), strict=True)
+    )
 
 
 def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Column, Column]:
@@ -177,11 +194,15 @@ def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Colum
     is_gated, is_fused = jobs.mlp_matrices > 2, (jobs.fused_elementwise > 0) | (jobs.compiled > 0)
     is_gated_unfused = is_gated & ~is_fused
     queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
-    width_bytes = np.where(is_gated, constants.wide_gated_bytes, constants.wide_bytes) + np.where(is_gated_unfused, constants.norm_bytes, 0.0)
+    width_bytes = np.where(is_gated, constants.wide_gated_bytes, constants.wide_bytes) + np.where(
+        is_gated_unfused, constants.norm_bytes, 0.0
+    )
     attention_bytes = 2 * (queries + values + jobs.heads * jobs.value_dim)
     attention_bytes = attention_bytes + np.where(is_gated, 2 * (queries + jobs.kv_heads * jobs.head_dim), 0.0)
     inner_bytes = np.where(
-        is_gated_unfused, constants.gated_separate_bytes, np.where(jobs.hardware_generation > 0, constants.gated_bytes, GATED_BYTES)
+        is_gated_unfused,
+        constants.gated_separate_bytes,
+        np.where(jobs.hardware_generation > 0, constants.gated_bytes, GATED_BYTES),
     )
     mlp_bytes = np.where(is_gated, inner_bytes, constants.plain_bytes) * jobs.ffn / tp
     expert_bytes = (jobs.top_k * (inner_bytes * jobs.expert_ffn + 4 * jobs.width) + inner_bytes * jobs.shared_ffn) / tp
@@ -196,9 +217,16 @@ def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Colum
     block_bytes = token_scale * (unscored_bytes + score_bytes)
     conditions = [jobs.recompute == kind for kind in RECOMPUTED]
     attention_block_bytes = token_scale * (attention_bytes / tp + score_bytes)
-    saved_by_kind = [2 * token_scale * jobs.width / sequence_shards, token_scale * unscored_bytes, block_bytes * constants.operations_kept, block_bytes - attention_block_bytes]
+    saved_by_kind = [
+        2 * token_scale * jobs.width / sequence_shards,
+        token_scale * unscored_bytes,
+        block_bytes * constants.operations_kept,
+        block_bytes - attention_block_bytes,
+    ]
     saved_bytes = np.select(conditions, saved_by_kind, block_bytes)
-    recomputed_bytes = np.select(conditions, [block_bytes, token_scale * score_bytes, 0.0 * block_bytes, attention_block_bytes], 0.0)
+    recomputed_bytes = np.select(
+        conditions, [block_bytes, token_scale * score_bytes, 0.0 * block_bytes, attention_block_bytes], 0.0
+    )
     return saved_bytes, recomputed_bytes
 
 

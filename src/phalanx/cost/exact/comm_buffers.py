@@ -44,7 +44,9 @@ def comm_buffer_peaks(
     num_full_buffers = 1 if on_gpu else 2
     match strategy:
         case "ddp":
-            other_shapes = rank.expert if layout.pp == 1 else rank.all  # at the step's end all of these are on their way
+            other_shapes = (
+                rank.expert if layout.pp == 1 else rank.all
+            )  # at the step's end all of these are on their way
             peaks = (
                 ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
             )
@@ -58,11 +60,14 @@ def comm_buffer_peaks(
             summed_twice = deferred and accumulation > 1 and layout.offload == "none"
             if layout.pp > 1:  # parameters stay gathered for the step
                 layout = layout.model_copy(update={"reshard_after_forward": False})
-            unit_peaks = partial(fsdp_buffers, layout=layout, precision=precision, wholes=num_full_buffers, summed_twice=summed_twice)
+            unit_peaks = partial(
+                fsdp_buffers, layout=layout, precision=precision, wholes=num_full_buffers, summed_twice=summed_twice
+            )
             peaks = unit_peaks(rank.dense, ranks=rank.shards)
             if rank.expert:  # one gradient is on its way at a time
                 peaks = _combine_peaks(
-                    unit_peaks(rank.dense, ranks=rank.shards, wholes=0), unit_peaks(rank.expert, ranks=rank.expert_shards)
+                    unit_peaks(rank.dense, ranks=rank.shards, wholes=0),
+                    unit_peaks(rank.expert, ranks=rank.expert_shards),
                 )
             return (
                 [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
@@ -125,11 +130,16 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     if layout.gradient_compression == "none":
         return []
     sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
-    copied_bytes, unsent_bytes = (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
+    copied_bytes, unsent_bytes = (
+        (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
+    )
     fractions = [sent_elements / sum(sizes) for sent_elements in accumulate(sizes)]
     return [
         CommBufferPeak(0.0, unsent_bytes),
-        *(CommBufferPeak(fraction, unsent_bytes + copied_bytes * size) for fraction, size in zip(fractions, sizes, strict=True)),
+        *(
+            CommBufferPeak(fraction, unsent_bytes + copied_bytes * size)
+            for fraction, size in zip(fractions, sizes, strict=True)
+        ),
     ]
 
 
@@ -145,11 +155,14 @@ def zero_buffers(
     for bucket in buckets:
         ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
-    next_bucket_elements = [0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]]
+    next_bucket_elements = [
+        0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
+    ]
     fractions = [size / sum(owned) for size in accumulate(owned)]
     # Alone a rank sends nothing, and copies nothing.
     reduce_elements = [
-        (shard * (num_full_buffers * n + 1) if n > 1 else 0) + next_elements for shard, n, next_elements in zip(owned, ranks, next_bucket_elements, strict=True)
+        (shard * (num_full_buffers * n + 1) if n > 1 else 0) + next_elements
+        for shard, n, next_elements in zip(owned, ranks, next_bucket_elements, strict=True)
     ]
     gather_elements = [shard * (n + 1) if n > 1 else 0 for shard, n in zip(owned, ranks, strict=True)]
     max_gather_elements = max(sum(pair) for pair in pairwise([0, *gather_elements]))
@@ -189,9 +202,16 @@ def fsdp_buffers(
     first_fraction = 1 / max(1, len(blocks))
     inside_points = (0.0, compute_bytes * gathered_elements), (first_fraction, block_bytes), (1.0, block_bytes)
     # Of the first block nothing is under way yet when its gradients are copied.
-    between_points = (first_fraction, block_bytes), (min(1.0, 2 * first_fraction), copy_bytes), (1.0, max(copy_bytes, end_bytes))
+    between_points = (
+        (first_fraction, block_bytes),
+        (min(1.0, 2 * first_fraction), copy_bytes),
+        (1.0, max(copy_bytes, end_bytes)),
+    )
     points = [*((*point, False) for point in inside_points), *((*point, True) for point in between_points)]
-    return [CommBufferPeak(fraction, round(size + sum_bytes * fraction), is_between) for fraction, size, is_between in points]
+    return [
+        CommBufferPeak(fraction, round(size + sum_bytes * fraction), is_between)
+        for fraction, size, is_between in points
+    ]
 
 
 def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:

@@ -48,7 +48,9 @@ class NodeTopology:
                 continue
             domain, frontier = {start}, {start}
             while frontier:
-                frontier = {j for i in frontier for j, path in enumerate(self.links[i]) if path.startswith("NV")} - domain
+                frontier = {
+                    j for i in frontier for j, path in enumerate(self.links[i]) if path.startswith("NV")
+                } - domain
                 domain |= frontier
             domains.append(tuple(sorted(domain)))
         return tuple(domains)

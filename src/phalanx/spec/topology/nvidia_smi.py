@@ -75,7 +75,9 @@ def _rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> dict[
             row_indices.setdefault(words[0], index)
     for name in gpus:
         if name not in row_indices:
-            topology_error(header_index, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints")
+            topology_error(
+                header_index, f"names {name}, which has no row", "give all of what nvidia-smi topo -m prints"
+            )
     return row_indices
 
 
@@ -112,5 +114,7 @@ def _check_symmetry(links: Sequence[Sequence[str]], gpus: Sequence[str], row_ind
     for i, gpu in enumerate(gpus):
         for j, other_gpu in enumerate(gpus[:i]):
             if links[i][j] != links[j][i]:
-                problem = f"{gpu} to {other_gpu} is {links[i][j]}, but line {row_indices[other_gpu] + 1} has {links[j][i]}"
+                problem = (
+                    f"{gpu} to {other_gpu} is {links[i][j]}, but line {row_indices[other_gpu] + 1} has {links[j][i]}"
+                )
                 topology_error(row_indices[gpu], problem, "give it as nvidia-smi topo -m prints it")
