@@ -1,4 +1,4 @@
-"""Rooms import what the table of docs/architecture.md says they may."""
+"""Packages import what the table of docs/architecture.md allows, and only packages above them in it."""
 
 import ast
 import re
@@ -8,32 +8,40 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]+) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
-ROOMS = [room for room, _ in ROWS]
+PACKAGES = [package for package, _ in ROWS]
 
 
-def allowed(room: str, rule: str) -> set[str]:
-    whole = {"all above": set(ROOMS[: ROOMS.index(room)]), "everything": set(ROOMS)}
-    named = rule.partition(";")[0]
-    return whole.get(named, set(re.findall(r"[a-z]+", named)) & set(ROOMS)) | {room}
+def allowed_imports(package: str, rule: str) -> set[str]:
+    """Return the packages that the rule of a package names."""
+    above = set(PACKAGES[: PACKAGES.index(package)])
+    names = rule.partition(";")[0]
+    if names in ("all above", "everything"):
+        return above
+    return set(re.findall(r"[a-z]+", names)) & set(PACKAGES)
 
 
-def imported(file: Path) -> set[str]:
-    """Modules that a file names, wherever it imports them."""
+def imported_modules(file: Path) -> set[str]:
+    """Return the modules that a file imports, inside functions too."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
-    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return whole | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return modules | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
 
-def test_every_room_is_in_the_table():
+def test_architecture_table_lists_every_package():
     folders = {path.parent.name for path in (ROOT / "src" / "phalanx").glob("*/__init__.py")}
-    assert folders == set(ROOMS)
+    assert folders == set(PACKAGES)
 
 
-@pytest.mark.parametrize(("room", "rule"), ROWS)
-def test_a_room_imports_what_it_may(room, rule):
-    may = allowed(room, rule)
-    for file in (ROOT / "src" / "phalanx" / room).rglob("*.py"):
-        for module in imported(file):
-            package, _, rest = module.partition(".")
-            assert package != "torch" or "no torch" not in rule, f"{file} imports torch"
-            assert package != "phalanx" or not rest or rest.partition(".")[0] in may, f"{file} imports {module}"
+@pytest.mark.parametrize(("package", "rule"), ROWS)
+def test_architecture_table_allows_only_packages_above(package, rule):
+    assert allowed_imports(package, rule) <= set(PACKAGES[: PACKAGES.index(package)])
+
+
+@pytest.mark.parametrize(("package", "rule"), ROWS)
+def test_package_imports_follow_architecture_table(package, rule):
+    allowed = allowed_imports(package, rule) | {package}
+    for file in (ROOT / "src" / "phalanx" / package).rglob("*.py"):
+        for module in imported_modules(file):
+            root, _, rest = module.partition(".")
+            assert root != "torch" or "no torch" not in rule, f"{file} imports torch"
+            assert root != "phalanx" or not rest or rest.partition(".")[0] in allowed, f"{file} imports {module}"

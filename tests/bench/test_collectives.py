@@ -49,7 +49,7 @@ def described_in(folder: Path, changes: dict[str, Any]) -> RunSpec:
 
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
-def test_calls_and_sizes_add_up_to_what_is_sent(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Of one role; of several, at least what each of them sends."""
     run = described_in(tmp_path, changes)
     traffic = traffic_by_group(run, world_size)
@@ -64,7 +64,7 @@ def test_calls_and_sizes_add_up_to_what_is_sent(world_size: int, changes: dict[s
         assert len(roles) > 1 or sent <= most + rounding
 
 
-def test_sizes_are_means_of_a_rows_calls_rounded_to_equal_parts() -> None:
+def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
     way = CollectiveKind("all_gather", "data", "bf16")
     rows = [Traffic("all_gather", 3 * 750.0, "", calls=3), Traffic("all_gather", 750.0, "")]
     assert benchmark_cases(way, [rows], 4) == [BenchmarkCase(way, 4, 1000, 4)]
@@ -74,7 +74,7 @@ def test_sizes_are_means_of_a_rows_calls_rounded_to_equal_parts() -> None:
     ]
 
 
-def test_gradients_are_summed_in_what_is_trained(tmp_path: Path) -> None:
+def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_path: Path) -> None:
     def kinds(**layout: Any) -> dict[str, str]:
         run = described_in(tmp_path, row(2, **layout, **{"training.precision": "bf16"})[1])
         return {way.operation: way.precision for way in collective_kinds_of_run(run, traffic_by_group(run, 2))}
@@ -86,13 +86,13 @@ def test_gradients_are_summed_in_what_is_trained(tmp_path: Path) -> None:
     assert kinds(tp=2)["all_gather"] == "bf16"
 
 
-def test_what_one_receives_another_sends(tmp_path: Path) -> None:
+def test_collective_kinds_of_parameter_server_exclude_recv(tmp_path: Path) -> None:
     run = described_in(tmp_path, row(2, DENSE, data_parallel="parameter_server")[1])
     assert {way.operation for way in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_busbw_is_algbw_times_nccl_tests_factor(operation: Operation) -> None:
+def test_busbw_equals_algbw_times_nccl_tests_factor(operation: Operation) -> None:
     assert bandwidths(BenchmarkCase(CollectiveKind(operation, "data", "fp32"), 4, 4000, 1), 2.0) == (
         2000,
         2000 * SHARES[operation],
@@ -132,14 +132,14 @@ def silent(operation: Operation) -> dict[str, int | None]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_numbers_arrive_as_they_should(operation: Operation, world_size: int) -> None:
+def test_collective_benchmark_finds_no_errors_in_correct_calls(operation: Operation, world_size: int) -> None:
     unchecked = operation in ("all_to_all", "send")
     for wrong in rank_pool(world_size).run(right, operation):
         assert wrong == {"out_of_place": 0, "in_place": None if unchecked else 0}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_one_wrong_number_is_counted_and_a_call_that_did_nothing_noticed(operation: Operation) -> None:
+def test_collective_benchmark_counts_corrupted_and_missing_elements(operation: Operation) -> None:
     assert [wrong["out_of_place"] for wrong in rank_pool(2).run(shifted, operation)] == [1, 0]
     assert all(wrong["out_of_place"] for wrong in rank_pool(2).run(silent, operation))
 
@@ -153,7 +153,7 @@ def recorded(operation: Operation) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_is_called_has_the_operation_and_the_size_of_the_case(operation: Operation) -> None:
+def test_collective_benchmark_calls_have_operation_and_size_of_case(operation: Operation) -> None:
     """As training's own calls are recorded: warm-up, two iterations and the check, out of place and in place."""
     for calls in rank_pool(2).run(recorded, operation):
         assert [call for call in calls if call[0] == operation] == [(operation, 6000)] * 8

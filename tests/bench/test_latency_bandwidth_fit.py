@@ -31,7 +31,7 @@ def two_lines(first: LinearPiece, second: LinearPiece, joined: str) -> list[floa
 
 
 @given(latencies, slopes)
-def test_a_line_is_recovered(latency: float, slope: float) -> None:
+def test_fit_latency_bandwidth_recovers_single_line(latency: float, slope: float) -> None:
     found = fit_latency_bandwidth(SIZES, [latency + slope * size for size in SIZES])
     assert found is not None
     assert len(found.pieces) == 1
@@ -41,7 +41,9 @@ def test_a_line_is_recovered(latency: float, slope: float) -> None:
 
 
 @given(latencies, slopes, st.floats(4, 100), st.integers(4, 15), st.sampled_from(["max", "min"]))
-def test_two_pieces_are_recovered(latency: float, slope: float, times: float, meet: int, joined: str) -> None:
+def test_fit_latency_bandwidth_recovers_two_pieces(
+    latency: float, slope: float, times: float, meet: int, joined: str
+) -> None:
     """They meet between two sizes, with more sizes than a line needs on either side."""
     where, steep = 1.4 * SIZES[meet], slope * times
     gentle, steeper = LinearPiece(latency + (steep - slope) * where, slope), LinearPiece(latency, steep)
@@ -55,7 +57,7 @@ def test_two_pieces_are_recovered(latency: float, slope: float, times: float, me
     assert found.seconds(where) == pytest.approx(latency + steep * where, rel=1e-6)
 
 
-def test_a_published_all_reduce_bends_down() -> None:
+def test_fit_latency_bandwidth_uses_min_of_pieces_for_published_all_reduce() -> None:
     """A library that changes its algorithm: no longer-of-two fits these times, the shorter one does, within 8 %."""
     found = fit_latency_bandwidth(SWEPT, [us / 1e6 for us in ALL_REDUCE_US])
     assert found is not None
@@ -67,7 +69,7 @@ def test_a_published_all_reduce_bends_down() -> None:
     assert not found.is_poor
 
 
-def test_a_published_all_to_all_has_a_floor_of_latency() -> None:
+def test_fit_latency_bandwidth_finds_latency_floor_of_published_all_to_all() -> None:
     found = fit_latency_bandwidth(SWEPT, [us / 1e6 for us in ALL_TO_ALL_US])
     assert found is not None
     assert found.combination == "max"
@@ -78,7 +80,7 @@ def test_a_published_all_to_all_has_a_floor_of_latency() -> None:
     assert found.max_error < 0.08
 
 
-def test_what_no_two_lines_fit_is_doubtful() -> None:
+def test_fit_latency_bandwidth_is_poor_for_jagged_times() -> None:
     jagged = [1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4, 1e-4, 3e-4]
     found = fit_latency_bandwidth(SIZES[:8], jagged)
     assert found is not None
@@ -87,7 +89,7 @@ def test_what_no_two_lines_fit_is_doubtful() -> None:
     assert found.mean_error == pytest.approx(np.mean(np.abs(found.residuals)))
 
 
-def test_noise_does_not_make_a_second_piece() -> None:
+def test_fit_latency_bandwidth_returns_single_piece_for_noisy_line() -> None:
     noise = np.random.default_rng(0).normal(1, 0.02, len(SIZES))
     found = fit_latency_bandwidth(
         SIZES, [(2e-5 + size / 1e10) * factor for size, factor in zip(SIZES, noise, strict=True)]
@@ -97,13 +99,13 @@ def test_noise_does_not_make_a_second_piece() -> None:
     assert found.pieces[0].latency_seconds == pytest.approx(2e-5, rel=0.05)
 
 
-def test_one_size_says_nothing_of_latency_and_bandwidth() -> None:
+def test_fit_latency_bandwidth_returns_none_for_single_size() -> None:
     assert fit_latency_bandwidth([4096], [1e-5]) is None
     assert fit_latency_bandwidth([4096, 4096], [1e-5, 2e-5]) is None
     assert fit_latency_bandwidth([], []) is None
 
 
 @pytest.mark.parametrize(("sizes", "times"), [([0.0, 1.0], [1.0, 1.0]), ([1.0, 2.0], [1.0, 0.0]), ([1.0, 2.0], [1.0])])
-def test_what_is_no_sweep_is_refused(sizes: list[float], times: list[float]) -> None:
+def test_fit_latency_bandwidth_rejects_invalid_sweep(sizes: list[float], times: list[float]) -> None:
     with pytest.raises(ValueError, match="above 0"):
         fit_latency_bandwidth(sizes, times)

@@ -29,7 +29,7 @@ def layout_of(changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_of(changes) for _, changes in LAYOUTS])
-def test_their_flops_are_those_of_a_rank(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
     place that computes most."""
     run = described(TEXT, tmp_path, changes | {"layout.activation_checkpointing": "none"})
@@ -40,7 +40,7 @@ def test_their_flops_are_those_of_a_rank(world_size: int, changes: dict[str, Any
     assert measured == pytest.approx(most, rel=0.02) or (run.layout.pp > 1 and most <= measured < 1.4 * most)
 
 
-def test_shapes_are_those_of_a_share(tmp_path: Path) -> None:
+def test_layer_shapes_match_tensor_parallel_shard(tmp_path: Path) -> None:
     run = described(TEXT, tmp_path, row(2, tp=2)[1])
     found = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
     tokens = run.layout.micro_batch_size * 128 if run.layout.micro_batch_size else 0
@@ -50,14 +50,14 @@ def test_shapes_are_those_of_a_share(tmp_path: Path) -> None:
     assert list(attention_shapes(run, 2)) == [AttentionShape(2, 2, 2, 128, 128, 32, causal=True, masked=False)]
 
 
-def test_experts_are_one_product_of_several(tmp_path: Path) -> None:
+def test_matmul_shapes_batch_local_experts(tmp_path: Path) -> None:
     run = described(TEXT, tmp_path, row(2, MOE, ep=2)[1])
     products = {names: product for product, (names, _) in matmul_shapes(run, 2).items()}
     assert products["experts.gate", "experts.up"] == MatmulShape(4, 2 * 128 * 2 // 4, 96, 128)
 
 
 @pytest.mark.parametrize("product", [MatmulShape(1, 12, 8, 4), MatmulShape(3, 12, 8, 4)])
-def test_each_pass_multiplies_what_it_says(product: MatmulShape) -> None:
+def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShape) -> None:
     shapes = {"forward": (product.m, product.n), "inputs": (product.m, product.k), "weights": (product.n, product.k)}
     for what, call in product_calls(product, torch.float32, CPU).items():
         with FlopCounter() as meter:
@@ -67,7 +67,7 @@ def test_each_pass_multiplies_what_it_says(product: MatmulShape) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_computes_what_it_says(masked: bool) -> None:
+def test_benchmark_attention_calls_have_stated_flops(masked: bool) -> None:
     core = AttentionShape(2, 4, 2, 16, 16, 8, causal=True, masked=masked)
     for times, call in zip((1, 2), core_calls(core, torch.float32, CPU).values(), strict=True):
         with FlopCounter() as meter:
@@ -75,7 +75,7 @@ def test_attention_computes_what_it_says(masked: bool) -> None:
         assert meter.flops == times * core.flops
 
 
-def test_every_row_says_how_long_and_how_much(tmp_path: Path) -> None:
+def test_layer_benchmark_rows_contain_seconds_and_flops(tmp_path: Path) -> None:
     run: RunSpec = described(TEXT, tmp_path, {})
     for rows, passes in (
         (benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),

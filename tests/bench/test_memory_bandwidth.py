@@ -7,14 +7,14 @@ import torch
 from phalanx.bench.memory_bandwidth import AT_LEAST_BYTES, array_bytes, bandwidth, cache_bytes
 
 
-def test_ranks_have_together_four_times_their_caches() -> None:
+def test_memory_bandwidth_arrays_are_four_times_cache_size() -> None:
     assert array_bytes(2**30, 1) == 2**32
     assert array_bytes(2**30, 8) == 2**29
     assert array_bytes(0, 2) == array_bytes(2**20, 2) == AT_LEAST_BYTES
     assert array_bytes(cache_bytes(torch.device("cpu")), 1) >= 4 * cache_bytes(torch.device("cpu"))
 
 
-def test_a_copy_moves_two_arrays_and_a_triad_three() -> None:
+def test_memory_bandwidth_counts_two_arrays_for_copy_and_three_for_triad() -> None:
     copy, triad = bandwidth(torch.device("cpu"), 4000, iterations=2)
     assert (copy["what"], copy["moved_bytes"]) == ("copy", 8000)
     assert (triad["what"], triad["moved_bytes"]) == ("triad", 12000)

@@ -56,7 +56,9 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("operation", "ranks", "checked", "written"), WRITTEN)
-def test_a_row_is_what_nccl_tests_wrote(operation: Operation, ranks: int, checked: bool, written: str) -> None:
+def test_nccl_tests_table_row_matches_published_output(
+    operation: Operation, ranks: int, checked: bool, written: str
+) -> None:
     """The same bytes and times give the same count, kind, algbw and busbw, to the digits of the time."""
     size, _, _, _, _, out_us, *_ = words = written.split()
     found = measured(operation, int(size), float(out_us), float(words[9]), ranks, checked)
@@ -69,7 +71,7 @@ def test_a_row_is_what_nccl_tests_wrote(operation: Operation, ranks: int, checke
             assert ours == theirs
 
 
-def test_columns_are_as_wide_as_nccl_tests_has_them() -> None:
+def test_nccl_tests_table_column_widths_match_original() -> None:
     text = format_table(to_json_document([measured("all_reduce", 2**20, 46.24, 139876.5, 8)], 20, True, ABOUT, DEVICES))
     row = (
         "     1048576        524288  bfloat16     sum      -1    46.24   22.68   39.68       0   139876    0.01    0.01"
@@ -79,14 +81,14 @@ def test_columns_are_as_wide_as_nccl_tests_has_them() -> None:
     assert DEVICE.findall(text) == [("0", "0", "12", "here", "0", "0000:1b:00", "NVIDIA H100")]
 
 
-def test_the_average_is_of_bus_bandwidths_in_both_places() -> None:
+def test_nccl_tests_table_averages_busbw_of_both_buffer_modes() -> None:
     two = [measured("all_reduce", 10**9, 1e6, 5e5, 2), measured("all_reduce", 2 * 10**9, 1e6, 1e6, 2)]
     text = format_table(to_json_document(two, 20, True, ABOUT, DEVICES))
     assert float(AVERAGE.findall(text)[0]) == pytest.approx((1 + 2 + 2 + 2) / 4)
     assert "# Out of bounds values : 0 OK" in text
 
 
-def test_json_is_version_3() -> None:
+def test_nccl_tests_json_document_follows_version_3() -> None:
     found = json.loads(
         json.dumps(to_json_document([measured("send", 2**20, 10, 20, 2, False)], 20, True, ABOUT, DEVICES))
     )
@@ -128,7 +130,7 @@ def test_json_is_version_3() -> None:
     }
 
 
-def test_ranks_are_averaged_iterations_are_the_slowest_ranks_and_wrong_numbers_added() -> None:
+def test_merge_ranks_averages_seconds_and_sums_wrong_elements() -> None:
     case = BenchmarkCase(CollectiveKind("all_to_all", "ep", "fp32"), 2, 800, 1)
     seen = [
         CaseTiming((0, 1), {"out_of_place": times, "in_place": times}, {"out_of_place": wrong, "in_place": None})

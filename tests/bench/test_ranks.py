@@ -53,7 +53,7 @@ def groups_of(run: RunSpec) -> Groups:
     ],
     ids=str,
 )
-def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_benchmark_groups_equal_planned_groups(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, changes)
     dims = parallel_dims(run.layout, world_size)
     for rank, found in enumerate(rank_pool(world_size).run(groups_of, run)):
@@ -62,7 +62,7 @@ def test_groups_are_those_of_the_plan(world_size: int, changes: dict[str, Any], 
             assert group == group_ranks(run, dims, among, rank), (rank, among)  # type: ignore[arg-type]
 
 
-def test_a_broadcast_is_a_servers_with_its_workers(tmp_path: Path) -> None:
+def test_broadcast_benchmark_group_is_server_with_its_workers(tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, row(4, data_parallel="parameter_server", num_servers=2)[1])
     (result, *_) = rank_pool(4).run(measured, run, ["collectives"], [])
     by_operation = {way["operation"]: way for way in result["collectives"]}
@@ -74,7 +74,7 @@ def measured(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str, Any]
     return run_benchmarks(run, torch.device("cpu"), parts, 2, sweep)
 
 
-def test_collectives_are_what_the_run_sends(tmp_path: Path) -> None:
+def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -> None:
     """Two copies of two tensor-parallel ranks: both groups of a kind are measured beside each other."""
     run = described(Path(json.__file__).parent, tmp_path, row(4, FEW_HEADS, tp=2)[1])
     (found, *_) = rank_pool(4).run(measured, run, ["collectives"], [4096, 8192])
@@ -94,7 +94,7 @@ def test_collectives_are_what_the_run_sends(tmp_path: Path) -> None:
         assert [residual["size_bytes"] for residual in way["fit"]["residuals"]] == sizes
 
 
-def test_the_parts_asked_for_and_no_others_are_measured(tmp_path: Path) -> None:
+def test_run_benchmarks_measures_only_requested_parts(tmp_path: Path) -> None:
     run = described(Path(json.__file__).parent, tmp_path, row(2)[1])
     found, other = rank_pool(2).run(measured, run, ["attention"], [])
     assert "attention" in found

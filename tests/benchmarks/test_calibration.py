@@ -9,7 +9,7 @@ from phalanx.cost.estimate.constants import time_constants
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 
 
-def test_a_layout_counts_that_is_near_in_time_and_in_memory():
+def test_calibration_benchmark_counts_layouts_within_time_and_memory_targets():
     def both(time: list[float], tensors: list[float]) -> str:
         return Compared("", time, tensors, []).both
 
@@ -18,7 +18,7 @@ def test_a_layout_counts_that_is_near_in_time_and_in_memory():
     assert both([0.0] * 19 + [0.2, 0.0], [0.0] * 20 + [0.06]).endswith("(target: at least 20): missed")
 
 
-def test_a_decided_constant_that_did_not_move_is_the_published_one():
+def test_calibration_benchmark_shows_default_of_unchanged_constant():
     known = CalibrationSpec(
         runs=9,
         precision="fp32",
@@ -34,7 +34,7 @@ def test_a_decided_constant_that_did_not_move_is_the_published_one():
     )
 
 
-def test_a_section_is_put_in_its_place(tmp_path: Path) -> None:
+def test_write_section_replaces_or_appends_markdown_section(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n## One\n\n1\n\n## Two\n\n2\n")
     write_section(page, "One", "first\n")

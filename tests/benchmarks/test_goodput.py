@@ -18,14 +18,14 @@ EVENTS = [
 SEEN = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (205.0, 98), (208.0, 99), (300.0, 150)]
 
 
-def test_failures_are_counted_from_their_kills() -> None:
+def test_goodput_benchmark_times_failures_from_kill() -> None:
     """A second kill while the first is dealt with makes no failure of its own; one before the first step after another
     leaves that other without a return, and loses nothing more."""
     watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=SEEN, ended=300.0)
     assert failures_of(watched, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
 
 
-def test_the_formula_is_given_what_was_measured() -> None:
+def test_goodput_benchmark_predicts_goodput_from_measured_times() -> None:
     failures = [Failure(0.5, 9.0, 8), Failure(1.0, None, 0), Failure(0.5, 11.0, 1)]
     found = Measured(300.0, 2400, 0.1, 0.11, 5.0, 0.05, 0.1, failures)
     assert found.goodput == pytest.approx(0.8)
@@ -38,7 +38,7 @@ def test_the_formula_is_given_what_was_measured() -> None:
     assert "3, 1 of them before the first step after another" in text
 
 
-def test_steps_behind_a_save_are_held_against_those_after_them() -> None:
+def test_goodput_benchmark_measures_slowdown_of_steps_after_checkpoint() -> None:
     """The first of them takes 0.2 s longer; a start that fails soon after a save says nothing."""
     save, step, slow = (
         {"pause": "checkpoint"},

@@ -5,7 +5,7 @@ import numpy as np
 from benchmarks.loader import SHORT_DOCUMENT, Row, measure, page, short_documents
 
 
-def test_measures_and_writes(write_tokens, tmp_path):
+def test_loader_benchmark_measures_throughput_and_formats_page(write_tokens, tmp_path):
     dataset = write_tokens([np.arange(5_000) % 256] * 20)
     row = measure(dataset, "files", sequence=64, rows=16, tokens=100_000)
     assert (row.documents, row.sequence, row.rows) == ("files", 64, 16)

@@ -38,15 +38,15 @@ def by_definition(train: list[bytes], held_out: list[bytes], context: int) -> fl
 
 
 @pytest.mark.parametrize("context", range(7))
-def test_equals_the_definition(context: int) -> None:
+def test_witten_bell_matches_reference_implementation(context: int) -> None:
     assert witten_bell(TRAIN, HELD_OUT, context) == pytest.approx(by_definition(TRAIN, HELD_OUT, context), rel=1e-12)
 
 
-def test_knows_nothing_of_bytes_it_never_saw() -> None:
+def test_witten_bell_smooths_probability_of_unseen_byte() -> None:
     """With one byte "a" seen, p(b) = (0 + 1/256) / (1 + 1)."""
     assert witten_bell([b"a"], [b"b"], 0) == pytest.approx(9)
 
 
-def test_refuses_a_context_that_does_not_fit_in_a_word() -> None:
+def test_witten_bell_rejects_context_longer_than_six() -> None:
     with pytest.raises(ValueError, match="use 0 to 6"):
         witten_bell(TRAIN, HELD_OUT, 7)

@@ -16,22 +16,22 @@ def a_round(fast: float, slow: float, loss: float = 1.0) -> Round:
     return [Block([slow] * 3, [fast] * 3, [loss] * 3, 10), Block([slow] * 3, [slow] * 3, [loss] * 3, 20)]
 
 
-def test_the_slowest_rank_sets_the_speed() -> None:
+def test_overhead_benchmark_speed_equals_that_of_slowest_rank() -> None:
     got = speed([a_round(1, 2), a_round(1, 4), a_round(1, 8)], tokens=800)
     assert (got.wall, got.cpu_bound) == (200, 200)
 
 
-def test_a_ratio_compares_neighbours() -> None:
+def test_overhead_benchmark_ratio_pairs_adjacent_rounds() -> None:
     """When the machine gets slower for both, the ratio stays."""
     ours, theirs = [a_round(1, 2), a_round(1, 20)], [a_round(1, 4), a_round(1, 40)]
     assert ratio(ours, theirs).wall == 2
 
 
-def test_losses_are_compared_step_by_step() -> None:
+def test_overhead_benchmark_reports_relative_loss_difference() -> None:
     assert loss_difference([a_round(1, 1, 2.0)], [a_round(1, 1, 2.5)]) == pytest.approx(0.2)
 
 
-def test_the_table_shows_goals_figures() -> None:
+def test_overhead_table_contains_speed_memory_and_loss_ratios() -> None:
     rounds = {OURS: [a_round(1, 4)], PLAIN: [a_round(1, 2)]}
     assert "| tiny | ddp | 2,048 | 4,096 | 0.500 | 0.500 | 1.000 | 0e+00 |" in overhead_table(
         [Comparison("tiny", "ddp", rounds, rounds)]
@@ -39,7 +39,7 @@ def test_the_table_shows_goals_figures() -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("tiny", 6.16e6), ("small", 33.6e6)])
-def test_shapes_are_those_of_the_published_figures(name: str, size: float) -> None:
+def test_overhead_benchmark_shapes_match_published_parameter_counts(name: str, size: float) -> None:
     shape = SHAPES[name]
     assert count_parameters(shape.model).total == pytest.approx(size, rel=0.002)
     for layout in ("ddp", "fsdp"):

@@ -58,7 +58,7 @@ def known(tmp_path: Path) -> list[Known]:
     return known_rows(write(tmp_path / "runs.csv", rows))
 
 
-def test_errors_are_those_of_the_table(known):
+def test_accuracy_report_computes_step_time_errors(known):
     held = held_rows(step_time_rows(known))
     assert len(held) == len(sweep())
     lines = list(step_time_table(held, {"vtm": 12.0}))
@@ -69,12 +69,12 @@ def test_errors_are_those_of_the_table(known):
     assert next(interval_lines(held)).startswith(f"{sum(inside) / 6:.1%} of 6 rows")
 
 
-def test_a_ranking_that_is_right_has_rank_correlation_one(known):
+def test_accuracy_report_rank_correlation_is_one_for_perfect_ranking(known):
     line = list(sweeps(known))[-1]
     assert line == "| vtm | 1 | 0 | 0.0 %, met | 0.0 %, met | 1.00, met |"
 
 
-def test_a_choice_that_failed_is_told(known):
+def test_accuracy_report_counts_failed_first_choice(known):
     rows = [dict(row.row) for row in known]
     best = min(range(len(rows)), key=lambda at: float(rows[at]["step_time_s"]))
     failed = Known(rows[best], known[best].job, None, None, out_of_memory=True)
@@ -82,18 +82,18 @@ def test_a_choice_that_failed_is_told(known):
     assert line.startswith("| vtm | 1 | 1 | -, no | -, no |")
 
 
-def test_memory_is_held_against_what_was_published(known):
+def test_accuracy_report_compares_memory_with_published_values(known):
     assert any(line.startswith("| vtm | 6 | 0.0 | ") for line in memory_lines(known))
     assert any(line.startswith("| vtm | 6 | 0.0 | +0.0 | met |") for line in memory_lines(known))
 
 
-def test_speed_is_held_against_its_targets():
+def test_accuracy_report_compares_search_speed_with_targets():
     said = search_speed(64_192, 3.47, 5.0)
     assert said == "64,192 layouts in 3.47 s (target 5): met, 18,499 a second (target 20,000): no"
     assert search_speed(40_000, 1.0, None) == "40,000 layouts in 1.00 s, 40,000 a second (target 20,000): met"
 
 
-def test_the_report_says_what_was_given():
+def test_accuracy_report_header_contains_command_line():
     whole, quick = (head(Path("runs.csv"), leave_out)[2] for leave_out in (True, False))
     assert "planner runs.csv --left-out`" in whole
     assert "planner runs.csv`" in quick

@@ -59,13 +59,13 @@ def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> 
 
 
 @pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
-def test_megatron_can_read_what_we_write(tmp_path: Path, dtype: type, code: int) -> None:
+def test_indexed_writer_output_is_readable_as_megatron_format(tmp_path: Path, dtype: type, code: int) -> None:
     write(tmp_path / "pair", DOCUMENTS, dtype)
     assert read_megatron(tmp_path / "pair") == (code, DOCUMENTS)
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_we_read_what_megatron_writes(tmp_path: Path, code: int) -> None:
+def test_indexed_dataset_reads_megatron_files(tmp_path: Path, code: int) -> None:
     documents = [[[5, 6], [7]], [[9]], [], [[], [100, 101], [102, 103, 104]]]
     write_megatron(tmp_path / "pair", documents, code)
     dataset = IndexedDataset(tmp_path / "pair")
@@ -79,27 +79,29 @@ def test_we_read_what_megatron_writes(tmp_path: Path, code: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(documents=st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=20), max_size=12))
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> None:
+def test_indexed_dataset_round_trips_documents(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
+) -> None:
     prefix = tmp_path_factory.mktemp("pair") / "pair"
     write(prefix, documents)
     dataset = IndexedDataset(prefix)
     assert [dataset.document(i).tolist() for i in range(len(dataset))] == documents
 
 
-def test_the_narrowest_type_that_megatron_would_use() -> None:
+def test_token_dtype_equals_megatron_choice() -> None:
     assert [token_dtype(vocab) for vocab in (257, 65_499, 65_500, 200_000)] == [
         np.dtype(kind) for kind in (np.uint16, np.uint16, np.int32, np.int32)
     ]
 
 
 @pytest.mark.parametrize("ids", [[65_536], [-1]])
-def test_ids_that_do_not_fit_are_refused_and_nothing_is_left(tmp_path: Path, ids: list[int]) -> None:
+def test_indexed_writer_rejects_out_of_range_ids_and_leaves_no_files(tmp_path: Path, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit uint16"):
         write(tmp_path / "pair", [[1, 2], ids])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_the_old_pair_as_it_was(tmp_path: Path) -> None:
+def test_indexed_writer_failure_leaves_existing_pair_unchanged(tmp_path: Path) -> None:
     write(tmp_path / "pair", DOCUMENTS)
     with pytest.raises(ValueError, match="do not fit"):
         write(tmp_path / "pair", [[1], [-1]])
@@ -107,7 +109,7 @@ def test_a_failure_leaves_the_old_pair_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
 
 
-def test_nothing_has_its_name_before_all_is_written(tmp_path: Path) -> None:
+def test_indexed_writer_publishes_files_only_when_complete(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "pair", np.dtype(np.uint16)) as writer:
         writer.add(np.arange(10))
         assert not (tmp_path / "pair.bin").exists()
@@ -135,7 +137,7 @@ def damage(prefix: Path, suffix: str, change: object) -> None:
         (".bin", lambda raw: raw[:-1], r"truncated: 2,011 bytes, and the index needs 2,012"),
     ],
 )
-def test_damaged_files(tmp_path: Path, suffix: str, change: object, message: str) -> None:
+def test_indexed_dataset_rejects_corrupt_files(tmp_path: Path, suffix: str, change: object, message: str) -> None:
     write(tmp_path / "pair", DOCUMENTS)
     damage(tmp_path / "pair", suffix, change)
     with pytest.raises(UserError, match=message) as caught:
@@ -145,7 +147,7 @@ def test_damaged_files(tmp_path: Path, suffix: str, change: object, message: str
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_missing_file(tmp_path: Path, suffix: str) -> None:
+def test_indexed_dataset_reports_missing_file(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / "pair", DOCUMENTS)
     Path(f"{tmp_path / 'pair'}{suffix}").unlink()
     with pytest.raises(UserError, match=f"has no {suffix} file"):
@@ -153,14 +155,14 @@ def test_a_missing_file(tmp_path: Path, suffix: str) -> None:
     assert prefix_of(str(tmp_path / "pair")) == str(tmp_path / "pair")
 
 
-def test_a_prefix_is_known_with_and_without_suffix(tmp_path: Path) -> None:
+def test_prefix_of_accepts_path_with_and_without_suffix(tmp_path: Path) -> None:
     write(tmp_path / "pair", DOCUMENTS)
     for name in ("pair", "pair.bin", "pair.idx"):
         assert prefix_of(str(tmp_path / name)) == str(tmp_path / "pair")
     assert prefix_of(str(tmp_path / "other")) is None
 
 
-def test_fingerprint_knows_content_and_not_place(tmp_path: Path) -> None:
+def test_indexed_dataset_fingerprint_depends_on_content_not_path(tmp_path: Path) -> None:
     marks = []
     for name, documents in (
         ("a", [[1, 2, 3], [4]]),
@@ -176,7 +178,7 @@ def test_fingerprint_knows_content_and_not_place(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=8), fraction=st.floats(0.01, 0.99))
-def test_cut_tail_divides_the_tokens(
+def test_split_tail_divides_tokens_by_fraction(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")

@@ -51,7 +51,7 @@ def rows_of(batch):
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=lengths, sequence=st.integers(1, 12), per_step=st.integers(1, 7), seed=st.integers(0, 9))
-def test_batches_are_the_references_over_epochs(tmp_path_factory, lengths, sequence, per_step, seed):
+def test_token_loader_batches_match_reference_over_epochs(tmp_path_factory, lengths, sequence, per_step, seed):
     dataset = dataset_of(tmp_path_factory.mktemp("data"), lengths)
     if dataset.size <= sequence:
         with pytest.raises(UserError, match=f"has {dataset.size} tokens.* need {sequence + 1}") as caught:
@@ -66,7 +66,7 @@ def test_batches_are_the_references_over_epochs(tmp_path_factory, lengths, seque
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=lengths, sequence=st.integers(1, 10), epoch=st.integers(0, 3))
-def test_an_epoch_sees_every_token_of_the_kept_prefix_once(tmp_path_factory, lengths, sequence, epoch):
+def test_token_loader_epoch_yields_each_token_once_except_remainder(tmp_path_factory, lengths, sequence, epoch):
     dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 30])
     per_epoch = TokenLoader(dataset, sequence, 1, 0).sequences_per_epoch
     loader = TokenLoader(dataset, sequence, per_epoch, seed=0)
@@ -84,7 +84,7 @@ def test_an_epoch_sees_every_token_of_the_kept_prefix_once(tmp_path_factory, len
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=lengths, sequence=st.integers(1, 9), share=st.integers(1, 3), ranks=st.sampled_from([1, 2, 3, 4, 6]))
-def test_a_global_batch_does_not_depend_on_the_ranks(tmp_path_factory, lengths, sequence, share, ranks):
+def test_token_loader_global_batch_is_independent_of_rank_count(tmp_path_factory, lengths, sequence, share, ranks):
     dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 10])
     whole = TokenLoader(dataset, sequence, share * ranks, seed=5)
     parts = [TokenLoader(dataset, sequence, share * ranks, 5, rank, ranks) for rank in range(ranks)]
@@ -94,7 +94,7 @@ def test_a_global_batch_does_not_depend_on_the_ranks(tmp_path_factory, lengths, 
         assert list(chain(*map(rows_of, batches))) == rows_of(whole.step(step))
 
 
-def test_types_and_layout(write_tokens):
+def test_token_loader_batch_has_expected_dtypes_shapes_and_layout(write_tokens):
     batch = TokenLoader(write_tokens([[1, 2, 3], [4, 5, 6, 7, 8, 9]]), 4, 2, 0).step(0)
     assert batch.tokens.dtype == batch.targets.dtype == np.int64
     assert batch.document_starts.dtype == np.int32
@@ -104,7 +104,7 @@ def test_types_and_layout(write_tokens):
     assert batch.tokens.flags.writeable
 
 
-def test_starts_are_left_out_where_causal_attention_is_right(write_tokens):
+def test_token_loader_omits_document_starts_when_no_mask_is_needed(write_tokens):
     documents = [list(range(8)), list(range(8)), list(range(8))]
     # A document per sequence: none begins inside one.
     assert TokenLoader(write_tokens(documents), 8, 2, 0).step(0).document_starts is None
@@ -112,14 +112,14 @@ def test_starts_are_left_out_where_causal_attention_is_right(write_tokens):
     assert TokenLoader(write_tokens(documents), 7, 3, 0, mask_documents=False).step(0).document_starts is None
 
 
-def test_a_document_that_begins_at_the_last_target_asks_for_no_mask(write_tokens):
+def test_token_loader_omits_mask_when_document_starts_at_last_target(write_tokens):
     dataset = write_tokens([[1, 1, 1, 1], [2, 2, 2, 2]])
     batch = TokenLoader(dataset, 4, 1, 0).step(0)
     assert batch.targets[0, -1] != batch.tokens[0, -1]
     assert batch.document_starts is None
 
 
-def test_epochs_and_seeds_differ_and_repeat(write_tokens):
+def test_token_loader_order_depends_only_on_seed_and_epoch(write_tokens):
     dataset = write_tokens([list(range(i, i + 9)) for i in range(0, 900, 9)])
     batches = {
         (seed, epoch): TokenLoader(dataset, 8, 100, seed).step(epoch).tokens.tolist()
@@ -130,14 +130,14 @@ def test_epochs_and_seeds_differ_and_repeat(write_tokens):
     assert TokenLoader(dataset, 8, 100, 1).step(0).tokens.tolist() == batches[1, 0]
 
 
-def test_neighbours_in_the_stream_are_not_neighbours_in_a_step(write_tokens):
+def test_token_loader_shuffles_sequences_within_epoch(write_tokens):
     dataset = write_tokens([list(range(4001))])
     first = TokenLoader(dataset, 4, 1000, 0).step(0).tokens[:, 0]
     assert sorted(first) == list(range(0, 4000, 4))
     assert np.mean(np.abs(np.diff(first)) == 4) < 0.02
 
 
-def test_a_step_can_span_epochs(write_tokens):
+def test_token_loader_step_can_span_epochs(write_tokens):
     dataset = write_tokens([[1, 2, 3, 4, 5]])
     loader = TokenLoader(dataset, 2, 5, 0)
     assert loader.sequences_per_epoch == 2
@@ -149,12 +149,12 @@ def test_a_step_can_span_epochs(write_tokens):
     assert loader.state(1)["tokens"] == 10
 
 
-def test_uneven_shares_differ_by_one_and_make_the_whole():
+def test_rank_rows_partition_batch_and_differ_by_at_most_one():
     shares = [rank_rows(8, rank, 3).tolist() for rank in range(3)]
     assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
+def test_token_loader_resumes_at_same_position_with_new_batch_size(write_tokens):
     dataset = write_tokens([list(range(100))])
     small, large = TokenLoader(dataset, 4, 2, 3), TokenLoader(dataset, 4, 6, 3)
     with pytest.raises(
@@ -168,7 +168,7 @@ def test_steps_of_another_size_go_on_where_the_data_was_left(write_tokens):
     assert large.state(4)["tokens"] == small.state(6)["tokens"]
 
 
-def test_text_that_is_passed_over_is_as_if_learned(write_tokens):
+def test_token_loader_skip_steps_equals_consuming_steps(write_tokens):
     dataset = write_tokens([list(range(50))])
     whole, short = (TokenLoader(dataset, 4, 3, seed=1) for _ in range(2))
     short.resume(whole.state(2))
@@ -179,7 +179,7 @@ def test_text_that_is_passed_over_is_as_if_learned(write_tokens):
     assert rows_of(again.step(3)) == rows_of(whole.step(8))
 
 
-def test_state_survives_json_and_knows_its_data(write_tokens):
+def test_token_loader_state_round_trips_json_and_resumes_at_any_rank_count(write_tokens):
     dataset = write_tokens([list(range(50)), list(range(30))])
     loader = TokenLoader(dataset, 8, 2, seed=3)
     state = json.loads(json.dumps(loader.state(7)))
@@ -202,7 +202,7 @@ def test_state_survives_json_and_knows_its_data(write_tokens):
         ({"sequences_per_step": 4}, "training.tokens_per_step"),
     ],
 )
-def test_a_checkpoint_of_another_cut_is_refused(write_tokens, change, field):
+def test_token_loader_rejects_checkpoint_with_changed_settings(write_tokens, change, field):
     dataset = write_tokens([list(range(50))])
     settings = {"sequence": 8, "sequences_per_step": 2, "seed": 3}
     state = TokenLoader(dataset, **settings).state(1)
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_cut_is_refused(write_tokens, change, field):
     assert caught.value.field == field
 
 
-def test_a_checkpoint_of_other_data_is_refused(write_tokens):
+def test_token_loader_rejects_checkpoint_of_other_data(write_tokens):
     state = TokenLoader(write_tokens([list(range(50))]), 8, 2, 3).state(1)
     with pytest.raises(UserError, match=r"^data: gives other tokens than the checkpoint was made with"):
         TokenLoader(write_tokens([list(range(1, 51))]), 8, 2, 3).resume(state)
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_other_data_is_refused(write_tokens):
     limit=st.integers(0, 200),
     tail=st.booleans(),
 )
-def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence, rows, ranks, limit, tail):
+def test_evaluation_batches_cover_every_target_once(tmp_path_factory, lengths, sequence, rows, ranks, limit, tail):
     folder = tmp_path_factory.mktemp("data")
     dataset = dataset_of(folder, [*lengths, 4])
     if tail:  # its documents do not begin where its file does
@@ -253,20 +253,20 @@ def test_evaluation_covers_every_target_once(tmp_path_factory, lengths, sequence
     assert seen == wanted
 
 
-def test_evaluation_pads_with_ignored_rows(write_tokens):
+def test_evaluation_batches_pad_with_ignore_index(write_tokens):
     batches = list(evaluation_batches(write_tokens([[1, 2, 3, 4, 5, 6]]), 4, 1, rank=1, ranks=3))
     assert [batch.targets.tolist() for batch in batches] == [[[6, IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX]]]
     (last,) = evaluation_batches(write_tokens([[1, 2, 3, 4, 5, 6]]), 4, 1, rank=2, ranks=3)
     assert (last.targets == IGNORE_INDEX).all()
 
 
-def test_evaluation_can_do_without_masks(write_tokens):
+def test_evaluation_batches_omit_document_starts_without_masking(write_tokens):
     dataset = write_tokens([[1, 2], [3, 4, 5]])
     assert next(evaluation_batches(dataset, 4, 1)).document_starts.tolist() == [[0, 0, 2, 2]]
     assert next(evaluation_batches(dataset, 4, 1, mask_documents=False)).document_starts is None
 
 
-def test_nothing_to_evaluate_on(write_tokens):
+def test_evaluation_batches_reject_dataset_without_targets(write_tokens):
     with pytest.raises(UserError, match="has no tokens to evaluate on") as caught:
         next(evaluation_batches(write_tokens([[1]]), 4, 1))
     assert caught.value.field == "data.held_out"
@@ -296,7 +296,7 @@ def data_threads():
     return [thread for thread in threading.enumerate() if thread.name == "phalanx-data"]
 
 
-def test_prefetch_gives_the_steps_in_order():
+def test_prefetch_yields_steps_in_order():
     loader = Counting()
     assert [int(batch.tokens[0, 0]) for batch in prefetch(loader, 3, 9)] == [3, 4, 5, 6, 7, 8]
     assert loader.made == [3, 4, 5, 6, 7, 8]
@@ -304,7 +304,7 @@ def test_prefetch_gives_the_steps_in_order():
     assert list(prefetch(loader, 5, 5)) == []
 
 
-def test_prefetch_works_ahead_but_not_further_than_its_depth():
+def test_prefetch_reads_ahead_at_most_depth_batches():
     loader = Counting()
     batches = prefetch(loader, 0, 100, depth=3)
     next(batches)
@@ -314,7 +314,7 @@ def test_prefetch_works_ahead_but_not_further_than_its_depth():
     assert data_threads() == []
 
 
-def test_prefetch_raises_the_loaders_error_after_what_came_before():
+def test_prefetch_raises_loader_error_after_earlier_batches():
     batches = prefetch(Counting(fails_at=2), 0, 5)
     assert [next(batches).tokens[0, 0], next(batches).tokens[0, 0]] == [0, 1]
     with pytest.raises(UserError, match="cannot be read"):
@@ -322,7 +322,7 @@ def test_prefetch_raises_the_loaders_error_after_what_came_before():
     assert data_threads() == []
 
 
-def test_a_consumer_that_stops_early_ends_the_thread():
+def test_prefetch_thread_stops_when_consumer_breaks_early():
     for batch in prefetch(Counting(), 0, 1_000_000):
         if batch.tokens[0, 0] == 3:
             break

@@ -49,7 +49,7 @@ def pair(path, ids, vocab=257):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
-def test_documents_are_held_out_by_name(spec, corpus, tmp_path, tokenizer):
+def test_prepare_holds_out_documents_by_name(spec, corpus, tmp_path, tokenizer):
     if tokenizer == "file":
         tokenizer = str(tmp_path / "tokenizer.json")
         train_bpe(["def function(x):\n"] * 50, 300).save(tokenizer)
@@ -62,12 +62,12 @@ def test_documents_are_held_out_by_name(spec, corpus, tmp_path, tokenizer):
     assert texts(prepared.train, prepared.tokenizer) == train
 
 
-def test_held_out_sources_of_its_own(spec, corpus):
+def test_prepare_uses_separate_held_out_sources(spec, corpus):
     prepared = prepare(spec(train=[str(corpus / "part0")], held_out=[str(corpus / "part1")]))
     assert len(IndexedDataset(prepared.train)) == len(IndexedDataset(prepared.held_out)) == 20
 
 
-def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
+def test_prepare_trains_tokenizer_without_held_out_text(tmp_path):
     rows = [
         {"text": "seen seen "} if not is_held_out(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
         for n in range(1, 50)
@@ -80,7 +80,7 @@ def test_the_tokenizer_does_not_learn_from_held_out_text(tmp_path):
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_of_one_document_the_end_is_held_out(spec, tmp_path, monkeypatch, by_name):
+def test_prepare_holds_out_tail_of_single_document(spec, tmp_path, monkeypatch, by_name):
     text = "".join(f"line {number}\n" for number in range(1000))
     name = next(name for name in map("{}.txt".format, range(100)) if is_held_out(name, 0.05) == by_name)
     (tmp_path / name).write_text(text)
@@ -93,7 +93,7 @@ def test_of_one_document_the_end_is_held_out(spec, tmp_path, monkeypatch, by_nam
         assert held_out.size / (train.size + held_out.size) == pytest.approx(0.05, abs=0.001)
 
 
-def test_a_pair_is_used_where_it_lies_and_its_end_held_out(spec, tmp_path):
+def test_prepare_uses_indexed_pair_in_place_and_holds_out_its_tail(spec, tmp_path):
     prefix = pair(tmp_path / "tokens", [[n % 256] * 10 for n in range(100)])
     prepared = prepare(spec(train=[prefix]))
     train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
@@ -104,14 +104,14 @@ def test_a_pair_is_used_where_it_lies_and_its_end_held_out(spec, tmp_path):
     assert (both.train, both.held_out) == (prefix, str(tmp_path / "other"))
 
 
-def test_text_held_out_for_a_pair(spec, tmp_path, corpus):
+def test_prepare_tokenizes_held_out_text_for_indexed_pair(spec, tmp_path, corpus):
     prefix = pair(tmp_path / "tokens", [[1, 2, 3]])
     prepared = prepare(spec(train=[f"{prefix}.bin"], held_out=[str(corpus)]))
     assert prepared.train == prefix
     assert len(IndexedDataset(prepared.held_out)) == 40
 
 
-def test_streaming_prepares_only_what_is_held_out(spec, corpus, monkeypatch):
+def test_prepare_with_streaming_writes_only_held_out_data(spec, corpus, monkeypatch):
     prepared = prepare(spec(streaming=True))
     assert prepared.train == ""
     held_out = [document.text for document in documents([str(corpus)]) if is_held_out(document.name, 0.2)]
@@ -121,7 +121,7 @@ def test_streaming_prepares_only_what_is_held_out(spec, corpus, monkeypatch):
     assert len(IndexedDataset(first.held_out)) == 3
 
 
-def test_the_second_time_nothing_is_read(spec, monkeypatch):
+def test_prepare_reuses_cache_on_second_call(spec, monkeypatch):
     first = prepare(spec())
     monkeypatch.setattr(room, "write_indexed_pairs", None)
     monkeypatch.setattr(room, "train_bpe", None)
@@ -129,7 +129,7 @@ def test_the_second_time_nothing_is_read(spec, monkeypatch):
     assert prepare(spec(mask_documents=False)) == first
 
 
-def test_what_changes_the_tokens_changes_the_cache(spec, corpus, tmp_path):
+def test_prepare_cache_key_depends_on_everything_that_affects_tokens(spec, corpus, tmp_path):
     (tmp_path / "t.json").write_text(train_bpe(["ab"], 300).to_json())
     found = [
         prepare(spec(**options)).held_out
@@ -151,21 +151,21 @@ def test_what_changes_the_tokens_changes_the_cache(spec, corpus, tmp_path):
     assert len(set(found)) == len(found)
 
 
-def test_progress_is_told(spec):
+def test_prepare_reports_progress_counts(spec):
     seen: list[TokenizationCounts] = []
     prepare(spec(), progress=seen.append)
     assert seen[-1].documents == 40
     assert seen[-1].tokens == seen[-1].text_bytes + 40
 
 
-def test_a_failure_leaves_nothing_in_the_cache(spec, corpus, tmp_path):
+def test_prepare_leaves_cache_empty_on_failure(spec, corpus, tmp_path):
     (corpus / "z.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     with pytest.raises(UserError, match="is not JSON"):
         prepare(spec())
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_an_interrupted_run_is_done_again(spec, tmp_path):
+def test_prepare_rewrites_deleted_cache_entry(spec, tmp_path):
     first = prepare(spec())
     Path(first.train).with_name(room.MARK).unlink()
     shutil.rmtree(Path(first.train).parent)
@@ -178,7 +178,7 @@ def race(data, barrier, results):
     results.put(prepare(data))
 
 
-def test_two_runs_at_once(spec):
+def test_prepare_concurrent_runs_share_one_cache_entry(spec):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
     data = spec(tokenizer="bpe", tokenizer_vocab=300)
@@ -193,7 +193,7 @@ def test_two_runs_at_once(spec):
     assert [path.name for path in Path(data.cache).iterdir()] == [Path(found[0].train).parent.name]
 
 
-def test_the_one_that_comes_second_takes_what_is_there(spec, monkeypatch):
+def test_prepare_uses_cache_entry_finished_by_concurrent_run(spec, monkeypatch):
     """The other run finishes while this one is writing."""
     real = room._write
 
@@ -209,7 +209,7 @@ def test_the_one_that_comes_second_takes_what_is_there(spec, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "its disk is full"), (errno.EROFS, "cannot be written")])
-def test_a_cache_that_cannot_be_written(spec, monkeypatch, code, message):
+def test_prepare_reports_unwritable_cache(spec, monkeypatch, code, message):
     def fail(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
@@ -220,7 +220,7 @@ def test_a_cache_that_cannot_be_written(spec, monkeypatch, code, message):
     assert list(Path(spec().cache).iterdir()) == []
 
 
-def test_a_cache_under_a_file(spec, tmp_path):
+def test_prepare_rejects_cache_path_under_a_file(spec, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used: Not a directory") as caught:
         prepare(spec(cache=str(tmp_path / "file" / "cache")))
@@ -262,7 +262,9 @@ def make_errors(folder):
         ({"train": ["good"], "streaming": True}, "data.streaming", "is tokens already"),
     ],
 )
-def test_errors_before_any_work(spec, tmp_path, monkeypatch, options, field, message):
+def test_prepare_and_check_sources_reject_invalid_data_before_writing(
+    spec, tmp_path, monkeypatch, options, field, message
+):
     make_errors(tmp_path)
     monkeypatch.chdir(tmp_path)
     data = spec(**{"train": ["text.txt"]} | options)
@@ -274,7 +276,7 @@ def test_errors_before_any_work(spec, tmp_path, monkeypatch, options, field, mes
     assert not Path(data.cache).exists()
 
 
-def test_a_large_pair_is_sampled_for_ids_that_do_not_fit(tmp_path, monkeypatch):
+def test_check_vocabulary_samples_large_dataset_for_invalid_ids(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "WHOLE_CHECK_TOKENS", 100_000)
     ids = np.ones(300_000, np.int64)
     ids[-1] = 999
@@ -283,14 +285,14 @@ def test_a_large_pair_is_sampled_for_ids_that_do_not_fit(tmp_path, monkeypatch):
         room.check_vocabulary(dataset, byte_tokenizer(), "data.train")
 
 
-def test_streaming_text_too_small_to_hold_anything_out(spec, tmp_path):
+def test_prepare_rejects_streaming_data_too_small_to_hold_out(spec, tmp_path):
     (tmp_path / "one.txt").write_text("text")
     with pytest.raises(UserError, match=r"no document of data\.train is held out") as caught:
         prepare(spec(train=[str(tmp_path / "one.txt")], streaming=True, held_out_fraction=0.0001))
     assert caught.value.fix == "give data.held_out"
 
 
-def test_the_room_does_not_import_torch():
+def test_data_package_import_does_not_load_torch_or_tokenizers():
     program = (
         "import sys, pkgutil, importlib, phalanx.data as room\n"
         "for module in pkgutil.iter_modules(room.__path__): importlib.import_module(f'phalanx.data.{module.name}')\n"

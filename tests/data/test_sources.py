@@ -26,45 +26,45 @@ def lines(path, rows):
     return path
 
 
-def test_a_directory_is_read_sorted_without_hidden_and_binary_files(corpus):
+def test_data_sources_directory_is_sorted_and_skips_hidden_and_binary_files(corpus):
     found = names([corpus])
     assert len(found) == 40
     assert found == sorted(found)
     assert found[0] == str(corpus / "part0" / "file00.py")
 
 
-def test_folders_are_sorted_too(tmp_path):
+def test_data_sources_sort_folders_by_name(tmp_path):
     for name in "3140592687":
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "a.txt").write_text("text")
     assert names([tmp_path]) == [str(tmp_path / name / "a.txt") for name in "0123456789"]
 
 
-def test_files_globs_and_directories_come_in_the_order_given(corpus):
+def test_data_sources_preserve_given_order_of_files_and_sort_globs(corpus):
     first, second = corpus / "part1" / "file01.py", corpus / "part0" / "file00.py"
     assert names([first, second]) == [str(first), str(second)]
     assert len(names([corpus / "*" / "file0*.py"])) == 10
     assert names([corpus / "**" / "*5.py"]) == [str(corpus / "part1" / f"file{n}5.py") for n in "0123"]
 
 
-def test_the_name_of_a_file_does_not_depend_on_how_its_path_is_written(corpus, monkeypatch):
+def test_data_sources_document_name_is_independent_of_path_spelling(corpus, monkeypatch):
     monkeypatch.chdir(corpus)
     assert names(["part0"]) == names(["./part0/"]) == names(["part0/../part0"])
 
 
-def test_text_is_utf8_with_or_without_mark_or_else_latin1(tmp_path):
+def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):
     for name, raw in (("a", "é\r\n".encode()), ("b", b"\xef\xbb\xbf\xc3\xa9"), ("c", b"caf\xe9")):
         (tmp_path / name).write_bytes(raw)
     assert [document.text for document in documents([str(tmp_path)])] == ["é\r\n", "é", "café"]
 
 
-def test_jsonl(tmp_path):
+def test_data_sources_read_jsonl_records(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, "\n", {"text": ""}, {"text": "fö\nur"}])
     assert list(documents([str(path)])) == [Document(f"{path}:1", "one"), Document(f"{path}:4", "fö\nur")]
     assert len(list(read_documents(list_source_files([str(path)])[0]))) == 3  # the empty one keeps its number
 
 
-def test_parquet(tmp_path):
+def test_data_sources_read_parquet_column(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one", "", "two"] * 1000, "n": range(3000)}), path)
     found = list(documents([str(path)], "body"))
@@ -72,7 +72,7 @@ def test_parquet(tmp_path):
     assert found[-1] == Document(f"{path}:3000", "two")
 
 
-def test_stdlib_is_the_librarys_own_source():
+def test_stdlib_source_equals_standard_library_files():
     found = list_source_files(["stdlib"])
     library = {part.name for part in found}
     assert {"os.py", os.path.join("json", "decoder.py")} <= library
@@ -86,14 +86,14 @@ def hub(monkeypatch, **functions):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**functions))
 
 
-def test_a_dataset_of_the_hub(monkeypatch):
+def test_hf_source_reads_hub_dataset(monkeypatch):
     rows = [{"text": "one"}, {"text": "two"}]
     hub(monkeypatch, load_dataset=lambda name, split: rows if (name, split) == ("org/set", "train") else [])
     assert list(documents(["hf:org/set"])) == [Document("hf:org/set:1", "one"), Document("hf:org/set:2", "two")]
 
 
 @pytest.mark.parametrize("kind", ["dataset", "with splits"])
-def test_a_dataset_on_disk(tmp_path, monkeypatch, kind):
+def test_hf_source_reads_dataset_on_disk(tmp_path, monkeypatch, kind):
     rows = [{"text": "one"}]
     saved = {str(tmp_path): rows if kind == "dataset" else {"test": [], "train": rows}}
     hub(monkeypatch, load_from_disk=saved.__getitem__)
@@ -103,7 +103,7 @@ def test_a_dataset_on_disk(tmp_path, monkeypatch, kind):
     assert list_source_files([f"hf:{tmp_path}"]) != before
 
 
-def test_a_dataset_that_cannot_be_loaded(monkeypatch):
+def test_hf_source_reports_dataset_that_cannot_be_loaded(monkeypatch):
     def fail(name, split):
         raise ConnectionError("offline")
 
@@ -113,7 +113,7 @@ def test_a_dataset_that_cannot_be_loaded(monkeypatch):
 
 
 @pytest.mark.parametrize(("source", "package"), [("hf:org/set", "datasets"), ("a.parquet", "pyarrow")])
-def test_an_extra_that_is_not_installed(tmp_path, monkeypatch, source, package):
+def test_data_sources_report_missing_optional_package(tmp_path, monkeypatch, source, package):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
@@ -151,7 +151,7 @@ class Missing:
         ("bad.parquet", b"not parquet", "data.train", "is not Parquet"),
     ],
 )
-def test_errors(tmp_path, source, content, field, message):
+def test_data_sources_reject_invalid_files(tmp_path, source, content, field, message):
     if content is not None:
         (tmp_path / source).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
@@ -160,14 +160,14 @@ def test_errors(tmp_path, source, content, field, message):
     assert caught.value.fix
 
 
-def test_a_missing_column_names_those_there_are(tmp_path):
+def test_parquet_source_error_lists_existing_columns(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="is not a column of") as caught:
         list(documents([str(tmp_path / "a.parquet")]))
     assert "'body'" in caught.value.fix
 
 
-def test_no_sources_and_empty_directories(tmp_path):
+def test_data_sources_reject_empty_list_and_empty_directory(tmp_path):
     with pytest.raises(UserError, match="names no source"):
         list(documents([]))
     with pytest.raises(UserError, match="matches no file") as caught:
@@ -175,7 +175,7 @@ def test_no_sources_and_empty_directories(tmp_path):
     assert caught.value.field == "data.held_out"
 
 
-def test_a_file_without_permission(tmp_path, monkeypatch):
+def test_data_sources_report_file_without_read_permission(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
 
     def refuse(path):
@@ -186,7 +186,7 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
         list(documents([str(tmp_path / "a.txt")]))
 
 
-def test_a_file_that_goes_while_it_is_read(tmp_path):
+def test_read_documents_reports_file_deleted_after_listing(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (part,) = list_source_files([str(tmp_path)])
     (tmp_path / "a.txt").unlink()
@@ -194,18 +194,18 @@ def test_a_file_that_goes_while_it_is_read(tmp_path):
         list(read_documents(part))
 
 
-def test_the_split_is_the_same_for_ever():
+def test_is_held_out_choice_is_stable_for_fixed_names():
     names = ("os.py", "re.py", "ast.py", "json/decoder.py", "a.jsonl:7")
     assert [name for name in names if is_held_out(name, 0.3)] == ["os.py", "json/decoder.py"]
 
 
 @given(name=st.text(), low=st.floats(0, 1), high=st.floats(0, 1))
-def test_a_larger_share_holds_out_all_that_a_smaller_does(name, low, high):
+def test_is_held_out_set_grows_with_fraction(name, low, high):
     low, high = sorted((low, high))
     assert is_held_out(name, high) or not is_held_out(name, low)
     assert not is_held_out(name, 0.0)
     assert is_held_out(name, 1.0)
 
 
-def test_the_split_has_about_the_share_asked_for():
+def test_is_held_out_selects_about_the_requested_fraction():
     assert sum(is_held_out(f"file{i}", 0.05) for i in range(20_000)) == pytest.approx(1000, rel=0.1)

@@ -61,7 +61,7 @@ def lines(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["corpus", "lines"])
-def test_batches_are_the_references_over_epochs(request, kind):
+def test_streaming_loader_batches_match_reference_over_epochs(request, kind):
     folder = request.getfixturevalue(kind)
     loader, expected = loader_of(folder), reference(folder, epochs=3)
     per_epoch = len(expected) // 3
@@ -72,7 +72,7 @@ def test_batches_are_the_references_over_epochs(request, kind):
 
 
 @pytest.mark.parametrize("kind", ["corpus", "lines"])
-def test_every_state_resumes_exactly(request, kind):
+def test_streaming_loader_resumes_exactly_from_every_state(request, kind):
     folder = request.getfixturevalue(kind)
     loader = loader_of(folder)
     states, batches = [], []
@@ -88,7 +88,7 @@ def test_every_state_resumes_exactly(request, kind):
         assert [rows_of(again.step(n)) for n in range(step, min(step + 3, len(batches)))] == batches[step : step + 3]
 
 
-def test_resuming_reads_no_earlier_file_of_the_epoch(corpus, monkeypatch):
+def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
     loader = loader_of(corpus)
     for step in range(4):
         loader.step(step)
@@ -111,7 +111,7 @@ def test_resuming_reads_no_earlier_file_of_the_epoch(corpus, monkeypatch):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
-def test_a_global_batch_does_not_depend_on_the_ranks(lines, ranks):
+def test_streaming_loader_global_batch_is_independent_of_rank_count(lines, ranks):
     whole = loader_of(lines)
     shares = [loader_of(lines, rank, ranks) for rank in range(ranks)]
     for step in range(8):
@@ -119,7 +119,7 @@ def test_a_global_batch_does_not_depend_on_the_ranks(lines, ranks):
         assert all(share.state(step + 1) == whole.state(step + 1) for share in shares)
 
 
-def test_held_out_documents_are_not_in_the_stream(corpus):
+def test_streaming_loader_excludes_held_out_documents(corpus):
     names = [document.name for document in documents([str(corpus)])]
     assert 0 < sum(is_held_out(name, 0.2) for name in names) < 20
     marks = {name: f"function_{int(name[-5:-3])}(" for name in names}
@@ -131,12 +131,12 @@ def test_held_out_documents_are_not_in_the_stream(corpus):
     assert sum(mark in text for mark in marks.values()) > sum(not is_held_out(name, 0.2) for name in names)
 
 
-def test_masks_can_be_left_out(corpus):
+def test_streaming_loader_omits_document_starts_without_masking(corpus):
     assert loader_of(corpus).step(0).document_starts is not None
     assert loader_of(corpus, mask_documents=False).step(0).document_starts is None
 
 
-def test_a_stream_only_goes_forward(corpus):
+def test_streaming_loader_rejects_repeated_step_and_unknown_state(corpus):
     loader = loader_of(corpus)
     loader.step(0)
     with pytest.raises(ValueError, match="only give the next, 1"):
@@ -145,7 +145,7 @@ def test_a_stream_only_goes_forward(corpus):
         loader.state(2)
 
 
-def test_text_that_is_passed_over_is_as_if_learned(corpus):
+def test_streaming_loader_skip_steps_equals_consuming_steps(corpus):
     whole = loader_of(corpus)
     batches = [whole.step(number) for number in range(8)]
     short = loader_of(corpus)
@@ -158,14 +158,14 @@ def test_text_that_is_passed_over_is_as_if_learned(corpus):
     assert rows_of(again.step(2)) == rows_of(batches[5])
 
 
-def test_the_state_of_a_step_that_was_taken_is_known_while_others_are_prefetched(corpus):
+def test_streaming_loader_state_of_consumed_step_is_unaffected_by_prefetch(corpus):
     loader, alone = loader_of(corpus), loader_of(corpus)
     for step, _ in enumerate(prefetch(loader, 0, 12, depth=4)):
         alone.step(step)
         assert loader.state(step + 1) == alone.state(step + 1)
 
 
-def test_too_little_text(tmp_path):
+def test_streaming_loader_rejects_text_shorter_than_one_sequence(tmp_path):
     (tmp_path / "a.txt").write_text("short")
     data = DataSpec(train=[str(tmp_path / "a.txt")], held_out=["elsewhere.txt"])
     with pytest.raises(UserError, match="has 6 tokens, and one sequence and its target need 38"):
@@ -182,7 +182,7 @@ def test_too_little_text(tmp_path):
         ({"fraction": 0.3}, "data"),
     ],
 )
-def test_a_checkpoint_of_other_data_is_refused(corpus, change, field):
+def test_streaming_loader_rejects_checkpoint_of_other_data_or_settings(corpus, change, field):
     state = loader_of(corpus).state(0)
     if "text" in change:
         (corpus / "new.py").write_text(change["text"])

@@ -19,7 +19,7 @@ texts = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
 
 
 @given(text=st.text(alphabet="ab \n", max_size=200), size=st.integers(1, 40))
-def test_pieces_are_the_text_and_no_longer_than_asked(text, size):
+def test_split_text_chunks_join_to_text_within_size_limit(text, size):
     pieces = split_text(text, size)
     assert "".join(pieces) == text
     assert all(0 < len(piece) <= size for piece in pieces[:-1])
@@ -27,21 +27,21 @@ def test_pieces_are_the_text_and_no_longer_than_asked(text, size):
         assert piece.endswith("\n") or "\n" not in piece, "a line's end was there, and it was not taken"
 
 
-def test_a_piece_ends_with_a_line_or_else_before_a_space():
+def test_split_text_prefers_line_ends_then_spaces():
     assert split_text("one\ntwo\nthree", 9) == ["one\ntwo\n", "three"]
     assert split_text("one two three", 9) == ["one two", " three"]
     assert split_text("0123456789", 4) == ["0123", "4567", "89"]
 
 
 @given(texts=texts, chunk=st.integers(1, 60))
-def test_encode_keeps_the_order_of_documents(texts, chunk):
+def test_tokenize_documents_preserves_document_order(texts, chunk):
     documents = [Document(str(number), text) for number, text in enumerate(texts)]
     done = list(tokenize_documents(documents, byte_tokenizer(), chunk))
     assert [document for document, _ in done] == documents
     assert [byte_tokenizer().decode(ids) for _, ids in done] == texts
 
 
-def test_a_text_of_several_pieces_is_one_document():
+def test_tokenize_documents_joins_chunks_of_long_document():
     text = "line of a long text\n" * 120_000
     tokenizer = train_bpe([text], 300)
     ((_, ids),) = tokenize_documents([Document("long", text)], tokenizer)
@@ -49,7 +49,7 @@ def test_a_text_of_several_pieces_is_one_document():
     assert tokenizer.decode(ids) == text
 
 
-def test_an_error_while_reading_comes_through():
+def test_tokenize_documents_propagates_reader_errors():
     def broken():
         yield Document("a", "text")
         raise RuntimeError("unreadable")
@@ -70,7 +70,7 @@ class Waits(Tokenizer):
         return super().encode_batch(texts)
 
 
-def test_whoever_collects_an_abandoned_stream_waits_for_no_thread():
+def test_tokenize_documents_close_does_not_block_on_worker_threads():
     """The collector may run where a thread is being started, and hold what the end of another one needs."""
     tokenizer = Waits(vocab=257, end=256)
     stream = tokenize_documents([Document("a", "first"), Document("b", "wait")], tokenizer, chunk=1)
@@ -83,7 +83,7 @@ def test_whoever_collects_an_abandoned_stream_waits_for_no_thread():
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_write_pairs_sorts_documents_and_counts(tmp_path, end):
+def test_write_indexed_pairs_routes_documents_and_counts_tokens(tmp_path, end):
     documents = [Document(str(i), text) for i, text in enumerate(["even", "odd", "é", "three"])]
     seen = []
     counts = write_indexed_pairs(
@@ -102,7 +102,7 @@ def test_write_pairs_sorts_documents_and_counts(tmp_path, end):
     assert odd.tokens.dtype == np.uint16
 
 
-def test_write_pairs_leaves_nothing_if_it_fails(tmp_path):
+def test_write_indexed_pairs_removes_files_on_failure(tmp_path):
     def broken():
         yield Document("a", "text")
         raise RuntimeError
@@ -122,7 +122,7 @@ def test_write_pairs_leaves_nothing_if_it_fails(tmp_path):
         (errno.ENAMETOOLONG, "cannot be used: File name too long"),
     ],
 )
-def test_what_a_disk_can_say(code, message):
+def test_disk_error_message_matches_errno(code, message):
     error = disk_error("data.cache", "/cache", OSError(code, os.strerror(code)))
     assert (error.field, error.value) == ("data.cache", "/cache")
     assert message in error.problem

@@ -38,7 +38,7 @@ def stdlib_split():
 
 @given(text=any_text)
 @example(text="\ud800 lone, \udcff escaped, \U0001f600 paired")
-def test_bytes_round_trip_any_text(text):
+def test_byte_tokenizer_round_trips_any_text(text):
     tokenizer = byte_tokenizer()
     (ids,) = tokenizer.encode_batch([text])
     assert ids.dtype == np.int32
@@ -46,7 +46,7 @@ def test_bytes_round_trip_any_text(text):
     assert tokenizer.decode([*ids, tokenizer.end]) == text
 
 
-def test_bytes_are_utf8():
+def test_byte_tokenizer_ids_are_utf8_bytes():
     (ids,) = byte_tokenizer().encode_batch(["aé\n"])
     assert ids.tolist() == [97, 0xC3, 0xA9, 10]
     assert (byte_tokenizer().vocab, byte_tokenizer().end) == (257, 256)
@@ -57,19 +57,19 @@ def test_bytes_are_utf8():
 @settings(deadline=None)
 @given(texts=st.lists(scalar_text, max_size=4))
 @example(texts=["", "<|endoftext|>", "x" * 500, "\n" * 500, "\r\n\t "])
-def test_bpe_round_trips_and_counts_bytes(bpe, texts):
+def test_bpe_tokenizer_round_trips_text_and_counts_bytes(bpe, texts):
     batch = bpe.encode_batch(texts)
     assert [bpe.decode(ids) for ids in batch] == texts
     sizes = bpe.token_bytes()
     assert [int(sizes[ids].sum()) for ids in batch] == [len(text.encode()) for text in texts]
 
 
-def test_bpe_takes_text_that_is_no_unicode(bpe):
+def test_bpe_tokenizer_replaces_lone_surrogates(bpe):
     (ids,) = bpe.encode_batch(["a\ud800b"])
     assert bpe.decode(ids) == "a?b"
 
 
-def test_special_tokens_in_text_stay_text(bpe):
+def test_bpe_tokenizer_encodes_special_token_strings_as_plain_text(bpe):
     (ids,) = bpe.encode_batch(["one<|endoftext|>two"])
     assert bpe.end == 0
     assert bpe.end not in ids
@@ -77,7 +77,7 @@ def test_special_tokens_in_text_stay_text(bpe):
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
-def test_save_and_load(tmp_path, bpe, name):
+def test_tokenizer_save_and_load_round_trips(tmp_path, bpe, name):
     tokenizer = bpe if name == "bpe" else byte_tokenizer()
     tokenizer.save(tmp_path / "tokenizer.json")
     for path in (tmp_path / "tokenizer.json", tmp_path):
@@ -86,19 +86,19 @@ def test_save_and_load(tmp_path, bpe, name):
         assert again.encode_batch([SAMPLE])[0].tolist() == tokenizer.encode_batch([SAMPLE])[0].tolist()
 
 
-def test_training_gives_the_same_tokenizer_in_another_process(bpe):
+def test_train_bpe_is_deterministic_across_processes(bpe):
     program = f"from phalanx.data.tokenizer import train_bpe; print(train_bpe([{SAMPLE!r} * 20], 400).to_json())"
     other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert json.loads(other) == json.loads(bpe.to_json())
 
 
-def test_vocabulary_is_what_was_asked_for_or_what_the_text_gives(stdlib_split):
+def test_train_bpe_vocab_size_equals_request_or_text_limit(stdlib_split):
     learnt, _ = stdlib_split
     assert train_bpe(learnt[:30], 600).vocab == 600
     assert 257 <= train_bpe(["ab"], 600).vocab < 270
 
 
-def test_the_bpe_packs_python_better_than_gpt2s_pattern(stdlib_split):
+def test_train_bpe_compresses_python_better_than_gpt2_pattern(stdlib_split):
     learnt, held_out = stdlib_split
     tokens = sum(map(len, train_bpe(learnt, 2048).encode_batch(held_out)))
     size = sum(len(text.encode("utf-8", "replace")) for text in held_out)
@@ -107,14 +107,14 @@ def test_the_bpe_packs_python_better_than_gpt2s_pattern(stdlib_split):
     assert size / tokens > 3.1
 
 
-def test_a_long_single_text_is_learnt_from_all_over():
+def test_train_bpe_learns_from_beginning_and_end_of_long_text():
     begin, end = "alpha beta gamma " * 60_000, "omega psi chi " * 60_000
     tokenizer = train_bpe([begin + end], 300)
     assert len(tokenizer.encode_batch(["omega psi chi "])[0]) <= 5
 
 
 @pytest.mark.parametrize("length", [7, 1000, 3000, 5_000_000])
-def test_the_sample_is_bounded_and_spread_however_long_the_texts_are(length):
+def test_train_bpe_sample_is_bounded_and_evenly_distributed(length):
     count = 5_000_000 // length
     sample = _sample(f"{number:07}" + "x" * (length - 7) for number in range(count))
     assert sum(map(len, sample)) == pytest.approx(SAMPLE_CHARACTERS, rel=0.01)
@@ -125,7 +125,7 @@ def test_the_sample_is_bounded_and_spread_however_long_the_texts_are(length):
 
 
 @pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_training_needs_text(texts):
+def test_train_bpe_rejects_empty_text(texts):
     with pytest.raises(UserError, match="has no text to train a tokenizer on"):
         train_bpe(texts, 300)
 
@@ -141,19 +141,19 @@ def foreign(path: Path, words: list[str], special: list[str], byte_fallback: boo
 
 
 @pytest.mark.parametrize("name", END_NAMES)
-def test_the_end_token_of_a_foreign_file_is_found(tmp_path, name):
+def test_load_tokenizer_finds_end_token_of_external_file(tmp_path, name):
     tokenizer = load_tokenizer(foreign(tmp_path / "tokenizer.json", ["a", "b"], ["<pad>", name]))
     assert (tokenizer.end, tokenizer.vocab) == (3, 4)
     assert tokenizer.token_bytes().tolist() == [1, 1, 0, 0]
 
 
-def test_sentencepiece_style_pieces_count_their_bytes(tmp_path):
+def test_token_bytes_counts_bytes_of_sentencepiece_pieces(tmp_path):
     words = ["▁", "<0x0A>", "<0xC3>", "<0xA9>", "é", "日本"]
     tokenizer = load_tokenizer(foreign(tmp_path / "tokenizer.json", words, ["</s>"], byte_fallback=True))
     assert tokenizer.token_bytes().tolist() == [1, 1, 1, 1, 2, 6, 0]
 
 
-def test_ids_with_gaps_count_up_to_the_largest(tmp_path):
+def test_load_tokenizer_vocab_covers_largest_id_when_ids_have_gaps(tmp_path):
     path = foreign(tmp_path / "tokenizer.json", ["a"], ["</s>"])
     table = json.loads(path.read_text())
     table["model"]["vocab"]["b"] = 9
@@ -173,7 +173,7 @@ def test_ids_with_gaps_count_up_to_the_largest(tmp_path):
         (b"\xff\xfe\x00", "is not text"),
     ],
 )
-def test_files_that_are_no_tokenizers(tmp_path, content, message):
+def test_load_tokenizer_rejects_invalid_files(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)
@@ -183,7 +183,7 @@ def test_files_that_are_no_tokenizers(tmp_path, content, message):
     assert caught.value.fix
 
 
-def test_a_foreign_file_without_an_end_token(tmp_path):
+def test_load_tokenizer_rejects_file_without_end_token(tmp_path):
     with pytest.raises(UserError, match="has no end-of-text token") as caught:
         load_tokenizer(foreign(tmp_path / "tokenizer.json", ["a"], ["<pad>"]))
     assert "<|im_end|>" in caught.value.fix

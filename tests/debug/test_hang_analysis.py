@@ -60,7 +60,9 @@ def faults(draw: Any) -> tuple[ParallelDims, list[Program], int, int, str]:
 
 @settings(max_examples=150, deadline=None)
 @given(faults())
-def test_one_planted_fault_is_named(planted: tuple[ParallelDims, list[Program], int, int, str]) -> None:
+def test_diagnose_hang_names_rank_with_faulty_collective(
+    planted: tuple[ParallelDims, list[Program], int, int, str],
+) -> None:
     sizes, programs, rank, place, fault = planted
     dumps = run(programs, sizes)
     assert dumps is not None
@@ -79,7 +81,7 @@ def test_one_planted_fault_is_named(planted: tuple[ParallelDims, list[Program], 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.lists(OPS, min_size=1, max_size=12), st.data())
-def test_a_rank_that_stands_elsewhere_is_the_cause(sizes: ParallelDims, drawn: Any, data: Any) -> None:
+def test_diagnose_hang_names_rank_stuck_outside_collectives(sizes: ParallelDims, drawn: Any, data: Any) -> None:
     """One rank stands still outside of collectives; whoever waits for it, or for those that do, is not blamed."""
     program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
     program.append(Op("all", "all_reduce", 1, 99))
@@ -102,7 +104,7 @@ def test_a_rank_that_stands_elsewhere_is_the_cause(sizes: ParallelDims, drawn: A
     assert diagnose_hang(dumps, {}, sizes).verdict.kind == "stopped"
 
 
-def test_a_call_that_was_left_out_among_equal_ones_is_found_by_its_line() -> None:
+def test_diagnose_hang_locates_skipped_collective_by_source_line() -> None:
     sizes = ParallelDims(1, 3, 1, 1, 1)
     program = [Op("all", "all_reduce", 4, line) for line in (10, 20, 30, 40)]
     dumps = run([program, [*program[:1], *program[2:]], program], sizes)
@@ -113,7 +115,7 @@ def test_a_call_that_was_left_out_among_equal_ones_is_found_by_its_line() -> Non
     assert "where others were at mine/model.py:20 (step)" in found.summary
 
 
-def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
+def test_diagnose_hang_names_busy_stage_when_others_wait_in_pipeline_p2p() -> None:
     """A rank that waits for one is not the cause; one that does something else is."""
     sizes = ParallelDims(1, 1, 3, 1, 1)
     inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
@@ -126,7 +128,7 @@ def test_messages_of_a_pipeline_are_in_no_recorder() -> None:
     )
 
 
-def test_stages_that_wait_for_each_others_messages_are_named() -> None:
+def test_diagnose_hang_reports_lost_pipeline_message_when_all_stages_wait() -> None:
     """A lost message: no collective is under way, nobody is busy elsewhere, and a finished one is not to blame."""
     sizes = ParallelDims(1, 1, 2, 1, 1)
     inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
@@ -143,13 +145,13 @@ def test_stages_that_wait_for_each_others_messages_are_named() -> None:
     assert not any("all_reduce" in line for line in found.ranks.values())
 
 
-def test_one_process_that_stands_still_is_told() -> None:
+def test_diagnose_hang_reports_single_stalled_process() -> None:
     found = diagnose_hang({0: dump(0, ParallelDims(1, 1, 1, 1, 1), [], BUSY)}, {}, ParallelDims(1, 1, 1, 1, 1)).verdict
     assert (found.kind, found.ranks) == ("lost", (0,))
     assert found.summary.startswith("rank 0 in mine/model.py:7 (forward): nothing moved there")
 
 
-def test_what_all_found_together_blames_who_it_names() -> None:
+def test_diagnose_hang_uses_suspect_ranks_of_failure_records() -> None:
     """Not the first that wrote it down."""
     sizes = ParallelDims(1, 3, 1, 1, 1)
     reason = "step 4: a differs on rank 1"
@@ -163,7 +165,7 @@ def test_what_all_found_together_blames_who_it_names() -> None:
     assert diagnose_hang({}, nobody, sizes).verdict.ranks == ()
 
 
-def test_all_came_and_it_did_not_end() -> None:
+def test_diagnose_hang_reports_unfinished_collective_joined_by_all_ranks() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     call = {
         "group": "all0",
@@ -198,11 +200,11 @@ def test_all_came_and_it_did_not_end() -> None:
         ("ValueError: no such file", False),
     ],
 )
-def test_who_lost_others_is_told_from_who_failed_by_itself(error: str, loss: bool) -> None:
+def test_is_peer_loss_classifies_error_messages(error: str, loss: bool) -> None:
     assert is_peer_loss(error) is loss
 
 
-def test_who_was_killed_or_failed_by_itself_comes_before_who_lost_it() -> None:
+def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     calls = run([[Op("all", "all_reduce", 4, 1)], []], sizes)
     assert calls is not None
@@ -223,7 +225,7 @@ def call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
     return {**found, "dtypes": ["Float"], "over": over, "at": ("mine/model.py", number, "step"), **more}
 
 
-def test_of_several_under_way_the_first_that_a_rank_did_not_come_to_is_named() -> None:
+def test_diagnose_hang_reports_first_collective_missed_by_late_rank() -> None:
     """Ranks run ahead of a device, and of what they called without waiting for it."""
     sizes = ParallelDims(1, 3, 1, 1, 1)
     ahead = dump(0, sizes, [call(1, over=True), *map(call, (2, 3, 4))], WAITING)
@@ -235,7 +237,7 @@ def test_of_several_under_way_the_first_that_a_rank_did_not_come_to_is_named() -
 
 
 @pytest.mark.parametrize("operation", ["_all_gather_base", "_reduce_scatter_base"])
-def test_sizes_count_in_collectives_of_one_tensor_as_nccl_names_them(operation: str) -> None:
+def test_diagnose_hang_compares_sizes_of_nccl_base_collectives(operation: str) -> None:
     sizes = ParallelDims(1, 3, 1, 1, 1)
     dumps = {
         rank: dump(rank, sizes, [call(1, operation=operation, inputs=[[6 if rank == 2 else 4]])], WAITING)
@@ -245,7 +247,7 @@ def test_sizes_count_in_collectives_of_one_tensor_as_nccl_names_them(operation: 
     assert (found.kind, found.ranks) == ("mismatch", (2,))
 
 
-def test_a_rank_that_a_library_aborts_is_no_late_one() -> None:
+def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     lost = dump(0, sizes, [call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
     aborted = dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
@@ -259,7 +261,7 @@ def test_a_rank_that_a_library_aborts_is_no_late_one() -> None:
     assert (found.kind, found.ranks) == ("absent", (1,))
 
 
-def test_a_server_elsewhere_that_does_not_answer_is_no_lost_peer() -> None:
+def test_diagnose_hang_does_not_treat_external_connection_error_as_peer_loss() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     reason = "ConnectionError: no connection to the host of the text"
     dumps = {0: dump(0, sizes, [call(1)], WAITING), 1: dump(1, sizes, [], BUSY, error=reason)}
@@ -267,7 +269,7 @@ def test_a_server_elsewhere_that_does_not_answer_is_no_lost_peer() -> None:
     assert (found.kind, found.ranks) == ("error", (1,))
 
 
-def test_a_group_over_both_data_axes_is_named_once() -> None:
+def test_diagnose_hang_labels_group_over_both_dp_axes_as_dp() -> None:
     sizes = ParallelDims(2, 2, 2, 1, 1)
     ranks = [0, 2, 4, 6]
     calls = [call(1, group="loss")]
@@ -277,7 +279,7 @@ def test_a_group_over_both_data_axes_is_named_once() -> None:
     assert "number 1 of the dp ranks 0, 2, 4, 6" in diagnose_hang(dumps, {}, sizes).verdict.summary
 
 
-def test_ranks_with_different_experts_are_named_by_them() -> None:
+def test_diagnose_hang_labels_expert_parallel_group_by_axis() -> None:
     """A mesh's axis has other ranks, too; where it has not, the group has the axis's name."""
     for sizes, ranks, said in (
         (ParallelDims(1, 4, 1, 1, 1, ep=2), [2, 3], "the ep ranks 2, 3"),
@@ -295,7 +297,7 @@ def test_ranks_with_different_experts_are_named_by_them() -> None:
         assert f"rank {late} (" in found.summary
 
 
-def test_nothing_is_made_up() -> None:
+def test_diagnose_hang_returns_nothing_without_dumps() -> None:
     assert diagnose_hang({}, {}, ParallelDims(1, 2, 1, 1, 1)).verdict.kind == "nothing"
 
 
@@ -310,13 +312,13 @@ def test_nothing_is_made_up() -> None:
         (ParallelDims(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
     ],
 )
-def test_coordinates_are_the_layouts(sizes: ParallelDims, rank: int, said: str) -> None:
+def test_format_coordinates_matches_layout(sizes: ParallelDims, rank: int, said: str) -> None:
     assert format_coordinates(sizes, rank) == said
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1))
 @example({0: 1, 1: 2})
-def test_the_minority_is_never_most(said: dict[int, int]) -> None:
+def test_minority_ranks_exclude_majority(said: dict[int, int]) -> None:
     few = minority_ranks(said)
     if 0 < len(few) < len(said):
         most = {said[rank] for rank in said if rank not in few}
@@ -324,7 +326,7 @@ def test_the_minority_is_never_most(said: dict[int, int]) -> None:
         assert not most & {said[rank] for rank in few}
 
 
-def test_dumps_come_back_and_damaged_ones_are_passed_over(tmp_path: Any) -> None:
+def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     told = dump(1, sizes, [], BUSY)
     write_dump(tmp_path, told)
@@ -334,7 +336,7 @@ def test_dumps_come_back_and_damaged_ones_are_passed_over(tmp_path: Any) -> None
     assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
 
 
-def test_what_an_earlier_start_left_is_forgotten_rank_by_rank(tmp_path: Any) -> None:
+def test_remove_dumps_deletes_dumps_and_failures_of_rank(tmp_path: Any) -> None:
     for rank in range(4):
         write_dump(tmp_path, dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
         write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})

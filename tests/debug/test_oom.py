@@ -31,7 +31,9 @@ def group(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[s
     monkeypatch.setattr(oom, "CGROUPS", folder)
 
 
-def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_oom_kills_and_memory_limit_are_read_from_v2_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = {"job/memory.events": EVENTS, "job/memory.max": "1048576\n"}
     group(tmp_path, monkeypatch, "0::/job\n", files)
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (2, 2**20)
@@ -39,7 +41,7 @@ def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert oom.cgroup_memory_limit() is None
 
 
-def test_version_1_in_a_container_that_sees_its_group_as_the_root(
+def test_cgroup_oom_kills_and_memory_limit_are_read_from_v1_files_in_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = "5:cpu:/docker/ab\n4:memory:/docker/ab\n0::/docker/ab\n"
@@ -48,7 +50,9 @@ def test_version_1_in_a_container_that_sees_its_group_as_the_root(
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (5, None)
 
 
-def test_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_kill_suspects_oom_when_cgroup_files_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group(tmp_path, monkeypatch, "0::/\n", {})
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (None, None)
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == (
@@ -60,7 +64,7 @@ def test_where_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", kills=1) == "was killed by SIGSEGV without a word"
 
 
-def test_where_a_signal_ended_a_rank_is_told(tmp_path: Path) -> None:
+def test_describe_kill_reports_source_line_of_segfault(tmp_path: Path) -> None:
     """As Python's own faulthandler writes it."""
     file = fault_file(tmp_path, 1)
     file.parent.mkdir()
@@ -80,7 +84,7 @@ harm()
     assert describe_fault(tmp_path, 1) is None
 
 
-def test_a_killed_ranks_last_peak_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_describe_kill_reports_last_recorded_memory_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group(tmp_path, monkeypatch, "0::/\n", {"memory.max": str(2 * 10**9)})
     told = dump(0, ParallelDims(1, 2, 1, 1, 1), [], BUSY)
     told["oom_kills"] = 1
@@ -94,7 +98,7 @@ def test_a_killed_ranks_last_peak_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == said + peak
 
 
-def test_an_account_in_words() -> None:
+def test_format_oom_report_lists_bytes_by_part() -> None:
     held = {"parameters": 10**9, "gradients": 0, "optimizer": 2 * 10**9, "rest": 10**8, "total": 31 * 10**8, "peak": 4}
     found = {"held_bytes": held, "wanted_bytes": 5 * 10**8, "limit_bytes": None}
     assert oom.format_oom_report(found) == (

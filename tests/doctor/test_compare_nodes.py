@@ -48,7 +48,7 @@ def changed(nodes: list[NodeReport], number: int, **facts: str) -> list[NodeRepo
     return [*nodes[:number], other, *nodes[number + 1 :]]
 
 
-def test_facts_are_those_of_the_record(nodes: list[NodeReport]) -> None:
+def test_node_facts_match_h100_snapshot(nodes: list[NodeReport]) -> None:
     known = nodes[0].facts
     assert known["NVIDIA driver"] == "570.124.06"
     assert (known["NCCL"], known["PyTorch"], known["CUDA of PyTorch"]) == ("2.26.2", "2.7.0+cu128", "12.8")
@@ -56,14 +56,14 @@ def test_facts_are_those_of_the_record(nodes: list[NodeReport]) -> None:
     assert (known["kernel"], known["GPUs on the bus"], known["NCCL_IB_TC"]) == ("6.8.0-60-generic", "8", "106")
 
 
-def test_variables_of_nccls_files_are_facts(tmp_path: Path) -> None:
+def test_node_facts_include_nccl_conf_variables(tmp_path: Path) -> None:
     h100_snapshot.write(tmp_path)
     new("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
     known = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
     assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
 
 
-def test_nodes_that_agree_have_no_finding(nodes: list[NodeReport]) -> None:
+def test_compare_nodes_has_no_findings_for_equal_nodes(nodes: list[NodeReport]) -> None:
     assert wrong(compare_nodes.compare_nodes(nodes, 4)) == []
 
 
@@ -82,7 +82,7 @@ DRIFT = {
 
 
 @pytest.mark.parametrize("name", DRIFT)
-def test_a_node_that_differs_is_found(name: str, nodes: list[NodeReport]) -> None:
+def test_compare_nodes_reports_node_with_different_fact(name: str, nodes: list[NodeReport]) -> None:
     value, severity = DRIFT[name]
     (found,) = wrong(compare_nodes.compare_nodes(changed(nodes, 2, **{name: value}), 4))
     assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
@@ -90,30 +90,30 @@ def test_a_node_that_differs_is_found(name: str, nodes: list[NodeReport]) -> Non
     assert found.remedy
 
 
-def test_a_fact_that_one_node_lacks(nodes: list[NodeReport]) -> None:
+def test_compare_nodes_reports_node_with_missing_fact(nodes: list[NodeReport]) -> None:
     less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
     (found,) = wrong(compare_nodes.compare_nodes([nodes[0], less, nodes[2]]))
     assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
 
 
-def test_of_two_that_differ_neither_is_blamed(nodes: list[NodeReport]) -> None:
+def test_compare_nodes_blames_no_host_when_two_nodes_differ(nodes: list[NodeReport]) -> None:
     (found,) = wrong(compare_nodes.compare_nodes(changed(nodes[:2], 1, NCCL="2.21.5")))
     assert (found.host, found.severity) == ("", "FAIL")
     assert found.measured == "node1: 2.26.2; node2: 2.21.5"
 
 
-def test_a_clock_that_is_off(nodes: list[NodeReport]) -> None:
+def test_compare_nodes_reports_clock_skew(nodes: list[NodeReport]) -> None:
     late = [*nodes[:3], replace(nodes[3], clock_offset_seconds=-41.0)]
     (found,) = wrong(compare_nodes.compare_nodes(late))
     assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
 
 
-def test_a_node_that_left_no_word(nodes: list[NodeReport]) -> None:
+def test_compare_nodes_reports_missing_node_report(nodes: list[NodeReport]) -> None:
     (found,) = wrong(compare_nodes.compare_nodes(nodes[:3], 4))
     assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
 
 
-def test_nodes_of_a_job_that_left_no_word_are_named(tmp_path: Path) -> None:
+def test_compare_nodes_names_slurm_nodes_without_report(tmp_path: Path) -> None:
     """By Slurm, whichever nodes did; srun --exclude takes their names."""
     h100_snapshot.write(tmp_path)
     variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
@@ -129,7 +129,7 @@ def test_nodes_of_a_job_that_left_no_word_are_named(tmp_path: Path) -> None:
     assert run_checks.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
 
 
-def test_nodes_leave_word_and_are_collected(nodes: list[NodeReport], tmp_path: Path) -> None:
+def test_read_node_reports_round_trips_and_rejects_invalid_files(nodes: list[NodeReport], tmp_path: Path) -> None:
     for node in nodes:
         compare_nodes.write_node_report(tmp_path, node)
     assert compare_nodes.read_node_reports(tmp_path) == nodes
@@ -140,7 +140,7 @@ def test_nodes_leave_word_and_are_collected(nodes: list[NodeReport], tmp_path: P
         compare_nodes.read_node_reports(tmp_path / "nowhere")
 
 
-def test_an_old_word_stands_for_no_node(nodes: list[NodeReport], tmp_path: Path) -> None:
+def test_stale_node_report_fails(nodes: list[NodeReport], tmp_path: Path) -> None:
     files = [compare_nodes.write_node_report(tmp_path, node) for node in nodes]
     assert wrong(compare_nodes.stale_report_findings(tmp_path)) == []
     os.utime(files[1], (time.time() - 7200, time.time() - 7200))
@@ -148,13 +148,15 @@ def test_an_old_word_stands_for_no_node(nodes: list[NodeReport], tmp_path: Path)
     assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
 
 
-def test_the_clock_of_storage_is_that_of_this_machine(tmp_path: Path) -> None:
+def test_storage_clock_offset_is_zero_on_local_disk(tmp_path: Path) -> None:
     """Files here are stamped by this kernel, which may round to its ticks."""
     assert abs(compare_nodes.storage_clock(tmp_path)) < 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_clock_beside_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_clock_returns_offset_when_local_clock_is_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 100)
     assert compare_nodes.storage_clock(tmp_path) == pytest.approx(100, abs=1)
@@ -241,7 +243,7 @@ GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", GROWN)
-def test_a_counter_that_grew_is_found(name: str, tmp_path: Path) -> None:
+def test_counter_findings_report_increased_counter(name: str, tmp_path: Path) -> None:
     path, edit, rule, severity, device = GROWN[name]
     h100_snapshot.write(tmp_path)
     before = error_counters.read_counters(Machine(tmp_path))
@@ -255,7 +257,7 @@ def test_a_counter_that_grew_is_found(name: str, tmp_path: Path) -> None:
     assert wrong(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
 
 
-def test_marked_packets_count_by_their_share(tmp_path: Path) -> None:
+def test_counter_findings_use_ratio_of_ecn_marked_packets(tmp_path: Path) -> None:
     h100_snapshot.write(tmp_path)
     before = error_counters.read_counters(Machine(tmp_path))
     (tmp_path / f"{PORT}/counters/port_rcv_packets").write_text("2000000")
@@ -265,7 +267,7 @@ def test_marked_packets_count_by_their_share(tmp_path: Path) -> None:
         assert [each.device for each in found] == expected
 
 
-def test_every_counter_has_a_rule_that_a_fault_breaks(h100: Path) -> None:
+def test_error_counter_fault_table_covers_every_rule(h100: Path) -> None:
     broken = {fault[2] for fault in GROWN.values()} | {"counters.ecn"}
     assert {rule.id for rule in error_counters.RULES} == broken
     assert set(error_counters.read_counters(Machine(h100))) == broken | {
@@ -274,14 +276,14 @@ def test_every_counter_has_a_rule_that_a_fault_breaks(h100: Path) -> None:
     }
 
 
-def test_a_counter_that_began_anew(h100: Path) -> None:
+def test_counter_findings_use_new_value_when_counter_was_reset(h100: Path) -> None:
     before = error_counters.read_counters(Machine(h100))
     reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
     high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
     assert [each.measured for each in wrong(error_counters.counter_findings(high, reset))] == [2]
 
 
-def test_a_counter_that_nobody_read_before_has_not_grown(h100: Path) -> None:
+def test_counter_findings_skip_counter_without_first_reading(h100: Path) -> None:
     after = error_counters.read_counters(Machine(h100))
     before = {**after, "counters.link": {}}
     found = {
@@ -291,7 +293,7 @@ def test_a_counter_that_nobody_read_before_has_not_grown(h100: Path) -> None:
     assert (found["counters.link"].severity, found["counters.link"].measured) == ("SKIP", "no such counters here")
 
 
-def test_counters_that_hang_or_are_not_there_leave_the_others(tmp_path: Path) -> None:
+def test_read_counters_omits_hung_and_missing_counters(tmp_path: Path) -> None:
     h100_snapshot.write(tmp_path)
     (tmp_path / "commands/ethtool_ens2np0.txt").write_text("[no answer]\n")
     (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
@@ -313,20 +315,20 @@ def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[st
     return found | {pair: 50e9 * share for pair, share in (slow_pairs or {}).items()}
 
 
-def test_the_slow_node_is_found() -> None:
+def test_check_node_pairs_reports_slow_node() -> None:
     assert wrong(cross_node_bandwidth.check_node_pairs(speeds())) == []
     (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds({"node3": 0.5})))
     assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
 
 
-def test_a_slow_pair_blames_neither_node() -> None:
+def test_check_node_pairs_blames_no_node_for_slow_pair() -> None:
     (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
     assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
     assert [each.severity for each in cross_node_bandwidth.check_node_pairs({})] == ["SKIP"]
     assert wrong(cross_node_bandwidth.check_node_pairs({("a", "b"): 1.0})) == []
 
 
-def test_collectives_are_held_against_links() -> None:
+def test_check_collectives_compares_busbw_with_link_bandwidth() -> None:
     good = CollectiveResult("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
     assert wrong(cross_node_bandwidth.check_collectives([good])) == []
     (slow,) = wrong(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
@@ -349,7 +351,7 @@ fits of stas00/ml-engineering's and SimuMax's sweeps)."""
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_published_nodes_are_fast_enough(name: str) -> None:
+def test_check_collectives_accepts_published_busbw(name: str) -> None:
     links, *reached = HEALTHY[name]
     for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
         each = CollectiveResult(name, 8, size, speed, links, 0)
@@ -360,7 +362,7 @@ def test_published_nodes_are_fast_enough(name: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", range(2, 10))
-def test_rounds_have_every_pair_once(nodes: int) -> None:
+def test_round_robin_pairs_contain_every_pair_once(nodes: int) -> None:
     rounds = cross_node_bandwidth.round_robin_pairs(nodes)
     pairs = [pair for matched in rounds for pair in matched]
     assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
@@ -368,7 +370,7 @@ def test_rounds_have_every_pair_once(nodes: int) -> None:
     assert len(rounds) == nodes - 1 + nodes % 2
 
 
-def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
+def test_collective_findings_are_read_from_shared_directory(tmp_path: Path) -> None:
     assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
     finding = cross_node_bandwidth.PAIR.violation("network", 50, host="node3")
     (tmp_path / compare_nodes.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
@@ -378,7 +380,7 @@ def test_what_ranks_found_is_gathered(tmp_path: Path) -> None:
         compare_nodes.collective_findings(tmp_path)
 
 
-def test_what_ranks_found_long_ago_is_not_taken_for_new(nodes: list[NodeReport], tmp_path: Path) -> None:
+def test_stale_collective_findings_fail(nodes: list[NodeReport], tmp_path: Path) -> None:
     compare_nodes.write_node_report(tmp_path, nodes[0])
     file = tmp_path / compare_nodes.COLLECTIVES
     file.write_text(json.dumps([cross_node_bandwidth.WRONG.ok(0).__dict__]))
@@ -408,7 +410,7 @@ FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, st
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_ranks_that_failed_together_are_a_failure(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
+def test_collective_findings_report_failed_ranks(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
     words, expected = FAILED[name]
     compare_nodes.write_node_report(tmp_path, nodes[0])
     for rank, (host, reason, code) in words.items():

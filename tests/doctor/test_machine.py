@@ -45,7 +45,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None:
     """It ignores SIGTERM, and its child holds its stdout."""
     pids = tmp_path / "pids"
     program = f"trap '' TERM; sleep 1000 & echo $$ $! > {pids}; echo begun; wait"
@@ -56,7 +56,7 @@ def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
-def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine, for real: an nvidia-smi that never answers, a check that hangs by itself, in a file that never
     ends; and beside them faults of the environment."""
     program = tmp_path / "nvidia-smi"
@@ -82,7 +82,7 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up(tmp_path: Path, monkeypatch
     assert {each.id for each in found if each.severity == "OK"} >= {"host.shm", "disk.writable"}
 
 
-def test_no_file_is_made_to_hear_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_command_needs_no_temporary_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full, or read-only, is for a check to find."""
 
     def full(*_: object, **__: object) -> None:
@@ -92,7 +92,7 @@ def test_no_file_is_made_to_hear_a_program(monkeypatch: pytest.MonkeyPatch) -> N
     assert run_command(["echo", "here"], 10) == CommandOutput("here\n", 0)
 
 
-def test_a_program_that_cannot_be_run_is_not_taken_for_none(tmp_path: Path) -> None:
+def test_machine_run_distinguishes_unrunnable_from_missing_program(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_bytes(b"\x7fELF")
     program.chmod(0o755)
@@ -100,7 +100,7 @@ def test_a_program_that_cannot_be_run_is_not_taken_for_none(tmp_path: Path) -> N
     assert Machine().run("none", str(tmp_path / "nothing")) is None
 
 
-def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_checks_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: list[str]) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -111,7 +111,7 @@ def test_a_check_that_cannot_be_started_is_a_finding(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_stuck_disk_check_when_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a network's file system does whose server is gone: whoever looks at it there sleeps."""
     program = "import os, time\nisdir = os.path.isdir\n"
     program += "os.path.isdir = lambda path: time.sleep(1000) if 'hung' in str(path) else isdir(path)\n"
@@ -124,7 +124,7 @@ def test_a_directory_that_hangs_holds_only_its_check(tmp_path: Path, monkeypatch
     assert [(each.id, each.severity, each.device) for each in found] == [("doctor.stuck", "FAIL", "disk")]
 
 
-def test_a_gpu_that_only_the_driver_counts_is_not_taken_for_one_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_torch_probe_reports_cuda_initialization_error(capsys: pytest.CaptureFixture[str]) -> None:
     """As with error 802, or a driver too old: devices are counted without CUDA, which raises at its first use."""
 
     class Tensor:
@@ -140,7 +140,7 @@ def test_a_gpu_that_only_the_driver_counts_is_not_taken_for_one_that_works(capsy
     assert (known["gpus"], known["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
 
 
-def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
+def test_machine_run_parses_exit_status_of_snapshot_commands(tmp_path: Path) -> None:
     (tmp_path / "commands").mkdir()
     (tmp_path / "commands/one.txt").write_text("what it said\n[exit 7]\n")
     (tmp_path / "commands/two.txt").write_text("[no answer]\n")
@@ -151,7 +151,7 @@ def test_a_recorded_answer_that_failed(tmp_path: Path) -> None:
     assert machine.run("three", "anything") is None
 
 
-def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
+def test_machine_snapshot_reproduces_node_report(tmp_path: Path) -> None:
     """This one: its record says of it what it itself says."""
     here = run_checks.examine_node(
         Machine(record=tmp_path / "record"), Expectations(quick=True, directory=str(tmp_path))
@@ -163,7 +163,7 @@ def test_a_machine_is_recorded_and_played_back(tmp_path: Path) -> None:
     assert read_counters(Machine(tmp_path / "record")).keys() == read_counters(Machine()).keys()
 
 
-def test_what_changes_while_it_is_recorded_is_the_same_for_all_checks(tmp_path: Path) -> None:
+def test_machine_snapshot_returns_first_read_of_changing_file(tmp_path: Path) -> None:
     changing = tmp_path / "meminfo"
     changing.write_text("MemAvailable: 1")
     assert Machine(record=tmp_path / "record").read(str(changing)) == "MemAvailable: 1"
@@ -172,7 +172,7 @@ def test_what_changes_while_it_is_recorded_is_the_same_for_all_checks(tmp_path: 
     assert Machine().read(str(changing)) == "MemAvailable: 2"
 
 
-def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_snapshot_contains_nccl_conf_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -182,7 +182,7 @@ def test_variables_of_nccls_files_are_recorded(tmp_path: Path, monkeypatch: pyte
     assert Machine(tmp_path / "record").environment == here
 
 
-def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
+def test_machine_snapshot_replays_failed_and_hung_commands(tmp_path: Path) -> None:
     here = Machine(record=tmp_path)
     here.run("false", sys.executable, "-c", "print('no'); raise SystemExit(3)")
     assert Machine(tmp_path).run("false") == CommandOutput("no", 3)
@@ -192,7 +192,7 @@ def test_a_recorded_failure_plays_back(tmp_path: Path) -> None:
         Machine(tmp_path).run("slow")
 
 
-def test_the_captured_machine_is_well() -> None:
+def test_doctor_has_no_findings_on_captured_cpu_node() -> None:
     """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
     found = run_checks.run_all_checks(
         Machine(CPU), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
@@ -229,7 +229,7 @@ def test_the_captured_machine_is_well() -> None:
         ("commands/kernel_log.txt", r"$", "I/O error, dev vda, sector 8", "kernel.disk", "FAIL", "vda"),
     ],
 )
-def test_a_fault_planted_in_the_captured_machine_is_found(
+def test_doctor_reports_fault_planted_in_captured_cpu_node(
     path: str, old: str, new: str, rule: str, severity: str, device: str, tmp_path: Path
 ) -> None:
     root = tmp_path / "record"
@@ -243,13 +243,13 @@ def test_a_fault_planted_in_the_captured_machine_is_found(
     assert (found.id, found.severity, found.device) == (rule, severity, device)
 
 
-def test_a_run_for_gpus_fails_where_there_are_none() -> None:
+def test_doctor_fails_gpu_run_on_cpu_node() -> None:
     found = [each for each in run_checks.run_all_checks(Machine(CPU), Expectations(gpus=8)) if each.severity == "FAIL"]
     assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
 
 
 @pytest.mark.parametrize("mutilated", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
-def test_nothing_that_a_machine_says_is_an_error(mutilated: str, tmp_path: Path) -> None:
+def test_doctor_checks_do_not_raise_on_corrupted_files(mutilated: str, tmp_path: Path) -> None:
     """Each file of the record empty, nonsense, or cut off: checks find, skip, or do without; none raises."""
     h100_snapshot.write(tmp_path)
     expected = Expectations(gpus=8, ranks=8, nccl_log="/nccl.log")
@@ -274,7 +274,7 @@ def _raising(check: object, machine: Machine, expected: Expectations) -> list[Do
     return []
 
 
-def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
+def test_run_check_reports_exception_as_unreadable(tmp_path: Path) -> None:
     class Broken:
         __name__ = "phalanx.doctor.broken"
 
@@ -287,7 +287,7 @@ def test_what_no_parser_has_seen_yet_is_a_finding(tmp_path: Path) -> None:
     assert found.measured == "ZeroDivisionError: a bug"
 
 
-def test_a_slow_disk_is_told_from_one_that_hangs(
+def test_disk_write_probe_finishes_in_time_on_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """10 MB/s, by a clock that moves when the file is synced: 256 MiB would take longer than the probe may."""

@@ -48,7 +48,7 @@ def way(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
     return {"operation": operation, "groups": groups}
 
 
-def test_what_links_allow() -> None:
+def test_expected_bus_bandwidth_matches_hand_computed_limits() -> None:
     """2 nodes of 4 GPUs with 400 GB/s inside, 50 GB/s of a card for each outside."""
     cluster, hosts = ClusterSpec(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
     for asked, expected in (
@@ -69,7 +69,7 @@ def _pairs() -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, {("a", "b")}), (3, {("a", "b"), ("a", "c"), ("b", "c")})])
-def test_every_pair_of_hosts_is_measured(world_size: int, expected: set[tuple[str, str]]) -> None:
+def test_measure_node_pairs_covers_every_pair_of_hosts(world_size: int, expected: set[tuple[str, str]]) -> None:
     found = rank_pool(world_size).run(_pairs)
     assert all(set(speeds) == expected and all(speed > 0 for speed in speeds.values()) for speeds in found)
 
@@ -79,7 +79,7 @@ def _checked() -> list[dict[str, Any]]:
     return [asdict(each) for each in multi_node_benchmark.check_nodes(run, torch.device("cpu"))]
 
 
-def test_ranks_of_one_node_check_what_the_run_sends() -> None:
+def test_check_nodes_reports_no_failures_on_a_single_node() -> None:
     first, *others = rank_pool(2).run(_checked)
     found = {each["id"]: each for each in first}
     assert others == [first]
@@ -90,7 +90,7 @@ def test_ranks_of_one_node_check_what_the_run_sends() -> None:
     assert found["counters.tcp"]["host"]
 
 
-def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
+def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -> None:
     """One that fails now must not be taken for one that went well."""
     (tmp_path / COLLECTIVES).write_text("[]")
     for rank in (0, 7):
@@ -106,7 +106,7 @@ def test_what_an_earlier_start_left_is_removed(tmp_path: Path) -> None:
     assert "sends nothing" in word["reason"]
 
 
-def test_a_host_with_a_slow_link_is_found(tmp_path: Path) -> None:
+def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
     """Three hosts of their own names and networks, one of them on a link of a tenth."""
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))

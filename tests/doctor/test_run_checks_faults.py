@@ -668,7 +668,7 @@ def wrong(root: Path, expected: Expectations = EXPECTED) -> list[DoctorFinding]:
     return [each for each in run_all_checks(Machine(root), expected) if each.severity in ("WARN", "FAIL")]
 
 
-def test_a_clean_machine_has_no_finding(h100: Path) -> None:
+def test_doctor_passes_every_rule_on_healthy_h100_node(h100: Path) -> None:
     variable("GLOO_SOCKET_IFNAME", "eno1")(h100)
     found = run_all_checks(Machine(h100), EXPECTED)
     assert wrong(h100) == []
@@ -679,7 +679,7 @@ def test_a_clean_machine_has_no_finding(h100: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(name: str, h100: Path) -> None:
+def test_doctor_reports_fault_with_device_and_remedy(name: str, h100: Path) -> None:
     plant, rule, severity, device = FAULTS[name]
     plant(h100)
     (found,) = wrong(h100)
@@ -693,7 +693,7 @@ def test_a_fault_is_found(name: str, h100: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_a_fault_of_all_cards_is_found_on_each(name: str, h100: Path) -> None:
+def test_doctor_reports_fault_on_every_nic(name: str, h100: Path) -> None:
     plant, rule, severity = EVERYWHERE[name]
     plant(h100)
     found = wrong(h100)
@@ -701,7 +701,7 @@ def test_a_fault_of_all_cards_is_found_on_each(name: str, h100: Path) -> None:
     assert len({each.device for each in found}) == 8
 
 
-def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
+def test_doctor_skips_roce_checks_on_infiniband(h100: Path) -> None:
     for path in h100.glob("sys/class/infiniband/*/ports/1/link_layer"):
         path.write_text("InfiniBand\n")
     assert wrong(h100) == []
@@ -712,7 +712,7 @@ def test_infiniband_needs_nothing_of_roce(h100: Path) -> None:
     assert (found_one.id, found_one.device) == ("rdma.state", "mlx5_3")
 
 
-def test_every_rule_is_broken_by_some_fault() -> None:
+def test_doctor_fault_table_covers_every_rule() -> None:
     broken = {fault[1] for fault in (*FAULTS.values(), *EVERYWHERE.values())}
     rules = {rule.id for check in CHECKS for rule in check.RULES}
     assert rules - broken == {"memory.headroom", "cpu.bf16"}
@@ -728,7 +728,7 @@ def test_every_rule_is_broken_by_some_fault() -> None:
         ("model name\t: of unknown flags", False),
     ],
 )
-def test_a_cpu_that_computes_bf16_number_by_number(flags: str, slow: bool, h100: Path) -> None:
+def test_doctor_warns_about_bf16_on_cpu_without_vector_support(flags: str, slow: bool, h100: Path) -> None:
     new("proc/cpuinfo", f"processor\t: 0\n{flags}")(h100)
     on_cpus = replace(EXPECTED, gpus=0, rank_bytes=2**30, network_bytes_per_second=None, precision="bf16")
     found = wrong(h100, on_cpus)
@@ -738,7 +738,7 @@ def test_a_cpu_that_computes_bf16_number_by_number(flags: str, slow: bool, h100:
         assert wrong(h100, other) == []
 
 
-def test_memory_for_a_run_on_cpus(h100: Path) -> None:
+def test_doctor_checks_memory_headroom_of_cpu_run(h100: Path) -> None:
     too_much = replace(EXPECTED, gpus=0, rank_bytes=300 * 2**30)
     assert "memory.headroom" in {each.id for each in wrong(h100, too_much)}
     assert "memory.headroom" not in {each.id for each in wrong(h100, replace(too_much, rank_bytes=2**30))}

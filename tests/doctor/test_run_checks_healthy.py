@@ -254,14 +254,14 @@ def wrong(root: Path, expected: Expectations = RUN) -> list[tuple[str, str, str]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_what_is_usual_is_no_finding(name: str, h100: Path) -> None:
+def test_doctor_has_no_findings_for_common_healthy_settings(name: str, h100: Path) -> None:
     plant, expected = HEALTHY[name]
     plant(h100)
     assert wrong(h100, expected) == []
 
 
 @pytest.mark.parametrize("name", NOT_SEEN)
-def test_what_cannot_be_seen_is_said(name: str, h100: Path) -> None:
+def test_doctor_skips_check_with_reason_when_data_is_unavailable(name: str, h100: Path) -> None:
     plant, rule, word = NOT_SEEN[name]
     plant(h100)
     found = run_all_checks(Machine(h100), replace(RUN, nodes=1) if rule == "network" else RUN)
@@ -271,7 +271,7 @@ def test_what_cannot_be_seen_is_said(name: str, h100: Path) -> None:
     assert word in said[0]
 
 
-def test_checkpoints_that_are_there_need_no_room(h100: Path) -> None:
+def test_doctor_disk_check_subtracts_existing_checkpoints(h100: Path) -> None:
     """614 GB are free: enough for two more of 250 GB, not for four; one that is half written is none."""
     edit("commands/df_runs.txt", "6000898765", "600089876")(h100)
     for name in ("step-00000010", "step-00000020", "step-00000030.tmp"):
@@ -281,7 +281,7 @@ def test_checkpoints_that_are_there_need_no_room(h100: Path) -> None:
     assert wrong(h100, replace(run, checkpoints="/runs/checkpoints")) == []
 
 
-def test_a_driver_on_a_machine_without_gpus(tmp_path: Path) -> None:
+def test_doctor_ignores_failing_nvidia_smi_unless_run_needs_gpus(tmp_path: Path) -> None:
     shutil.copytree(CPU, tmp_path, dirs_exist_ok=True)
     text = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n[exit 9]"
     new("commands/smi_list.txt", text)(tmp_path)
@@ -290,7 +290,7 @@ def test_a_driver_on_a_machine_without_gpus(tmp_path: Path) -> None:
     assert [each[0] for each in wrong(tmp_path, Expectations(gpus=1))] == ["gpu.answers"]
 
 
-def test_a_lost_gpu_is_missed_though_no_run_asks_for_it(h100: Path) -> None:
+def test_doctor_reports_lost_gpu_when_gpu_count_is_not_specified(h100: Path) -> None:
     """Its device file stays; of one that no driver took there is none."""
     lost(5)(h100)
     assert wrong(h100, replace(RUN, gpus=None)) == [("gpu.count", "", "7")]
@@ -299,7 +299,7 @@ def test_a_lost_gpu_is_missed_though_no_run_asks_for_it(h100: Path) -> None:
     assert wrong(h100, replace(RUN, gpus=None)) == [("gpu.count", "", "7")]
 
 
-def test_nvlinks_that_are_all_down_for_want_of_the_fabric_manager(h100: Path) -> None:
+def test_doctor_reports_inactive_nvlinks_and_stopped_fabric_manager(h100: Path) -> None:
     line = "NVML: Unable to retrieve NVLink information as all links are inActive"
     status = "\n".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i})\n\t {line}" for i in range(8))
     put("commands/smi_nvlink.txt", status)(h100)
@@ -311,13 +311,13 @@ def test_nvlinks_that_are_all_down_for_want_of_the_fabric_manager(h100: Path) ->
     assert {each[0] for each in wrong(h100)} == {"nvlink.fabric_manager"}
 
 
-def test_ecc_errors_are_found_though_rows_are_not_known(h100: Path) -> None:
+def test_doctor_reports_ecc_errors_when_remapped_rows_are_unknown(h100: Path) -> None:
     put("commands/smi_remapped.txt", "ERROR: Option --query-remapped-rows is not recognized\n[exit 2]")(h100)
     row("ecc", 4, "0, 0", "0, 3")(h100)
     assert wrong(h100) == [("ecc.uncorrected", "GPU4", "3")]
 
 
-def test_cards_that_are_not_there_are_all_that_is_found(h100: Path) -> None:
+def test_doctor_reports_only_nccl_hca_when_no_hca_matches(h100: Path) -> None:
     variable("NCCL_IB_HCA", "nosuch")(h100)
     assert wrong(h100) == [("nccl.hca", "nosuch", "not there")]
 
@@ -334,7 +334,7 @@ class Listening(Machine):
         return super().run(name, *words, seconds=seconds)
 
 
-def test_the_route_to_a_name_is_that_to_its_address(h100: Path) -> None:
+def test_doctor_resolves_master_addr_before_route_lookup(h100: Path) -> None:
     """`ip` takes no names, and launchers give them."""
     variable("MASTER_ADDR", "node1")(h100)
     new("commands/master.txt", "10.0.0.2        STREAM node1\n10.0.0.2        DGRAM")(h100)
@@ -344,27 +344,27 @@ def test_the_route_to_a_name_is_that_to_its_address(h100: Path) -> None:
     assert [words for words in machine.asked if words[0] == "ip"] == [("ip", "route", "get", "10.0.0.2")]
 
 
-def test_of_an_xid_and_what_it_needs_the_cause_is_told(h100: Path) -> None:
+def test_doctor_reports_xid_cause_instead_of_recovery_action(h100: Path) -> None:
     xid(48)(h100)
     line = "NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"
     add(KERNEL, line)(h100)
     assert wrong(h100) == [("kernel.xid", "0000:52:00.0", "48")]
 
 
-def test_commands_name_gpus_as_nvidia_smi_does(h100: Path) -> None:
+def test_doctor_command_uses_nvidia_smi_gpu_index(h100: Path) -> None:
     row("state", 3, ", Disabled,", ", Enabled,")(h100)
     (found,) = (each for each in run_all_checks(Machine(h100), RUN) if each.severity == "FAIL")
     assert found.command == "nvidia-smi -i 3 -mig 0"
 
 
-def test_the_host_has_the_name_that_slurm_knows(h100: Path) -> None:
+def test_doctor_findings_use_slurm_node_name(h100: Path) -> None:
     put("proc/sys/kernel/hostname", "gpu-03.cluster.example")(h100)
     variable("SLURMD_NODENAME", "gpu-03")(h100)
     found: list[DoctorFinding] = run_all_checks(Machine(h100), RUN)
     assert {each.host for each in found} == {"gpu-03"}
 
 
-def test_a_long_log_is_read_to_its_end(h100: Path) -> None:
+def test_doctor_reads_long_nccl_log_to_end(h100: Path) -> None:
     text = (h100 / "nccl.log").read_text()
     late = "node2:3811:3902 [0] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion with error 12\n"
     (h100 / "nccl.log").write_text(text + text.splitlines(keepends=True)[0] * 70_000 + late)

@@ -178,7 +178,7 @@ def verdict(directory: Path) -> tuple[Bottleneck, str]:
         "well",
     ],
 )
-def test_a_run_made_slow_is_named_rightly(
+def test_find_bottlenecks_identifies_cause_of_slowed_training_run(
     tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Bottleneck], bool]
 ) -> None:
     for attempt in ("first", "second"):  # others may take a core meanwhile
@@ -202,7 +202,7 @@ def shaped() -> Iterator[list[list[str]]]:
         pytest.skip(f"this process may not make networks: {none}")
 
 
-def test_a_slow_link_is_named(tmp_path: Path, shaped: list[list[str]]) -> None:
+def test_find_bottlenecks_reports_communication_for_slow_link(tmp_path: Path, shaped: list[list[str]]) -> None:
     directory = create_run(described(tmp_path), 2, resume=False)
     variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     started = [

@@ -54,7 +54,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return whole
 
 
-def test_one_run_through_four_layouts(tmp_path: Path) -> None:
+def test_checkpoint_is_bit_exact_through_four_layouts_and_hf_export(tmp_path: Path) -> None:
     text = tmp_path / "text"
     shutil.copytree(Path(json.__file__).parent, text, ignore=shutil.ignore_patterns("__pycache__"))
     whole = trajectory(described(text, tmp_path / "whole", {"model": MODEL}))

@@ -46,20 +46,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_pair_of_products_is_one_all_reduce_each_way(text: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_layer_runs_two_all_reduces_each_pass(text: Path, tmp_path: Path) -> None:
     """Two pairs in a layer, attention and MLP; none between the products of a pair (Megatron-LM, section 3)."""
     changes = {"layout.tp": 2, "layout.sequence_parallel": False}
     assert of_a_layer(text, tmp_path, DENSE, 2, changes) == {"all_reduce": 2 + 2}
 
 
-def test_sequence_parallel_pairs_gather_and_scatter(text: Path, tmp_path: Path) -> None:
+def test_sequence_parallel_layer_runs_6_all_gathers_and_4_reduce_scatters(text: Path, tmp_path: Path) -> None:
     """Forward and backward one of each for a pair, and backward one more gather: of the input, which is kept in shares
     (arXiv 2205.05198, section 4.2.2)."""
     found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.tp": 2})
     assert found == {"all_gather": 2 + 2 + 2, "reduce_scatter": 2 + 2}
 
 
-def test_gathered_heads_gather_queries_and_keys(text: Path, tmp_path: Path) -> None:
+def test_gathered_heads_add_one_all_gather_and_one_reduce_scatter(text: Path, tmp_path: Path) -> None:
     """The layout for heads that ranks cannot divide: beside the two pairs, queries and keys are gathered forward, and
     their gradients summed to where they belong backward; values stay where they are."""
     model = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
@@ -68,14 +68,16 @@ def test_gathered_heads_gather_queries_and_keys(text: Path, tmp_path: Path) -> N
     assert of_a_layer(text, tmp_path, model, 2, changes) == expected
 
 
-def test_experts_are_two_all_to_alls_each_way(text: Path, tmp_path: Path) -> None:
+def test_expert_parallel_layer_runs_4_token_and_1_count_all_to_all(text: Path, tmp_path: Path) -> None:
     """Dispatch and combine (GShard, section 3.2); one more, of counts, tells how many rows will come."""
     found = of_a_layer(text, tmp_path, MOE, 2, {"layout.ep": 2})
     assert found["all_to_all"] == 1 + 2 + 2
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ring", {"send": 4, "recv": 4}), ("ulysses", {"all_to_all": 2 + 2})])
-def test_context_ranks_pass_on_or_exchange(kind: str, expected: dict[str, int], text: Path, tmp_path: Path) -> None:
+def test_context_parallel_ring_uses_p2p_and_ulysses_all_to_all(
+    kind: str, expected: dict[str, int], text: Path, tmp_path: Path
+) -> None:
     """A ring of two: forward keys and values move once; backward once, and their gradients twice, the last time home.
     Ulysses: there and back, forward and backward."""
     found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.cp": 2, "layout.cp_method": kind})

@@ -54,7 +54,9 @@ def predicted(run: RunSpec, world_size: int) -> Groups:
 
 
 @pytest.mark.parametrize(("model", "changes"), LAYOUTS, ids=str)
-def test_runs_talk_in_the_groups_of_the_matrix(model: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
+def test_communicating_groups_match_recorded_collectives(
+    model: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
     """To 1 %, but for some hundred bytes of sums and norms. What experts exchange is the mean of a group's members,
     since they are not balanced in the first steps."""
     numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}

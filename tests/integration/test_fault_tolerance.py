@@ -57,7 +57,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(str(not_allowed))
 
 
-def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tmp_path: Path) -> None:
+def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(disk: Path, tmp_path: Path) -> None:
     """At once, where a checkpoint is the first thing that does not fit; else after it was started again in vain."""
     directory, changes = disk / "parity", {**LONG, "recovery.max_restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
@@ -81,7 +81,7 @@ def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_space(disk: Path, tm
     assert learned == of_one_process(tmp_path, changes, len(learned))
 
 
-def test_a_full_disk_ends_a_run_that_saves_nothing(disk: Path) -> None:
+def test_full_disk_fails_run_without_checkpoints_after_failed_restart(disk: Path) -> None:
     """After it was started again in vain."""
     directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.max_restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
@@ -96,7 +96,7 @@ def test_a_full_disk_ends_a_run_that_saves_nothing(disk: Path) -> None:
 # -- damaged checkpoints ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_starts_again_from_the_checkpoint_before_a_damaged_one(tmp_path: Path) -> None:
+def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path) -> None:
     """By itself, however the newest was damaged while its ranks were killed."""
     directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
     with training(TEXT, tmp_path, changes) as process:
@@ -129,7 +129,7 @@ def saved_after(directory: Path, step: int) -> int:
 # -- slow ranks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_rank_is_no_failure(tmp_path: Path) -> None:
+def test_rank_stalled_below_collective_timeout_is_not_restarted(tmp_path: Path) -> None:
     """One that stands still again and again, for less long than collectives may take."""
     directory, changes = tmp_path / "parity", {**LONG, "training.collective_timeout_seconds": 10}
     with training(TEXT, tmp_path, changes) as process:
@@ -198,7 +198,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("when", ["trains", "begins"])
-def test_a_launcher_that_is_killed_leaves_nothing(when: str, temporary: Path, tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_processes_ports_or_files(when: str, temporary: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with training(TEXT, tmp_path, LONG) as process:
         wait_until(reaches(directory, 3) if when == "trains" else lambda: len(rank_pids(directory)) == 2, f"it {when}")
@@ -215,7 +215,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(when: str, temporary: Path, tm
 
 
 @pytest.mark.parametrize("when", ["at once", "when ranks are there"])
-def test_a_signal_while_a_run_starts_again_ends_it(when: str, temporary: Path, tmp_path: Path) -> None:
+def test_sigterm_during_restart_stops_run(when: str, temporary: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with training(TEXT, tmp_path, LONG) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
@@ -230,7 +230,7 @@ def test_a_signal_while_a_run_starts_again_ends_it(when: str, temporary: Path, t
         assert list(temporary.iterdir()) == []
 
 
-def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> None:
+def test_sigterm_during_rendezvous_stops_run(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(described(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": SECONDS}})))
     with socket.socket() as probe:
@@ -244,7 +244,7 @@ def test_a_signal_while_nodes_are_waited_for_ends_the_run(tmp_path: Path) -> Non
     assert "Traceback" not in said
 
 
-def test_a_signal_while_text_is_prepared_ends_the_run(tmp_path: Path) -> None:
+def test_sigterm_during_data_preparation_stops_run(tmp_path: Path) -> None:
     file, cache = tmp_path / "run.toml", tmp_path / "cache"
     data = {"train": ["stdlib"], "tokenizer": "bpe", "cache": str(cache)}
     file.write_text(to_toml(run_from_table({"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))

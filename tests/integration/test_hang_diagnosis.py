@@ -34,7 +34,7 @@ def explained(directory: Path, said: str) -> Explanation:
     return found
 
 
-def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) -> None:
+def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1})
     process = started(directory, 4, "none")
     try:
@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(text: Path, tmp_path: Path) 
     [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "pipeline/p2p.py")],
     ids=["ddp", "pp"],
 )
-def test_a_late_rank_is_told_from_a_dead_one(
+def test_hang_diagnosis_names_late_rank_as_absent(
     layout: dict[str, Any], where: str, waited: str, text: Path, tmp_path: Path
 ) -> None:
     directory = directory_of(text, tmp_path, 2, layout)
@@ -69,7 +69,7 @@ def test_a_late_rank_is_told_from_a_dead_one(
     assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.summary
 
 
-def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Path) -> None:
+def test_watchdog_discards_hang_dumps_when_run_continues(text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 2, {"training.steps": 6})
     process = started(directory, 2, "pause")
     try:
@@ -92,7 +92,9 @@ def test_a_run_that_goes_on_leaves_no_word_of_its_pause(text: Path, tmp_path: Pa
         ("order", "all_reduce of [4] Float", "all_gather of [4] Float"),
     ],
 )
-def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, text: Path, tmp_path: Path) -> None:
+def test_hang_diagnosis_names_rank_with_mismatched_collective(
+    fault: str, theirs: str, own: str, text: Path, tmp_path: Path
+) -> None:
     directory = directory_of(text, tmp_path, 3, {"layout.data_parallel": "zero1", "training.tokens_per_step": 288})
     found = explained(directory, ended(started(directory, 3, fault)))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
@@ -100,7 +102,7 @@ def test_a_mismatch_is_told_from_a_late_rank(fault: str, theirs: str, own: str, 
     assert f"called {theirs} at helpers/faulty_rank.py" in found.verdict.summary
 
 
-def test_a_rank_that_is_told_to_stop_has_time_to_save(text: Path, tmp_path: Path) -> None:
+def test_sigterm_waits_for_slow_checkpoint_beyond_collective_timeout(text: Path, tmp_path: Path) -> None:
     """Also longer than collectives may take, since it waits for none."""
     directory = directory_of(text, tmp_path, 2, {})
     process = started(directory, 2, "disk")
@@ -115,7 +117,7 @@ def test_a_rank_that_is_told_to_stop_has_time_to_save(text: Path, tmp_path: Path
     assert not list((directory / "hangs").iterdir())
 
 
-def test_a_rank_that_is_told_to_stop_before_it_trains_does(text: Path, tmp_path: Path) -> None:
+def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path: Path) -> None:
     """While it reads where the run is, which may take minutes."""
     directory = directory_of(text, tmp_path, 1, {})
     command = [sys.executable, "-m", "tests.helpers.faulty_rank", "told early", str(directory)]
@@ -135,7 +137,7 @@ def test_a_rank_that_is_told_to_stop_before_it_trains_does(text: Path, tmp_path:
         ("abort", "was killed by SIGABRT: Aborted in helpers/faulty_rank"),
     ],
 )
-def test_a_library_that_aborts_is_named(fault: str, how: str, text: Path, tmp_path: Path) -> None:
+def test_failure_report_names_rank_that_aborted(fault: str, how: str, text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 2, {})
     said = ended(started(directory, 2, fault))
     print(said)
@@ -146,7 +148,7 @@ def test_a_library_that_aborts_is_named(fault: str, how: str, text: Path, tmp_pa
     assert f"rank 1 (dp=1) {how}" in found.summary
 
 
-def test_a_mismatch_is_told_where_python_reports_faults_of_its_own(
+def test_hang_diagnosis_reports_mismatch_when_pythonfaulthandler_is_set(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
@@ -157,7 +159,7 @@ def test_a_mismatch_is_told_where_python_reports_faults_of_its_own(
     assert (found.kind, found.ranks) == ("mismatch", (0, 1))
 
 
-def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> None:
+def test_oom_report_lists_resident_bytes_of_failed_rank(text: Path, tmp_path: Path) -> None:
     directory = directory_of(text, tmp_path, 2, {})
     said = ended(started(directory, 2, "memory"))
     print(said)
@@ -173,7 +175,7 @@ def test_a_rank_without_memory_says_what_it_held(text: Path, tmp_path: Path) -> 
     assert (found.kind, found.ranks) == ("error", (1,))
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_is_named(text: Path, tmp_path: Path) -> None:
+def test_failure_report_names_rank_killed_by_kernel_oom_killer(text: Path, tmp_path: Path) -> None:
     changes = {
         "training.collective_timeout_seconds": 60.0
     }  # the kernel first takes back what else the group holds, which is slow

@@ -31,7 +31,7 @@ KILLS = 3
 
 
 @given(st.data())
-def test_what_all_have_is_found(data: st.DataObject) -> None:
+def test_latest_common_step_is_newest_step_available_for_all_ranks(data: st.DataObject) -> None:
     """However copies lie around: the newest step that is whole, and only holders that hold it."""
     world = data.draw(st.integers(1, 5))
     copies = st.tuples(st.integers(0, 3), st.integers(0, world - 1))
@@ -79,7 +79,7 @@ def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> 
     ],
     ids=["ddp", "zero1-bf16", "zero3", "zero2-offload", "tp-muon", "ep-zero1", "pp-zero1"],
 )
-def test_state_returns_to_the_bit(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
+def test_in_memory_checkpoint_restore_is_bit_exact(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
     """Also that of a rank that has lost it, from the neighbour."""
     prepared_text()
     run = described(TEXT, tmp_path, {**COPIED, **changes})
@@ -97,7 +97,7 @@ def of_one_go(run: RunSpec, last: int) -> list[tuple[float, float]]:
     return steps(trainer(run), last)
 
 
-def test_killed_ranks_cost_no_more_than_a_step(tmp_path: Path) -> None:
+def test_in_memory_checkpoint_loses_at_most_one_step_per_killed_rank(tmp_path: Path) -> None:
     directory, kills = tmp_path / "parity", random.Random(7)
     with training(TEXT, tmp_path, {**SHORT, **COPIED, "training.steps": 60}) as process:
         for number in range(KILLS):
@@ -115,7 +115,7 @@ def test_killed_ranks_cost_no_more_than_a_step(tmp_path: Path) -> None:
     assert trained(directory) == trained(tmp_path / "whole" / "parity")
 
 
-def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
+def test_in_memory_checkpoint_of_lost_node_is_restored_from_peer(tmp_path: Path) -> None:
     """Nothing was ever written to disk: the other node had it."""
     directory = tmp_path / "parity"
     with nodes(tmp_path, COPIED, "2") as at:
@@ -134,7 +134,7 @@ def test_a_lost_node_comes_back_to_its_state(tmp_path: Path) -> None:
     assert learned == of_one_process(tmp_path, len(learned))
 
 
-def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
+def test_in_memory_checkpoint_recovers_single_rank_run_after_sigkill(tmp_path: Path) -> None:
     """Its launcher starts it again, where it was, and it learns what one that never failed does."""
     directory = tmp_path / "parity"
     with training(TEXT, tmp_path, {**SHORT, **COPIED}, 1) as process:
@@ -148,7 +148,7 @@ def test_one_rank_alone_loses_no_more(tmp_path: Path) -> None:
     assert trained(directory) == steps(trainer(described(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"])
 
 
-def test_copies_of_one_rank_need_no_restarts(tmp_path: Path) -> None:
+def test_in_memory_checkpoint_works_with_one_rank_and_no_restarts(tmp_path: Path) -> None:
     """They are the launcher's, which one rank would otherwise do without."""
     with training(TEXT, tmp_path, {**COPIED, "training.steps": 4, "recovery.max_restarts": 0}, 1) as process:
         _, said = process.communicate(timeout=SECONDS)
@@ -176,7 +176,7 @@ def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
 
 
 @pytest.mark.parametrize("last", [3, 4])
-def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) -> None:
+def test_in_memory_checkpoint_is_found_when_ranks_change_nodes(last: int, tmp_path: Path) -> None:
     """Three nodes of four have moved up by one, the last is new; in either of the two places a copy may be."""
     prepared_text()
     run = described(TEXT, tmp_path, {**COPIED, "layout.data_parallel": "zero3"})
@@ -188,7 +188,7 @@ def test_ranks_that_change_places_find_their_state(last: int, tmp_path: Path) ->
     assert rank_pool(4).run(keep_and_move, run, memories, last) == [[last] * 3] * 4
 
 
-def test_copies_from_before_the_run_went_back_are_not_gone_on_from(tmp_path: Path) -> None:
+def test_in_memory_checkpoint_is_ignored_when_saved_before_rollback(tmp_path: Path) -> None:
     prepared_text()
     run = described(TEXT, tmp_path, {**COPIED, "recovery.max_rollbacks": 1})
     prepare(run.data)

@@ -13,7 +13,7 @@ from tests.helpers.small_runs import DENSE
 from tests.helpers.training_processes import events, reaches, trained
 
 
-def test_a_lost_node_and_its_return(tmp_path: Path) -> None:
+def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
     """The other goes on alone, in a layout for its two ranks, and with four again when the node is back; all the time
     they learn what one process learns."""
     directory = tmp_path / "parity"
@@ -39,7 +39,7 @@ def test_a_lost_node_and_its_return(tmp_path: Path) -> None:
     assert learned == of_one_process(tmp_path, len(learned))
 
 
-def test_a_cut_link_and_the_place_to_meet_lost(tmp_path: Path) -> None:
+def test_multi_node_run_survives_network_cut_and_rendezvous_host_loss(tmp_path: Path) -> None:
     """A node that is cut off comes back by itself; where nodes meet, one that is started again finds others waiting."""
     directory = tmp_path / "parity"
     with nodes(tmp_path, {}) as at:
@@ -70,7 +70,7 @@ ODD = {
 }
 
 
-def test_nodes_that_no_layout_has_a_place_for_stand_by(tmp_path: Path) -> None:
+def test_multi_node_run_puts_surplus_node_on_standby(tmp_path: Path) -> None:
     """Seven sequences a step are for seven ranks or one: of two nodes one trains, and both end well."""
     directory = tmp_path / "parity"
     with nodes(tmp_path, ODD, "1:7") as at:
@@ -83,7 +83,7 @@ def test_nodes_that_no_layout_has_a_place_for_stand_by(tmp_path: Path) -> None:
     assert len(trained(directory)) == 12
 
 
-def test_a_node_alone_says_for_whom_it_waited(tmp_path: Path) -> None:
+def test_rendezvous_timeout_reports_missing_nodes(tmp_path: Path) -> None:
     with nodes(tmp_path, {"recovery": {"rendezvous_timeout_seconds": 3, "last_call_timeout_seconds": 1}}, "2") as at:
         at.start("second")
         assert at.ends("second") == 1  # what starts it again may have more luck
@@ -93,7 +93,7 @@ def test_a_node_alone_says_for_whom_it_waited(tmp_path: Path) -> None:
         assert "fewer than 2 nodes came in 3 s" in at.said("first")
 
 
-def test_two_runs_at_one_place(tmp_path: Path) -> None:
+def test_rendezvous_rejects_second_run_on_same_port(tmp_path: Path) -> None:
     """The second finds the port taken, and the first does not notice."""
     directory = tmp_path / "parity"
     with nodes(tmp_path, {}, "1") as at:
@@ -110,7 +110,7 @@ def test_two_runs_at_one_place(tmp_path: Path) -> None:
         at.at["first"] = first
 
 
-def test_too_few_ranks_for_any_layout(tmp_path: Path) -> None:
+def test_multi_node_run_fails_when_no_layout_fits_remaining_ranks(tmp_path: Path) -> None:
     """Where the model does not fit what is left, the run says so and ends, and its checkpoint stays."""
     directory = tmp_path / "parity"
     with nodes(tmp_path, {"cluster.memory_bytes": 10**7}) as at:

@@ -72,7 +72,7 @@ def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.timeout(1800)  # four runs, of which two write and read gigabytes
-def test_a_run_larger_than_its_memory_trains_as_in_memory(tmp_path: Path) -> None:
+def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -> None:
     """The limit is the base of Python and torch, the bf16 weights, and ROOM_BYTES. The optimizer state is larger than
     all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
     if not sys.platform.startswith("linux"):
@@ -121,7 +121,7 @@ def start(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([*PHALANX, "train", str(file), "--resume"], stderr=subprocess.PIPE, text=True)
 
 
-def test_a_disk_that_fills_up_stops_the_run_and_leaves_the_checkpoint(tmp_path: Path) -> None:
+def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Path) -> None:
     offload = tmp_path / "offload"
     first = described(tmp_path, "run", SMALL, offload)
     in_files = rank_memory(load_run(first, environment={}), 1)["rank"].on_disk

@@ -92,7 +92,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("layout", "model", "precision", "micro_batch", "optimizer"), RUNS)
-def test_state_and_traffic_are_what_the_formulas_say(
+def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
     layout: str, model: str, precision: str, micro_batch: int | None, optimizer: str, text: Path, tmp_path: Path
 ) -> None:
     world_size, changes = LAYOUTS[layout]
@@ -160,7 +160,7 @@ SHARED += [
     [*[(*shared, "bf16") for shared in SHARED], *[(*shared, "fp32") for shared in SHARED[::3]]],
     ids=str,
 )
-def test_ranks_that_share_hold_what_the_formulas_say(
+def test_memory_matches_prediction_for_model_parallel_layouts(
     world_size: int, changes: dict[str, Any], precision: str, text: Path, tmp_path: Path
 ) -> None:
     """State to the byte; activations and buffers no more than 3 % above; in pipelines, whose micro-batches in flight
@@ -217,7 +217,7 @@ AT_ONE_TIME: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "changes"), AT_ONE_TIME, ids=str)
-def test_the_most_at_one_time_is_within_5_percent(
+def test_peak_memory_is_within_5_percent_of_prediction(
     world_size: int, changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
     """Gradients come while activations go, and buffers are there at their own times: all together are much less than
@@ -257,7 +257,7 @@ SENDING: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world_size", "model", "changes"), SENDING, ids=str)
-def test_ranks_that_share_send_what_the_formulas_say(
+def test_traffic_matches_prediction_for_model_parallel_layouts(
     world_size: int, model: dict[str, Any], changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
     """To 1 %, but for some hundred bytes of sums and norms. Experts are not balanced in the first steps: of what they
@@ -274,7 +274,7 @@ def test_ranks_that_share_send_what_the_formulas_say(
             assert got == pytest.approx(expected.get(operation, 0), rel=0.01, abs=500), (role, operation)
 
 
-def test_published_bytes_per_parameter_are_held(text: Path, tmp_path: Path) -> None:
+def test_model_state_bytes_match_zero_paper_formulas(text: Path, tmp_path: Path) -> None:
     """Mixed precision with Adam: 16; 4 + 12/N; 2 + 14/N; 16/N (arXiv 1910.02054, section 3.1), at N = 4."""
     published = {"ddp": 16.0, "zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
     model = {**MODELS["dense"], "vocab_size": 1024}
@@ -284,7 +284,7 @@ def test_published_bytes_per_parameter_are_held(text: Path, tmp_path: Path) -> N
         assert held == pytest.approx([per_parameter * count_parameters(run.model).total] * 4, rel=0.01)
 
 
-def test_the_command_shows_predicted_beside_measured(text: Path, tmp_path: Path) -> None:
+def test_train_measure_memory_prints_predicted_and_measured(text: Path, tmp_path: Path) -> None:
     run = described(
         text, tmp_path, {"training.steps": 4, "layout.data_parallel": "zero2", "training.precision": "bf16"}
     )

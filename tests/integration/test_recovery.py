@@ -33,7 +33,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[fl
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_started_again(
+def test_recovery_restarts_killed_rank_with_bit_exact_losses(
     sent: signal.Signals, whole: list[tuple[float, float]], text: Path, tmp_path: Path
 ) -> None:
     """And the run learns what it would have learned, bit for bit."""
@@ -51,7 +51,9 @@ def test_a_killed_rank_is_started_again(
     assert trained(directory) == whole
 
 
-def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text: Path, tmp_path: Path) -> None:
+def test_recovery_restarts_rank_stopped_by_sigstop(
+    whole: list[tuple[float, float]], text: Path, tmp_path: Path
+) -> None:
     """SIGSTOP: it lives and answers nothing, and the others' collectives end by their timeout."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, {**SHORT, "training.collective_timeout_seconds": 3}) as process:
@@ -64,7 +66,7 @@ def test_a_stopped_rank_is_started_again(whole: list[tuple[float, float]], text:
 
 
 @pytest.mark.parametrize("told", ["the launcher", "a rank"])
-def test_a_signal_ends_the_run_to_be_gone_on_with(told: str, text: Path, tmp_path: Path) -> None:
+def test_sigterm_to_launcher_or_rank_saves_checkpoint_and_stops_run(told: str, text: Path, tmp_path: Path) -> None:
     """Whoever wants the run directory is told of the launcher."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, LONG) as process:
@@ -78,7 +80,7 @@ def test_a_signal_ends_the_run_to_be_gone_on_with(told: str, text: Path, tmp_pat
     assert not events(directory, "failed")
 
 
-def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> None:
+def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Path) -> None:
     """Its ranks are gone for a while, and the launcher is not: its run file stays what it was."""
     directory = tmp_path / "parity"
     with training(text, tmp_path, {**LONG, "training.steps": 400}) as process:
@@ -97,7 +99,7 @@ def test_a_run_that_starts_again_is_nobody_elses(text: Path, tmp_path: Path) -> 
         assert process.wait(timeout=SECONDS) == EXIT_STOPPED
 
 
-def test_a_signal_before_there_is_a_step_is_answered(text: Path, tmp_path: Path) -> None:
+def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
     with training(text, tmp_path, LONG) as process:
         wait_until((directory / "run.toml").exists, "ranks are about to start")
@@ -108,7 +110,7 @@ def test_a_signal_before_there_is_a_step_is_answered(text: Path, tmp_path: Path)
     assert not checkpoints(directory / "checkpoints")
 
 
-def test_of_two_that_start_one_run_at_once_one_trains(text: Path, tmp_path: Path) -> None:
+def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path: Path) -> None:
     with training(text, tmp_path, SHORT) as one, training(text, tmp_path, SHORT) as other:
         said = [process.communicate(timeout=SECONDS)[1] for process in (one, other)]
     codes = [one.returncode, other.returncode]
@@ -138,7 +140,7 @@ def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
         thread.join()
 
 
-def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Path) -> None:
+def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -> None:
     """The planner lays it over the other two, and it learns what one process learns."""
     directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
     with training(text, tmp_path, changes, 3) as process:
@@ -155,7 +157,7 @@ def test_a_run_goes_on_without_a_rank_that_always_fails(text: Path, tmp_path: Pa
     assert trained(directory) == [pytest.approx(step, rel=1e-10) for step in one]
 
 
-def test_what_always_fails_ends(text: Path, tmp_path: Path) -> None:
+def test_recovery_gives_up_when_every_start_fails(text: Path, tmp_path: Path) -> None:
     """Fewer ranks do not help either: nobody starts them for ever."""
     directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
     with killing(directory, lambda rank: rank == 0), training(text, tmp_path, changes) as process:
@@ -165,7 +167,7 @@ def test_what_always_fails_ends(text: Path, tmp_path: Path) -> None:
     assert f"there is no checkpoint yet; continue with: phalanx train {directory} --resume" in said
 
 
-def test_nothing_is_started_again_that_would_fail_again(text: Path, tmp_path: Path) -> None:
+def test_recovery_does_not_restart_after_divergence(text: Path, tmp_path: Path) -> None:
     """A loss that is not finite: all ranks go back together, as often as is allowed."""
     changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "optimizer.name": "sgd"}
     with training(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:

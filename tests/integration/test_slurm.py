@@ -99,7 +99,7 @@ def over(job: dict[str, str]) -> bool:
 
 
 @pytest.mark.timeout(400)
-def test_a_job_trains_to_the_end(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_slurm_job_trains_to_completion(cluster: LocalSlurm, tmp_path: Path) -> None:
     """On a node of which `phalanx doctor` has no more to say than a warning."""
     with shared_memory(cluster, cluster.nodes[0], "8g") as there:
         subprocess.run(
@@ -117,7 +117,7 @@ def test_a_job_trains_to_the_end(cluster: LocalSlurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_node_that_is_not_well_is_left_out(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_slurm_job_excludes_node_that_fails_check(cluster: LocalSlurm, tmp_path: Path) -> None:
     sick = cluster.nodes[1]
     batches = [
         script(tmp_path, name, steps=4, options=("--nodes", nodes, "--nproc", "1"), check=True)
@@ -135,7 +135,7 @@ def test_a_node_that_is_not_well_is_left_out(cluster: LocalSlurm, tmp_path: Path
 
 
 @pytest.mark.timeout(400)
-def test_a_node_whose_check_never_ends_is_left_out(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_slurm_job_excludes_node_whose_check_hangs(cluster: LocalSlurm, tmp_path: Path) -> None:
     """As one on which Python hangs for its disk: in a minute, the least that Slurm counts."""
     batch = script(tmp_path, "hangs", steps=4, options=("--nodes", "1:2", "--nproc", "1"), check=True)
     real, hung = Path(sys.executable).with_name("phalanx"), f'[ "$1 $SLURMD_NODENAME" = "doctor {cluster.nodes[1]}" ]'
@@ -152,7 +152,7 @@ def test_a_node_whose_check_never_ends_is_left_out(cluster: LocalSlurm, tmp_path
 
 
 @pytest.mark.timeout(400)
-def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_slurm_job_does_not_blame_nodes_when_run_file_is_missing(cluster: LocalSlurm, tmp_path: Path) -> None:
     batch = script(tmp_path, "elsewhere", steps=4, check=True)
     batch.with_suffix(".toml").unlink()
     ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
@@ -163,9 +163,7 @@ def test_a_run_file_that_is_not_there_is_no_fault_of_the_nodes(cluster: LocalSlu
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(
-    cluster: LocalSlurm, tmp_path: Path
-) -> None:
+def test_slurm_job_saves_on_scancel_and_resumes_when_resubmitted(cluster: LocalSlurm, tmp_path: Path) -> None:
     batch = script(tmp_path, "stopped", steps=100_000)
     job = cluster.submit(batch)
     until(lambda: len(steps_done(tmp_path, "stopped")) > 2, "it trains")
@@ -188,7 +186,7 @@ def test_a_job_that_is_cancelled_saves_and_goes_on_when_it_is_submitted_again(
     ("right", "wrong", "said"),
     [("vocab_size = 257", "vocab_size = 200", "model.vocab_size"), ("steps = 4", "step = 4", "training.step")],
 )
-def test_what_the_user_must_change_ends_it_with_2(
+def test_slurm_job_exits_with_2_on_user_error(
     cluster: LocalSlurm, tmp_path: Path, right: str, wrong: str, said: str
 ) -> None:
     """Noticed when it is to begin, or before nodes are looked at: of these none is well."""
@@ -208,7 +206,7 @@ def again_in_the_queue(job: dict[str, str]) -> bool:
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_slurm_stops_saves_and_is_put_into_the_queue_again(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_slurm_job_saves_and_is_requeued_on_sigterm(cluster: LocalSlurm, tmp_path: Path) -> None:
     """With the signal that `#SBATCH --signal` sends before the time limit: to the steps, not to the script."""
     job = cluster.submit(script(tmp_path, "again", steps=100_000))
     until(lambda: len(steps_done(tmp_path, "again")) > 2, "it trains")
@@ -226,7 +224,7 @@ def test_a_job_that_slurm_stops_saves_and_is_put_into_the_queue_again(cluster: L
 
 
 @pytest.mark.timeout(600)
-def test_a_job_of_two_nodes_goes_on_without_one(cluster: LocalSlurm, tmp_path: Path) -> None:
+def test_slurm_job_continues_when_one_of_two_nodes_goes_down(cluster: LocalSlurm, tmp_path: Path) -> None:
     """And what becomes of it is decided by the node that stays, not by what srun says of the other."""
     job = cluster.submit(script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
     until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains")

@@ -30,7 +30,7 @@ class Watched(Members):
 
 
 @pytest.mark.parametrize("how", [{}, {"delay": 1}, {"fragments": 3}], ids=str)
-def test_every_step_of_every_round_has_the_ratio_of_its_number(tmp_path, how):
+def test_swarm_balance_loss_ratio_follows_step_number_across_rounds(tmp_path, how):
     """0.4 at first, 1 from half of the 12 steps on."""
     run = run_of(tmp_path, balance={"local_expert_weight": 0.4, "fraction": 0.5}, **how)
     with served(run, tmp_path) as swarm:

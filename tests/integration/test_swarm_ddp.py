@@ -42,7 +42,7 @@ def is_near(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) 
     return max(float((found[key] - value).abs().max()) for key, value in expected.items()) <= most
 
 
-def test_a_node_alone_trains_as_always(tmp_path):
+def test_single_node_swarm_ddp_equals_plain_training_bitwise(tmp_path):
     """Bit for bit: a gradient is divided by the same tokens, and stepped by the same optimizer, if in pieces."""
     run = described(tmp_path, 1)
     found, _ = learned(run, tmp_path, NODES[:1])
@@ -50,7 +50,7 @@ def test_a_node_alone_trains_as_always(tmp_path):
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def test_a_node_alone_is_clipped_as_always(tmp_path):
+def test_single_node_swarm_ddp_gradient_clipping_matches_plain_training(tmp_path):
     """To rounding: a trainer divides by tokens and clips at once, by a norm that it sums in fp32."""
     run = described(tmp_path, 1, {"optimizer.max_grad_norm": CLIPPED, "optimizer.eps": EPS})
     found, members = learned(run, tmp_path, NODES[:1])
@@ -62,7 +62,7 @@ def test_a_node_alone_is_clipped_as_always(tmp_path):
 
 @pytest.mark.parametrize("clip_norm", [0.0, CLIPPED])
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_nodes_are_one_process_with_as_many_times_the_batch(tmp_path, nodes, clip_norm):
+def test_swarm_ddp_matches_single_process_with_n_times_the_batch_size(tmp_path, nodes, clip_norm):
     changes = {"optimizer.max_grad_norm": clip_norm, "optimizer.eps": EPS}
     run = described(tmp_path, nodes, changes)
     found, _ = learned(run, tmp_path, NODES[:nodes])
@@ -96,7 +96,7 @@ def take_part(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_ranks_of_a_node_share_it_by_any_layout(tmp_path, layout):
+def test_swarm_ddp_node_with_any_layout_matches_single_process(tmp_path, layout):
     """Their gradients, summed and brought together, are those of one process; no rank holds optimizer state."""
     changes = {
         "training.precision": "fp64",
@@ -112,7 +112,7 @@ def test_ranks_of_a_node_share_it_by_any_layout(tmp_path, layout):
         assert is_near(swarm.base(), alone(described(tmp_path, 1, changes), tmp_path), 1e-6)
 
 
-def test_bytes_are_those_of_the_formulas(tmp_path):
+def test_swarm_ddp_traffic_equals_round_bytes_formula(tmp_path):
     """Up 4M and down 4M to the byte; only what names the tensors comes on top, of what is sent."""
     run = described(tmp_path, 2)
     _, members = learned(run, tmp_path, NODES[:2])
@@ -126,7 +126,7 @@ def test_bytes_are_those_of_the_formulas(tmp_path):
             assert (spent["sent_bytes"], spent["received_bytes"]) == (path.stat().st_size, expected.down)
 
 
-def test_a_node_holds_weights_and_gradients_and_no_more(tmp_path):
+def test_swarm_ddp_node_memory_equals_weights_and_gradients(tmp_path):
     run = described(tmp_path, 1)
     _, members = learned(run, tmp_path, NODES[:1])
     trainer = members.nodes["ann"].trainer
@@ -137,7 +137,7 @@ def test_a_node_holds_weights_and_gradients_and_no_more(tmp_path):
     assert sum(storages.values()) == state_bytes(node_share(run.model, "ddp"))
 
 
-def test_a_coordinator_that_comes_back_keeps_the_moments(tmp_path):
+def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
     """Bit for bit as if it had never been away, and as plain training."""
     run = described(tmp_path, 1, {"training.steps": 30})
     swarm = Swarm(run, tmp_path / "lead")
@@ -155,7 +155,7 @@ def test_a_coordinator_that_comes_back_keeps_the_moments(tmp_path):
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def test_a_gradient_that_is_not_finite_counts_for_nothing(tmp_path):
+def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_path):
     """One node's does not hold up the others; of all nodes', the round is skipped as a trainer skips it: neither
     weights nor moments change, nor does AdamW count it, but the schedule goes on."""
     run = described(tmp_path, 2)
@@ -188,7 +188,7 @@ def test_a_gradient_that_is_not_finite_counts_for_nothing(tmp_path):
         torch.testing.assert_close(kept, reference.state[parameter]["exp_avg"])
 
 
-def test_a_node_whose_gradient_is_not_finite_says_so(tmp_path):
+def test_swarm_ddp_node_reports_zero_tokens_when_gradient_is_nonfinite(tmp_path):
     """A model that cannot be computed: no tokens, and weights that stay."""
     run = described(tmp_path, 1, {"training.steps": 4})
     with served(run, tmp_path) as swarm:

@@ -29,7 +29,7 @@ from tests.helpers.swarm_updates import in_a_round, owners_of, until, written
 # -- who lies ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_node_writes_what_it_owns_and_no_more(tmp_path):
+def test_coordinator_rejects_update_of_experts_owned_by_another_node(tmp_path):
     """Its certificate says who it is: another's experts are refused, its own are not."""
     run = run_of(tmp_path, codec="fp32")
     with served(run, tmp_path) as swarm:
@@ -73,7 +73,7 @@ def _one_piece(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_node_that_lies_is_named_and_does_not_count(tmp_path, lie):
+def test_coordinator_rejects_invalid_update_and_records_its_sender(tmp_path, lie):
     run = run_of(tmp_path, codec="fp32")
     said, make = LIES[lie]
     with served(run, tmp_path) as swarm:
@@ -112,7 +112,7 @@ def raw_put(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
         ({"round": None}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
     ],
 )
-def test_what_is_sent_otherwise_than_by_us(tmp_path, head, code, why):
+def test_coordinator_rejects_malformed_raw_upload_and_continues_round(tmp_path, head, code, why):
     """A flipped bit, another round, no tokens, another size: refused, counted, and the round goes on."""
     run = run_of(tmp_path, codec="fp32")
     with served(run, tmp_path) as swarm:
@@ -130,7 +130,7 @@ def test_what_is_sent_otherwise_than_by_us(tmp_path, head, code, why):
         assert swarm.coordinator.ledger.refused["ann", "already told"] == 1
 
 
-def test_what_was_told_of_a_round_before_is_not_told_again(tmp_path):
+def test_coordinator_rejects_repeated_update_of_previous_round(tmp_path):
     run = run_of(tmp_path, codec="fp32")
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
@@ -142,7 +142,7 @@ def test_what_was_told_of_a_round_before_is_not_told_again(tmp_path):
             links["ann"].upload_update(old["ann"], 0, 100, 3)
 
 
-def test_an_update_far_larger_than_the_others_is_refused(tmp_path):
+def test_coordinator_rejects_outlier_update(tmp_path):
     run = run_of(tmp_path, codec="fp32", nodes=4, outlier=10.0)
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm, NODES)
@@ -153,7 +153,7 @@ def test_an_update_far_larger_than_the_others_is_refused(tmp_path):
         links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.02), 0, 100, 3)
 
 
-def test_who_tells_first_is_compared_with_those_who_follow(tmp_path):
+def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path):
     """Nothing is known yet when it comes; when the round closes it is, and it does not count. It learns that by what it
     receives: its own experts, too."""
     run = run_of(tmp_path, codec="fp32", nodes=4)
@@ -180,7 +180,7 @@ def test_who_tells_first_is_compared_with_those_who_follow(tmp_path):
                 assert not set(own) & set(down.shapes)
 
 
-def test_of_updates_that_were_cut_off_one_is_kept(tmp_path):
+def test_coordinator_retains_one_partial_update_file_per_node(tmp_path):
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
         in_a_round(run, swarm)
@@ -191,7 +191,7 @@ def test_of_updates_that_were_cut_off_one_is_kept(tmp_path):
         assert list(swarm.coordinator.store.round(0).glob("*.part")) == [path]
 
 
-def test_a_poisoned_update_is_bounded_by_a_trimmed_mean(tmp_path):
+def test_swarm_trimmed_mean_bounds_effect_of_poisoned_update(tmp_path):
     run = run_of(tmp_path, codec="fp32", nodes=4, outlier=0.0, robust="trimmed")
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm, NODES)
@@ -208,7 +208,7 @@ def test_a_poisoned_update_is_bounded_by_a_trimmed_mean(tmp_path):
 # -- who dies, comes late, or is slow ------------------------------------------------------------------------------
 
 
-def test_a_node_that_dies_is_not_waited_for_and_its_experts_go_to_others(tmp_path):
+def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_path):
     """The divisor is that of those who told; its experts stay as they were for that round."""
     run = run_of(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
     with served(run, tmp_path) as swarm:
@@ -228,7 +228,7 @@ def test_a_node_that_dies_is_not_waited_for_and_its_experts_go_to_others(tmp_pat
         assert {node for of in owners_of(swarm) for node in of} == {"ann", "bob"}
 
 
-def test_a_node_that_was_taken_for_gone_is_let_in_again(tmp_path):
+def test_swarm_node_rejoins_after_its_lease_expired(tmp_path):
     """Its link was cut for longer than its lease: it joins by itself, and is in the round after."""
     run = run_of(tmp_path, {"training.steps": 60}, codec="fp32", round={"lease_seconds": 1.0, "grace_seconds": 30})
     with served(run, tmp_path) as swarm:
@@ -244,7 +244,7 @@ def test_a_node_that_was_taken_for_gone_is_let_in_again(tmp_path):
         assert len(back.result().owned) == 2
 
 
-def test_a_round_of_which_nobody_is_left_is_given_up(tmp_path):
+def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
     """Nothing changes in it, and those who come later go on."""
     run = run_of(tmp_path, codec="fp32", round={"lease_seconds": 0.5, "grace_seconds": 30})
     with served(run, tmp_path) as swarm:
@@ -256,7 +256,7 @@ def test_a_round_of_which_nobody_is_left_is_given_up(tmp_path):
         assert all(torch.equal(value, before[key]) for key, value in swarm.base().items())
 
 
-def test_a_quorum_does_not_wait_for_a_slow_node_for_ever_and_tokens_are_weights(tmp_path):
+def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_path):
     """Three told; after the grace the round is closed. What comes then is late; in the next round it tells less."""
     run = run_of(
         tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "timeout_multiplier": 3.0, "lease_seconds": 60}
@@ -280,7 +280,7 @@ def test_a_quorum_does_not_wait_for_a_slow_node_for_ever_and_tokens_are_weights(
         torch.testing.assert_close(moved, torch.full_like(moved, 0.04 * 900 / 1000), rtol=0, atol=1e-6)
 
 
-def test_a_node_joins_at_the_edge_of_a_round_with_what_there_is(tmp_path):
+def test_swarm_node_joins_running_swarm_at_round_boundary(tmp_path):
     """While others learn; its experts are theirs until then."""
     run = run_of(tmp_path, {"training.steps": 240})
     with served(run, tmp_path) as swarm:
@@ -300,7 +300,7 @@ def test_a_node_joins_at_the_edge_of_a_round_with_what_there_is(tmp_path):
         assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob", "cid"}
 
 
-def test_a_coordinator_that_is_killed_goes_on_with_the_same_round(tmp_path):
+def test_coordinator_restart_resumes_open_round_with_accepted_updates(tmp_path):
     """With what was accepted before; the nodes notice a pause."""
     run = run_of(tmp_path, {"training.steps": 24}, codec="fp32")
     swarm = Swarm(run, tmp_path / "lead")
@@ -322,7 +322,7 @@ def test_a_coordinator_that_is_killed_goes_on_with_the_same_round(tmp_path):
         swarm.stop()
 
 
-def test_nodes_learn_on_through_the_death_of_their_coordinator(tmp_path):
+def test_swarm_workers_continue_training_through_coordinator_restart(tmp_path):
     run = run_of(tmp_path, {"training.steps": 30})
     swarm = Swarm(run, tmp_path / "lead")
     members = Members(swarm, tmp_path, NODES[:2])
@@ -338,7 +338,7 @@ def test_nodes_learn_on_through_the_death_of_their_coordinator(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["before the journal", "after the journal"])
-def test_a_coordinator_that_dies_while_it_closes_a_round(tmp_path, monkeypatch, where):
+def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_path, monkeypatch, where):
     """It does again what it had not done, and comes to the same."""
     run = run_of(tmp_path)
     found = []
@@ -370,7 +370,7 @@ def _die(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_transfer_that_breaks_goes_on_where_it_stopped(tmp_path):
+def test_swarm_client_resumes_interrupted_upload_at_offset(tmp_path):
     run = run_of(tmp_path, codec="fp32")
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
@@ -385,7 +385,7 @@ def test_a_transfer_that_breaks_goes_on_where_it_stopped(tmp_path):
         assert "ann" in swarm.coordinator.ledger.round.updates
 
 
-def test_weights_of_which_some_came_are_not_sent_again(tmp_path, monkeypatch):
+def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
     """The link breaks after a few tensors, and a round ends before it is back: the rest is of the same weights."""
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
@@ -424,7 +424,7 @@ class BrokenLink(grpc.RpcError):
 # -- who may talk at all -------------------------------------------------------------------------------------------
 
 
-def test_who_has_no_certificate_of_the_group_is_not_heard(tmp_path, monkeypatch):
+def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
     create_certificate_authority(tmp_path / "others")
     issue_certificate(tmp_path / "others", "ann", [])
@@ -444,26 +444,26 @@ def test_who_has_no_certificate_of_the_group_is_not_heard(tmp_path, monkeypatch)
             call(pack({}), timeout=5)
 
 
-def test_a_certificate_that_ran_out(tmp_path, monkeypatch):
+def test_certificate_member_rejects_expired_certificate(tmp_path, monkeypatch):
     create_certificate_authority(tmp_path / "certs")
     place = issue_certificate(tmp_path / "certs", "old", [], days=-0.02)
     with pytest.raises(UserError, match="ran out on"):
         certificate_member(place)
 
 
-def test_nobody_listens(monkeypatch):
+def test_swarm_client_reports_address_without_listener(monkeypatch):
     monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
     with pytest.raises(UserError, match="cannot be reached: nobody listens there"):
         SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 
 
-def test_two_swarms_do_not_share_a_port(tmp_path):
+def test_swarm_server_reports_port_already_in_use(tmp_path):
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm, pytest.raises(UserError, match="Address already in use"):
         Swarm(run, tmp_path / "second", swarm.port)
 
 
-def test_another_version_other_text_and_no_room_are_refused(tmp_path):
+def test_coordinator_rejects_join_with_wrong_version_data_or_capacity(tmp_path):
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
         with pytest.raises(UpdateRejected, match="version: the swarm speaks 3, this node 1"):
@@ -476,7 +476,7 @@ def test_another_version_other_text_and_no_room_are_refused(tmp_path):
                 swarm.joined("bob", capacity=capacity)
 
 
-def test_a_swarm_waits_until_all_experts_have_a_place(tmp_path):
+def test_coordinator_waits_until_capacity_covers_all_experts(tmp_path):
     run = run_of(tmp_path)
     with served(run, tmp_path) as swarm:
         for node in NODES[:2]:

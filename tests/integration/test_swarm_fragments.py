@@ -11,7 +11,7 @@ from tests.helpers.local_swarm import NODES, Members, learned, pieces, run_of, s
 from tests.helpers.swarm_updates import in_a_round, written
 
 
-def test_a_round_changes_its_fragment_and_no_more(tmp_path):
+def test_swarm_round_changes_only_pieces_of_its_fragment(tmp_path):
     run = run_of(tmp_path, codec="fp32", every=4, fragments=2)
     with served(run, tmp_path) as swarm:
         links = in_a_round(run, swarm)
@@ -51,7 +51,7 @@ def _keep(path, keys):
     ],
     ids=str,
 )
-def test_it_learns_and_all_have_the_same_base(tmp_path, swarm):
+def test_swarm_with_fragments_or_delay_reduces_loss_and_syncs_base_models(tmp_path, swarm):
     run = run_of(tmp_path, **swarm)
     base, members = learned(run, tmp_path, NODES[:2])
     for node in members.nodes.values():
@@ -64,7 +64,7 @@ def test_it_learns_and_all_have_the_same_base(tmp_path, swarm):
         assert [record["step"] for record in members.steps[name]] == list(range(1, run.training.steps + 1))
 
 
-def test_who_learns_on_reads_no_text_twice(tmp_path):
+def test_swarm_with_delay_assigns_every_data_step_exactly_once(tmp_path):
     run = run_of(tmp_path, delay=2)
     with served(run, tmp_path) as swarm:
         Members(swarm, tmp_path, NODES[:2]).done()

@@ -55,7 +55,7 @@ def of_seed(run: RunSpec, path: Path, seed: int) -> TensorFile:
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
 @pytest.mark.parametrize("own", [(1, 3), (0, 1, 2, 3)], ids=["some experts", "all experts"])
-def test_so_much_of_what_was_stays(tmp_path, own, share):
+def test_read_weights_blends_local_weights_with_base_by_factor(tmp_path, own, share):
     """Of parameters of which nothing is said, nothing; experts that rest are taken whole."""
     run = run_of(tmp_path)
     under_way = Trainer(
@@ -77,7 +77,7 @@ def test_so_much_of_what_was_stays(tmp_path, own, share):
                 assert torch.equal(resting.numbers, base.whole(f"{name}.{kind}")[list(part.others)])
 
 
-def test_what_was_learned_since_is_added_to_what_is_taken(tmp_path):
+def test_read_weights_adds_training_progress_since_last_update_to_base(tmp_path):
     """But where it is said how much of the parameter stays; and where both are the same, nothing is rounded."""
     run = run_of(tmp_path)
     under_way = Trainer(
@@ -171,7 +171,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("swarm", CASES, ids=str)
-def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
+def test_swarm_worker_weights_after_round_equal_mix_of_base_and_local(tmp_path, swarm):
     """Of parameters whose turn it was not, all of its own, bit for bit; so of experts that it alone trains, where it
     learned on; to what it shares is added what it learned since it told, or of its own there is `mixing`."""
     run = run_of(tmp_path, codec="int4", **swarm)
@@ -194,7 +194,7 @@ def test_a_node_goes_on_from_what_all_have_and_what_it_learned(tmp_path, swarm):
 @pytest.mark.parametrize(
     "swarm", [{"delay": 2}, {"delay": 1, "mixing": 0.5}, {"fragments": 2, "every": 6, "delay": 1}], ids=str
 )
-def test_what_coding_left_out_of_an_expert_that_goes_on_is_not_told_twice(tmp_path, swarm):
+def test_swarm_worker_does_not_resend_quantization_error_of_own_experts(tmp_path, swarm):
     """It is in its weights still: all have these as they were told, but for one coding."""
     run = run_of(tmp_path, codec="int4", **swarm)
     for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
@@ -206,7 +206,7 @@ def test_what_coding_left_out_of_an_expert_that_goes_on_is_not_told_twice(tmp_pa
 
 
 @pytest.mark.parametrize("swarm", [{}, {"fragments": 2, "every": 6}, {"delay": 2}], ids=str)
-def test_what_coding_left_out_of_the_rest_is_told_later(tmp_path, swarm):
+def test_swarm_worker_sends_quantization_error_in_later_rounds(tmp_path, swarm):
     """What a node told in all rounds is what it learned in them, but for one coding."""
     run = run_of(tmp_path, codec="int4", **swarm)
     first, nodes = watched(run, tmp_path)

@@ -31,7 +31,7 @@ def lead(tmp_path: Path) -> Path:
     return lead_of(run_of(tmp_path, {"name": "lead"}))
 
 
-def test_the_models_weights_are_the_swarms(lead):
+def test_load_trained_model_returns_weights_of_swarm_coordinator(lead):
     _, model, tokenizer = load_trained_model(lead)
     base = load_file(lead / "model" / "base.safetensors")
     found = dict(model.named_parameters())
@@ -40,7 +40,7 @@ def test_the_models_weights_are_the_swarms(lead):
     assert tokenizer.read_text() == byte_tokenizer().to_json()
 
 
-def test_a_coordinator_and_a_node_say_the_same(lead, tmp_path):
+def test_generate_output_is_equal_for_swarm_coordinator_and_node(lead, tmp_path):
     node = tmp_path / "node"
     node.mkdir()
     shutil.copy(lead / "run.toml", node)
@@ -50,7 +50,7 @@ def test_a_coordinator_and_a_node_say_the_same(lead, tmp_path):
     assert said[0].startswith("def ")
 
 
-def test_it_is_exported(tmp_path):
+def test_export_writes_swarm_model_in_hugging_face_format(tmp_path):
     plain = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}  # a mixture that transformers knows
     lead = lead_of(run_of(tmp_path, {"name": "lead", "model.moe": plain}))
     assert "parameters in fp32" in shown("export", lead, tmp_path / "out")
@@ -59,7 +59,7 @@ def test_it_is_exported(tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_a_tokenizer_that_is_made_from_the_text_is_a_nodes(tmp_path):
+def test_generate_from_coordinator_requires_tokenizer_copied_from_node(tmp_path):
     lead = lead_of(run_of(tmp_path, {"name": "lead", "data.tokenizer": "bpe", "data.tokenizer_vocab": 257}))
     with pytest.raises(UserError, match=r"has no tokenizer\.json") as caught:
         shown("generate", lead)
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_is_made_from_the_text_is_a_nodes(tmp_path):
     assert shown("generate", lead, "--prompt", "def ", "--tokens", 3).startswith("def ")
 
 
-def test_what_is_damaged_or_of_another_model_is_refused(lead):
+def test_load_trained_model_rejects_damaged_or_mismatched_swarm_weights(lead):
     weights = lead / "model" / "base.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-40])

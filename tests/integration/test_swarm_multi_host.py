@@ -55,7 +55,7 @@ def night(tmp_path: Path) -> Iterator[SwarmProcesses]:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_rough_night(night: SwarmProcesses) -> None:
+def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(night: SwarmProcesses) -> None:
     def until(true: Callable[[], bool], what: str) -> None:
         night.until(true, what, SECONDS)
 

@@ -15,7 +15,9 @@ from tests.helpers.local_swarm import NODES, Members, learned, run_of, served
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_what_came_of_a_round_is_received_beside_learning(tmp_path: Path, monkeypatch: Any, delay: int) -> None:
+def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
+    tmp_path: Path, monkeypatch: Any, delay: int
+) -> None:
     """Once, and by whom tells; but for the last round, after which nothing is learned."""
     received: list[tuple[str, int, str]] = []
     get = RoundExchange._get
@@ -31,7 +33,7 @@ def test_what_came_of_a_round_is_received_beside_learning(tmp_path: Path, monkey
     assert beside == (set(range(3)) if delay else set())
 
 
-def test_a_node_that_fails_meanwhile_does_not_wait_for_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+def test_swarm_worker_raises_training_error_without_waiting_for_open_round(tmp_path: Path, monkeypatch: Any) -> None:
     """The round that it told of stays open for a minute."""
     learn = SwarmWorker._learn
 

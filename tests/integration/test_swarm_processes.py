@@ -113,7 +113,7 @@ def status(address: str) -> dict[str, object]:
     return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout)
 
 
-def test_two_sites_learn_one_model_though_a_third_is_killed(folder: Path) -> None:
+def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(folder: Path) -> None:
     with processes() as start:
         lead, address = served(start, described(folder, 400))
         doomed = start("join", address, "--certs", "certs/cid")
@@ -160,7 +160,7 @@ def test_two_sites_learn_one_model_though_a_third_is_killed(folder: Path) -> Non
 
 
 @pytest.mark.parametrize("layouts", [("tp", "ep"), ("ep", "tp")], ids=" and ".join)
-def test_ranks_of_a_node_share_its_experts(folder: Path, layouts: tuple[str, str]) -> None:
+def test_swarm_with_two_ranks_per_node_matches_one_rank_per_node(folder: Path, layouts: tuple[str, str]) -> None:
     """By columns or one by one: what the swarm learns is what it learns of nodes with one rank."""
     file = described(folder, 12)
     first, second = ([], []), tuple(["--nproc", "2", "--set", f"layout.{axis}=2"] for axis in layouts)
@@ -183,7 +183,7 @@ def test_ranks_of_a_node_share_its_experts(folder: Path, layouts: tuple[str, str
         assert (results[1][key] - expected).norm() < 1e-4 * expected.norm()  # a step of coding here and there
 
 
-def test_a_node_leaves_when_it_is_asked_to_and_the_coordinator_too(folder: Path) -> None:
+def test_swarm_nodes_and_coordinator_exit_cleanly_on_sigterm(folder: Path) -> None:
     with processes() as start:
         lead, address = served(start, described(folder, 40_000))
         nodes = [start("join", address, "--certs", f"certs/{name}") for name in ("ann", "bob")]
@@ -198,7 +198,7 @@ def test_a_node_leaves_when_it_is_asked_to_and_the_coordinator_too(folder: Path)
         assert lead.wait(SECONDS) == 0
 
 
-def test_a_dense_model_that_only_the_coordinator_has_is_learned_on_as_experts(folder: Path) -> None:
+def test_swarm_upcycles_dense_model_available_only_to_coordinator(folder: Path) -> None:
     spec = load_model(str(described(folder, 8))).replace(moe=None)
     shapes = {name: torch.Size(shape) for name, shape in parameter_shapes(spec).items()}
     export_hf(spec, {name: initial_weight(spec, name, shape, 0) for name, shape in shapes.items()}, folder / "dense")
@@ -215,7 +215,7 @@ def test_a_dense_model_that_only_the_coordinator_has_is_learned_on_as_experts(fo
         assert [process.returncode for process in nodes] == [0, 0], said
 
 
-def test_a_round_is_planned_before_it_begins(folder: Path) -> None:
+def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(folder: Path) -> None:
     """SPES-7B among four nodes at 1 Gbit/s: a round of 100 steps of 5.5 s."""
     file = folder / "7b.toml"
     file.write_text(
@@ -254,13 +254,13 @@ def test_a_round_is_planned_before_it_begins(folder: Path) -> None:
         (("certs", "certs", "ann"), "has a certificate already"),
     ],
 )
-def test_mistakes_are_for_people(folder: Path, words: tuple[str, ...], said: str) -> None:
+def test_swarm_raises_user_error_for_invalid_arguments(folder: Path, words: tuple[str, ...], said: str) -> None:
     described(folder, 8)
     (folder / "plain.toml").write_text('[model]\npreset = "tiny"\n')
     with pytest.raises(UserError, match=said):
         shown("swarm", *words)
 
 
-def test_a_run_for_several_sites_is_not_trained_by_train(folder: Path) -> None:
+def test_train_rejects_swarm_run_file(folder: Path) -> None:
     with pytest.raises(UserError, match="is for several sites, and not for phalanx train"):
         shown("train", described(folder, 8))

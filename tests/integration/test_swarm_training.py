@@ -14,7 +14,7 @@ from tests.helpers.local_swarm import NODES, alone, learned, pieces, run_of
 
 
 @pytest.mark.parametrize("method", ["fedavg", "spes", "spes+"])
-def test_a_node_alone_trains_as_always(tmp_path, method):
+def test_single_node_swarm_equals_plain_training_bitwise(tmp_path, method):
     """Bit for bit, in fp32."""
     run = run_of(tmp_path, method=method, nodes=1, codec="fp32")
     found, _ = learned(run, tmp_path, NODES[:1])
@@ -39,7 +39,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_after_a_round_all_have_the_same(tmp_path, case):
+def test_swarm_coordinator_and_nodes_have_equal_weights_after_training(tmp_path, case):
     """Coordinator and nodes, to the bit; and what nodes compute with is that."""
     names = NODES[:3] if "robust" in case else NODES[:2]
     run = run_of(tmp_path, **{**case, "nodes": len(names)})
@@ -57,7 +57,7 @@ def test_after_a_round_all_have_the_same(tmp_path, case):
     assert first[-1]["loss"] < first[0]["loss"]
 
 
-def test_experts_are_what_their_owners_made_of_them(tmp_path):
+def test_spes_experts_equal_last_update_of_their_owner(tmp_path):
     """SPES in fp32: the last word that each node told of its experts is what all have."""
     run = run_of(tmp_path, method="spes")
     base, members = learned(run, tmp_path, NODES[:2])
@@ -72,7 +72,7 @@ def test_experts_are_what_their_owners_made_of_them(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "steps"), [("fedavg", 6), ("spes", 1)])
-def test_with_one_step_and_sgd_it_is_data_parallelism(tmp_path, method, steps):
+def test_swarm_with_one_sgd_step_per_round_matches_data_parallel_training(tmp_path, method, steps):
     """Two nodes that average after every step are one process with twice the batch; of spes the shared part is: its
     gradients are those of all nodes' text, for routing is not masked."""
     changes = {
@@ -89,7 +89,7 @@ def test_with_one_step_and_sgd_it_is_data_parallelism(tmp_path, method, steps):
             torch.testing.assert_close(found[item.key], expected[item.key], rtol=1e-4, atol=1e-6)
 
 
-def test_no_two_nodes_read_the_same_text_and_bytes_are_those_of_the_formulas(tmp_path):
+def test_swarm_nodes_read_disjoint_data_and_traffic_matches_formulas(tmp_path):
     run = run_of(tmp_path, method="spes+", codec="fp32", nodes=4)
     _, members = learned(run, tmp_path, NODES)
     read: list[int] = []

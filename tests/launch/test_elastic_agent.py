@@ -43,7 +43,7 @@ def launch(who: str, port: str) -> None:
     sys.exit(0 if run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting) else 1)
 
 
-def test_a_node_whose_own_name_is_its_loopbacks_is_reached_by_another_address() -> None:
+def test_local_address_is_not_loopback_for_host_name_mapped_to_loopback() -> None:
     """As Debian's installer has it. A machine in no network has none."""
     meeting = Rendezvous("run", "127.0.1.1", 29_400, 1, 2, join_seconds=60, last_call_seconds=5)
     routes = [line.split()[1] for line in Path("/proc/net/route").read_text().splitlines()[1:]]
@@ -51,7 +51,7 @@ def test_a_node_whose_own_name_is_its_loopbacks_is_reached_by_another_address() 
     assert local_address(SINGLE_NODE) == "127.0.0.1"
 
 
-def test_a_port_of_something_else_is_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a service that is silent, for which PyTorch's store would wait for good; and of nobody."""
     monkeypatch.setattr(places, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -63,7 +63,7 @@ def test_a_port_of_something_else_is_no_place_to_meet(monkeypatch: pytest.Monkey
         run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting)
 
 
-def test_who_met_a_node_that_is_lost_before_ranks_start_goes_on_without_it() -> None:
+def test_elastic_agent_starts_without_node_lost_after_rendezvous() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     places = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -85,7 +85,7 @@ WAITS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print(end
 WAITS += "print(end='ready', flush=True); time.sleep(1000)"
 
 
-def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> None:
+def test_elastic_agent_stop_returns_when_a_rank_was_killed_by_the_signal() -> None:
     """One had not begun to listen for signals, and ends by it; the other heard it, and waits for that one."""
     ended = subprocess.Popen(
         [sys.executable, "-c", "import time; print(end='ready', flush=True); time.sleep(1000)"], stdout=subprocess.PIPE
@@ -107,7 +107,7 @@ def test_ranks_that_wait_for_one_that_a_signal_ended_are_not_waited_for() -> Non
         waits.wait()
 
 
-def test_a_launcher_starts_ranks_without_what_only_they_need() -> None:
+def test_supervisor_import_does_not_load_rank_only_modules() -> None:
     """Which takes seconds on a slow machine."""
     program = "import sys, phalanx.launch.supervisor; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)

@@ -46,7 +46,7 @@ def judge(directory: Path, meeting: Rendezvous = SINGLE_NODE, restarts: int = 1)
     return FailurePolicy(directory, RecoverySpec(max_restarts=restarts), meeting)
 
 
-def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:
+def test_failure_policy_restarts_when_steps_progress_without_failure_records(tmp_path: Path) -> None:
     """All ranks were killed at once, again and again, but each start went on from later."""
     recovery = judge(tmp_path)
     for step in range(0, 60, 15):
@@ -55,7 +55,7 @@ def test_steps_won_are_seen_where_nobody_left_word(tmp_path: Path) -> None:
     assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.END
 
 
-def test_ranks_of_one_machine_that_were_told_to_stop_are_not_started_again(tmp_path: Path) -> None:
+def test_failure_policy_ends_run_of_stopped_ranks_on_single_node_only(tmp_path: Path) -> None:
     """On several, one node may have been told, and the others go on."""
     recovery = judge(tmp_path)
     assert recovery.decide({0: Ended(EXIT_STOPPED), 1: Ended(EXIT_STOPPED)}) is FailureAction.END
@@ -63,7 +63,7 @@ def test_ranks_of_one_machine_that_were_told_to_stop_are_not_started_again(tmp_p
     assert judge(tmp_path, ELSEWHERE).decide({0: Ended(EXIT_STOPPED)}) is FailureAction.AGAIN
 
 
-def test_words_of_an_earlier_failure_do_not_count(tmp_path: Path) -> None:
+def test_failure_policy_ignores_records_of_earlier_failures(tmp_path: Path) -> None:
     """Whatever clocks say: those of nodes differ."""
     word(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
     recovery = judge(tmp_path)
@@ -74,14 +74,14 @@ def test_words_of_an_earlier_failure_do_not_count(tmp_path: Path) -> None:
     assert [event["reason"] for event in read_events(tmp_path)] == ["RuntimeError: first", "RuntimeError: second"]
 
 
-def test_what_would_fail_again_ends_the_run(tmp_path: Path) -> None:
+def test_failure_policy_ends_run_when_failure_is_a_user_error(tmp_path: Path) -> None:
     recovery = judge(tmp_path, restarts=9)
     word(tmp_path, 1, "training.steps: is wrong", code=2)
     assert recovery.decide({1: Ended(2)}) is FailureAction.END
     assert recovery.code == 2
 
 
-def test_who_was_aborted_for_want_of_a_rank_that_failed_is_not_to_blame(tmp_path: Path) -> None:
+def test_failure_policy_blames_failed_rank_not_rank_aborted_by_nccl(tmp_path: Path) -> None:
     """NCCL aborts ranks whose peers are gone."""
     recovery = judge(tmp_path, restarts=9)
     word(tmp_path, 1, "DivergenceError: step 7: loss nan", final=True)
@@ -89,7 +89,7 @@ def test_who_was_aborted_for_want_of_a_rank_that_failed_is_not_to_blame(tmp_path
     assert [(event["rank"], event["reason"][:15]) for event in read_events(tmp_path)] == [(1, "DivergenceError")]
 
 
-def test_of_those_that_were_killed_it_is_not_one_that_was_aborted(tmp_path: Path) -> None:
+def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path) -> None:
     """The kernel killed rank 5 for want of memory, NCCL aborted rank 0 for want of rank 5, and both left no word."""
     recovery = judge(tmp_path, ELSEWHERE)
     assert recovery.decide({0: Ended(-6, 2.0), 5: Ended(-9, 1.0), 4: Ended(-9, 3.0)}) is FailureAction.AGAIN
@@ -106,7 +106,7 @@ def test_of_those_that_were_killed_it_is_not_one_that_was_aborted(tmp_path: Path
         "DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1",
     ],
 )
-def test_who_lost_others_is_not_to_blame(reason: str, tmp_path: Path) -> None:
+def test_failure_policy_does_not_blame_ranks_that_lost_peers(reason: str, tmp_path: Path) -> None:
     """Also where that looks like something for people to mend; nobody here leaves, or notes a failure of its own."""
     recovery = judge(tmp_path, ELSEWHERE)
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_who_lost_others_is_not_to_blame(reason: str, tmp_path: Path) -> None:
     assert {event["here"] for event in read_events(tmp_path) if event["what"] == FAILED} == {False}
 
 
-def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
+def test_failure_policy_makes_node_leave_after_repeated_failures(tmp_path: Path) -> None:
     for meeting, restarts, then in (
         (ELSEWHERE, 1, FailureAction.LEAVE),
         (
@@ -135,7 +135,7 @@ def test_a_node_that_fails_again_and_again_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_the_rank_that_others_wait_for_is_left_out_not_the_one_that_says_so(seen: bool, tmp_path: Path) -> None:
+def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(seen: bool, tmp_path: Path) -> None:
     """And none where it is not known which that was."""
     recovery = judge(tmp_path, restarts=2)
     (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
@@ -151,7 +151,7 @@ def test_the_rank_that_others_wait_for_is_left_out_not_the_one_that_says_so(seen
     )
 
 
-def test_ranks_that_were_told_to_stop_are_no_failure(tmp_path: Path) -> None:
+def test_failure_policy_does_not_count_stopped_ranks_as_failures(tmp_path: Path) -> None:
     recovery = judge(tmp_path, ELSEWHERE)
     assert recovery.decide({0: Ended(EXIT_STOPPED), 1: Ended(EXIT_STOPPED)}) is FailureAction.AGAIN
     assert recovery.consecutive_failures == recovery.consecutive_remote_failures == 0

@@ -18,7 +18,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_equal_each_document_alone(build, tokens, kind):
+def test_attention_mask_makes_packed_documents_independent(build, tokens, kind):
     model = build(**KINDS[kind])
     lengths = [[5, 1, 11, 7], [24]]
     starts = torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])
@@ -29,14 +29,14 @@ def test_packed_documents_equal_each_document_alone(build, tokens, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_document_needs_no_mask(build, tokens, kind):
+def test_attention_with_single_document_mask_equals_unmasked(build, tokens, kind):
     model = build(**KINDS[kind])
     masked, _ = model(tokens, torch.zeros_like(tokens))
     torch.testing.assert_close(masked, model(tokens)[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_token_leaves_earlier_logits(build, tokens, kind):
+def test_attention_is_causal(build, tokens, kind):
     model = build(**KINDS[kind])
     changed = tokens.clone()
     changed[:, 15] = (changed[:, 15] + 1) % 53
@@ -45,7 +45,7 @@ def test_a_later_token_leaves_earlier_logits(build, tokens, kind):
     assert ((after - before)[:, 15:].abs().amax(-1) > 1e-6).all()
 
 
-def test_grouped_heads_under_a_mask_are_repeated_where_no_kernel_takes_them(build, tokens, monkeypatch):
+def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build, tokens, monkeypatch):
     """What CUDA computes, on the CPU: outputs and gradients."""
     starts = torch.tensor([0, 9, 20]).repeat_interleave(torch.tensor([9, 11, 4])).expand(2, -1)
 
@@ -71,7 +71,7 @@ def test_grouped_heads_under_a_mask_are_repeated_where_no_kernel_takes_them(buil
     assert all(query == key and not grouped for query, key, grouped in calls)
 
 
-def test_grouped_heads_equal_repeated_heads(build, tokens):
+def test_gqa_equals_mha_with_repeated_kv_heads(build, tokens):
     grouped, repeated = build(num_kv_heads=2), build(num_kv_heads=4)
     state = grouped.state_dict()
     for name in list(state):

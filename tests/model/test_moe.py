@@ -38,7 +38,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_output_is_the_weighted_sum_of_experts(variant):
+def test_moe_output_equals_weighted_sum_of_expert_outputs(variant):
     spec, moe = specs(**variant)
     layer, x = randomized(MoE(spec, moe)), inputs(2, 7)
     out, _ = layer(x)
@@ -58,7 +58,7 @@ def test_output_is_the_weighted_sum_of_experts(variant):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1, 0, 0, 9, 2], [0, 0, 0, 20, 0, 0, 0, 0]], ids=str)
-def test_grouped_products_equal_the_loop(monkeypatch, dtype, tolerance, sizes):
+def test_experts_grouped_mm_equals_per_expert_loop(monkeypatch, dtype, tolerance, sizes):
     spec, moe = specs()
     x, ends = inputs(20).to(dtype), torch.tensor(sizes).cumsum(0)
     results = []
@@ -75,7 +75,7 @@ def test_grouped_products_equal_the_loop(monkeypatch, dtype, tolerance, sizes):
         torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
 
 
-def test_the_bias_steers_the_choice_but_not_the_weights():
+def test_router_bias_changes_selection_but_not_weights():
     spec, moe = specs(bias_update_rate=0.1, normalize_top_k=False)
     router, x = randomized(Router(spec, moe)), inputs(2, 7)
     _, before, _ = router(x)
@@ -86,7 +86,7 @@ def test_the_bias_steers_the_choice_but_not_the_weights():
     torch.testing.assert_close(weights, (x @ router.gate.weight.T).softmax(-1).gather(-1, chosen))
 
 
-def test_rebalance_lifts_the_idle_and_lowers_the_busy():
+def test_router_update_bias_raises_idle_and_lowers_busy_experts():
     spec, moe = specs(num_experts=4, bias_update_rate=0.1)
     router = Router(spec, moe)
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
@@ -99,7 +99,7 @@ def test_rebalance_lifts_the_idle_and_lowers_the_busy():
     assert router.load.tolist() == [0.0] * 4
 
 
-def test_rebalancing_evens_the_load():
+def test_router_update_bias_evens_expert_load():
     spec, moe = specs(bias_update_rate=0.004)
     router, x = randomized(Router(spec, moe)), inputs(4, 64) + 0.5
 
@@ -116,7 +116,7 @@ def test_rebalancing_evens_the_load():
     assert busiest() < 1.2
 
 
-def test_load_counts_tokens_of_training_only():
+def test_router_load_counts_training_tokens_only():
     spec, moe = specs()
     router = randomized(Router(spec, moe))
     router(inputs(2, 7))
@@ -126,7 +126,7 @@ def test_load_counts_tokens_of_training_only():
 
 
 @pytest.mark.parametrize("over", ["sequence", "micro_batch"])
-def test_balance_loss_is_its_weight_per_token_when_even_and_least_there(over):
+def test_balance_loss_is_minimal_and_equals_coefficient_when_load_is_even(over):
     _, moe = specs(balance_loss_coef=0.02, balance_loss_scope=over)
 
     def loss(logits_E):
@@ -143,14 +143,14 @@ def test_balance_loss_is_its_weight_per_token_when_even_and_least_there(over):
         assert loss(uneven) > loss(even)
 
 
-def test_z_loss_is_the_squared_log_of_the_partition_function():
+def test_z_loss_equals_scaled_squared_logsumexp():
     _, moe = specs(z_loss_coef=0.001)
     logits = inputs(2, 7)[..., :8]
     expected = sum(0.001 * torch.log(torch.exp(row).sum()) ** 2 for row in logits.flatten(0, 1))
     torch.testing.assert_close(z_loss(moe, logits), expected)
 
 
-def test_balance_over_a_sequence_does_not_depend_on_micro_batches(build):
+def test_sequence_balance_loss_is_independent_of_micro_batch_split(build):
     tokens = torch.randint(0, 53, (4, 16), generator=torch.Generator().manual_seed(0))
 
     def difference(over):
@@ -169,7 +169,7 @@ def test_balance_over_a_sequence_does_not_depend_on_micro_batches(build):
     assert difference("micro_batch") > 1e-3
 
 
-def test_a_capacity_drops_the_latest_choices_of_a_sequence():
+def test_expert_capacity_drops_latest_tokens_of_each_sequence():
     """Each expert keeps its first choices of every sequence, ceil(factor x T k / E) of them; what is dropped adds
     nothing, and the other choices keep their weights."""
     spec, moe = specs(capacity_factor=0.5, top_k=2, num_shared_experts=0)
@@ -194,7 +194,7 @@ def test_a_capacity_drops_the_latest_choices_of_a_sequence():
     assert torch.allclose(out, expected)
 
 
-def test_a_large_capacity_drops_nothing():
+def test_expert_capacity_drops_no_tokens_when_large():
     spec, moe = specs(capacity_factor=8.0)
     layer, free = randomized(MoE(spec, moe)), randomized(MoE(*specs()))
     assert torch.equal(layer(inputs(2, 16))[0], free(inputs(2, 16))[0])

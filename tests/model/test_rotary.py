@@ -20,7 +20,7 @@ ROPES = {
 
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize("head_dim", [16, 128])
-def test_frequencies_are_those_of_transformers(name, head_dim):
+def test_rotary_frequencies_match_transformers(name, head_dim):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -38,7 +38,7 @@ def test_frequencies_are_those_of_transformers(name, head_dim):
     assert cos.flatten().tolist() == pytest.approx([scale] * head_dim, rel=1e-12)
 
 
-def test_a_score_depends_on_the_distance_alone():
+def test_rotary_attention_score_depends_only_on_relative_position():
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(at_q, at_k):
@@ -49,6 +49,6 @@ def test_a_score_depends_on_the_distance_alone():
     assert abs(score(5, 2) - score(5, 3)) > 1e-3
 
 
-def test_angles_are_exact_far_out():
+def test_rotary_table_is_accurate_at_large_positions():
     cos, _ = rotary_table(RopeSpec(), 4, torch.tensor([1_000_001]), torch.float32)
     assert cos.flatten()[0].item() == pytest.approx(math.cos(1_000_001), abs=1e-6)

@@ -27,7 +27,7 @@ def counting_up(vocab=10):
     return model, calls
 
 
-def test_temperature_0_takes_the_likeliest(build):
+def test_generate_is_greedy_at_temperature_0(build):
     model, tokens = build(), PROMPT
     for _ in range(6):
         tokens = torch.cat((tokens, model(tokens[None])[0][0, -1].argmax()[None]))
@@ -35,28 +35,28 @@ def test_temperature_0_takes_the_likeliest(build):
     assert torch.equal(generate(model, PROMPT, 6, top_k=1, generator=seeded()), tokens)
 
 
-def test_a_seed_repeats_and_another_differs(build):
+def test_generate_is_reproducible_per_seed(build):
     model = build()
     first, again, other = (generate(model, PROMPT, 20, generator=seeded(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_draws_follow_the_distribution():
+def test_sample_token_frequencies_match_top_k_softmax():
     logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), seeded()
     counts = torch.bincount(torch.tensor([sample_token(logits, 0.5, 3, generator) for _ in range(4000)]), minlength=4)
     expected = torch.cat(((logits[:3] / 0.5).softmax(0), torch.zeros(1)))
     assert_close(counts / 4000, expected, rtol=0, atol=0.02)
 
 
-def test_the_end_stays_and_every_forward_pass_is_made():
+def test_generate_repeats_end_token_and_runs_every_forward_pass():
     model, calls = counting_up()
     tokens = generate(model, torch.tensor([5]), 6, end=8, generator=seeded())
     assert tokens.tolist() == [5, 6, 7, 8, 8, 8, 8]
     assert len(calls) == 6
 
 
-def test_the_model_sees_no_more_than_its_context():
+def test_generate_truncates_model_input_to_context_length():
     model, calls = counting_up()
     assert generate(model, torch.tensor([7, 8]), 4, context=3, generator=seeded()).tolist() == [7, 8, 9, 0, 1, 2]
     assert calls == [(1, 2), (1, 3), (1, 3), (1, 3)]
@@ -76,5 +76,5 @@ def sampled(data, world_size):
     return generate(strategy.model, PROMPT, 8, generator=seeded()).tolist()
 
 
-def test_ranks_that_share_a_sharded_model_say_what_one_says():
+def test_generate_with_zero3_equals_single_process():
     assert rank_pool(2).run(sampled, "zero3", 2) == [sampled("ddp", 1)] * 2

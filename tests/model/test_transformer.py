@@ -8,20 +8,20 @@ from phalanx.spec.files.load import load_model, preset_names
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
-def test_the_model_has_the_parameters_that_cost_counts(preset):
+def test_transformer_parameter_count_matches_cost_model(preset):
     spec = load_model(preset)
     with torch.device("meta"):
         model = Transformer(spec)
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).total
 
 
-def test_a_tied_head_is_the_embedding(build, tokens):
+def test_transformer_with_tied_head_uses_embedding_weights(build, tokens):
     tied, untied = build(tie_embeddings=True), build()
     untied.load_state_dict(tied.state_dict() | {"head.weight": tied.embedding.weight})
     torch.testing.assert_close(tied(tokens)[0], untied(tokens)[0], rtol=0, atol=1e-12)
 
 
-def test_initial_weights_depend_on_seed_and_name_alone():
+def test_initial_weight_depends_only_on_seed_and_name():
     spec = load_model("tiny")
     shape = torch.Size([64, 192])
     first = initial_weight(spec, "blocks.0.attention.wq.weight", shape, 1)
@@ -33,7 +33,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert (first.std() / into_stream.std()).item() == pytest.approx((2 * spec.num_layers) ** 0.5, rel=0.03)
 
 
-def test_a_new_model_is_undecided():
+def test_initialized_transformer_loss_is_near_log_vocab_size():
     spec = load_model("tiny")
     model = Transformer(spec)
     for name, parameter in model.named_parameters():

@@ -54,14 +54,14 @@ def logits(run: RunSpec) -> Tensor:
     [{}, {"top_k": 1}, {"top_k": 4, "router_score": "sigmoid"}, {"num_leading_dense_layers": 1}],
     ids=str,
 )
-def test_with_normalised_scores_it_says_what_the_dense_model_says(dense, moe):
+def test_upcycled_moe_equals_dense_model_with_normalized_scores(dense, moe):
     expected, found = logits(run_of(dense, moe=None)), logits(run_of(dense, moe={**EXPERTS, **moe}))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert expected.std() > 0.1
     assert (logits(run_of(dense, {"upcycle_reinit_fraction": 0.5}, {**EXPERTS, **moe})) - expected).abs().max() > 0.01
 
 
-def test_scores_that_are_not_normalised_weigh_what_the_mlp_says(dense):
+def test_upcycled_moe_scales_mlp_output_by_unnormalized_scores(dense):
     run = run_of(dense, moe={**EXPERTS, "normalize_top_k": False})
     layer, mlp = (trainer(each).module.blocks[0].mlp for each in (run, run_of(dense, moe=None)))
     x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -71,7 +71,7 @@ def test_scores_that_are_not_normalised_weigh_what_the_mlp_says(dense):
     assert total.max() < 0.95
 
 
-def test_of_each_expert_the_same_inner_units_are_drawn_anew_in_all_matrices():
+def test_replicate_mlp_reinitializes_same_hidden_units_in_all_matrices():
     generator = torch.Generator().manual_seed(0)
     gate, up = (1 + 0.5 * torch.randn(400, 64, generator=generator) for _ in range(2))
     down = 3 + 0.1 * torch.randn(64, 400, generator=generator)
@@ -91,7 +91,7 @@ def test_of_each_expert_the_same_inner_units_are_drawn_anew_in_all_matrices():
         assert stack[moved].std().item() == pytest.approx(deviation, rel=0.05)
 
 
-def test_an_expert_depends_on_seed_layer_and_number_alone():
+def test_replicate_mlp_depends_only_on_seed_layer_and_expert_index():
     dense = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
 
     def experts(count: int, seed: int = 7, layer: str = "blocks.0.mlp") -> Tensor:
@@ -115,7 +115,7 @@ def weights_of(run: RunSpec) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "layout", [{"ep": 2}, {"tp": 2}, {"data_parallel": "zero3"}, {"data_parallel": "zero1"}], ids=str
 )
-def test_every_layout_starts_from_the_same(dense, layout):
+def test_upcycled_initial_weights_are_equal_in_every_layout(dense, layout):
     whole = weights_of(run_of(dense, {"upcycle_reinit_fraction": 0.5}))
     changes = {f"layout.{name}": value for name, value in layout.items()}
     for found in rank_pool(2).run(weights_of, run_of(dense, {"upcycle_reinit_fraction": 0.5}, **changes)):
@@ -123,7 +123,7 @@ def test_every_layout_starts_from_the_same(dense, layout):
         assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-def test_a_swarm_starts_from_the_same(dense):
+def test_swarm_initial_pieces_equal_upcycled_weights(dense):
     """Coordinators take it piece by piece; nodes hold some experts apart."""
     run = run_of(dense, {"upcycle_reinit_fraction": 0.5}, **{"training.precision": "fp32"})
     pieces, whole, router = initial_pieces(run), weights_of(run), "blocks.1.mlp.router.gate.weight"
@@ -140,7 +140,7 @@ def test_a_swarm_starts_from_the_same(dense):
     assert torch.equal(experts.frozen["down"].numbers, whole["blocks.1.mlp.experts.down"][[0, 2]])
 
 
-def test_a_head_of_its_own_begins_as_the_embedding_that_it_was_tied_to(tmp_path, build):
+def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build):
     model = build(ModelSpec.model_validate({**DENSE, "tie_embeddings": True}), torch.float32)
     export_hf(model.spec, dict(model.named_parameters()), tmp_path / "tie_embeddings")
     run = run_of(tmp_path / "tie_embeddings", {"tie_embeddings": False})
@@ -164,14 +164,14 @@ def test_a_head_of_its_own_begins_as_the_embedding_that_it_was_tied_to(tmp_path,
         ({}, {"num_shared_experts": 1}, r"model\.moe\.num_shared_experts = 1: would add the MLP"),
     ],
 )
-def test_what_experts_cannot_begin_as_is_refused_before_anything_is_written(dense, model, moe, said):
+def test_create_run_rejects_incompatible_upcycling_before_writing(dense, model, moe, said):
     run = run_of(dense, model, {**EXPERTS, **moe})
     with pytest.raises(UserError, match=said):
         create_run(run, 1, resume=False)
     assert not (Path(run.output_dir) / run.name).exists()
 
 
-def test_experts_that_are_there_are_read_as_always(tmp_path, build):
+def test_initial_weights_of_moe_checkpoint_are_not_upcycled(tmp_path, build):
     model = build(
         ModelSpec.model_validate({**DENSE, "moe": {**EXPERTS, "expert_ffn_size": 24, "z_loss_coef": 0.0}}),
         torch.float32,
@@ -187,7 +187,7 @@ def test_experts_that_are_there_are_read_as_always(tmp_path, build):
 
 
 @pytest.mark.parametrize("without", ["moe", "from_hf"])
-def test_nothing_is_drawn_anew_of_what_is_not_upcycled(dense, without):
+def test_run_spec_rejects_upcycle_reinit_fraction_without_upcycling(dense, without):
     model = {**DENSE, "from_hf": str(dense), "moe": EXPERTS, "upcycle_reinit_fraction": 0.5}
     del model[without]
     with pytest.raises(

@@ -141,7 +141,7 @@ def near(expected: Trajectory) -> list[Any]:
 
 
 @pytest.mark.parametrize(("world_size", "layout", "micro_batches"), CASES)
-def test_a_resnet_equals_one_process(world_size: int, layout: dict[str, Any], micro_batches: int) -> None:
+def test_distribute_resnet_equals_single_process(world_size: int, layout: dict[str, Any], micro_batches: int) -> None:
     for result in rank_pool(world_size).run(trajectory, layout, micro_batches=micro_batches):
         assert result == near(one_process())
 
@@ -159,17 +159,17 @@ def gradient_norm_in_bf16(data: str) -> float:
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
-def test_a_module_may_be_bf16_itself(data: str) -> None:
+def test_zero_grad_norm_of_bf16_module_matches_single_process(data: str) -> None:
     assert rank_pool(2).run(gradient_norm_in_bf16, data) == pytest.approx([gradient_norm_in_bf16("ddp")] * 2, rel=0.02)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
-def test_one_rank_takes_every_strategy(data: str) -> None:
+def test_zero_strategies_on_single_rank_equal_plain_training(data: str) -> None:
     assert trajectory({"data_parallel": data}) == near(one_process())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_strategies_agree_where_batchnorm_normalises_each_share(world_size: int) -> None:
+def test_data_parallel_strategies_agree_with_per_rank_batchnorm(world_size: int) -> None:
     """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
     layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data_parallel"] != "parameter_server"]
     first, *others = [rank_pool(world_size).run(trajectory, layout, train=True) for layout in layouts]
@@ -217,7 +217,7 @@ def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "zero3"])
-def test_a_part_may_be_frozen(data: str) -> None:
+def test_distribute_module_with_frozen_layer_equals_single_process(data: str) -> None:
     expected = with_frozen({})
     assert torch.equal(expected["body.weight"], Frozen().body.weight)
     for result in rank_pool(2).run(with_frozen, {"data_parallel": data}):
@@ -225,7 +225,7 @@ def test_a_part_may_be_frozen(data: str) -> None:
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3", "hsdp"])
-def test_what_has_no_rows_is_refused_by_name(data: str) -> None:
+def test_distribute_rejects_scalar_and_channels_last_parameters(data: str) -> None:
     layout = Layout(data_parallel=data, dp_shard=1 if data == "hsdp" else None)
     module = nn.Module()
     module.scale = nn.Parameter(torch.tensor(1.0))
@@ -258,7 +258,7 @@ def step_with_one_of(name: str, data: str) -> None:
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_that_cannot_be_split_is_refused(name: str, data: str) -> None:
+def test_zero_rejects_optimizers_that_cannot_be_sharded(name: str, data: str) -> None:
     rank_pool(2).run(step_with_one_of, name, data)
 
 
@@ -297,7 +297,7 @@ def of_those_that_are_left(batches: list[int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("batches", [[2, 4], [4, 2], [3, 1, 4, 1]], ids=str)
-def test_ranks_may_have_different_numbers_of_batches(batches: list[int]) -> None:
+def test_ddp_join_supports_uneven_batch_counts_per_rank(batches: list[int]) -> None:
     expected = of_those_that_are_left(batches)
     for result in rank_pool(len(batches)).run(uneven, batches, timeout=60):
         agree(result, expected)
@@ -312,7 +312,7 @@ def on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict
     return [loss for loss, _ in result], complete(strategy.trainable_parameters)
 
 
-def test_powersgd_learns_and_keeps_replicas_identical() -> None:
+def test_powersgd_reduces_loss_and_keeps_replicas_identical() -> None:
     compressed = {"gradient_compression": "powersgd", "powersgd_rank": 1}
     (losses, weights), (_, others) = rank_pool(2).run(on_one_batch, compressed, 40)
     for name, weight in weights.items():
@@ -355,7 +355,7 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("on_all", [True, False], ids=["on-all-ranks", "on-one-rank"])
-def test_a_step_may_leave_parameters_unused(on_all: bool) -> None:
+def test_ddp_find_unused_parameters_equals_single_process(on_all: bool) -> None:
     expected = with_unused({}, on_all)
     for result in rank_pool(2).run(with_unused, {"ddp_find_unused_parameters": True}, on_all):
         agree(result, expected)
@@ -373,7 +373,7 @@ def bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
 
 
 @pytest.mark.skipif(not FIRST_BUCKET, reason="this torch cannot size the first bucket")
-def test_the_first_bucket_may_be_small() -> None:
+def test_ddp_first_bucket_is_smaller_when_first_bucket_mb_is_set() -> None:
     result, small = rank_pool(2).run(bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
     assert result == near(one_process())
     _, even = rank_pool(2).run(bucket_sizes, {"bucket_mb": 0.02})[0]
@@ -384,7 +384,7 @@ def test_the_first_bucket_may_be_small() -> None:
 
 
 @pytest.mark.parametrize("data", ["zero2", "zero3"])
-def test_the_example_runs(data: str) -> None:
+def test_resnet_digits_example_trains_under_torchrun(data: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(
         [sys.executable, *torchrun, str(EXAMPLE), data, "--steps", "16"],

@@ -8,7 +8,7 @@ import torch
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 
 
-def test_norm_and_clip() -> None:
+def test_clip_coefficient_scales_gradients_to_max_norm() -> None:
     gradients = [torch.tensor([3.0, 0.0]), torch.tensor([4.0])]
     norm = global_grad_norm(gradients)
     assert norm == 5
@@ -18,7 +18,7 @@ def test_norm_and_clip() -> None:
     assert global_grad_norm(gradients) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_norm_and_clip_of_bf16_are_measured_in_fp32() -> None:
+def test_global_grad_norm_of_bf16_gradients_is_computed_in_fp32() -> None:
     gradients = [torch.full((1001,), 1.0, dtype=torch.bfloat16)]
     norm = global_grad_norm(gradients)
     assert norm.dtype == torch.float32
@@ -28,9 +28,9 @@ def test_norm_and_clip_of_bf16_are_measured_in_fp32() -> None:
     assert global_grad_norm(gradients) == pytest.approx(1.0, rel=2**-8)
 
 
-def test_a_limit_of_0_does_not_clip() -> None:
+def test_clip_coefficient_is_1_when_max_norm_is_0() -> None:
     assert clip_coefficient(torch.tensor(1e9), 0.0) == 1
 
 
-def test_no_gradient_has_norm_0() -> None:
+def test_global_grad_norm_of_no_gradients_is_0() -> None:
     assert global_grad_norm([]) == 0

@@ -35,7 +35,9 @@ TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
 
 
 @pytest.mark.parametrize(("layout", "world_size", "expected", "shares"), TABLE)
-def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, shares: list[int]) -> None:
+def test_parallel_dims_assign_expected_sizes_and_dp_ranks(
+    layout: Any, world_size: int, expected: Any, shares: list[int]
+) -> None:
     made = parallel_dims(Layout(**layout), world_size)
     assert made == ParallelDims(*expected)
     assert made.world_size == world_size
@@ -56,21 +58,21 @@ def test_degrees_and_data_ranks(layout: Any, world_size: int, expected: Any, sha
         ({"data_parallel": "hsdp", "dp_shard": 4, "tp": 2}, 4, "layout.dp_shard"),
     ],
 )
-def test_ranks_that_cannot_be_divided_so(layout: Any, world_size: int, field: str) -> None:
+def test_parallel_dims_rejects_invalid_degrees(layout: Any, world_size: int, field: str) -> None:
     with pytest.raises(UserError) as caught:
         parallel_dims(Layout(**layout), world_size)
     assert caught.value.field == field
     assert caught.value.fix
 
 
-def test_one_rank_has_no_mesh() -> None:
+def test_mesh_of_single_rank_has_no_process_groups() -> None:
     sizes = parallel_dims(Layout(), 1)
     mesh = Mesh(sizes, 0, None, sizes.with_cp_as_data_parallel(sharded=False))
     assert mesh.submesh("dp_replicate", "tp") is None
     assert mesh.dp_group is None
 
 
-def test_experts_are_among_the_ranks_of_a_stage() -> None:
+def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
     """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
     assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
@@ -105,7 +107,7 @@ def made_groups(layout: Layout) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_groups_are_those_that_are_shown(layout: Any) -> None:
+def test_build_mesh_groups_equal_planned_process_groups(layout: Any) -> None:
     """`phalanx mesh` and the run agree on every group of every axis."""
     described = Layout(**layout)
     sizes = parallel_dims(described, 8)

@@ -368,7 +368,9 @@ def layout(row: Row, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("row", "model"), CASES)
-def test_equals_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+def test_layout_equals_single_process_training_in_fp64(
+    row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path
+) -> None:
     changes = {**layout(row, model), **length}
     run, expected = described(text, tmp_path, changes), reference(text, model, changes)
     results = [proof(run)] if row.ranks == 1 else rank_pool(row.ranks).run(proof, run)
@@ -387,7 +389,7 @@ OPTIMIZED = [
 
 
 @pytest.mark.parametrize(("data", "optimizer", "world_size", "model"), OPTIMIZED)
-def test_every_optimizer_equals_one_process(
+def test_optimizer_with_data_parallelism_equals_single_process(
     data: str, optimizer: str, world_size: int, model: str, text: Path, length: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = OPTIMIZERS[optimizer]
@@ -422,7 +424,9 @@ NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data_parallel="zero3")
         if model == "moe" or "layout.ep" not in row.changes
     ],
 )
-def test_bf16_is_near_one_process(row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+def test_layout_loss_in_bf16_is_close_to_single_process(
+    row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path
+) -> None:
     changes = {**layout(row, model), **length, "training.precision": "bf16"}
     run, expected = described(text, tmp_path, changes), reference(text, model, changes)
     result = rank_pool(row.ranks).run(proof, run)[0]
@@ -430,7 +434,7 @@ def test_bf16_is_near_one_process(row: Row, model: str, text: Path, length: dict
 
 
 @pytest.mark.parametrize(("sequences", "offload"), [(2, "none"), (4, "cpu"), (8, "none")])
-def test_halves_of_backward_passes_add_up_as_whole_ones_do_in_bf16(
+def test_split_backward_schedule_equals_1f1b_bitwise_in_bf16(
     sequences: int, offload: str, text: Path, length: dict[str, Any], tmp_path: Path
 ) -> None:
     """Over micro-batches in fp32, to the last bit, also where all second halves come after the last first half."""
@@ -443,7 +447,7 @@ def test_halves_of_backward_passes_add_up_as_whole_ones_do_in_bf16(
     assert rank_pool(4).run(proof, halves) == rank_pool(4).run(proof, whole)
 
 
-def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+def test_pipeline_schedule_from_csv_equals_single_process(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
     """A searched order, written as CSV and trained with; of one that cannot run the first violation is said."""
     file = tmp_path / "searched.csv"
     times = ActionTimes(forward=2, input_grad=3, weight_grad=2, transfer=1)
@@ -461,12 +465,14 @@ def test_a_schedule_from_a_file_equals_one_process(text: Path, length: dict[str,
         check_pipeline(run, 2)
 
 
-def test_the_table_can_fail(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+def test_parity_comparison_detects_learning_rate_change_of_one_millionth(
+    text: Path, length: dict[str, Any], tmp_path: Path
+) -> None:
     """A learning rate off by a millionth is seen."""
     changed = proof(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6), **length}))
     assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense", length)]
 
 
-def test_drawn_layouts_equal_one_process(text: Path) -> None:
+def test_random_layouts_equal_single_process(text: Path) -> None:
     for world_size, model, layers, changes in layouts(seed=7, count=6, text=text):
         assert difference(text, world_size, model, layers, changes) < 1e-10, (world_size, model, layers, changes)

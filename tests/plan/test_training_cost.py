@@ -7,7 +7,7 @@ from phalanx.plan.training_cost import configured_goodput, estimate_training_cos
 from tests.helpers.planned_runs import run
 
 
-def test_failures_are_llama_3s_where_nothing_is_said():
+def test_training_cost_uses_llama3_failure_rate_by_default():
     """One in 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
     described = run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
     (best,) = search_layouts(described, 16384, keep=1).options
@@ -19,7 +19,7 @@ def test_failures_are_llama_3s_where_nothing_is_said():
     assert found.checkpoint_bytes == pytest.approx(12 * 405.9e9, rel=0.001)
 
 
-def test_checkpoints_cost_and_keep():
+def test_training_cost_follows_checkpoint_time_failures_and_prices():
     cluster = {
         "storage_bytes_per_second": 10e9,
         "price_per_device_hour": 2.0,
@@ -42,7 +42,7 @@ def test_checkpoints_cost_and_keep():
     assert worse.goodput < found.goodput
 
 
-def test_a_runs_own_interval_keeps_no_more_than_the_best():
+def test_configured_goodput_never_exceeds_optimal_interval_goodput():
     """It keeps as much where it is the best, and less where it is shorter or longer."""
     cluster = {"storage_bytes_per_second": 1e9, "failures_per_device_hour": 0.05, "restart_seconds": 300}
     described = run(cluster=cluster)
@@ -62,7 +62,7 @@ def test_a_runs_own_interval_keeps_no_more_than_the_best():
     assert max(kept(max(1, steps // 4)), kept(4 * steps)) < kept(steps)
 
 
-def test_no_goodput_is_said_where_writing_is_not_known():
+def test_configured_goodput_is_none_without_write_speed_or_interval():
     described = run()
     (option,) = search_layouts(described, 8, keep=1).options
     assert configured_goodput(described, 8, option) is None

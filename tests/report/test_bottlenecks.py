@@ -211,27 +211,27 @@ def judged(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> list[Bottleneck
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LABELLED)
-def test_a_labelled_record_is_named_rightly(name: str, seed: int) -> None:
+def test_find_bottlenecks_identifies_injected_cause(name: str, seed: int) -> None:
     run, ranks, wrong, right = LABELLED[name]
     named = judged(run, ranks, wrong, seed)
     assert right(named[0]), "\n".join(map(str, named))
     assert named[0].kind == "compute" or named[0].share >= MIN_SHARE
 
 
-def test_what_a_straggler_costs_is_what_is_gained_without_it() -> None:
+def test_bottleneck_share_equals_step_time_saved_without_straggler() -> None:
     slow, well = (judged(DDP4, 4, wrong, seed=0)[0] for wrong in (Wrong(compute={2: 1.6}), Wrong()))
     assert slow.share == pytest.approx(0.6 / 1.63, abs=0.04)
     assert well.share == pytest.approx(1 / 1.06, abs=0.05)
 
 
-def test_parts_of_a_step_add_up() -> None:
+def test_step_times_components_sum_to_step_duration() -> None:
     found = step_times(recorded(PIPES, 8, Wrong(), seed=1))
     assert isinstance(found, StepTimes)
     assert abs(found.unattributed).max() < 1e-9
     assert found.steps == list(range(3, STEPS + 1))
 
 
-def test_the_bubble_is_that_of_the_timeline() -> None:
+def test_step_times_bubble_matches_simulated_schedule() -> None:
     """Whatever a rank waits after its last pass, in the collectives of the step, is idle too."""
     found = step_times(recorded(PIPE, 4, Wrong(link=0.0), seed=0))
     schedule = layout_schedule(PIPE.layout, plan_batch(PIPE, 4).gradient_accumulation_steps)
@@ -239,7 +239,7 @@ def test_the_bubble_is_that_of_the_timeline() -> None:
     assert found.bubble == pytest.approx(float(simulate(schedule, ActionTimes(1.0, 2.0, 0.0)).bubble), abs=0.03)
 
 
-def test_a_rank_without_a_record_is_left_out() -> None:
+def test_find_bottlenecks_ignores_ranks_without_records() -> None:
     whole = recorded(DDP4, 4, Wrong(compute={2: 1.6}), seed=0)
     fewer = replace(whole, ranks={rank: record for rank, record in whole.ranks.items() if rank != 1})
     found = step_times(fewer)
@@ -251,5 +251,5 @@ def test_a_rank_without_a_record_is_left_out() -> None:
     ("series", "expected"),
     [([0.0] * 10 + [1.0] * 10, 10), ([0.0] * 20, 0), ([1.0] * 10 + [0.0] * 10, 0), ([0.0] * 17 + [1.0] * 3, 17)],
 )
-def test_from_where_on(series: list[float], expected: int) -> None:
+def test_change_point_returns_first_index_of_lasting_increase(series: list[float], expected: int) -> None:
     assert change_point(np.array(series), least=0.5) == expected

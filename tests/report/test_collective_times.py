@@ -38,7 +38,7 @@ def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
     return RunData(Path(), None, 4, 0, ranks, [], {}, [])
 
 
-def test_the_rank_that_comes_last_tells():
+def test_collective_times_use_last_arriving_rank():
     """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
     one = {1: [call(0, 5), call(6, 9)], 3: [call(4, 5), call(6, 7)]}
     two = {1: [call(0, 3), call(6, 9)], 3: [call(0, 4), call(6, 7)]}
@@ -49,15 +49,15 @@ def test_the_rank_that_comes_last_tells():
     "calls",
     [[call(0, 5, exposed=0.5)], [call(0, None)], [call(5, 5)], [], [call(0, 5, group=[1])], [call(0, 5, bytes=8)]],
 )
-def test_what_says_nothing_is_left_out(calls):
+def test_collective_times_skip_unmatched_or_overlapped_calls(calls):
     assert not [each for each in collective_times(recorded({1: [call(0, 5)], 3: calls})) if each.size_bytes == 64]
 
 
-def test_steps_in_which_memory_was_watched_do_not_count():
+def test_collective_times_skip_steps_with_memory_profiling():
     assert collective_times(recorded({1: [call(0, 5)], 3: [call(0, 5)]}, memory=[])) == ()
 
 
-def test_a_real_run_says_how_long_its_collectives_took():
+def test_collective_times_exist_only_for_profiled_run():
     measured = with_measured_parts(read_measured_run(trained_runs.hybrid()), trained_runs.hybrid())
     assert {each.operation for each in measured.exchanges} >= {"all_reduce"}
     assert all(0 < each.seconds < 10 for each in measured.exchanges)

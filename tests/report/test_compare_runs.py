@@ -21,7 +21,7 @@ def four():
     return report_facts(read_run(hybrid()))
 
 
-def test_a_run_beside_itself_differs_in_nothing(two):
+def test_compare_runs_finds_no_difference_for_identical_runs(two):
     found = compare_runs([two, two])
     assert found["same_model"] is True
     assert found["said"] == []
@@ -29,14 +29,14 @@ def test_a_run_beside_itself_differs_in_nothing(two):
     assert {ratio for row in found["rows"] for ratio in row["ratio"]} <= {1.0, None}
 
 
-def test_losses_are_compared_step_by_step(two):
+def test_compare_runs_compares_losses_per_step(two):
     curves = {**two["curves"], "loss": [1.1 * loss for loss in two["curves"]["loss"][:5]] + [None] * 3}
     found = compare_runs([two, {**two, "curves": curves}])
     assert found["loss_apart"]["steps"] == 5
     assert found["loss_apart"]["largest_relative"] == pytest.approx(0.1)
 
 
-def test_measures_stand_under_one_name_with_ratios_to_the_first(two, four):
+def test_compare_runs_rows_have_ratios_to_first_run(two, four):
     rows = {row["what"]: row for row in compare_runs([two, four])["rows"]}
     of = [next(row["measured"] for row in each["comparison"] if row["what"] == "step") for each in (two, four)]
     assert rows["step"]["measured"] == of
@@ -45,7 +45,7 @@ def test_measures_stand_under_one_name_with_ratios_to_the_first(two, four):
     assert rows["bubble"]["ratio"] == [None, None]
 
 
-def test_different_models_are_called_that(two, four):
+def test_compare_runs_reports_different_models_and_world_sizes(two, four):
     found = compare_runs([two, four])
     assert found["same_model"] is False
     assert found["said"][0].startswith("These are different models (moe the default and num_experts 4")
@@ -53,7 +53,7 @@ def test_different_models_are_called_that(two, four):
     assert "They have different numbers of ranks: two 2; hybrid 4." in found["said"]
 
 
-def test_a_run_that_cannot_be_read_is_compared_all_the_same(tmp_path):
+def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     (directory / "run.toml").write_text("what = 'else'\n")
     comparison = known("report", two_ranks(), directory, "--html", tmp_path / "page.html")["comparison"]
@@ -61,7 +61,7 @@ def test_a_run_that_cannot_be_read_is_compared_all_the_same(tmp_path):
     assert comparison["said"][0].startswith("Whether these are runs of one model is not known: two in ")
 
 
-def test_both_say_it(tmp_path):
+def test_report_text_and_page_contain_comparison_messages(tmp_path):
     page = tmp_path / "both.html"
     text = " ".join(shown("report", two_ranks(), hybrid(), "--html", page, width=300).split())
     for said in report_data([report_facts(read_run(run)) for run in (two_ranks(), hybrid())])["comparison"]["said"]:
@@ -69,7 +69,7 @@ def test_both_say_it(tmp_path):
         assert said in page.read_text()
 
 
-def test_names_tell_runs_apart():
+def test_run_labels_are_unique():
     def named(*places):
         return run_labels([{"name": name, "directory": f"{folder}/{name}"} for folder, name in places])
 

@@ -88,7 +88,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("run", [two_ranks, hybrid])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
+def test_report_of_damaged_run_lists_problem_and_shows_rest(run, damage, tmp_path):
     directory = copied(run(), tmp_path)
     how, said = DAMAGES[damage]
     how(directory)
@@ -101,7 +101,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run, damage, tmp_path):
     assert "</html>" in (directory / "report.html").read_text()
 
 
-def test_a_pipeline_whose_schedule_is_gone_is_not_predicted(tmp_path):
+def test_report_lists_missing_schedule_file_and_keeps_bottleneck(tmp_path):
     directory = copied(hybrid(), tmp_path)
     _schedule_is_gone(directory)
     (found,) = known("report", directory)["runs"]
@@ -109,7 +109,7 @@ def test_a_pipeline_whose_schedule_is_gone_is_not_predicted(tmp_path):
     assert found["verdict"] is not None
 
 
-def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
+def test_report_facts_have_no_bottleneck_when_stage_records_are_missing(tmp_path):
     directory = copied(hybrid(), tmp_path)
     _no_last_stage(directory)
     found = report_facts(read_run(directory))
@@ -119,13 +119,13 @@ def test_a_pipeline_that_lost_a_stage_has_no_verdict(tmp_path):
 
 
 @pytest.mark.parametrize("run", [two_ranks, hybrid])
-def test_a_whole_run_has_no_problems(run):
+def test_report_facts_list_no_problems_for_complete_run(run):
     assert report_facts(read_run(run()))["problems"] == []
 
 
 @pytest.mark.parametrize("file", ["rank-00000.json", "rank-00002.json"])
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"held_bytes": {}'])
-def test_measured_files_that_are_not_whole_are_left_out(file, text, tmp_path):
+def test_report_skips_corrupted_measured_memory_files(file, text, tmp_path):
     directory = copied(hybrid(), tmp_path)
     (directory / "measured" / file).write_text(text)
     (found,) = known("report", directory)["runs"]
@@ -135,7 +135,7 @@ def test_measured_files_that_are_not_whole_are_left_out(file, text, tmp_path):
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch])
 @pytest.mark.parametrize("command", ["report", "watch"])
-def test_what_is_no_run_directory_is_refused(command, make, tmp_path):
+def test_report_and_watch_reject_directory_without_run(command, make, tmp_path):
     make(tmp_path / "run")
     with pytest.raises(UserError) as caught:
         shown(command, tmp_path / "run")
@@ -148,7 +148,7 @@ def _rewritten(file: Path, change: Callable[[dict], dict]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_gpu_whose_host_does_not_wait_has_the_same_bubble(tmp_path):
+def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):
     directory = copied(hybrid(), tmp_path)
     for file in (directory / "trace").glob("*"):
         _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "wait_seconds"})
@@ -159,7 +159,7 @@ def test_a_gpu_whose_host_does_not_wait_has_the_same_bubble(tmp_path):
     assert "communication" not in {finding["kind"] for finding in blind["findings"]}
 
 
-def test_a_run_that_goes_on_with_other_ranks_is_not_held_against_what_the_first_measured(tmp_path):
+def test_report_omits_predicted_vs_measured_rows_after_resume_on_fewer_ranks(tmp_path):
     directory = copied(hybrid(), tmp_path)
     for file in (directory / "trace").glob("*"):
         opening = json.loads(file.read_text().splitlines()[0]) | {"step": 8, "ranks": 2}
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_with_other_ranks_is_not_held_against_what_the_first_
     assert {row["role"] for row in found["comparison"]} == set()
 
 
-def test_a_layout_that_these_ranks_cannot_have_is_said(tmp_path):
+def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     table = tomllib.loads((directory / "run.toml").read_text())
     table["layout"] |= {"tp": 4}
@@ -180,7 +180,7 @@ def test_a_layout_that_these_ranks_cannot_have_is_said(tmp_path):
     assert found["curves"]["step"] == list(range(1, 9))
 
 
-def test_a_failed_run_says_why_and_is_watched_no_longer(tmp_path):
+def test_watch_exits_with_reason_of_rank_failure(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     (directory / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
@@ -198,7 +198,7 @@ def watched(directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_of_ranks_that_failed_the_one_that_was_killed_is_named(tmp_path):
+def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
     """The others lost it, and wrote so before anybody wrote of it."""
     directory = copied(two_ranks(), tmp_path)
     (directory / "failures").mkdir()
@@ -210,7 +210,7 @@ def test_of_ranks_that_failed_the_one_that_was_killed_is_named(tmp_path):
     assert said[0] == "rank 1 was killed by SIGKILL without a word; out of memory?"
 
 
-def test_what_a_run_went_on_from_is_told(tmp_path):
+def test_read_run_reports_restarts_and_rollbacks(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     for step in (3, 5):
         append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
@@ -221,14 +221,14 @@ def test_what_a_run_went_on_from_is_told(tmp_path):
     assert read_run(directory).problems[-1].endswith(": a spike; from step 7 to step 4")
 
 
-def test_a_run_that_was_ended_is_watched_no_longer(tmp_path):
+def test_watch_exits_with_code_1_when_run_was_stopped_early(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     _cut(directory / "metrics.jsonl")
     done = watched(directory)
     assert (done.returncode, done.stderr) == (1, "phalanx: step 4 of 8: it was ended there\n")
 
 
-def test_a_run_that_is_under_way_is_known_to_be(tmp_path, monkeypatch):
+def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
     directory = copied(two_ranks(), tmp_path)
     _cut(directory / "metrics.jsonl")
     monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)

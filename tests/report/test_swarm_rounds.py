@@ -61,7 +61,7 @@ def row(found: dict[str, Any], role: str, what: str) -> dict[str, Any]:
     return only
 
 
-def test_a_node_and_its_coordinator_wrote_of_the_same_bytes(swarm):
+def test_swarm_node_and_coordinator_record_equal_bytes_per_round(swarm):
     _, folder = swarm
     told = report_facts(read_run(folder / "lead"))["swarm"]["told"]
     assert [each["round"] for each in told] == [0, 1, 2, 3]
@@ -71,7 +71,7 @@ def test_a_node_and_its_coordinator_wrote_of_the_same_bytes(swarm):
         assert own["steps"] == [3] * 4
 
 
-def test_bytes_and_memory_are_beside_the_formulas(swarm):
+def test_swarm_report_bytes_and_memory_match_formulas(swarm):
     run, folder = swarm
     found, node = report_facts(read_run(folder / "ann")), node_share(run.model, "spes+", 2)
     sent = round_bytes(node, "spes+", "int8")
@@ -101,9 +101,7 @@ def test_bytes_and_memory_are_beside_the_formulas(swarm):
         ("spes+", {"frozen_expert_codec": "bf16", "delay": 1}, 2),
     ],
 )
-def test_what_a_node_holds_is_the_formulas_to_the_byte(
-    tmp_path: Path, method: Method, changes: dict[str, Any], owned: int
-):
+def test_swarm_node_state_bytes_equal_formula(tmp_path: Path, method: Method, changes: dict[str, Any], owned: int):
     run = run_of(tmp_path, method=method, **changes)
     _, members = learned(run, tmp_path, ("ann", "bob"))
     node = node_share(run.model, method, owned)
@@ -111,7 +109,7 @@ def test_what_a_node_holds_is_the_formulas_to_the_byte(
         assert {line["held_bytes"] for line in rounds} == {state_bytes(node, run.swarm.frozen_expert_codec)}
 
 
-def test_seconds_of_a_round_are_those_of_its_kinds(swarm):
+def test_swarm_round_phase_seconds_fit_round_and_give_utilization(swarm):
     """Without delay nothing runs beside training."""
     _, folder = swarm
     found = report_facts(read_run(folder / "bob"))
@@ -123,7 +121,7 @@ def test_seconds_of_a_round_are_those_of_its_kinds(swarm):
     assert used == own["utilisation"] == sum(own["seconds"]["training"]) / sum(own["whole"])
 
 
-def test_time_is_predicted_with_the_step_and_the_link_as_measured(swarm):
+def test_swarm_round_time_is_predicted_from_measured_step_and_link(swarm):
     """A link of 1 kB/s up and 2 kB/s down, steps of a second; nobody waits."""
     run, _ = swarm
     sent = round_bytes(node_share(run.model, "spes+", 2), "spes+", "int8")
@@ -171,7 +169,7 @@ def of_an_earlier_swarm(node: Path) -> None:
         (of_an_earlier_swarm, [0, 1, 2, 3], ""),
     ],
 )
-def test_what_is_whole_of_a_nodes_rounds_is_shown(
+def test_report_shows_readable_rounds_of_damaged_swarm_records(
     node: Path, damage: Callable[[Path], None], rounds: list[int], said: str
 ):
     damage(node)
@@ -181,7 +179,7 @@ def test_what_is_whole_of_a_nodes_rounds_is_shown(
     assert "of a round of the swarm" in shown("report", node)
 
 
-def test_a_node_without_its_rounds_is_a_run_without_them(node):
+def test_report_treats_swarm_node_without_round_records_as_plain_run(node):
     (node / "swarm.jsonl").unlink()
     (found,) = known("report", node)["runs"]
     assert "swarm" not in found
@@ -191,7 +189,7 @@ def test_a_node_without_its_rounds_is_a_run_without_them(node):
     assert "run.toml is not of this version" in shown("report", node)
 
 
-def test_bytes_are_measured_though_nothing_is_predicted(node):
+def test_swarm_round_bytes_are_measured_when_run_toml_is_unreadable(node):
     (node / "run.toml").write_text("[model")
     (found,) = known("report", node)["runs"]
     assert row(found, "round", "sent")["predicted"] is None
@@ -199,7 +197,7 @@ def test_bytes_are_measured_though_nothing_is_predicted(node):
 
 
 @pytest.mark.parametrize("name", ["ann", "lead"])
-def test_the_page_draws_what_the_facts_say(swarm, name):
+def test_report_page_swarm_figure_matches_facts(swarm, name):
     from plotly.graph_objects import Figure
 
     found = report_facts(read_run(swarm[1] / name))
@@ -217,7 +215,7 @@ def test_the_page_draws_what_the_facts_say(swarm, name):
     assert "No step was looked at closely" not in text
 
 
-def test_the_live_view_and_its_lines_have_the_rounds(swarm):
+def test_live_view_and_watch_print_swarm_rounds(swarm):
     from rich.console import Console
 
     found = report_facts(read_run(swarm[1] / "ann"))
@@ -232,7 +230,7 @@ def test_the_live_view_and_its_lines_have_the_rounds(swarm):
     assert sum(line.startswith("step") for line in lines) == 12
 
 
-def test_a_node_is_watched_until_its_last_round_is_over(node):
+def test_watch_follows_swarm_node_until_last_round(node):
     *lines, last = (node / "swarm.jsonl").read_text().splitlines(keepends=True)
     (node / "swarm.jsonl").write_text("".join(lines))
     held = acquire_run_lock(node)
@@ -249,7 +247,7 @@ def test_a_node_is_watched_until_its_last_round_is_over(node):
     assert (process.returncode, said.startswith("round 3: 3 steps")) == (0, True)
 
 
-def test_a_coordinators_directory_says_what_it_is_and_who_told_what(swarm, tmp_path):
+def test_report_of_swarm_coordinator_lists_updates_per_round(swarm, tmp_path):
     text = shown("report", swarm[1] / "lead", width=160)
     assert "a swarm's coordinator: nodes have directories of their own, nodes/NAME" in text
     assert "rounds 4 of 4" in text
@@ -267,7 +265,7 @@ def test_a_coordinators_directory_says_what_it_is_and_who_told_what(swarm, tmp_p
     assert "; refused 1 x: bob" in shown("report", directory, width=160)
 
 
-def test_runs_without_a_swarm_have_nothing_of_it():
+def test_report_has_no_swarm_section_for_plain_run():
     found = report_facts(read_run(two_ranks()))
     assert "swarm" not in found
     assert "leads" not in found["run"]

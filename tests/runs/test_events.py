@@ -22,7 +22,7 @@ from phalanx.runs.events import (
 )
 
 
-def test_time_between_an_end_and_a_start_is_nobodys() -> None:
+def test_active_seconds_until_excludes_time_between_finish_and_restart() -> None:
     """Ten seconds of training, five of starting again, twenty of training; the night between does not count."""
     times = [(0.0, STARTED), (10.0, FAILED), (15.0, STARTED), (35.0, FINISHED), (9035.0, STARTED), (9040.0, FAILED)]
     events = [{"time": time, "what": what} for time, what in times]
@@ -32,7 +32,7 @@ def test_time_between_an_end_and_a_start_is_nobodys() -> None:
     assert active_seconds_until([], STARTED) == 0
 
 
-def test_time_in_which_nobody_was_there_is_nobodys() -> None:
+def test_active_seconds_until_excludes_time_without_launcher() -> None:
     """A launcher gave up on Friday, another was killed on Monday, and both runs were started again by hand."""
 
     def began(time: float, launcher: int, alive_until: float | None = None) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_time_in_which_nobody_was_there_is_nobodys() -> None:
     assert active_seconds_until([began(0, 1), began(9000, 2, -5)], STARTED) == 0
 
 
-def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
+def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
     """As a full disk leaves it."""
     append_event(tmp_path, STARTED, ranks=2, step=0)
     append_event(tmp_path, FAILED, rank=1, step=7, reason="was killed")
@@ -77,7 +77,7 @@ def test_half_a_line_is_passed_over(tmp_path: Path) -> None:
         ([STARTED, FAILED, "rank_dropped", STARTED, FAILED], 2),
     ],
 )
-def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_path: Path) -> None:
+def test_failure_count_and_uptime_counts_each_failure_once(happened: list[str], count: int, tmp_path: Path) -> None:
     counts = [0]
     for what in happened:
         append_event(tmp_path, what, **dict.fromkeys(REQUIRED_FIELDS.get(what, ()), 0))
@@ -86,7 +86,7 @@ def test_what_broke_off_is_counted_once(happened: list[str], count: int, tmp_pat
     assert counts == sorted(counts)
 
 
-def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: Path) -> None:
+def test_describe_failures_merges_records_of_several_nodes(tmp_path: Path) -> None:
     append_event(tmp_path, STARTED, ranks=4, step=0)
     append_event(tmp_path, FAILED, rank=0, step=7, reason="lost ranks of another node", here=False)
     append_event(tmp_path, FAILED, rank=2, step=7, reason="was killed", here=True)
@@ -100,12 +100,12 @@ def test_a_failure_that_several_nodes_noted_is_told_as_where_it_began(tmp_path: 
     assert describe_failures(read_events(tmp_path), but_last=True) == [first]
 
 
-def test_a_disk_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
+def test_append_event_ignores_write_errors(tmp_path: Path) -> None:
     append_event(tmp_path / "gone", STARTED, step=0)
     assert read_events(tmp_path / "gone") == []
 
 
-def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+def test_read_events_skips_damaged_lines(tmp_path: Path) -> None:
     """Of whatever kind: nobody who reads them is to fail by them."""
     append_event(tmp_path, STARTED, ranks=2, step=0)
     with (tmp_path / EVENTS_FILE).open("ab") as file:

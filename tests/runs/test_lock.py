@@ -14,7 +14,7 @@ from phalanx.spec.errors import UserError
 from tests.helpers.small_runs import described
 
 
-def test_ranks_of_other_nodes_have_time_to_notice_that_one_was_lost(
+def test_preflight_waits_for_run_lock_when_run_has_several_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On one machine they end with the launcher; elsewhere they wait until a collective's time is over."""

@@ -31,7 +31,7 @@ def order(schedule: Schedule, rank: int) -> str:
 
 
 @pytest.mark.parametrize("p", [4, 8])
-def test_naive_uses_one_pth(p: int) -> None:
+def test_naive_schedule_bubble_is_one_minus_one_over_p(p: int) -> None:
     timeline = simulate(naive(p, 1), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
     assert timeline.makespan == 2 * p
     assert timeline.bubble == 1 - Frac(1, p)
@@ -50,7 +50,7 @@ def test_gpipe_and_1f1b_differ_in_memory_only(p: int, m: int, makespan: int) -> 
     assert peaks(one_f_one_b(p, m)) == [min(m, p - s) for s in range(p)]
 
 
-def test_gpipe_is_the_published_picture() -> None:
+def test_gpipe_schedule_matches_published_diagram() -> None:
     assert order(gpipe(4, 4), 0) == "F0 F1 F2 F3 B3 B2 B1 B0"
     timeline = simulate(gpipe(4, 4), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
     assert [(spans[0].start, spans[-1].end) for spans in timeline.spans] == [(0, 14), (1, 13), (2, 12), (3, 11)]
@@ -71,7 +71,7 @@ def test_gpipe_is_the_published_picture() -> None:
         (8, 64, 4, ".0266"),
     ],
 )
-def test_interleaving_divides_the_bubble(p: int, m: int, v: int, bubble: str) -> None:
+def test_interleaved_schedule_divides_bubble_by_chunk_count(p: int, m: int, v: int, bubble: str) -> None:
     schedule = interleaved(p, m, v)
     timeline = simulate(schedule, ONE)
     assert timeline.bubble == Frac(p - 1, v * m + p - 1)
@@ -79,21 +79,21 @@ def test_interleaving_divides_the_bubble(p: int, m: int, v: int, bubble: str) ->
     assert peaks(schedule)[0] == min(p + Frac(p - 1, v), m)
 
 
-def test_interleaving_one_stage_is_1f1b() -> None:
+def test_interleaved_schedule_with_one_chunk_equals_1f1b() -> None:
     assert interleaved(4, 8, 1) == one_f_one_b(4, 8)
     with pytest.raises(UserError, match="micro-batches = 6"):
         interleaved(4, 6)
 
 
 @pytest.mark.parametrize(("p", "m", "makespan"), [(4, 4, 15), (4, 8, 27), (4, 12, 39), (8, 32, 103)])
-def test_zb_h1(p: int, m: int, makespan: int) -> None:
+def test_zb_h1_makespan_bubble_and_memory_match_paper(p: int, m: int, makespan: int) -> None:
     timeline = simulate(zb_h1(p, m), ONE)
     assert timeline.makespan == makespan == 3 * m + p - 1
     assert timeline.bubble == Frac(p - 1, 3 * m + p - 1)
     assert peaks(zb_h1(p, m)) == [p] * p
 
 
-def test_zb_h1_is_the_published_picture() -> None:
+def test_zb_h1_schedule_matches_published_diagram() -> None:
     assert [order(zb_h1(4, 4), rank) for rank in range(4)] == [
         "F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3",
         "F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3",
@@ -120,14 +120,14 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("times", "bubble"), [((2, 2, 1), 1), ((3, 4, 2), 2)])
-def test_zb_v_idles_where_times_differ(times: tuple[int, int, int], bubble: int) -> None:
+def test_zb_v_has_bubble_when_pass_times_differ(times: tuple[int, int, int], bubble: int) -> None:
     for p in (4, 8):
         assert excess(zb_v(p, 4 * p), ActionTimes(*(Frac(time, 2) for time in times))) == bubble * (p - 1)
 
 
 @pytest.mark.parametrize("times", UNEVEN)
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0] - 1])
-def test_sizes_of_bubbles(p: int, m: int, times: tuple[int, int, int]) -> None:
+def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
     given, backward = ActionTimes(forward, input, weight), input + weight
     assert excess(gpipe(p, m), given) == excess(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
@@ -142,7 +142,7 @@ def test_sizes_of_bubbles(p: int, m: int, times: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 0)])
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_dualpipe_v(p: int, times: tuple[int, int, int]) -> None:
+def test_dualpipe_v_makespan_and_memory_match_published_formulas(p: int, times: tuple[int, int, int]) -> None:
     """The repository's formula, PP being its number of stages, two to a rank: (PP/2 - 1)(F&B + B - 3W), F = its I."""
     forward, input, weight = (Frac(time) for time in times)
     for m in (2 * p, 2 * p + 3, 5 * p):

@@ -30,23 +30,23 @@ def theirs(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, lis
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 7), (4, 8), (4, 11), (8, 32), (4, 3)])
-def test_zb_v_is_theirs(p: int, m: int) -> None:
+def test_zb_v_schedule_equals_pytorch(p: int, m: int) -> None:
     made = theirs("ScheduleZBVZeroBubble", p, m)
     assert to_csv(zb_v(p, m)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 8), (4, 8), (4, 11), (8, 32)])
-def test_dualpipe_v_is_theirs(p: int, m: int) -> None:
+def test_dualpipe_v_schedule_equals_pytorch(p: int, m: int) -> None:
     assert to_csv(dualpipe_v(p, m)) == to_csv(Schedule.from_rows(theirs("ScheduleDualPipeV", p, m).values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (8, 16, 4)])
-def test_interleaved_is_theirs(p: int, m: int, v: int) -> None:
+def test_interleaved_1f1b_schedule_equals_pytorch(p: int, m: int, v: int) -> None:
     made = theirs("ScheduleInterleaved1F1B", p, m, v)
     assert to_csv(interleaved(p, m, v)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
 
 
-def test_they_read_what_we_write() -> None:
+def test_schedule_csv_is_readable_by_pytorch() -> None:
     for schedule in (zb_h1(4, 8), zb_v(4, 8), dualpipe_v(4, 8)):
         rows = list(csv.reader(io.StringIO(to_csv(schedule))))
         read = [[torch_schedules._Action.from_str(cell) for cell in row] for row in rows]
@@ -57,7 +57,7 @@ def test_they_read_what_we_write() -> None:
         assert mapping == schedule.rank_of
 
 
-def test_we_read_what_they_write_with_communication() -> None:
+def test_read_csv_accepts_pytorch_schedule_with_send_recv() -> None:
     schedule = zb_h1(4, 8)
     computing = {
         rank: [torch_schedules._Action.from_str(str(step)) for step in order]

@@ -25,7 +25,7 @@ from phalanx.spec.errors import UserError
     ],
     ids=["transfer", "long input halves", "both", "long last stage"],
 )
-def test_it_beats_zb_v_in_the_same_memory(times: ActionTimes) -> None:
+def test_search_schedule_beats_zb_v_at_equal_memory(times: ActionTimes) -> None:
     p, m = 4, 8
     found = search_schedule(p, m, times, Fraction(p), moves=6_000)
     assert max(peak_activations(found, rank) for rank in range(p)) <= p
@@ -34,7 +34,9 @@ def test_it_beats_zb_v_in_the_same_memory(times: ActionTimes) -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 2), st.integers(0, 3), st.data())
-def test_it_is_valid_and_no_worse(p: int, m: int, chunks: int, transfer: int, data: st.DataObject) -> None:
+def test_search_schedule_is_valid_and_not_slower_than_published(
+    p: int, m: int, chunks: int, transfer: int, data: st.DataObject
+) -> None:
     times = ActionTimes(*data.draw(st.tuples(*[st.integers(1, 5)] * 3)), transfer=transfer)
     limit = data.draw(st.integers(1, 2 * p))
     found = search_schedule(p, m, times, Fraction(limit), chunks, moves=200)
@@ -45,19 +47,19 @@ def test_it_is_valid_and_no_worse(p: int, m: int, chunks: int, transfer: int, da
         assert simulate(found, times).makespan <= min(simulate(one, times).makespan for one in known)
 
 
-def test_less_memory_than_published() -> None:
+def test_search_schedule_respects_memory_limit_below_published() -> None:
     found = search_schedule(4, 8, ActionTimes(), Fraction(2), moves=1_000)
     assert max(peak_activations(found, rank) for rank in range(4)) <= 2
     with pytest.raises(UserError, match="less than one micro-batch"):
         search_schedule(4, 8, ActionTimes(), Fraction(1, 2))
 
 
-def test_it_is_the_same_every_time() -> None:
+def test_search_schedule_is_deterministic() -> None:
     times = ActionTimes(1, 2, 1, transfer=1)
     assert search_schedule(3, 6, times, Fraction(3), moves=500) == search_schedule(3, 6, times, Fraction(3), moves=500)
 
 
-def test_halves_let_the_stage_before_begin_sooner() -> None:
+def test_split_backward_passes_lets_previous_stage_start_sooner() -> None:
     whole = one_f_one_b(3, 5)
     assert [str(action) for action in split_backward_passes(whole).actions(2)][:4] == ["2F0", "2I0", "2W0", "2F1"]
     assert (simulate(split_backward_passes(whole)).makespan, simulate(whole).makespan) == (19, 21)

@@ -62,7 +62,7 @@ def as_drawn(schedule: Schedule, times: ActionTimes) -> Grid:
 
 
 @pytest.mark.parametrize("picture", [WRONG_1F1B, WRONG_ZERO_BUBBLE])
-def test_pictures_that_break_dependencies_are_rejected(picture: str) -> None:
+def test_lockstep_violations_finds_broken_dependencies_in_drawings(picture: str) -> None:
     found = lockstep_violations(drawn(picture))
     assert len(found) == 12
     assert {(violation.rank, violation.action.kind) for violation in found} <= {(r, k) for r in range(3) for k in "BI"}
@@ -72,11 +72,11 @@ def test_pictures_that_break_dependencies_are_rejected(picture: str) -> None:
 
 
 @pytest.mark.parametrize("picture", [GPIPE, NAIVE])
-def test_right_pictures_are_accepted(picture: str) -> None:
+def test_lockstep_violations_is_empty_for_valid_drawings(picture: str) -> None:
     assert lockstep_violations(drawn(picture)) == []
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_validate_names_each_kind_of_violation() -> None:
     def problems(*rows: str) -> list[str]:
         return [str(violation) for violation in violations(Schedule.from_rows(read_csv("\n".join(rows))))]
 
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_named() -> None:
         simulate(Schedule.from_rows(read_csv("0F0,0I0")))
 
 
-def test_ranks_that_wait_for_each_other() -> None:
+def test_validate_reports_deadlocked_schedule() -> None:
     found = violations(Schedule.from_rows(read_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1")))
     assert [str(violation) for violation in found] == [
         "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
@@ -105,7 +105,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert str(stuck).endswith("waits for ever for 1I0")
 
 
-def test_cells_that_are_no_actions() -> None:
+def test_read_csv_rejects_cells_that_are_not_actions() -> None:
     with pytest.raises(UserError, match="schedule, rank 1 = '1X0'"):
         read_csv("0F0\n1X0")
     with pytest.raises(UserError, match="holds no action"):
@@ -125,7 +125,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules(), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_published_schedules_keep_the_rules(schedule: Schedule, transfer: int, f: int, i: int, w: int) -> None:
+def test_published_schedules_satisfy_dependencies_when_simulated(
+    schedule: Schedule, transfer: int, f: int, i: int, w: int
+) -> None:
     assert violations(schedule) == []
     timeline = simulate(schedule, ActionTimes(f, i, w, transfer))
     ends: dict[Action, float] = {}
@@ -143,19 +145,19 @@ def test_published_schedules_keep_the_rules(schedule: Schedule, transfer: int, f
 
 
 @given(schedules())
-def test_memory_stays_within_its_bounds(schedule: Schedule) -> None:
+def test_peak_activations_is_positive_and_at_most_micro_batch_count(schedule: Schedule) -> None:
     for rank in range(schedule.ranks):
         assert 0 < peak_activations(schedule, rank) <= schedule.micro_batches
         assert micro_batches_held(schedule, rank)[-1] == 1, "the last action gives back the last activation"
 
 
 @given(schedules())
-def test_a_schedule_returns_from_its_file(schedule: Schedule) -> None:
+def test_schedule_round_trips_through_csv(schedule: Schedule) -> None:
     assert Schedule.from_rows(read_csv(to_csv(schedule))) == schedule
 
 
 @given(schedules(), st.data())
-def test_an_action_left_out_is_found(schedule: Schedule, data: st.DataObject) -> None:
+def test_validate_reports_removed_action(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     lost = data.draw(st.integers(0, len(schedule.orders[rank]) - 1))
     orders = [list(order) for order in schedule.orders]
@@ -165,7 +167,7 @@ def test_an_action_left_out_is_found(schedule: Schedule, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("make", [naive, gpipe, one_f_one_b, zb_h1, zb_h2, zb_v])
-def test_what_is_simulated_in_ticks_is_accepted_as_drawn(make: Callable[[int, int], Schedule]) -> None:
+def test_lockstep_violations_accepts_simulated_published_schedules(make: Callable[[int, int], Schedule]) -> None:
     halves = any(action.kind == "W" for action in make(4, 8).actions(0))
     ticks = ActionTimes() if halves else ActionTimes(1, Fraction(1, 2), Fraction(1, 2))
     assert lockstep_violations(as_drawn(make(4, 8), ticks)) == []

@@ -22,14 +22,14 @@ def described(swarm: dict[str, object], **more: object) -> RunSpec:
     return run_from_table({"model": MODEL, "training": training, "swarm": swarm, **more})
 
 
-def test_methods_have_their_papers_settings():
+def test_swarm_spec_methods_default_to_published_settings():
     found = {method: described({"method": method}).swarm for method in ("fedavg", "diloco", "spes", "spes+")}
     assert [swarm.effective_codec for swarm in found.values()] == ["fp32", "fp32", "fp32", "int8"]
     outers = [(swarm.outer_optimizer.learning_rate, swarm.outer_optimizer.momentum) for swarm in found.values()]
     assert outers == [(1.0, 0.0), (0.7, 0.9), (1.0, 0.0), (1.0, 0.0)]
 
 
-def test_own_experts_are_spared_less_and_less():
+def test_balance_spec_ratio_rises_linearly_to_one():
     """SPES's decayed auxiliary loss: from 0.7 to 1 in the first 20 % of 1000 steps."""
     balance = described({"balance": {"local_expert_weight": 0.7}}).swarm.balance
     found = [balance.ratio(step, 1000) for step in (0, 50, 100, 199, 200, 999)]
@@ -71,11 +71,11 @@ def test_own_experts_are_spared_less_and_less():
         ({"methd": "spes"}, {}, "did you mean 'method'"),
     ],
 )
-def test_what_is_no_swarm(swarm, more, said):
+def test_swarm_spec_rejects_invalid_combinations(swarm, more, said):
     with pytest.raises(UserError, match=said):
         described(swarm, **more)
 
 
-def test_dense_models_are_learned_by_methods_that_split_nothing():
+def test_swarm_spec_accepts_dense_model_for_diloco():
     assert described({"method": "diloco"}, model={**MODEL, "moe": None}).swarm.method == "diloco"
     assert described({"method": "diloco"}, layout={"tp": 2}).swarm.method == "diloco"

@@ -9,7 +9,7 @@ from phalanx.spec.torch_compat import check_torch_supports
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1"])
-def test_the_first_bucket_needs_a_torch_that_sizes_it(version: str, monkeypatch: Any) -> None:
+def test_check_torch_supports_rejects_first_bucket_mb_before_torch_2_13(version: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch_compat, "version", lambda _: version)
     check_torch_supports(Layout())
     with pytest.raises(UserError, match=f"torch {version[:4]}.* cannot size it\n  fix: use torch 2.13"):

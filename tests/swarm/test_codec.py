@@ -19,18 +19,18 @@ def normal(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", [(3, 5), (256,), (257,), (2, 256, 4), (1,), (), (0,), (511,)])
-def test_as_many_bytes_as_are_counted(codec, shape):
+def test_codec_output_size_equals_encoded_bytes(codec, shape):
     data = encode(normal(*shape), codec)
     assert len(data) == encoded_bytes(int(torch.Size(shape).numel()), codec)
     assert decode(data, shape, codec).shape == torch.Size(shape)
 
 
-def test_fp32_is_exact():
+def test_fp32_codec_round_trips_exactly():
     tensor = normal(7, 9)
     assert torch.equal(decode(encode(tensor, "fp32"), (7, 9), "fp32"), tensor)
 
 
-def test_bf16_is_torchs():
+def test_bf16_codec_equals_torch_bfloat16_rounding():
     tensor = normal(7, 9)
     assert torch.equal(decode(encode(tensor, "bf16"), (7, 9), "bf16"), tensor.bfloat16().float())
 
@@ -40,7 +40,7 @@ def test_bf16_is_torchs():
     codec=st.sampled_from(["int8", "int4"]),
 )
 @settings(deadline=None)
-def test_no_number_is_off_by_more_than_half_a_step(numbers, codec):
+def test_int_codec_error_is_at_most_half_a_quantization_step(numbers, codec):
     tensor = torch.tensor(numbers)
     found = decode(encode(tensor, codec), tensor.shape, codec)
     for block, coded in zip(tensor.split(BLOCK), found.split(BLOCK), strict=True):
@@ -49,7 +49,7 @@ def test_no_number_is_off_by_more_than_half_a_step(numbers, codec):
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_what_is_on_the_grid_is_exact(codec):
+def test_int_codec_is_idempotent_and_preserves_block_maximum_and_zero(codec):
     """A block's largest number is, and so is zero; coding again what was coded changes nothing."""
     tensor = normal(4, BLOCK)
     once = decode(encode(tensor, codec), tensor.shape, codec)
@@ -58,13 +58,13 @@ def test_what_is_on_the_grid_is_exact(codec):
     assert not decode(encode(torch.zeros(300), codec), (300,), codec).any()
 
 
-def test_every_code_of_four_bits_comes_back():
+def test_int4_codec_round_trips_all_integer_levels():
     tensor = torch.arange(-7, 8).float()
     assert torch.equal(decode(encode(tensor, "int4"), (15,), "int4"), tensor)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_is_seen(codec):
+def test_codec_preserves_nonfinite_values(codec):
     """Who receives it can refuse it: it does not turn into an innocent number."""
     for bad in (float("nan"), float("inf")):
         tensor = normal(600)
@@ -74,14 +74,14 @@ def test_what_is_not_finite_is_seen(codec):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("change", [-1, 1])
-def test_bytes_that_are_no_tensor(codec, change):
+def test_decode_rejects_bytes_of_wrong_length(codec, change):
     data = bytes(encode(normal(300), codec))
     with pytest.raises(CodecError):
         decode(data[:change] if change < 0 else data + b"x", (300,), codec)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
-def test_with_error_feedback_nothing_is_lost_for_good(codec):
+def test_codec_error_feedback_reduces_accumulated_error(codec):
     """What was coded of a steady change adds up to it; without feedback a codec of few bits leaves some of it out."""
     change, kept, told, without = normal(1024), torch.zeros(1024), torch.zeros(1024), torch.zeros(1024)
     for _ in range(50):

@@ -22,25 +22,25 @@ def counts(owners: Owners) -> Counter[str]:
     return Counter(node for of in owners for node in of)
 
 
-def test_equal_nodes_own_runs_of_neighbours():
+def test_assign_experts_gives_equal_nodes_contiguous_ranges():
     """As in SPES's code: node p has the experts from p m on."""
     owners = assign_experts(8, dict.fromkeys("abcd", 1.0))
     assert [experts_of(owners, node) for node in "abcd"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
-def test_two_owners_of_each():
+def test_assign_experts_gives_each_expert_two_owners_with_replication_2():
     owners = assign_experts(8, dict.fromkeys("abcd", 1.0), replication=2)
     assert [experts_of(owners, node) for node in "abcd"] == [(0, 1, 2, 3), (4, 5, 6, 7)] * 2
 
 
-def test_who_has_more_memory_owns_more():
+def test_proportional_shares_follow_node_capacity():
     assert proportional_shares(16, 16, {"small": 8, "large": 24}) == {"small": 4, "large": 12}
     assert proportional_shares(8, 8, {"a": 1, "b": 1, "c": 1}) == {"a": 3, "b": 3, "c": 2}
     assert proportional_shares(16, 8, {"a": 1, "b": 100}) == {"a": 8, "b": 8}  # nobody has an expert twice
 
 
 @given(nodes=capacities, share=st.floats(0, 1), most=st.integers(1, 40))
-def test_a_share_is_what_a_node_has_room_for(nodes, share, most):
+def test_proportional_shares_respect_capacity_and_sum_to_total(nodes, share, most):
     """All places are given out; nobody gets more than its capacity, nor one more than its part."""
     room = int(sum(nodes.values()))
     places = int(share * min(room, most * len(nodes)))
@@ -54,7 +54,7 @@ def test_a_share_is_what_a_node_has_room_for(nodes, share, most):
 
 
 @pytest.mark.parametrize("capacities", [(4, 1, 1, 1, 1), (4, 1, 1, 1, 1, 1), (10, 1, 1, 1, 1, 1, 1, 1, 1)])
-def test_a_large_node_does_not_take_all(capacities):
+def test_proportional_shares_stay_within_capacity_with_one_large_node(capacities):
     nodes = {str(number): float(capacity) for number, capacity in enumerate(capacities)}
     places = {5: 7, 6: 8, 9: 16}[len(nodes)]
     found = proportional_shares(places, places, nodes)
@@ -63,7 +63,7 @@ def test_a_large_node_does_not_take_all(capacities):
 
 
 @given(experts=st.integers(1, 40), nodes=capacities, replication=st.integers(1, 4))
-def test_every_expert_has_its_owners(experts, nodes, replication):
+def test_assign_experts_gives_every_expert_distinct_owners(experts, nodes, replication):
     owners = assign_experts(experts, nodes, replication)
     copies = min(replication, len(nodes))
     assert [len(set(of)) for of in owners] == [copies] * experts
@@ -71,7 +71,7 @@ def test_every_expert_has_its_owners(experts, nodes, replication):
 
 
 @given(experts=st.integers(1, 24), nodes=capacities, later=capacities, replication=st.integers(1, 3))
-def test_few_experts_change_hands(experts, nodes, later, replication):
+def test_assign_experts_moves_minimum_number_of_experts_on_reassignment(experts, nodes, later, replication):
     """Of a node no more are taken than its share has shrunk by, unless an expert has fewer owners now."""
     before = assign_experts(experts, nodes, replication)
     after = assign_experts(experts, later, replication, before)
@@ -84,20 +84,20 @@ def test_few_experts_change_hands(experts, nodes, later, replication):
         assert kept == sum(min(had[node], has[node]) for node in later)
 
 
-def test_nothing_changes_where_nodes_stay():
+def test_assign_experts_is_unchanged_when_nodes_are_unchanged():
     nodes = {"a": 3.0, "b": 1.0, "c": 2.0}
     before = assign_experts(12, nodes, 2)
     assert assign_experts(12, nodes, 2, before) == before
 
 
-def test_a_dead_nodes_experts_go_to_the_others():
+def test_assign_experts_moves_experts_of_lost_node_to_remaining_nodes():
     before = assign_experts(8, dict.fromkeys("abcd", 1.0))
     after = assign_experts(8, dict.fromkeys("abd", 1.0), before=before)
     assert all(set(experts_of(before, node)) <= set(experts_of(after, node)) for node in "abd")
     assert counts(after) == {"a": 3, "b": 3, "d": 2}
 
 
-def test_rotation_brings_every_expert_to_every_node():
+def test_rotate_owners_brings_every_expert_to_every_node():
     owners, seen = assign_experts(4, dict.fromkeys("abcd", 1.0)), set()
     for _ in range(4):
         seen |= {(expert, node) for expert, of in enumerate(owners) for node in of}
@@ -107,11 +107,11 @@ def test_rotation_brings_every_expert_to_every_node():
 
 
 @pytest.mark.parametrize("experts", [1, 3])
-def test_one_node_owns_all(experts):
+def test_assign_experts_gives_all_experts_to_single_node(experts):
     assert assign_experts(experts, {"alone": 2.0}, 3) == (("alone",),) * experts
 
 
-def test_ranks_that_share_experts_have_room_for_more():
+def test_max_trained_experts_doubles_when_two_ranks_shard_experts():
     """Each has half of an expert, but all of what is beside."""
     swarm = SwarmSpec(method="spes", nodes=2)
     for own in (1, 2, 4):

@@ -19,7 +19,7 @@ MODELS = [TINY, TINY.replace(moe=None), load_model("spes-1b"), load_model("spes-
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_number_is_in_one_piece(model):
+def test_model_pieces_cover_every_parameter_exactly_once(model):
     items = model_pieces(model)
     assert sum(item.numbers for item in items) == count_parameters(model).total
     assert len({item.key for item in items}) == len(items)
@@ -30,7 +30,7 @@ def test_every_number_is_in_one_piece(model):
     assert all(prod(item.shape) <= max(PIECE, most) for item in items)
 
 
-def test_parts_of_a_large_tensor_are_its_rows(tmp_path):
+def test_model_pieces_split_large_tensors_by_rows(tmp_path):
     model = TINY.replace(vocab_size=10_000)
     parts = [item for item in model_pieces(model) if item.name == "embedding.weight"]
     assert [(item.first, item.shape) for item in parts] == [(0, (4096, 64)), (4096, (4096, 64)), (8192, (1808, 64))]
@@ -45,14 +45,14 @@ def test_parts_of_a_large_tensor_are_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
-def test_fragments_are_the_whole(fragments):
+def test_fragment_pieces_partition_the_model(fragments):
     parts = [fragment_pieces(TINY, fragment, fragments) for fragment in range(fragments)]
     assert sorted(item.key for part in parts for item in part) == sorted(item.key for item in model_pieces(TINY))
     embedding = [place for place, part in enumerate(parts) if any(item.name.startswith("embedding") for item in part)]
     assert embedding == [0]
 
 
-def test_nodes_tell_what_they_train():
+def test_pieces_sent_by_node_equal_its_trained_parameters():
     owners = assign_experts(8, dict.fromkeys("abcd", 1.0))
     told = [pieces_sent_by(model_pieces(TINY), owners, node) for node in "abcd"]
     assert all(sum(item.numbers for item in of_node) == node_share(TINY, "spes", 2).trained for of_node in told)

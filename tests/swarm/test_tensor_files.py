@@ -10,7 +10,7 @@ from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 STACK = "blocks.0.mlp.experts.up"
 
 
-def test_safetensors_reads_what_was_written_piece_by_piece(tmp_path):
+def test_tensor_file_written_by_piece_is_readable_by_safetensors(tmp_path):
     path, vector = tmp_path / "x.safetensors", torch.arange(5.0)
     with TensorFile.create(path, {STACK: (3, 2, 2), "norm.weight": (5,)}) as file:
         file.write(ModelPiece(STACK, (2, 2), 1), torch.full((2, 2), 7.0))
@@ -22,7 +22,7 @@ def test_safetensors_reads_what_was_written_piece_by_piece(tmp_path):
         assert file.read(ModelPiece(STACK, (2, 2), 1)).sum() == 28
 
 
-def test_what_safetensors_wrote_is_read(tmp_path):
+def test_tensor_file_reads_pieces_of_safetensors_file(tmp_path):
     path = tmp_path / "x.safetensors"
     stacked = torch.randn(4, 3, 2)
     save_file({STACK: stacked, "other": torch.randn(3)}, path)
@@ -35,14 +35,14 @@ def test_what_safetensors_wrote_is_read(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"x" * 100, b"\xff" * 8, b"\x10" + b"\0" * 7 + b"{}", b"\x02" + b"\0" * 7 + b"[]"]
 )
-def test_what_is_no_such_file(tmp_path, content):
+def test_tensor_file_rejects_invalid_safetensors_content(tmp_path, content):
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(TensorFileError, match="no safetensors file"):
         TensorFile(path)
 
 
-def test_a_file_that_is_renewed_keeps_its_numbers_only_where_it_has_the_same_tensors(tmp_path):
+def test_tensor_file_recreate_retains_data_only_when_tensors_match(tmp_path):
     path = tmp_path / "x.safetensors"
     with TensorFile.recreate(path, {"a": (4,)}) as file:
         file.write(ModelPiece("a", (4,)), torch.ones(4))
@@ -57,7 +57,7 @@ def test_a_file_that_is_renewed_keeps_its_numbers_only_where_it_has_the_same_ten
         assert file.whole("b").tolist() == [0.0] * 5
 
 
-def test_a_truncated_file(tmp_path):
+def test_tensor_file_rejects_truncated_file(tmp_path):
     path = tmp_path / "x.safetensors"
     TensorFile.create(path, {"a": (100,)}).close()
     path.write_bytes(path.read_bytes()[:-8])
@@ -65,13 +65,13 @@ def test_a_truncated_file(tmp_path):
         TensorFile(path)
 
 
-def test_numbers_of_another_kind(tmp_path):
+def test_tensor_file_rejects_unsupported_dtype(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(3, dtype=torch.float64)}, path)
     with pytest.raises(TensorFileError, match="has tensors of F64"):
         TensorFile(path)
 
 
-def test_a_piece_that_does_not_fit(tmp_path):
+def test_tensor_file_write_rejects_piece_of_wrong_shape(tmp_path):
     with TensorFile.create(tmp_path / "x", {"a": (4,)}) as file, pytest.raises(TensorFileError, match="do not fit"):
         file.write(ModelPiece("a", (5,)), torch.zeros(5))

@@ -33,7 +33,7 @@ def zero(item: ModelPiece) -> Tensor:
 
 @FEW_BITS
 @pytest.mark.parametrize("steady", [True, False])
-def test_what_a_node_told_is_what_it_learned(codec, steady):
+def test_encode_piece_error_feedback_tracks_accumulated_changes(codec, steady):
     """It goes on from what all have, and learns on top of that: as much in every round, or something else."""
     base, learned, without = zero(PIECE), zero(PIECE), zero(PIECE)
     feedback: Feedback = {}
@@ -50,7 +50,7 @@ def test_what_a_node_told_is_what_it_learned(codec, steady):
     assert ((without - learned).abs() > room).any()  # there was something to be told later
 
 
-def test_weights_leave_nothing_out():
+def test_encode_piece_fp32_round_trips_exactly_without_error_feedback():
     feedback: Feedback = {}
     data = encode_piece(PIECE, "fp32", lambda _: drawn(1), zero, feedback)
     assert torch.equal(decode_piece(PIECE, data, "fp32", zero), drawn(1))
@@ -87,7 +87,7 @@ class Round:
 
 @FEW_BITS
 @pytest.mark.parametrize("every", [1, 3])
-def test_what_nodes_were_told_is_what_it_came_to(tmp_path, codec, every):
+def test_encode_broadcast_error_feedback_syncs_nodes_with_coordinator(tmp_path, codec, every):
     """Rounds that are not of a piece forget nothing of it."""
     model, due, nodes_have = Round(tmp_path, codec), zero(PIECE), zero(PIECE)
     for number in range(ROUNDS):

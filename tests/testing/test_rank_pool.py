@@ -78,26 +78,26 @@ def keeps(size):
     return rank_and_pid()
 
 
-def test_results_come_in_rank_order_and_processes_stay():
+def test_rank_pool_returns_results_in_rank_order_and_reuses_processes():
     first, second = rank_pool(2).run(rank_and_pid), rank_pool(2).run(rank_and_pid)
     assert [rank for rank, _ in first] == [0, 1]
     assert first == second
 
 
-def test_all_reduce():
+def test_rank_pool_runs_all_reduce():
     assert rank_pool(2).run(all_reduced, 10) == [torch.tensor(21)] * 2
 
 
-def test_calls_are_independent():
+def test_rank_pool_resets_random_seed_between_calls():
     assert rank_pool(2).run(random_number) == rank_pool(2).run(random_number)
 
 
-def test_meshes_and_groups_of_many_calls_do_not_pile_up():
+def test_rank_pool_discards_process_groups_after_each_call():
     counts = [rank_pool(2).run(sharded_product, seed)[0] for seed in range(20)]
     assert len(set(counts)) == 1
 
 
-def test_the_failing_rank_comes_first():
+def test_rank_error_reports_raising_rank_first():
     with pytest.raises(RankError) as error:
         rank_pool(2).run(fails_on, 1)
     assert [failure.rank for failure in error.value.failures] == [1, 0]
@@ -108,26 +108,26 @@ def test_the_failing_rank_comes_first():
     assert rank_pool(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
 
 
-def test_ranks_that_hold_much_more_than_at_first_are_replaced():
+def test_rank_pool_replaces_ranks_when_memory_grows():
     before = rank_pool(2).run(rank_and_pid)
     assert rank_pool(2).run(keeps, 1000) == before
     assert rank_pool(2).run(keeps, GROWN_BYTES + 2**26) == before
     assert not set(rank_pool(2).run(rank_and_pid)) & set(before)
 
 
-def test_ranks_that_all_answered_are_kept():
+def test_rank_pool_reuses_processes_when_all_ranks_raise():
     before = rank_pool(2).run(rank_and_pid)
     with pytest.raises(RankError, match="all alike"):
         rank_pool(2).run(raises)
     assert rank_pool(2).run(rank_and_pid) == before
 
 
-def test_a_dead_rank_comes_first():
+def test_rank_error_reports_killed_rank_first():
     with pytest.raises(RankError, match=r"rank 1 of 2: died .* killed by SIGKILL"):
         rank_pool(2).run(dies_on, 1)
 
 
-def test_a_timeout_names_the_rank_and_shows_its_stack():
+def test_rank_error_shows_stack_of_hung_rank_when_call_times_out():
     rank_pool(2).run(rank_and_pid)
     with pytest.raises(RankError, match=r"rank 1 of 2: did not return") as error:
         rank_pool(2).run(hangs_on, 1, timeout=0.5)
@@ -136,13 +136,13 @@ def test_a_timeout_names_the_rank_and_shows_its_stack():
     assert rank_pool(2).run(all_reduced, 0) == [torch.tensor(1)] * 2
 
 
-def test_a_function_that_cannot_be_imported_is_refused():
+def test_rank_pool_rejects_function_that_is_not_importable():
     with pytest.raises(UserError, match="top level of a module"):
         rank_pool(2).run(lambda: None)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_die_with_their_parent(sent):
+def test_rank_pool_processes_exit_when_parent_is_signaled(sent):
     imports = f"import signal; from phalanx.testing import rank_pool; from {__name__} import connect_and_hang"
     heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # which a shell's background job is deaf to
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -26,7 +26,7 @@ def written(directory: Path, steps: range, after_step: int = 0) -> None:
         log.close()
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+def test_json_lines_logger_writes_null_for_nonfinite_values(tmp_path: Path) -> None:
     log = JsonLinesLogger(tmp_path / METRICS_FILE, 0)
     log.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "mfu": -math.inf, "tokens": 3})
     log.close()
@@ -39,7 +39,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [strict]
 
 
-def test_a_resumed_run_drops_the_steps_it_does_again(tmp_path: Path) -> None:
+def test_loggers_drop_repeated_steps_when_run_resumes(tmp_path: Path) -> None:
     written(tmp_path, range(1, 8))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 8, "lo')  # half a line, of a run that was killed
@@ -50,7 +50,9 @@ def test_a_resumed_run_drops_the_steps_it_does_again(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(step, step) for step in range(1, 10)]
 
 
-def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_lines_logger_loses_no_records_when_killed_during_rewrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(tmp_path, range(1, 8))
     before = read_metrics(tmp_path)
 
@@ -68,7 +70,7 @@ def test_a_kill_while_the_file_is_rewritten_loses_nothing(tmp_path: Path, monkey
     assert read_metrics(tmp_path) == before[:4]
 
 
-def test_logs_close_after_a_write_that_failed_and_twice(tmp_path: Path) -> None:
+def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full, the disk that is always full")
     log = JsonLinesLogger(tmp_path / METRICS_FILE, 0)
@@ -83,7 +85,7 @@ def test_logs_close_after_a_write_that_failed_and_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("a_directory", [False, True])
-def test_wandb_that_is_not_installed_is_named(
+def test_open_loggers_rejects_wandb_when_not_installed(
     a_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loggers, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
@@ -94,13 +96,13 @@ def test_wandb_that_is_not_installed_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_wandb_id_is_the_directory_s(tmp_path: Path) -> None:
+def test_wandb_id_depends_only_on_run_directory(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     assert wandb_id(tmp_path) == wandb_id(tmp_path)
     assert wandb_id(tmp_path) != wandb_id(tmp_path / "other")
 
 
-def test_a_resumed_run_continues_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_logger_continues_run_after_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -47,7 +47,7 @@ def poison(under_way: Trainer, at: set[int]) -> None:
     under_way.strategy.model.forward = poisoned  # type: ignore[method-assign]
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, tmp_path: Path) -> None:
+def test_trainer_skips_and_counts_nonfinite_steps(text: Path, tmp_path: Path) -> None:
     under_way = trainer(described(text, tmp_path, {"model": MOE}))
     poison(under_way, {2, 4})
     batches = prefetch(under_way.loader, 0, 5)
@@ -64,14 +64,14 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(text: Path, tmp_path: 
     assert [math.isfinite(record["grad_norm"]) for record in records] == [True, False, True, False, True]
 
 
-def test_training_stops_with_the_reason_after_bad_steps_in_a_row(text: Path, tmp_path: Path) -> None:
+def test_trainer_raises_divergence_error_after_max_nonfinite_steps(text: Path, tmp_path: Path) -> None:
     under_way = trainer(described(text, tmp_path, {"training.max_nonfinite_steps": 3}))
     poison(under_way, {2, 5, 6, 7})
     with pytest.raises(DivergenceError, match=r"step 7: 3 steps in a row were not finite: loss nan.*learning_rate"):
         under_way.train([], ProgressDisplay(0, 20, quiet=True))
 
 
-def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
+def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> None:
     changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.activation_checkpointing": "full"}
     run = described(text, tmp_path, changes)
     create_run(run, 1, resume=False)
@@ -103,7 +103,7 @@ def test_a_run_writes_its_metrics(text: Path, tmp_path: Path) -> None:
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
 
 
-def test_evaluation_is_the_same_in_every_cut(text: Path, tmp_path: Path) -> None:
+def test_evaluation_is_independent_of_micro_batch_size_and_layout(text: Path, tmp_path: Path) -> None:
     whole = trainer(described(text, tmp_path, {"layout.micro_batch_size": 8})).evaluate()
     parts = trainer(described(text, tmp_path, {"layout.micro_batch_size": 1})).evaluate()
     spread = rank_pool(2).run(held_out, described(text, tmp_path, {"layout.data_parallel": "zero3"}))
@@ -118,7 +118,7 @@ def held_out(run: Any) -> dict[str, Any]:
     return trainer(run).evaluate()
 
 
-def test_balance_comes_from_the_bias(text: Path, tmp_path: Path) -> None:
+def test_router_bias_update_balances_experts(text: Path, tmp_path: Path) -> None:
     """With the bias as the only help, experts that start uneven are evened out."""
     moe = {**MOE["moe"], "balance_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.02}
     under_way = trainer(described(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
@@ -127,7 +127,7 @@ def test_balance_comes_from_the_bias(text: Path, tmp_path: Path) -> None:
     assert sum(shares[-10:]) < sum(shares[:10])
 
 
-def test_learning_happens(text: Path, tmp_path: Path) -> None:
+def test_trainer_reduces_loss_with_every_optimizer(text: Path, tmp_path: Path) -> None:
     for optimizer in ("adamw", "sgd", "muon"):
         rate = 0.3 if optimizer == "sgd" else 0.01
         changes = {"optimizer.name": optimizer, "optimizer.learning_rate": rate, "training.precision": "fp32"}
@@ -155,7 +155,7 @@ def hangup(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
+def test_torchrun_training_matches_single_process(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(described(text, tmp_path, {"layout.data_parallel": "zero3"})))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -177,7 +177,7 @@ def test_torchrun_starts_the_same_program(text: Path, tmp_path: Path) -> None:
         (signal.SIGHUP, 2, EXIT_STOPPED),  # the terminal was closed
     ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint(
+def test_stop_signal_saves_checkpoint_and_sets_exit_code(
     number: int, nproc: int, code: int, text: Path, tmp_path: Path
 ) -> None:
     run = described(text, tmp_path, LONG)
@@ -192,7 +192,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
 
 
-def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> None:
+def test_run_under_nohup_survives_sighup(text: Path, tmp_path: Path) -> None:
     """And nobody is left to say so but the steps."""
     with hangup(signal.SIG_IGN):
         process = launched(described(text, tmp_path, LONG), tmp_path)
@@ -205,7 +205,7 @@ def test_a_run_under_nohup_outlives_its_terminal(text: Path, tmp_path: Path) -> 
     assert process.returncode == EXIT_STOPPED
 
 
-def test_a_gpu_that_is_gone_is_a_failure_of_that_rank(text: Path, tmp_path: Path) -> None:
+def test_missing_gpu_is_recorded_as_failure_of_its_rank(text: Path, tmp_path: Path) -> None:
     """Not a mistake of the user's, and no reason to go on on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -219,7 +219,7 @@ def test_a_gpu_that_is_gone_is_a_failure_of_that_rank(text: Path, tmp_path: Path
     assert not is_peer_loss(left["reason"])
 
 
-def test_a_rank_that_stands_by_ends_in_order_when_it_is_told_to(text: Path, tmp_path: Path) -> None:
+def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) -> None:
     """Who ends by the signal itself leaves the others no time to save."""
     directory = create_run(described(text, tmp_path, {}), 1, resume=False)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -236,7 +236,7 @@ def test_a_rank_that_stands_by_ends_in_order_when_it_is_told_to(text: Path, tmp_
             process.kill()
 
 
-def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> None:
+def test_divergence_of_all_ranks_prints_one_message(text: Path, tmp_path: Path) -> None:
     changes = {"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "training.precision": "fp32"}
     process = launched(described(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
     _, said = process.communicate(timeout=100)
@@ -256,7 +256,7 @@ def test_one_message_says_why_all_ranks_stopped(text: Path, tmp_path: Path) -> N
     ],
     ids=["ddp", "parameter-server", "parameter-server-async"],
 )
-def test_the_rank_that_was_killed_is_named(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
     """The others fail because they lost it; it is the one to look at. Under the parameter server it is a worker."""
     run = described(text, tmp_path, {**LONG, "recovery.max_restarts": 0, **changes})
     process = launched(run, tmp_path, nproc=3 if changes else 2)
@@ -283,7 +283,7 @@ def stop_of(run: Any, told: int) -> int | None:
 
 @pytest.mark.parametrize("changes", [{"layout.tp": 2}, {"layout.cp": 2}, {"layout.pp": 2}, {"layout.ep": 2}])
 @pytest.mark.parametrize("told", [0, 1])
-def test_all_ranks_stop_when_one_is_told_to(changes: Any, told: int, tmp_path: Path) -> None:
+def test_all_ranks_stop_at_same_step_when_one_is_signaled(changes: Any, told: int, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     for number in range(3):
@@ -321,7 +321,7 @@ ROUTED: list[tuple[Any, int, float | None]] = [
 
 
 @pytest.mark.parametrize(("changes", "world_size", "capacity"), ROUTED, ids=map(str, ROUTED))
-def test_what_is_said_of_experts_does_not_depend_on_the_layout(
+def test_expert_metrics_are_independent_of_layout(
     changes: Any, world_size: int, capacity: float | None, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"

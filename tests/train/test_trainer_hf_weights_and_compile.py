@@ -14,7 +14,7 @@ from phalanx.data.packing import IGNORE_INDEX
 from tests.helpers.small_runs import DENSE, described, steps, trainer
 
 
-def test_training_starts_from_hugging_face_weights(text: Path, tmp_path: Path) -> None:
+def test_trainer_first_loss_from_hf_weights_matches_transformers(text: Path, tmp_path: Path) -> None:
     """The first loss of the real trainer is transformers' own loss on that batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

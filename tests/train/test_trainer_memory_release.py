@@ -35,6 +35,6 @@ def freed(run: RunSpec) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_run_is_freed(layout: dict[str, Any], text: Path, tmp_path: Path) -> None:
+def test_trainer_memory_is_released_after_training(layout: dict[str, Any], text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **layout})
     assert rank_pool(2).run(freed, run) == [True, True]

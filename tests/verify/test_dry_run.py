@@ -67,7 +67,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world_size", "changes"), CASES, ids=lambda value: _name(value) if value else "")
-def test_program_real_rank_and_plan_are_one(world_size: int, changes: Table, text: Path, tmp_path: Path) -> None:
+def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
+    world_size: int, changes: Table, text: Path, tmp_path: Path
+) -> None:
     """Of real ranks and traced ones collectives are equal on every rank, and the peak of memory is within 5 %; of
     traced ones and the plan collectives and state are equal on every rank, and the peak is within 5 %. Experts are not
     balanced in the first steps of a real run: where ranks have different ones, sums over ranks are compared. Of eight
@@ -122,7 +124,7 @@ WRONG: dict[str, tuple[Table, set[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_plan_of_something_else_disagrees(what: str, traced: tuple[RunSpec, Traced]) -> None:
+def test_compare_with_plan_detects_plan_of_different_run(what: str, traced: tuple[RunSpec, Traced]) -> None:
     run, mine = traced
     assert all(line.agrees for line in compare_with_plan(run, 4, mine))
     changes, expected = WRONG[what]
@@ -133,7 +135,7 @@ def test_a_plan_of_something_else_disagrees(what: str, traced: tuple[RunSpec, Tr
     assert expected <= found
 
 
-def test_corners_are_the_first_and_last_of_every_axis(text: Path, tmp_path: Path) -> None:
+def test_corner_ranks_are_first_and_last_of_every_mesh_axis(text: Path, tmp_path: Path) -> None:
     """Of 2 copies x 2 stages x 2 tensor-parallel ranks; of two servers and three workers; of two experts' ranks."""
     run = described(text, tmp_path, row(8, pp=2, tp=2)[1])
     assert corner_ranks(run, 8) == [0, 1, 2, 4, 7]
@@ -146,13 +148,13 @@ def test_corners_are_the_first_and_last_of_every_axis(text: Path, tmp_path: Path
     assert corner_ranks(described(text, tmp_path, row(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
 
 
-def test_what_cannot_be_traced_is_refused(text: Path, tmp_path: Path) -> None:
+def test_dry_run_rejects_asynchronous_parameter_server(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1})
     with pytest.raises(UserError, match=r"layout\.max_staleness = 1: lets ranks send when they like"):
         next(dry_run(run, 2, [0]))
 
 
-def test_nothing_is_written_where_state_would_rest_in_files(text: Path, tmp_path: Path) -> None:
+def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -> None:
     directory = tmp_path / "files"
     directory.mkdir()
     run = described(text, tmp_path, row(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1])
@@ -161,7 +163,7 @@ def test_nothing_is_written_where_state_would_rest_in_files(text: Path, tmp_path
     assert list(directory.iterdir()) == []
 
 
-def test_a_rank_that_fails_says_where(text: Path, tmp_path: Path) -> None:
+def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {})
     broken = run.model_copy(update={"model": run.model.model_copy(update={"num_heads": 5, "head_dim": 0})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
@@ -179,7 +181,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_shows_what_is_equal(file: Path) -> None:
+def test_dryrun_command_reports_agreement_of_trace_and_plan(file: Path) -> None:
     out = cli_runner.shown("dryrun", file, "--world", 4)
     assert "plan and program agree on every rank traced, 4 of 4" in out
     facts = cli_runner.known("dryrun", file, "--world", 4, "--ranks", "3,0")
@@ -190,7 +192,7 @@ def test_the_command_shows_what_is_equal(file: Path) -> None:
     assert lines["all_gather", "tp"]["traced"] == lines["all_gather", "tp"]["planned"] > 0
 
 
-def test_the_command_exits_with_1_where_plan_and_program_disagree(file: Path) -> None:
+def test_dryrun_command_exits_1_when_trace_differs_from_plan(file: Path) -> None:
     """Muon's matrices, of which tensor-parallel ranks have shares, are sent: that is not planned."""
     facts = cli_runner.known("dryrun", file, "--world", 2, "--ranks", "0", "--set", "optimizer.name=muon", exit_code=1)
     (line,) = [line for line in facts["ranks"][0]["lines"] if not line["agrees"]]
@@ -199,12 +201,12 @@ def test_the_command_exits_with_1_where_plan_and_program_disagree(file: Path) ->
 
 
 @pytest.mark.parametrize("ranks", ["4", "0,x", "", "-1", "first"])
-def test_ranks_that_are_not_there_are_refused(ranks: str, file: Path) -> None:
+def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, file: Path) -> None:
     with pytest.raises(UserError, match=r"write all, corners, or numbers from 0 to 3 with commas between"):
         cli_runner.shown("dryrun", file, "--world", 4, "--ranks", ranks)
 
 
-def test_the_planner_chooses_where_it_is_asked_to(file: Path) -> None:
+def test_dryrun_command_resolves_auto_layout(file: Path) -> None:
     automatic = file.with_name("automatic.toml")
     text = file.read_text().partition("[layout]")[0]
     automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc_per_node = 4\n')

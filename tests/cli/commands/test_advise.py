@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_rules_stand_beside_the_planners_best_by_kind(run):
+def test_advise_compares_rules_of_thumb_with_planner_optimum_by_kind(run):
     text = shown(run, *H100)
     lines = text.splitlines()
     assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100: ")
@@ -37,7 +37,7 @@ def test_rules_stand_beside_the_planners_best_by_kind(run):
     assert "ZeRO-3 in a pipeline" not in text, "that belongs to larger models"
 
 
-def test_json_has_every_rule_once_with_its_verdict(run):
+def test_advise_json_lists_every_rule_once_with_verdict(run):
     facts = known(run, *H100)
     assert (facts["model"], facts["devices"]) == ("llama3-8b", 32)
     assert facts["parameters"] == 8_030_261_248
@@ -55,14 +55,14 @@ def test_json_has_every_rule_once_with_its_verdict(run):
     assert f"{agreeing} of {len(facts['advice'])} rules that apply agree" in text
 
 
-def test_the_largest_models_rule_says_what_the_planner_leaves_out(run):
+def test_advise_reports_zero3_pipeline_rule_as_not_searched_by_planner(run):
     large = ("model.preset=gpt3-175b", "training.seq_len=2048", "training.tokens_per_step=131072")
     text = shown(run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change)))
     assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
     assert "ZeRO-3 in a pipeline is not among the planner's layouts" in text
 
 
-def test_out_of_memory_shows_changes_steps_and_settings(run):
+def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     text = shown("oom", run, "--machine", "h100")
     lines = text.splitlines()
     assert re.fullmatch(
@@ -83,7 +83,7 @@ def test_out_of_memory_shows_changes_steps_and_settings(run):
     )
 
 
-def test_its_settings_given_back_fit(run):
+def test_advise_oom_settings_make_run_fit_when_applied(run):
     facts = known("oom", run, "--machine", "h100")
     assert not facts["now"]["fits"]
     assert facts["fits"]
@@ -99,13 +99,13 @@ def test_its_settings_given_back_fit(run):
     assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
 
 
-def test_what_cannot_fit_is_said_to_not(run):
+def test_advise_oom_reports_when_no_remedy_sequence_fits(run):
     text = shown("oom", run, "--machine", "h100", "--set", "cluster.memory_bytes=2000000000")
     assert "No order of these changes makes it fit." in text
     assert "It fits with" not in text
 
 
-def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
+def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run.rename(tmp_path / "oom")
     assert known("oom", *H100)["devices"] == 32
@@ -125,7 +125,7 @@ def test_a_run_file_may_be_called_oom(run, tmp_path, monkeypatch):
         (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
     ],
 )
-def test_mistakes_are_explained(run, tmp_path, monkeypatch, arguments, said):
+def test_advise_raises_user_error_with_fix_for_invalid_arguments(run, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
     words = [run if word == "RUN" else word for word in arguments]
     with pytest.raises(UserError, match=said) as caught:
@@ -133,7 +133,7 @@ def test_mistakes_are_explained(run, tmp_path, monkeypatch, arguments, said):
     assert caught.value.fix
 
 
-def test_help_has_both_uses():
+def test_advise_help_shows_usage_of_advise_and_advise_oom():
     text = cli_runner.shown("advise", "--help")
     assert "advise [oom] RUN.toml [OPTIONS]" in text
     assert "phalanx advise run.toml --machine h100 --nodes 4" in text
@@ -142,5 +142,5 @@ def test_help_has_both_uses():
 
 
 @pytest.mark.parametrize("words", [[], ["oom"]])
-def test_it_answers_without_torch(run, words):
+def test_advise_does_not_import_torch(run, words):
     assert "torch" not in cli_runner.imported("advise", *words, run, "--machine", "h100")

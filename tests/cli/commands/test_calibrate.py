@@ -29,7 +29,7 @@ def run_directory(tmp_path_factory) -> Path:
     return directory
 
 
-def test_the_next_plan_is_about_this_machine(run_directory, tmp_path):
+def test_plan_uses_machine_file_written_by_calibrate(run_directory, tmp_path):
     out = tmp_path / "here.toml"
     text = shown("calibrate", run_directory, "--out", out)
     assert "by the others" in text
@@ -45,7 +45,7 @@ def test_the_next_plan_is_about_this_machine(run_directory, tmp_path):
     assert named["layouts"] == found["layouts"]
 
 
-def test_predicted_stands_beside_measured(run_directory, tmp_path):
+def test_calibrated_prediction_matches_calibration_run_within_10_percent(run_directory, tmp_path):
     found = known("calibrate", run_directory, "--out", tmp_path / "here.toml")
     (row,) = found["runs"]
     assert row["after_seconds"] == pytest.approx(row["step_seconds"], rel=0.1)
@@ -53,7 +53,7 @@ def test_predicted_stands_beside_measured(run_directory, tmp_path):
     assert found["machine"]["calibration"]["runs"] == 1
 
 
-def test_what_phalanx_measure_found_counts_too(run_directory, tmp_path):
+def test_calibrate_accepts_benchmark_file_of_measure_command(run_directory, tmp_path):
     file, out = tmp_path / "measured.json", tmp_path / "here.toml"
     cli_runner.shown("measure", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
     found = known("calibrate", run_directory, file, "--out", out)
@@ -65,14 +65,14 @@ def test_what_phalanx_measure_found_counts_too(run_directory, tmp_path):
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_a_calibration_that_says_little_says_so(run_directory, tmp_path, monkeypatch, words):
+def test_calibrate_warns_when_prediction_interval_is_too_wide(run_directory, tmp_path, monkeypatch, words):
     said = "predicts too widely to choose by: add runs"
     for least, wide in ((0.0, True), (100.0, False)):
         monkeypatch.setattr("phalanx.cli.commands.calibrate.WIDE", least)
         assert (said in cli_runner.noted("calibrate", run_directory, "--out", tmp_path / "here.toml", *words)) is wide
 
 
-def test_a_plan_says_that_nothing_was_measured(run_directory):
+def test_plan_notes_that_machine_preset_is_not_calibrated(run_directory):
     table = shown(
         "plan", run_directory / "run.toml", "--machine", "h100", "--nproc", 2, "--set", "training.precision=bf16"
     )
@@ -91,7 +91,7 @@ def test_a_plan_says_that_nothing_was_measured(run_directory):
         (("calibrate", "{run}", "--out", "nowhere/machine.toml"), "cannot be written"),
     ],
 )
-def test_mistakes_are_for_people(run_directory, tmp_path, monkeypatch, arguments, problem):
+def test_calibrate_raises_user_error_for_invalid_arguments(run_directory, tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
     words = [word.format(run=run_directory) for word in arguments]
     with pytest.raises(UserError, match=problem):

@@ -23,7 +23,7 @@ def call(*arguments):
     return result.stdout
 
 
-def test_tokenizer_then_prepare_then_inspect(corpus, tmp_path):
+def test_data_tokenizer_prepare_inspect_report_consistent_json(corpus, tmp_path):
     tokenizer, prefix = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens" / "corpus"
     trained = json.loads(call("tokenizer", corpus, "--out", tokenizer, "--vocab", 300, "--json"))
     assert (trained["vocab"], load_tokenizer(tokenizer).vocab) == (300, 300)
@@ -42,26 +42,26 @@ def test_tokenizer_then_prepare_then_inspect(corpus, tmp_path):
     assert seen["longest_document"] == max(len(dataset.document(i)) for i in range(40))
 
 
-def test_for_people(corpus, tmp_path):
+def test_data_commands_print_summaries(corpus, tmp_path):
     shown = call("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes")
     assert "documents          40\n" in shown
     shown = call("inspect", f"{tmp_path / 'tokens'}.idx", "--tokenizer", "bytes")
     assert "first text           def function_0(x):" in shown
 
 
-def test_documents_without_an_end_token(corpus, tmp_path):
+def test_data_prepare_no_end_omits_end_tokens(corpus, tmp_path):
     call("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes", "--no-end")
     assert IndexedDataset(tmp_path / "tokens").tokens.max() < 256
 
 
-def test_another_text_key(tmp_path):
+def test_data_prepare_reads_given_text_key(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "abc"}\n')
     call("prepare", tmp_path / "a.jsonl", "--text-key", "content", "--out", tmp_path / "t", "--tokenizer", "bytes")
     assert IndexedDataset(tmp_path / "t").tokens.tolist() == [97, 98, 99, 256]
 
 
 @pytest.mark.parametrize("name", ["prepare", "tokenizer"])
-def test_nothing_is_overwritten_unless_forced(corpus, tmp_path, name):
+def test_data_commands_overwrite_files_only_with_force(corpus, tmp_path, name):
     arguments = [name, corpus, "--out", tmp_path / "made", *(["--tokenizer", "bytes"] if name == "prepare" else [])]
     call(*arguments)
     before = {path: path.read_bytes() for path in tmp_path.glob("made*")}
@@ -83,7 +83,7 @@ def test_nothing_is_overwritten_unless_forced(corpus, tmp_path, name):
         (["inspect", "missing"], "PREFIX"),
     ],
 )
-def test_errors(corpus, monkeypatch, arguments, field):
+def test_data_commands_reject_invalid_arguments(corpus, monkeypatch, arguments, field):
     monkeypatch.chdir(corpus.parent)
     with pytest.raises(UserError) as caught:
         call(*arguments)
@@ -92,7 +92,7 @@ def test_errors(corpus, monkeypatch, arguments, field):
     assert not list(corpus.parent.glob("out*"))
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch):
+def test_data_progress_prints_periodic_lines_without_terminal(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = []
@@ -103,7 +103,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(monkeypatch):
     assert shown == ["1,000 documents, 10,000 tokens", "4,000 documents, 40,000 tokens"]
 
 
-def test_the_command_starts_without_torch_or_numpy():
+def test_data_command_import_does_not_load_torch_or_numpy():
     program = (
         "import sys, phalanx.cli.commands.data; "
         "print([m for m in ('torch', 'numpy', 'tokenizers') if m in sys.modules])"

@@ -32,7 +32,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_names_the_rank_and_what_every_rank_did(directory: Path) -> None:
+def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(directory: Path) -> None:
     lines = shown("debug", directory).splitlines()
     assert lines[0] == (
         "in collective 1 of all ranks, rank 1 (dp=1) called all_gather of [4] Float at mine/model.py:20 (step), "
@@ -43,23 +43,23 @@ def test_it_names_the_rank_and_what_every_rank_did(directory: Path) -> None:
     assert [line[:17] for line in lines[4:]] == ["  rank 0 (dp=0): ", "> rank 1 (dp=1): ", "  rank 2 (dp=2): "]
 
 
-def test_json_is_the_same(directory: Path) -> None:
+def test_debug_json_has_same_verdict_as_text(directory: Path) -> None:
     found = known("debug", directory)
     assert (found["verdict"]["kind"], found["verdict"]["ranks"], found["step"]) == ("mismatch", [1], 3)
     assert found["verdict"]["summary"] == shown("debug", directory).splitlines()[0]
 
 
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+def test_debug_rejects_directory_without_run_toml(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no run\.toml"):
         shown("debug", tmp_path)
 
 
-def test_a_run_that_left_nothing_is_not_explained(tmp_path: Path) -> None:
+def test_debug_reports_that_no_failure_records_exist(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     assert "no rank left word" in shown("debug", tmp_path)
 
 
-def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> None:
+def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_path: Path) -> None:
     """Ranks that were started again have taken their words away."""
     (tmp_path / "run.toml").write_text(RUN)
     append_event(tmp_path, STARTED, ranks=2, step=0)
@@ -104,7 +104,7 @@ def test_of_a_run_that_went_on_it_tells_what_broke_it_before(tmp_path: Path) -> 
     assert shown("debug", tmp_path).startswith("rank 1 failed: DistStoreError: Timed out")
 
 
-def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -> None:
+def test_debug_reports_hang_and_earlier_failure_of_restarted_run(directory: Path) -> None:
     """What broke it before is no word on what its ranks stand in now."""
     append_event(directory, STARTED, ranks=3, step=0)
     append_event(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
@@ -116,14 +116,14 @@ def test_of_a_run_that_went_on_and_stands_still_it_tells_both(directory: Path) -
     assert ": rank 2 was killed by SIGKILL, step 7" in said
 
 
-def test_coordinates_are_those_of_the_last_start(directory: Path) -> None:
+def test_debug_uses_layout_of_last_start(directory: Path) -> None:
     """Which may have had fewer ranks than the run was meant for, in another layout."""
     (directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
     write_effective_layout(directory, Layout(tp=3))
     assert "rank 1 (tp=1) called all_gather" in shown("debug", directory)
 
 
-def test_coordinates_of_a_rank_that_failed_alone(tmp_path: Path) -> None:
+def test_debug_prints_coordinates_of_single_failed_rank(tmp_path: Path) -> None:
     """It says nothing of how many ranks there were."""
     (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
     write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})

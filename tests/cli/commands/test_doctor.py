@@ -54,7 +54,7 @@ def cpu_run(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_machine_that_is_well(h100: Path, run: Path) -> None:
+def test_doctor_exits_0_for_healthy_node(h100: Path, run: Path) -> None:
     out = shown(run, "--from-snapshot", h100)
     assert out.splitlines()[-1].startswith("node1: 0 failures, 0 warnings, ")
     found = known(run, "--from-snapshot", h100)
@@ -63,7 +63,7 @@ def test_a_machine_that_is_well(h100: Path, run: Path) -> None:
     assert {each["host"] for each in found["findings"]} == {"node1"}
 
 
-def test_a_fault_comes_first_with_what_to_do(h100: Path) -> None:
+def test_doctor_prints_failures_first_with_remedy(h100: Path) -> None:
     (h100 / "sys/class/infiniband/mlx5_6/ports/1/rate").write_text("200 Gb/sec (4X HDR)\n")
     (h100 / "sys/class/net/ens3np0/ecn/roce_np/cnp_802p_prio").write_text("3\n")
     lines = shown("--from-snapshot", h100, exit_code=2).splitlines()
@@ -76,7 +76,7 @@ def test_a_fault_comes_first_with_what_to_do(h100: Path) -> None:
     assert lines[-1].startswith("node1: 1 failures, 1 warnings")
 
 
-def test_exit_codes(h100: Path, tmp_path: Path) -> None:
+def test_doctor_exits_1_for_warnings_and_3_when_all_checks_are_skipped(h100: Path, tmp_path: Path) -> None:
     (h100 / "proc/sys/kernel/numa_balancing").write_text("1\n")
     assert known("--from-snapshot", h100, exit_code=1)["exit_code"] == 1
     nothing = tmp_path / "nothing"
@@ -84,7 +84,7 @@ def test_exit_codes(h100: Path, tmp_path: Path) -> None:
     assert {each["severity"] for each in known("--from-snapshot", nothing, exit_code=3)["findings"]} == {"SKIP"}
 
 
-def test_a_run_that_the_machine_is_too_small_for(run: Path, h100: Path) -> None:
+def test_doctor_fails_when_run_exceeds_gpu_memory_or_node_has_no_gpus(run: Path, h100: Path) -> None:
     """On two GPUs zero3 does not fit; and the run asks for GPUs where the captured machine has none."""
     two = ("--nproc", 1, "--set", "cluster.nodes=2")
     found = known(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
@@ -93,17 +93,17 @@ def test_a_run_that_the_machine_is_too_small_for(run: Path, h100: Path) -> None:
     assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
 
 
-def test_a_log_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_doctor_rejects_missing_nccl_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--nccl-log = .* is no file"):
         shown("--nccl-log", tmp_path / "nolog")
 
 
-def test_a_layout_that_cannot_be_is_refused(run: Path, h100: Path) -> None:
+def test_doctor_rejects_invalid_layout_of_run(run: Path, h100: Path) -> None:
     with pytest.raises(UserError, match="does not divide"):
         shown(run, "--from-snapshot", h100, "--set", "layout.tp=3")
 
 
-def test_nodes_are_gathered(run: Path, h100: Path, tmp_path: Path) -> None:
+def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, h100: Path, tmp_path: Path) -> None:
     health = tmp_path / "health"
     for host in ("node1", "node2", "node3"):
         (h100 / "proc/sys/kernel/hostname").write_text(f"{host}\n")
@@ -124,7 +124,7 @@ def test_nodes_are_gathered(run: Path, h100: Path, tmp_path: Path) -> None:
     assert missing[0]["id"] == "nodes.missing"
 
 
-def test_the_topology_goes_to_placement(h100: Path, run: Path, tmp_path: Path) -> None:
+def test_doctor_topology_file_is_accepted_by_placement(h100: Path, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.txt"
     said = cli_runner.noted("doctor", "--from-snapshot", h100, "--topology", file)
     assert f"phalanx placement RUN.toml --topology {file}" in said
@@ -136,14 +136,16 @@ def test_the_topology_goes_to_placement(h100: Path, run: Path, tmp_path: Path) -
         shown("--from-snapshot", CPU, "--topology", file)
 
 
-def test_ranks_of_this_machine_check_what_a_run_sends(cpu_run: Path) -> None:
+def test_doctor_collectives_check_passes_with_two_local_ranks(cpu_run: Path) -> None:
     found = {each["id"]: each for each in known(cpu_run, "--collectives", "--nproc", 2)["findings"]}
     assert found["between.wrong"]["severity"] == "OK"
     assert found["counters.tcp"]["host"]
     assert found["between.slow_node"]["measured"] == "one node"
 
 
-def test_a_rank_that_fails_is_a_finding(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_killed_rank_of_collectives_check_as_finding(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the exit code of warnings, without a word for programs."""
 
     def killed(_: int, words: Sequence[str], report: Callable[[dict[int, ProcessFailure], int], int]) -> int:
@@ -158,7 +160,7 @@ def test_a_rank_that_fails_is_a_finding(run: Path, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "out/failing_nodes.txt").read_text() == f"{Machine().host}\n"
 
 
-def test_collectives_that_cannot_be_are_refused(cpu_run: Path) -> None:
+def test_doctor_collectives_rejects_invalid_rank_count_nodes_and_layout(cpu_run: Path) -> None:
     for words, problem in (
         (["--nproc", "1"], "leaves nobody"),
         (["--nproc", "2", "--set", "cluster.nodes=2"], "torchrun"),
@@ -168,11 +170,11 @@ def test_collectives_that_cannot_be_are_refused(cpu_run: Path) -> None:
             CliRunner().invoke(app, ["doctor", str(cpu_run), "--collectives", *words], catch_exceptions=False)
 
 
-def test_ranks_alone_ask_for_no_gpu() -> None:
+def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
     assert known("--from-snapshot", CPU, "--nproc", 2)["exit_code"] == 0
 
 
-def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
+def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     for words, problem in (
         (["--collectives"], "needs a run file"),
         (["--from-snapshot", CPU, "--compare-reports", tmp_path], "do not go together"),
@@ -184,12 +186,12 @@ def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
             CliRunner().invoke(app, ["doctor", *map(str, words)], catch_exceptions=False)
 
 
-def test_it_needs_no_torch_here() -> None:
+def test_doctor_does_not_import_torch() -> None:
     """A process of its own imports it, in its own time."""
     assert "torch" not in cli_runner.imported("doctor", "--from-snapshot", CPU)
 
 
-def test_the_page_has_the_rules_of_the_code() -> None:
+def test_doctor_docs_contain_current_rule_table() -> None:
     page = (ROOT / "docs/doctor.md").read_text()
     assert page.endswith(rule_table.markdown_table().rstrip() + "\n"), "python -m phalanx.doctor.rule_table"
     listed = [rule.id for each in rule_table.rule_sections().values() for rule in each]

@@ -61,7 +61,7 @@ def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data_parallel": "zero3"}], ids=str)
-def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Path) -> None:
+def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict[str, Any], half: Path) -> None:
     """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
     whole, tokens = rest(of(half.parent))
     counted = [record for record in read_metrics(half) if "expert_tokens" in record][-1]["expert_tokens"]
@@ -82,19 +82,19 @@ def test_a_run_goes_on_with_renumbered_experts(changes: dict[str, Any], half: Pa
 
 
 @pytest.mark.parametrize(("every", "counted"), [(HALF, ALL - HALF), (ALL, ALL)])
-def test_tokens_are_counted_on_over_a_stop(every: int, counted: int, tmp_path: Path) -> None:
+def test_expert_token_counts_continue_after_resume(every: int, counted: int, tmp_path: Path) -> None:
     """Since the evaluation before, which may have been at the step of the stop."""
     _, tokens = rest(of(stopped(tmp_path, every).parent))
     assert [sum(layer) for layer in tokens] == [counted * 8 * 32 * MOE["moe"]["top_k"]] * 2
 
 
-def test_a_checkpoint_is_back_when_the_one_for_its_place_did_not_come(half: Path) -> None:
+def test_latest_valid_restores_previous_checkpoint_after_interrupted_rewrite(half: Path) -> None:
     (checkpoint,) = half.glob("checkpoints/step-*")
     checkpoint.rename(checkpoint.with_suffix(".before"))
     assert latest_valid(half / "checkpoints") == (checkpoint, {})
 
 
-def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
+def test_reorder_experts_permutes_only_expert_and_router_tensors(half: Path) -> None:
     (checkpoint,) = half.glob("checkpoints/step-*")
     before = load_full_tensors(checkpoint)
     order = half.parent / "order.json"
@@ -110,7 +110,7 @@ def test_every_row_of_an_expert_moves_and_nothing_else(half: Path) -> None:
     assert find_damage(checkpoint) is None
 
 
-def test_a_table_for_people(half: Path) -> None:
+def test_experts_prints_rank_load_table_without_changing_checkpoint(half: Path) -> None:
     text = shown(half, "--ep", 2)
     assert "busiest rank" in text
     assert "balanced" in text
@@ -135,7 +135,9 @@ BAD: list[tuple[list[str], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "text", "problem"), BAD)
-def test_errors_before_anything_is_written(half: Path, arguments: list[str], text: str | None, problem: str) -> None:
+def test_experts_rejects_invalid_order_before_writing(
+    half: Path, arguments: list[str], text: str | None, problem: str
+) -> None:
     order = half.parent / "order.json"
     if text is not None:
         order.write_text(text)
@@ -144,7 +146,7 @@ def test_errors_before_anything_is_written(half: Path, arguments: list[str], tex
     assert not list(half.glob("checkpoints/*.before"))
 
 
-def test_runs_that_cannot_be_shown(half: Path, tmp_path: Path) -> None:
+def test_experts_rejects_damaged_dense_or_missing_run(half: Path, tmp_path: Path) -> None:
     (checkpoint,) = half.glob("checkpoints/step-*")
     (checkpoint / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="has no intact checkpoint"):

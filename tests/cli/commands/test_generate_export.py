@@ -35,7 +35,7 @@ def run_directory(trained):
     return trained.directory
 
 
-def test_generate_continues_the_prompt(run_directory):
+def test_generate_continues_prompt_deterministically_per_seed(run_directory):
     text = shown("generate", run_directory, "--prompt", "def ", "--tokens", 20)
     assert text.startswith("def ")
     assert text == shown("generate", run_directory, "--prompt", "def ", "--tokens", 20, "--seed", 0)
@@ -43,7 +43,7 @@ def test_generate_continues_the_prompt(run_directory):
     assert shown("generate", run_directory, "--tokens", 20, "--temperature", 0).endswith("\n")
 
 
-def test_generate_speaks_with_the_trained_weights(trained):
+def test_generate_command_samples_from_trained_weights(trained):
     tokens = torch.tensor(list(b"def "))
     with torch.no_grad():
         expected = generate(trained.module, tokens, 30, temperature=0, context=trained.run.training.seq_len)
@@ -52,12 +52,12 @@ def test_generate_speaks_with_the_trained_weights(trained):
     assert text == byte_tokenizer().decode(expected.tolist()) + "\n"
 
 
-def test_a_character_waits_for_its_last_byte():
+def test_generate_yields_only_complete_utf8_characters():
     euro = list("€".encode())
     assert list(pieces(byte_tokenizer(), [65], [66, *euro, 67])) == ["B", "€", "C"]
 
 
-def test_export_gives_transformers_the_trained_weights(trained, tmp_path):
+def test_exported_model_logits_match_when_loaded_by_transformers(trained, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert "parameters in fp32" in shown("export", trained.directory, tmp_path / "out")
@@ -70,7 +70,7 @@ def test_export_gives_transformers_the_trained_weights(trained, tmp_path):
     assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) < math.log(257)  # it has learned
 
 
-def test_export_writes_what_hugging_face_reads(run_directory, tmp_path):
+def test_export_writes_config_json_and_rejects_non_empty_directory(run_directory, tmp_path):
     text = shown("export", run_directory, "--to", "hf", tmp_path / "out", "--dtype", "bf16")
     assert "parameters in bf16" in text
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -81,7 +81,7 @@ def test_export_writes_what_hugging_face_reads(run_directory, tmp_path):
         shown("export", run_directory, "--to", "gguf", tmp_path / "other")
 
 
-def test_a_directory_without_a_checkpoint_is_named(tmp_path):
+def test_generate_and_export_reject_directory_without_checkpoint(tmp_path):
     for command in (["generate", tmp_path], ["export", tmp_path, tmp_path / "out"]):
         with pytest.raises(UserError) as caught:
             shown(*command)

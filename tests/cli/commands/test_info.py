@@ -12,14 +12,14 @@ shown = partial(cli_runner.shown, "info")
 known = partial(cli_runner.known, "info")
 
 
-def test_it_shows_parameters_flops_and_bytes():
+def test_info_prints_parameters_flops_and_state_bytes():
     text = shown("llama3-8b")
     for part in ("8,030,261,248", "32 layers", "FLOPs per token at 8,192", "51.5 G", "57.9 G", "128 GB"):
         assert part in text
     assert "experts" not in text
 
 
-def test_json_has_every_number():
+def test_info_json_contains_parameter_flop_and_byte_counts():
     facts = known("mixtral-8x7b", "--sequence", 4096)
     assert facts["parameters"]["total"] == 46_702_792_704
     assert facts["sequence"] == 4096
@@ -28,7 +28,7 @@ def test_json_has_every_number():
     assert facts["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
 
 
-def test_list():
+def test_info_list_prints_model_and_machine_presets():
     text = shown("--list")
     assert "12.9 B" in text
     assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
@@ -40,7 +40,7 @@ def test_list():
     assert "watts" not in listed["machines"]["tpuv5e"]
 
 
-def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):
+def test_info_accepts_run_file_and_hugging_face_config(tmp_path):
     run = tmp_path / "run.toml"
     run.write_text('name = "x"\n[training]\nsteps = 100\n')
     assert "2,115,264" in shown(str(run))
@@ -64,12 +64,12 @@ def test_a_run_file_and_a_hugging_face_config_are_models_too(tmp_path):
         (["gpt2-124m", "--sequence", "2048"], "--sequence = 2048: is longer than the model's learned positions"),
     ],
 )
-def test_mistakes_are_explained(arguments, message):
+def test_info_raises_user_error_for_invalid_arguments(arguments, message):
     with pytest.raises(UserError, match=message):
         shown(*arguments)
 
 
-def test_it_answers_without_torch():
+def test_info_does_not_import_torch():
     assert "torch" not in cli_runner.imported("info", "tiny")
 
 
@@ -77,5 +77,5 @@ def test_it_answers_without_torch():
     ("number", "text"),
     [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (8_030_261_248, "8.03 G"), (9_996, "10.0 k"), (99_960_000, "100 M")],
 )
-def test_short(number, text):
+def test_format_si_rounds_to_three_digits_with_prefix(number, text):
     assert format_si(number) == text

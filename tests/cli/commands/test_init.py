@@ -15,13 +15,13 @@ init = partial(cli_runner.shown, "init")
 DEFAULTS = run_from_table({"model": {"preset": "tiny"}})
 
 
-def test_the_file_loads_and_equals_the_defaults(tmp_path):
+def test_init_file_loads_as_default_run(tmp_path):
     init(str(tmp_path / "run.toml"))
     assert load_run(tmp_path / "run.toml", environment={}) == DEFAULTS
     assert run_from_table({}).model.preset == DEFAULTS.model.preset
 
 
-def test_nothing_is_overwritten_unless_told(tmp_path):
+def test_init_does_not_overwrite_run_file_without_force(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("mine")
     with pytest.raises(UserError, match="exists already"):
@@ -31,12 +31,12 @@ def test_nothing_is_overwritten_unless_told(tmp_path):
     assert load_run(path, environment={}) == DEFAULTS
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_init_rejects_missing_directory(tmp_path):
     with pytest.raises(UserError, match="cannot be written: No such file"):
         init(str(tmp_path / "nowhere" / "run.toml"))
 
 
-def test_the_first_line_names_a_schema_that_is_there(tmp_path):
+def test_init_file_starts_with_path_of_existing_json_schema(tmp_path):
     init(str(tmp_path / "a.toml"))
     named = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
     schema = Path(named[1]).read_text()
@@ -45,7 +45,7 @@ def test_the_first_line_names_a_schema_that_is_there(tmp_path):
     assert (tmp_path / "run.schema.json").read_text() == schema
 
 
-def test_every_commented_key_is_right():
+def test_run_file_template_commented_keys_equal_defaults():
     """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
     examples = {
         "from_hf",
@@ -87,5 +87,5 @@ def test_every_commented_key_is_right():
     assert with_swarm == SwarmSpec(outer=OuterOptimizerSpec())
 
 
-def test_its_lines_fit_a_page():
+def test_run_file_template_lines_do_not_exceed_width():
     assert max(len(line) for line in run_file_template("run.toml", "schema").splitlines()) <= WIDTH

@@ -89,14 +89,14 @@ def acted(script: str, directory: Path, codes: str = "0", saves: str = ".", cpus
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def test_the_example_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_slurm_script_equals_launch_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     example = Path("examples/slurm.sbatch").read_text()
     command = example.splitlines()[1].removeprefix("# Written by: phalanx ")
     assert shown(*shlex.split(command)) == example
 
 
-def test_slurm_is_asked_for_what_the_run_needs(file: Path) -> None:
+def test_slurm_script_requests_resources_of_the_run(file: Path) -> None:
     asked = settings(
         written(file, "slurm", "--nodes", "3:4", "--time", "1-00", "--partition", "gpu", "--account", "lab")
     )
@@ -108,7 +108,7 @@ def test_slurm_is_asked_for_what_the_run_needs(file: Path) -> None:
     assert "exclusive" not in shared
 
 
-def test_slurm_starts_the_same_command_on_every_node(file: Path) -> None:
+def test_slurm_script_runs_same_train_command_on_every_node(file: Path) -> None:
     several = written(file, "slurm", "--nodes", "2:4")
     assert '"$run" "${together[@]}" --nproc 8 --resume' in several
     assert '--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:' in several
@@ -121,12 +121,12 @@ def test_slurm_starts_the_same_command_on_every_node(file: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--nodes", "2:4"), ("--no-check",), ("--set", "data.text_key='it''s $(x)'")])
-def test_bash_reads_the_script(file: Path, options: tuple[str, ...]) -> None:
+def test_slurm_script_is_valid_bash(file: Path, options: tuple[str, ...]) -> None:
     script = written(file, "slurm", *options)
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
 
 
-def test_what_users_write_stays_a_word(file: Path) -> None:
+def test_slurm_script_quotes_overrides_as_single_arguments(file: Path) -> None:
     """What follows the run file in the commands, read by bash as Slurm's tasks would."""
     override = "data.text_key='it is $(id) `id` \"'"
     script = written(file, "slurm", "--set", override)
@@ -139,12 +139,12 @@ def test_what_users_write_stays_a_word(file: Path) -> None:
         assert read.stdout.split("\0")[:-1] == [*expected, "--set", override]
 
 
-def test_flight_recorders_write_into_the_run_directory(file: Path) -> None:
+def test_slurm_script_writes_flight_recorder_dumps_to_run_directory(file: Path) -> None:
     assert variables(written(file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"] == "runs/first/flight-recorder-rank-"
     assert [name for name in variables(written(file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name] == []
 
 
-def test_what_the_user_has_set_stays(file: Path) -> None:
+def test_slurm_script_preserves_environment_variables_set_by_user(file: Path) -> None:
     script = written(file, "slurm", "--set", "output_dir='a b/$x'")
     found = variables(script)
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
@@ -167,7 +167,7 @@ def test_what_the_user_has_set_stays(file: Path) -> None:
         ("75", "runs/first/checkpoints/step-00000007", (1, "saved anything new")),
     ],
 )
-def test_slurm_goes_on_with_what_was_stopped_and_has_got_on(
+def test_slurm_script_requeues_only_stopped_run_with_new_checkpoint(
     file: Path, codes: str, saves: str, expected: tuple[int, str]
 ) -> None:
     """After a start from step 7."""
@@ -178,7 +178,7 @@ def test_slurm_goes_on_with_what_was_stopped_and_has_got_on(
 
 
 @pytest.mark.parametrize(("cpus", "least"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
-def test_nodes_of_other_sizes_are_given_what_the_smallest_has(file: Path, cpus: str, least: int) -> None:
+def test_slurm_script_uses_cpu_count_of_smallest_node(file: Path, cpus: str, least: int) -> None:
     code, _ = acted(written(file, "slurm", "--nodes", "2"), file.parent, cpus=cpus)
     check, train = (file.parent / "srun.log").read_text().splitlines()
     assert code == 0
@@ -192,12 +192,12 @@ def test_nodes_of_other_sizes_are_given_what_the_smallest_has(file: Path, cpus: 
     ("text", "expected"),
     [("90", 5400), ("12:30", 750), ("24:00:00", 86_400), ("2-0", 172_800), ("1-02:03", 93_780), ("1-02:03:04", 93_784)],
 )
-def test_time_limits_are_slurms(text: str, expected: int) -> None:
+def test_slurm_time_limit_is_parsed_to_seconds(text: str, expected: int) -> None:
     assert seconds(text) == expected
 
 
 @given(st.integers(1, 99), st.integers(0, 99))
-def test_nodes_are_a_number_or_a_range(least: int, more: int) -> None:
+def test_parse_nodes_accepts_only_number_or_range(least: int, more: int) -> None:
     assert parse_nodes(str(least)) == (least, least)
     assert parse_nodes(f"{least}:{least + more}") == (least, least + more)
     for text in (f"{least + more + 1}:{least}", f"{least}:", "0", f"{least}-{least + more}", ""):
@@ -215,7 +215,7 @@ def objects(text: str) -> dict[str, Any]:
     return found
 
 
-def test_the_models_notice_what_is_unknown_or_missing(file: Path) -> None:
+def test_kubernetes_models_reject_unknown_and_missing_fields(file: Path) -> None:
     text = written(file, "kubernetes", *IMAGE)
     with pytest.raises(AssertionError):
         objects(text.replace("  completions: 1", "  completion: 1"))
@@ -225,7 +225,7 @@ def test_the_models_notice_what_is_unknown_or_missing(file: Path) -> None:
         objects(text.replace('"nvidia.com/gpu": "8"', '"nvidia.com/gpu": 8'))
 
 
-def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
+def test_kubernetes_job_starts_one_pod_per_node(file: Path) -> None:
     found = objects(written(file, "kubernetes", "--nodes", "2:4", "--cpus", "32", "--memory", "256", *IMAGE))
     job, service = found["Job"].spec, found["Service"].spec
     pod = job.template.spec
@@ -258,7 +258,7 @@ def test_kubernetes_starts_a_pod_for_each_node(file: Path) -> None:
     assert {mount.name: mount.mount_path for mount in train.volume_mounts}["shared-memory"] == "/dev/shm"
 
 
-def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
+def test_kubernetes_job_maps_exit_codes_to_pod_failure_policy(file: Path) -> None:
     job = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
     *by_code, gone = job.pod_failure_policy.rules
     [train], [check] = job.template.spec.containers, job.template.spec.init_containers
@@ -269,7 +269,7 @@ def test_kubernetes_goes_by_exit_codes(file: Path) -> None:
     assert job.success_policy is None
 
 
-def test_the_run_file_comes_along_whole(file: Path) -> None:
+def test_kubernetes_config_map_contains_full_run_file(file: Path) -> None:
     file.write_text(RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n\t\n  [evaluation]\n")
     with pytest.raises(UserError, match="begin with a letter"):
         written(file, "kubernetes", *IMAGE)
@@ -278,7 +278,7 @@ def test_the_run_file_comes_along_whole(file: Path) -> None:
     assert found["Job"].metadata.name == "on"
 
 
-def test_the_check_counts_on_all_nodes(file: Path, tmp_path: Path) -> None:
+def test_job_node_check_counts_ranks_of_all_nodes(file: Path, tmp_path: Path) -> None:
     """Of a run that eight ranks could not have, on a node that is well."""
     file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
     h100_snapshot.write(tmp_path / "node")
@@ -294,7 +294,7 @@ def expanded(word: str) -> str:
     return re.sub(r"\$(?:(\$)|\((\w+)\))", lambda found: found[1] or {"NODE_NAME": "n7"}.get(found[2], found[0]), word)
 
 
-def test_kubernetes_leaves_words_and_values_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_job_does_not_expand_user_values(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_DATA__TRAIN", "['$(NODE_NAME)',\n'$$']")
     override = "data.held_out=['$(NODE_NAME)',\r\n'$$']"
     pod = objects(written(file, "kubernetes", "--set", override, *IMAGE))["Job"].spec.template.spec
@@ -314,12 +314,14 @@ def test_kubernetes_leaves_words_and_values_alone(file: Path, monkeypatch: pytes
         (("--nodes", "2", "--set", "recovery.rendezvous_timeout_seconds=60"), None),
     ],
 )
-def test_pods_wait_for_others_that_have_no_room_yet(file: Path, options: tuple[str, ...], expected: str | None) -> None:
+def test_kubernetes_job_extends_rendezvous_timeout_for_several_nodes(
+    file: Path, options: tuple[str, ...], expected: str | None
+) -> None:
     [train] = objects(written(file, "kubernetes", *IMAGE, *options))["Job"].spec.template.spec.containers
     assert {env.name: env.value for env in train.env}.get("PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS") == expected
 
 
-def test_a_check_that_fails_names_the_node(file: Path) -> None:
+def test_kubernetes_failed_check_names_node_to_cordon(file: Path) -> None:
     """The shell of the init container, with a doctor that ends as each of its exit codes says."""
     job = objects(written(file, "kubernetes", *IMAGE))["Job"].spec
     [check] = job.template.spec.init_containers
@@ -337,7 +339,9 @@ def test_a_check_that_fails_names_the_node(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("to", "options"), [("kubernetes", ()), ("skypilot", ("--accelerator", "H100"))])
-def test_a_mistake_in_the_run_file_is_no_fault_of_the_node(file: Path, to: str, options: tuple[str, ...]) -> None:
+def test_job_node_check_does_not_blame_node_when_run_file_is_invalid(
+    file: Path, to: str, options: tuple[str, ...]
+) -> None:
     """What checks a node, with the command itself, on a run file that was edited since."""
     text = written(file, to, *options, *IMAGE)
     file.write_text(RUN + "[evaluation]\nstep = 3\n")
@@ -354,7 +358,7 @@ def test_a_mistake_in_the_run_file_is_no_fault_of_the_node(file: Path, to: str, 
     assert not re.search("cordon|not well", ended.stderr)
 
 
-def test_skypilot_is_given_a_task(file: Path) -> None:
+def test_skypilot_task_has_nodes_accelerators_and_train_command(file: Path) -> None:
     task = yaml.safe_load(written(file, "skypilot", "--nodes", "2", "--accelerator", "H100", *IMAGE))
     assert (task["name"], task["num_nodes"]) == ("first", 2)
     assert task["resources"] == {
@@ -370,7 +374,7 @@ def test_skypilot_is_given_a_task(file: Path) -> None:
 
 @pytest.mark.parametrize("to", ["kubernetes", "skypilot"])
 @pytest.mark.parametrize("out", ["/data/runs", "~/runs", "../runs"])
-def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
+def test_launch_rejects_output_directory_outside_volume(file: Path, to: str, out: str) -> None:
     with pytest.raises(UserError, match="is not on the volume"):
         written(file, to, *IMAGE, *CPU, "--set", f"output_dir='{out}'")
 
@@ -397,12 +401,12 @@ def test_checkpoints_stay_on_the_volume(file: Path, to: str, out: str) -> None:
         (("--to", "slurm", "--nproc", "8", "--out", "/nowhere/a.sbatch"), "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused(file: Path, options: tuple[str, ...], problem: str) -> None:
+def test_launch_rejects_invalid_options(file: Path, options: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         shown("launch", file, *options)
 
 
-def test_it_goes_to_a_file(file: Path) -> None:
+def test_launch_writes_script_to_out_file(file: Path) -> None:
     place = file.with_name("run.sbatch")
     assert str(place) in shown("launch", file, "--to", "slurm", "--nproc", "8", "--out", place).replace("\n", "")
     assert place.read_text().startswith("#!/bin/bash\n")

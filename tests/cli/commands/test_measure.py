@@ -42,14 +42,14 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_sweep_doubles_from_one_size_to_another() -> None:
+def test_parse_size_sweep_doubles_from_first_to_last_size() -> None:
     assert parse_size_sweep("4KiB:16KiB") == [4096, 8192, 16384]
     assert parse_size_sweep("1M:5M") == [2**20, 2**21, 2**22]
     assert parse_size_sweep("100:100") == [100]
 
 
 @pytest.mark.parametrize("text", ["4KiB", "16MiB:4KiB", "0:8", "4kb:8kb", "x:y", ":", "-4:8", "4KiB:8GiBB"])
-def test_what_is_no_range_of_sizes_is_said(text: str) -> None:
+def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
     with pytest.raises(UserError, match=r"--sweep = .*: is no range of sizes"):
         parse_size_sweep(text)
 
@@ -66,12 +66,12 @@ def test_what_is_no_range_of_sizes_is_said(text: str) -> None:
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
     ],
 )
-def test_mistakes_are_found_before_ranks_are_started(words: tuple[object, ...], said: str, run: Path) -> None:
+def test_measure_raises_user_error_for_invalid_arguments(words: tuple[object, ...], said: str, run: Path) -> None:
     with pytest.raises(UserError, match=said):
         shown(*(str(word).format(run=run) for word in words))
 
 
-def test_mistakes_come_before_torch(run: Path) -> None:
+def test_measure_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
     program = (
         "import sys; from phalanx.cli.main import app; from phalanx.spec.errors import UserError\n"
         "try: app(sys.argv[1:], standalone_mode=False)\n"
@@ -90,7 +90,7 @@ def printed(*words: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_collectives_in_text_are_nccl_tests_rows(run: Path, tmp_path: Path) -> None:
+def test_measure_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = "--nproc", 2, "--iterations", 2, "--sweep", "1KiB:4KiB", "--out", file
     text = printed("collectives", run, *words)
@@ -105,7 +105,7 @@ def test_collectives_in_text_are_nccl_tests_rows(run: Path, tmp_path: Path) -> N
     assert all(line.startswith("#") or not line.strip() or ROW.match(line) for line in text.splitlines())
 
 
-def test_one_rank_measures_all_but_collectives(run: Path) -> None:
+def test_measure_on_one_rank_skips_collectives(run: Path) -> None:
     found = json.loads(printed(run, "--nproc", 1, "--iterations", 1, "--json"))
     assert found["collectives"] == []
     assert {row["what"] for row in found["bandwidth"]} == {"copy", "triad"}
@@ -113,13 +113,13 @@ def test_one_rank_measures_all_but_collectives(run: Path) -> None:
     assert [row["heads"] for row in found["attention"]] == [2]
 
 
-def test_a_table_names_products(run: Path) -> None:
+def test_measure_matmul_table_names_layers(run: Path) -> None:
     text = printed("matmul", run, "--nproc", 1, "--iterations", 1)
     assert re.search(r"^wq, wk, wv, wo +4 +128 +32 +32 ", text, re.MULTILINE), text
     assert "attention" not in text
 
 
-def test_a_rank_that_fails_says_why(run: Path) -> None:
+def test_launch_benchmarks_reports_error_of_failed_rank(run: Path) -> None:
     program = (
         "import sys; from phalanx.spec.files.load import load_run; from phalanx.bench.ranks import launch_benchmarks\n"
         "sys.exit(launch_benchmarks(load_run(sys.argv[1]), 2, ['--parts', 'attention', '--iterations', '0']))"

@@ -27,7 +27,7 @@ def by_name(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {f"{row['data']} {row['role']}": row for row in known(run, *arguments)["layouts"]}
 
 
-def test_it_shows_every_strategy_and_marks_the_runs_own(run):
+def test_memory_lists_all_strategies_and_marks_configured_one(run):
     text = shown(run, "--ranks", "4")
     lines = text.splitlines()
     assert lines[0].startswith("tiny  3 layers")
@@ -49,7 +49,7 @@ def test_it_shows_every_strategy_and_marks_the_runs_own(run):
     assert "…" not in text
 
 
-def test_json_is_rank_memory(run):
+def test_memory_json_equals_rank_memory(run):
     rows = by_name(run, "--ranks", "4")
     predicted = rank_memory(load_run(run, environment={}), 4)["rank"]
     own = rows["zero2 rank"]
@@ -62,7 +62,7 @@ def test_json_is_rank_memory(run):
     assert (facts["model"], facts["ranks"], facts["precision"]) == ("tiny", 4, "bf16")
 
 
-def test_ranks_are_those_of_the_cluster_unless_given(run):
+def test_memory_uses_cluster_rank_count_unless_ranks_option_is_given(run):
     assert known(run)["ranks"] == 1
     assert "1 rank (one per node, since cluster.nproc_per_node is not set" in shown(run)
     cluster = ["--set", "cluster.nproc_per_node=4", "--set", "cluster.nodes=2"]
@@ -71,21 +71,21 @@ def test_ranks_are_those_of_the_cluster_unless_given(run):
     assert known(run, *cluster, "--ranks", "2")["ranks"] == 2
 
 
-def test_one_rank_is_one_process(run):
+def test_memory_prints_single_process_row_for_one_rank(run):
     text = shown(run)
     assert "one process" in text
     assert "micro-batch 64 x 256 tokens" in text
     assert "hsdp" not in text
 
 
-def test_hsdp_takes_the_runs_shards_or_as_many_as_leave_two_copies(run):
+def test_memory_hsdp_row_uses_dp_shard_of_run_or_defaults_to_two_replicas(run):
     eight, four = (by_name(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4"))
     assert eight < four
     own = ["--set", "layout.data_parallel=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
     assert by_name(run, *own)["hsdp rank"]["memory"]["parameters"] == four
 
 
-def test_what_cannot_run_says_why(run):
+def test_memory_reports_why_strategy_cannot_run(run):
     rows = by_name(run, "--ranks", "5")
     assert rows["zero2 rank"]["memory"] is None
     assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
@@ -96,7 +96,7 @@ def test_what_cannot_run_says_why(run):
     assert by_name(run, *split, "--set", "layout.tp_attention=gathered")["zero2 rank"]["memory"]["activations"] > 0
 
 
-def test_a_pipeline_has_a_row_for_each_of_its_places(run):
+def test_memory_prints_one_row_per_pipeline_stage(run):
     stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
     rows = by_name(run, *stages)
     first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
@@ -104,7 +104,7 @@ def test_a_pipeline_has_a_row_for_each_of_its_places(run):
     assert "4 ranks (--ranks), pp 2" in shown(run, *stages)
 
 
-def test_what_does_not_fit_is_marked_but_servers_are_in_cpu_memory(run):
+def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
     rows = by_name(run, "--ranks", "4")
     assert rows["ddp rank"]["fits"] is None
     total = rows["hsdp rank"]["memory"]["total"]
@@ -123,7 +123,7 @@ def just_enough(held_bytes: int, on_gpu: bool = True) -> float:
 
 
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
-def test_what_fits_is_what_advise_oom_says_to_fit(run, machine):
+def test_memory_fits_verdict_matches_advise_oom(run, machine):
     """Two ranks, which on a CPU share its memory."""
     there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
     held = by_name(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["total"]
@@ -134,7 +134,7 @@ def test_what_fits_is_what_advise_oom_says_to_fit(run, machine):
         assert cli_runner.known("advise", "oom", run, *there, *memory, "--nproc", "2")["now"]["fits"] is fits
 
 
-def test_what_is_offloaded_has_a_column(run):
+def test_memory_prints_offloaded_column_when_offload_is_set(run):
     offload = ["--ranks", "4", "--set", "layout.offload=nvme", "--set", "layout.offload_directory=/tmp"]
     assert "offloaded" in shown(run, *offload)
     rows = by_name(run, *offload)
@@ -142,15 +142,15 @@ def test_what_is_offloaded_has_a_column(run):
     assert rows["zero3 rank"]["memory"]["parameters"] == 0
 
 
-def test_choices_of_the_runs_strategy_are_left_out_of_others(run):
+def test_memory_drops_strategy_specific_options_for_other_strategies(run):
     choices = ["--set", "layout.data_parallel=parameter_server", "--set", "layout.max_staleness=1", "--ranks", "4"]
     assert all(not row["problem"] for row in by_name(run, *choices).values())
 
 
-def test_mistakes_are_explained(tmp_path):
+def test_memory_rejects_missing_run_file(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         shown(tmp_path / "none.toml")
 
 
-def test_it_answers_without_torch(run):
+def test_memory_does_not_import_torch(run):
     assert "torch" not in cli_runner.imported("memory", run, "--ranks", 4)

@@ -15,7 +15,7 @@ facts = partial(cli_runner.known, "pipeline")
 SIZES = ("--stages", "4", "--microbatches", "8")
 
 
-def test_it_shows_who_does_what_when():
+def test_pipeline_show_prints_timeline_makespan_and_bubble():
     out = run("show", "1f1b", *SIZES)
     assert re.search(r"^rank 3 +F0 *B0 +F1 *B1", out, re.MULTILINE)
     assert "makespan  33" in out
@@ -28,11 +28,11 @@ def test_it_shows_who_does_what_when():
     ("name", "makespan"),
     [("1f1b", 33), ("interleaved", 28.5), ("zb-h1", 27), ("zb-v", 25.5), ("gpipe", 33), ("naive", 96)],
 )
-def test_makespans_of_another_simulator(name: str, makespan: float):
+def test_pipeline_show_makespan_matches_reference_simulator(name: str, makespan: float):
     assert facts("show", name, *SIZES)["makespan"] == makespan
 
 
-def test_the_idealised_timeline_says_that_it_is():
+def test_pipeline_show_labels_idealised_timeline():
     sizes = ("--stages", "4", "--microbatches", "4")
     assert facts("show", "book-overlap", *sizes)["active"] == [0.25, 0.5, 0.75, 1, 0.75, 0.75, 1, 0.75, 0.5, 0.25]
     assert "idealised" in run("show", "book-overlap", *sizes)
@@ -41,19 +41,19 @@ def test_the_idealised_timeline_says_that_it_is():
 @pytest.mark.parametrize(
     ("p", "m", "ticks", "mean"), [(4, 8, 14, 0.7857), (4, 16, 22, 0.8636), (8, 8, 22, 0.6136), (2, 4, 6, 0.8333)]
 )
-def test_the_idealised_timeline_of_other_sizes(p: int, m: int, ticks: int, mean: float):
+def test_pipeline_show_idealised_active_fraction_matches_expected_mean(p: int, m: int, ticks: int, mean: float):
     shares = facts("show", "book-overlap", "--stages", str(p), "--microbatches", str(m))["active"]
     assert len(shares) == ticks
     assert sum(shares) / ticks == pytest.approx(mean, abs=1e-4)
 
 
-def test_times_are_those_of_a_rank():
+def test_pipeline_show_times_are_per_rank_and_include_transfer():
     assert facts("show", "zb-v", *SIZES, "--times", "2,2,1")["makespan"] == 8 * 5 + 3
     down_and_up = 2 * 3 * 0.5
     assert facts("show", "gpipe", *SIZES, "--times", "1,1,1,0.5")["makespan"] == 33 + down_and_up
 
 
-def test_a_searched_schedule_keeps_the_limit_and_returns_from_its_file(tmp_path: Path):
+def test_pipeline_searched_schedule_respects_memory_limit_and_reloads_from_csv(tmp_path: Path):
     file = tmp_path / "found.csv"
     times = ("--times", "2,3,1,0.5")
     found = facts("show", "searched", *SIZES, *times, "--memory", "3", "--out", str(file))
@@ -62,7 +62,7 @@ def test_a_searched_schedule_keeps_the_limit_and_returns_from_its_file(tmp_path:
     assert "valid as orders: 4 ranks, 8 stages, 8 micro-batches" in run("check", str(file))
 
 
-def test_it_writes_pictures_a_trace_and_pytorchs_csv(tmp_path: Path):
+def test_pipeline_show_writes_svg_png_chrome_trace_and_pytorch_csv(tmp_path: Path):
     files = [tmp_path / f"picture{ending}" for ending in (".svg", ".png", ".json", ".csv")]
     run("show", "zb-v", *SIZES, *(part for file in files for part in ("--out", str(file))))
     svg, png, trace, table = files
@@ -74,7 +74,7 @@ def test_it_writes_pictures_a_trace_and_pytorchs_csv(tmp_path: Path):
     assert Schedule.from_rows(read_csv(table.read_text(encoding="utf-8"))) == build_schedule("zb-v", 4, 8)
 
 
-def test_check_names_every_violation(tmp_path: Path):
+def test_pipeline_check_reports_every_violation(tmp_path: Path):
     picture = tmp_path / "drawn.csv"
     picture.write_text("0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
     out = run("check", str(picture), exit_code=1)
@@ -90,7 +90,7 @@ def test_check_names_every_violation(tmp_path: Path):
     ]
 
 
-def test_split_explains_itself(tmp_path: Path):
+def test_pipeline_split_balances_stages_better_than_equal_layer_counts(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 2048\ntokens_per_step = 16384\n')
     found = facts("split", str(path), "--stages", "4")
@@ -118,7 +118,7 @@ def test_split_explains_itself(tmp_path: Path):
         (("check", "nowhere.csv"), "cannot be read"),
     ],
 )
-def test_mistakes(arguments: tuple[str, ...], problem: str):
+def test_pipeline_raises_user_error_for_invalid_arguments(arguments: tuple[str, ...], problem: str):
     with pytest.raises(UserError, match=re.escape(problem)):
         run(*arguments)
 
@@ -132,7 +132,7 @@ def test_mistakes(arguments: tuple[str, ...], problem: str):
         ("FILE", "--microbatches", "3"),
     ],
 )
-def test_options_without_a_meaning_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_pipeline_show_rejects_inapplicable_options(arguments: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     with pytest.raises(UserError, match=f"{arguments[-2]} = {arguments[-1]}.*: has no meaning with"):

@@ -45,7 +45,7 @@ def layout(**degrees: object) -> list[str]:
     return [word for axis, value in degrees.items() for word in ("--set", f"layout.{axis}={value}")]
 
 
-def test_it_shows_seats_links_and_findings(run: Path) -> None:
+def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) -> None:
     out = shown(run, "--ranks", "8", "--nproc", "4", *layout(tp=2, pp=2))
     lines = out.splitlines()
     assert lines[0] == "model, ddp dp 2, pp 2, tp 2: 8 ranks on 2 nodes of 4"
@@ -58,7 +58,7 @@ def test_it_shows_seats_links_and_findings(run: Path) -> None:
     assert "good every tp group is inside a fast domain (4 devices)" in lines
 
 
-def test_bytes_are_those_of_the_cost_model(run: Path) -> None:
+def test_placement_bytes_equal_cost_model_traffic(run: Path) -> None:
     """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
     facts = known(run, "--ranks", "8", "--nproc", "2", *layout(tp=2))
     counted = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_the_cost_model(run: Path) -> None:
     assert sum(cell[2] for cell in facts["sent"]["cells"]) == pytest.approx(sum(total.values()))
 
 
-def test_products_that_leave_the_fast_domain(run: Path) -> None:
+def test_placement_flags_tp_group_that_leaves_fast_link_domain(run: Path) -> None:
     facts = known(run, "--ranks", "4", "--nproc", "2", *layout(tp=4))
     worst = facts["findings"][0]
     assert (worst["verdict"], worst["axis"]) == ("bad", "tp")
@@ -81,7 +81,7 @@ def test_products_that_leave_the_fast_domain(run: Path) -> None:
     )
 
 
-def test_relays_take_tokens_off_the_spine(run: Path) -> None:
+def test_pxn_moves_all_to_all_traffic_off_the_spine(run: Path) -> None:
     """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
     exchanged = ["--ranks", "4", "--nproc", "2", *layout(cp=4, cp_method="ulysses"), "--set", "model.num_kv_heads=4"]
     direct, relayed = known(run, *exchanged)["bytes"]["cp"], known(run, *exchanged, "--pxn")["bytes"]["cp"]
@@ -90,7 +90,7 @@ def test_relays_take_tokens_off_the_spine(run: Path) -> None:
     assert relayed == pytest.approx({"fast": 2 * third, "node": 0, "rail": 2 * third, "spine": 0})
 
 
-def test_the_topology_of_a_node_is_read(run: Path) -> None:
+def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
     facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h100-nv18.txt"), *layout(tp=4))
     assert (facts["nproc"], facts["nodes"]) == (8, 2)
     assert facts["site"]["assumed"] == []
@@ -101,7 +101,7 @@ def test_the_topology_of_a_node_is_read(run: Path) -> None:
     assert slow["findings"][0]["verdict"] == "bad"
 
 
-def test_the_busiest_card_takes_as_long_as_its_bytes(run: Path) -> None:
+def test_placement_busiest_nic_seconds_equal_bytes_over_bandwidth(run: Path) -> None:
     """NCCL's file gives the speed: 400 Gb/s for each of 8 GPUs; a run file may, too."""
     facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
     busiest = max(nic["sent_bytes"] for nic in facts["nics"])
@@ -111,7 +111,7 @@ def test_the_busiest_card_takes_as_long_as_its_bytes(run: Path) -> None:
     assert known(run, "--ranks", "4", "--nproc", "2")["busiest_nic_seconds"] is None
 
 
-def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
+def test_placement_heatmap_aggregates_ranks_to_nodes_and_node_blocks(run: Path, tmp_path: Path) -> None:
     """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
     256 nodes in pairs."""
     file = tmp_path / "heat.svg"
@@ -129,13 +129,13 @@ def test_pictures_of_ranks_and_of_nodes(run: Path, tmp_path: Path) -> None:
     assert max(cell[0] for cell in facts["sent"]["cells"]) == 127
 
 
-def test_servers_have_seats(run: Path) -> None:
+def test_placement_assigns_parameter_servers_to_nodes(run: Path) -> None:
     facts = known(run, "--ranks", "5", "--nproc", "5", *layout(data_parallel="parameter_server", num_servers=2))
     assert facts["seats"] == ["2 servers, dp_replicate 0-2"]
     assert set(facts["bytes"]) == {"servers", "total"}
 
 
-def test_a_node_has_the_ranks_that_are_said(run: Path) -> None:
+def test_placement_ranks_per_node_follow_option_then_run_file_then_default(run: Path) -> None:
     """By the option, else the run file, else 8; without --ranks every node is full."""
     two = ["--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=3"]
     for arguments, expected in (
@@ -148,12 +148,12 @@ def test_a_node_has_the_ranks_that_are_said(run: Path) -> None:
         assert (facts["ranks"], facts["nproc"], facts["nodes"]) == expected
 
 
-def test_one_rank_sends_nothing(run: Path) -> None:
+def test_placement_reports_no_network_traffic_within_one_node(run: Path) -> None:
     assert "no rank sends anything" in shown(run, "--ranks", "1")
     assert "nothing goes over the network" in shown(run, "--ranks", "2")
 
 
-def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
+def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     topology = tmp_path / "topo.txt"
     topology.write_text("nothing of the kind")
     for arguments, problem in (
@@ -166,5 +166,5 @@ def test_mistakes_are_said(run: Path, tmp_path: Path) -> None:
             shown(run, *arguments)
 
 
-def test_it_needs_no_torch(run: Path) -> None:
+def test_placement_does_not_import_torch(run: Path) -> None:
     assert "torch" not in cli_runner.imported("placement", run, "--ranks", 8)

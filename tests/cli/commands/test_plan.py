@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_ranks_layouts_that_can_run(run):
+def test_plan_ranks_runnable_layouts_by_step_time(run):
     found = known(run, *H100, "--top", 5)
     assert found["devices"] == 16
     assert len(found["layouts"]) == 5
@@ -50,7 +50,7 @@ def test_it_ranks_layouts_that_can_run(run):
     assert "kWh/1e9 tokens" in table
 
 
-def test_a_topology_says_what_joins_a_node(run):
+def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
     """Before the machine's data sheet, and after --set: here 12 of its 18 NVLinks are there."""
     node = Path(__file__).parents[2] / "spec/topology/topologies/h100-nv18.txt"
     fewer = run.parent / "node.txt"
@@ -63,11 +63,11 @@ def test_a_topology_says_what_joins_a_node(run):
     assert slower["step_seconds"] > usual["step_seconds"]
 
 
-def test_a_price_gives_a_cost(run):
+def test_plan_prints_cost_per_token_when_price_is_set(run):
     assert "price/1e9 tokens" in shown(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
 
 
-def test_it_says_where_time_and_memory_go_and_what_would_help(run):
+def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     text = shown(run, *H100, "--explain", 1)
     for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
@@ -78,7 +78,7 @@ def test_it_says_where_time_and_memory_go_and_what_would_help(run):
         shown(run, *alone, "--explain", 500)
 
 
-def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_path):
+def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
     layouts = known(run, *H100)["layouts"]
     for words, at in (((), 0), (("--explain", 2), 1)):
         file = tmp_path / "step.html"
@@ -102,7 +102,7 @@ def test_the_picture_has_the_figures_of_the_layout_that_is_explained(run, tmp_pa
         assert written(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
 
 
-def test_files_that_were_written_are_named(run, tmp_path):
+def test_plan_reports_written_files_on_stderr(run, tmp_path):
     picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
     said = cli_runner.noted("plan", run, *H100, "--picture", picture, "--out", planned)
     for file in (picture, planned):
@@ -110,7 +110,7 @@ def test_files_that_were_written_are_named(run, tmp_path):
         assert f"wrote {file}" in said
 
 
-def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
+def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
         shown(run, *H100, "--picture", "step.gif")
@@ -134,19 +134,19 @@ def test_what_is_no_picture_is_said_before_any_search(run, monkeypatch):
         (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
     ],
 )
-def test_what_cannot_be_is_said_before_any_search(run, monkeypatch, words, said):
+def test_plan_rejects_invalid_option_values_before_search(run, monkeypatch, words, said):
     monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=said):
         shown(run, *H100, *words)
 
 
-def test_it_says_why_not_another_layout(run):
+def test_plan_why_not_explains_slower_layout(run):
     text = shown(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
 
 
-def test_two_layouts_side_by_side(run):
+def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
     two = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
     text = shown(run, *H100, "--diff", *two)
     assert "A: zero1 dp 8" in text
@@ -167,7 +167,7 @@ def test_two_layouts_side_by_side(run):
     )
 
 
-def test_layouts_side_by_side_by_their_numbers(run):
+def test_plan_diff_accepts_layout_numbers_of_table(run):
     first, _, third = (option["candidate"] for option in known(run, *H100, "--top", 3)["layouts"])
     text = shown(run, *H100, "--diff", 3, 1)
     assert f"layout 3: {third}" in text
@@ -180,7 +180,7 @@ def test_layouts_side_by_side_by_their_numbers(run):
         shown(run, *alone, "--diff", 1, 500)
 
 
-def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
+def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     mistakes = {
         ("--diff", 1, "tp=3"): r"layout\.tp = 3",
@@ -194,7 +194,7 @@ def test_what_is_no_layout_is_said_before_any_search(run, monkeypatch):
             shown(run, *H100, *words)
 
 
-def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
+def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
         assert shown(run, *H100, "--export", trainer, "--set", "model.num_layers=8")
@@ -210,7 +210,7 @@ def test_the_best_goes_to_other_trainers_and_into_a_run_file(run, tmp_path):
     assert planned.layout.model_dump(exclude_defaults=True) == best["layout"]
 
 
-def test_it_predicts_a_table(tmp_path):
+def test_plan_batch_predicts_rows_of_csv_file(tmp_path):
     path = tmp_path / "runs.csv"
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, list(ROW))
@@ -227,7 +227,7 @@ def test_it_predicts_a_table(tmp_path):
     assert "layers: is needed" in text
 
 
-def test_a_model_that_fits_nowhere_says_what_would(run):
+def test_plan_reports_shortage_and_needed_devices_when_no_layout_fits(run):
     with pytest.raises(
         UserError,
         match=r"no layout of [\d,]+ fits(.|\n)*takes [\d.]+ GiB of [\d.]+ of \w+ memory \(P.*\); on \d+ times",
@@ -235,7 +235,7 @@ def test_a_model_that_fits_nowhere_says_what_would(run):
         shown(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
 
 
-def test_mistakes_are_explained(run, tmp_path):
+def test_plan_raises_user_error_for_invalid_arguments(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
         shown()
     others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
@@ -247,7 +247,7 @@ def test_mistakes_are_explained(run, tmp_path):
         shown(run)
 
 
-def test_a_first_layout_that_may_not_fit_is_not_what_is_written(tmp_path):
+def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
     run, written = tmp_path / "run.toml", tmp_path / "written.toml"
     run.write_text(
         '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
@@ -264,11 +264,11 @@ def test_a_first_layout_that_may_not_fit_is_not_what_is_written(tmp_path):
     assert sure["layout"].items() <= taken.items()
 
 
-def test_it_answers_without_torch(run):
+def test_plan_imports_numpy_and_pydantic_but_not_torch(run):
     assert cli_runner.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
 
 
-def test_a_bar_on_a_terminal_and_nowhere_else(run):
+def test_plan_draws_progress_bar_only_on_terminal(run):
     command = [sys.executable, "-m", "phalanx", "plan", str(run), *map(str, H100), "--json"]
     quiet = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert quiet.stderr == ""
@@ -291,11 +291,11 @@ def written_to(terminal: int) -> bytes:
         return b""
 
 
-def test_help_comes_before_any_large_import():
+def test_plan_help_does_not_import_numpy_pydantic_or_torch():
     assert not cli_runner.imported("plan", "--help")
 
 
-def test_help_has_examples():
+def test_plan_help_contains_batch_example():
     text = shown("--help")
     assert "phalanx plan --batch runs.csv --json" in text
 
@@ -317,7 +317,7 @@ nproc_per_node = 2
 """
 
 
-def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
+def test_train_with_auto_layout_uses_best_planned_layout(tmp_path):
     text, path = tmp_path / "text.txt", tmp_path / "run.toml"
     text.write_text("To plan is to choose. " * 400)
     path.write_text(AUTO.format(text=text) + "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 64\n")
@@ -342,7 +342,7 @@ def test_a_run_file_leaves_the_layout_to_the_planner(tmp_path):
     assert not trained.auto_layout
 
 
-def test_auto_plans_for_all_ranks_of_all_nodes(tmp_path):
+def test_auto_layout_is_planned_for_all_ranks_of_all_nodes(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(AUTO.format(text="stdlib") + "nodes = 2\n")
     for nproc in (2, 4):
@@ -350,7 +350,7 @@ def test_auto_plans_for_all_ranks_of_all_nodes(tmp_path):
         check_layout(run_from_table(tomllib.loads(text)), 2 * nproc)
 
 
-def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
+def test_memory_rejects_run_with_auto_layout(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(AUTO.format(text="stdlib"))
     with pytest.raises(UserError, match="the planner's to choose"):
@@ -367,13 +367,13 @@ def test_commands_that_do_not_plan_refuse_to_guess(tmp_path):
         (("--out", "run.toml"), "is the run file itself"),
     ],
 )
-def test_options_that_do_not_go_together(run, monkeypatch, options, problem):
+def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
     monkeypatch.chdir(run.parent)
     with pytest.raises(UserError, match=problem):
         shown(run, *H100, *options)
 
 
-def test_a_layout_with_a_choice_that_is_no_number(run):
+def test_parse_layout_accepts_boolean_and_float_options(run):
     assert (
         parse_layout("data_parallel=zero3, reshard_after_forward=false, bucket_mb=10.5").reshard_after_forward is False
     )

@@ -20,7 +20,7 @@ def found():
     return report_facts(read_run(hybrid()))
 
 
-def test_the_terminal_has_the_verdict_and_every_number(found):
+def test_report_prints_bottleneck_and_all_compared_numbers(found):
     text = shown("report", hybrid(), width=160)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert formatting.bottleneck_headline(found["verdict"]) in text
@@ -36,16 +36,16 @@ def test_the_terminal_has_the_verdict_and_every_number(found):
         )
 
 
-def test_off_a_terminal_there_are_no_colours():
+def test_report_prints_no_ansi_colors_when_not_on_terminal():
     assert "\x1b" not in shown("report", hybrid())
 
 
-def test_json_is_the_facts(found):
+def test_report_json_equals_facts(found):
     printed = known("report", hybrid())
     assert printed == {"runs": [json.loads(json.dumps(found))], "comparison": None}
 
 
-def test_the_page_goes_where_it_is_told(tmp_path, monkeypatch):
+def test_report_html_path_defaults_to_run_or_working_directory(tmp_path, monkeypatch):
     assert f"page: {hybrid() / 'report.html'}" in shown("report", hybrid())
     assert (hybrid() / "report.html").is_file()
     shown("report", two_ranks(), "--html", tmp_path / "one.html")
@@ -56,11 +56,11 @@ def test_the_page_goes_where_it_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--html", "--trace"])
-def test_a_file_that_cannot_be_written_is_named(option, tmp_path):
+def test_report_rejects_unwritable_output_file(option, tmp_path):
     with pytest.raises(UserError, match=f"{option} = .*cannot be written: No such file"):
         shown("report", hybrid(), option, tmp_path / "nowhere" / "file")
 
 
-def test_help_comes_before_any_large_import():
+def test_report_and_watch_help_do_not_import_numpy_pydantic_or_torch():
     assert not cli_runner.imported("report", "--help")
     assert not cli_runner.imported("watch", "--help")

@@ -53,7 +53,7 @@ def printed(*arguments: str) -> str:
     return result.stdout
 
 
-def test_it_prints_the_same_run_and_makes_nothing(file: Path) -> None:
+def test_train_print_config_round_trips_run_and_writes_no_files(file: Path) -> None:
     described = load_run(file, ["training.steps=7"], environment={})
     text = printed("--nproc", "4", "--set", "training.steps=7")
     assert run_from_table(tomllib.loads(text)) == described
@@ -63,7 +63,7 @@ def test_it_prints_the_same_run_and_makes_nothing(file: Path) -> None:
     assert load_run(again, environment={}) == described
 
 
-def test_it_shows_how_a_step_is_cut(file: Path) -> None:
+def test_train_print_config_shows_batch_plan(file: Path) -> None:
     for nproc, cut in ((1, "8 sequences x 1 ranks x 8 accumulated"), (4, "8 sequences x 4 ranks x 2 accumulated")):
         assert printed("--nproc", str(nproc)).splitlines()[0] == f"# per update: {cut}"
     assert printed("--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=4").startswith(
@@ -71,7 +71,9 @@ def test_it_shows_how_a_step_is_cut(file: Path) -> None:
     )
 
 
-def test_defaults_then_file_then_environment_then_set(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_print_config_applies_defaults_file_environment_set_in_order(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PHALANX_TRAINING__SEED", "3")
     monkeypatch.setenv("PHALANX_TRAINING__SEQ_LEN", "128")
     training = tomllib.loads(printed("--set", "training.seed=4"))["training"]
@@ -99,7 +101,7 @@ print(json.dumps({"heavy": heavy, "seconds": used.ru_utime + used.ru_stime}), fi
     [["--help"], ["info", "tiny"], ["init", "new.toml"], ["train", "run.toml", "--print-config", "--nproc", "2"]],
     ids=" ".join,
 )
-def test_it_starts_without_torch(command: list[str], file: Path) -> None:
+def test_cli_commands_start_without_importing_torch(command: list[str], file: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     cost = json.loads(ended.stderr.splitlines()[-1])
@@ -107,7 +109,7 @@ def test_it_starts_without_torch(command: list[str], file: Path) -> None:
     print(f"phalanx {' '.join(command)}: {cost['seconds']:.2f} s of CPU time")
 
 
-def test_fewer_ranks_keep_the_layout_where_nobody_knows_the_machines_memory(tmp_path: Path) -> None:
+def test_replan_layout_is_unchanged_when_machine_memory_is_unknown(tmp_path: Path) -> None:
     """A node may be lost before the run has measured anything; the planner could not choose then."""
     cluster, layout = {"peak_flops": 1e12}, {"data_parallel": "zero2"}
     run = run_from_table(
@@ -118,7 +120,7 @@ def test_fewer_ranks_keep_the_layout_where_nobody_knows_the_machines_memory(tmp_
     assert replan_layout(run, 1, 1) == run.layout
 
 
-def test_a_name_that_is_not_known_yet_is_waited_for(
+def test_resolve_rendezvous_retries_until_host_name_resolves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the first pod's, which has one when it has an address."""
@@ -148,7 +150,7 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
         (("--nproc", "8"), 2, "sees no GPU"),
     ],
 )
-def test_what_is_one_nodes_own_fault_does_not_end_the_run(
+def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
     file: Path, options: tuple[str, ...], code: int, said: str
 ) -> None:
     """Others may train on, for which Kubernetes is to start it again."""
@@ -166,7 +168,7 @@ def test_what_is_one_nodes_own_fault_does_not_end_the_run(
     assert (ended.returncode, said in ended.stderr) == (code, True), ended.stderr
 
 
-def test_too_few_gpus_are_the_nodes_own_fault(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_select_nproc_raises_local_node_error_for_too_few_gpus(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     with pytest.raises(LocalNodeError, match="this machine has 7 GPUs"):

@@ -341,7 +341,9 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize(("changes", "words"), SET, ids=[" ".join(f"{k}={v}" for k, v in c.items()) for c, _ in SET])
-def test_a_bad_value(changes: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_invalid_setting_and_writes_no_files(
+    changes: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any
+) -> None:
     before = tree(place)
     overrides = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
     said = message(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
@@ -352,7 +354,9 @@ def test_a_bad_value(changes: Any, words: Any, place: Path, monkeypatch: Any, ca
 
 
 @pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=[" ".join(a) for a, _ in ARGUMENTS])
-def test_a_bad_argument(arguments: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_invalid_command_line_argument(
+    arguments: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any
+) -> None:
     said = message(["train", "run.toml", *arguments], monkeypatch, capsys)
     for word in words:
         assert word in said
@@ -368,7 +372,9 @@ def test_a_bad_argument(arguments: Any, words: Any, place: Path, monkeypatch: An
         ("bad.toml", '[model]\npreset = "tiny"\nhidden_size = true\n', ("model.hidden_size = True", "whole number")),
     ],
 )
-def test_a_bad_run_file(file: str, content: str | None, words: Any, place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_unreadable_or_invalid_run_file(
+    file: str, content: str | None, words: Any, place: Path, monkeypatch: Any, capsys: Any
+) -> None:
     if file == ".":
         (place / "run.toml").unlink()
     if content is not None:
@@ -378,7 +384,7 @@ def test_a_bad_run_file(file: str, content: str | None, words: Any, place: Path,
         assert word in said
 
 
-def test_a_run_that_is_there_is_not_overwritten(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_does_not_overwrite_existing_run(place: Path, monkeypatch: Any, capsys: Any) -> None:
     (place / "OUT" / "bad").mkdir(parents=True)
     (place / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
     before = tree(place)
@@ -388,7 +394,7 @@ def test_a_run_that_is_there_is_not_overwritten(place: Path, monkeypatch: Any, c
     assert tree(place) == before
 
 
-def test_a_foreign_checkpoint(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_resume_rejects_checkpoint_not_written_by_phalanx(place: Path, monkeypatch: Any, capsys: Any) -> None:
     foreign = place / "OUT" / "bad" / "checkpoints" / "step-00000010"
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
@@ -396,7 +402,7 @@ def test_a_foreign_checkpoint(place: Path, monkeypatch: Any, capsys: Any) -> Non
     assert "not written by phalanx" in said
 
 
-def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_unwritable_output_directory(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not even root can make a directory in /proc."""
     usage = preflight.shutil.disk_usage(place)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
@@ -405,7 +411,7 @@ def test_an_unwritable_directory(place: Path, monkeypatch: Any, capsys: Any) -> 
     assert "another directory" in said
 
 
-def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """The disk is nearly full: said before the run, with what it needs."""
     usage = preflight.shutil.disk_usage(place)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
@@ -414,7 +420,7 @@ def test_no_space(place: Path, monkeypatch: Any, capsys: Any) -> None:
     assert "checkpoint.keep" in said
 
 
-def test_a_run_that_is_resumed_has_room_for_the_checkpoints_that_it_has(place: Path, monkeypatch: Any) -> None:
+def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(place: Path, monkeypatch: Any) -> None:
     """Of a disk that was large enough when it began."""
     run = load_run(place / "run.toml")
     usage, each = preflight.shutil.disk_usage(place), checkpoint_bytes(run)
@@ -436,12 +442,12 @@ def test_a_run_that_is_resumed_has_room_for_the_checkpoints_that_it_has(place: P
         preflight.preflight(run, 1, resume=True)
 
 
-def test_environment_values_are_checked_too(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_invalid_value_from_environment_variable(place: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PHALANX_TRAINING__STEPS", "many")
     assert "training.steps = 'many'" in message(["train", "run.toml"], monkeypatch, capsys)
 
 
-def test_too_little_text(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_dataset_shorter_than_one_sequence(place: Path, monkeypatch: Any, capsys: Any) -> None:
     sizes = ["training.seq_len=8192", "training.tokens_per_step=16384"]
     said = message(["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys)
     found = re.fullmatch(
@@ -453,14 +459,14 @@ def test_too_little_text(place: Path, monkeypatch: Any, capsys: Any) -> None:
     assert int(found[2].replace(",", "")) == IndexedDataset(found[1]).size
 
 
-def test_too_little_text_to_evaluate_on(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_empty_held_out_dataset(place: Path, monkeypatch: Any, capsys: Any) -> None:
     (place / "TEXT" / "end.txt").write_text("")
     said = message(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
     assert said == "phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: name files with text in them\n"
     assert not (place / "OUT" / "bad").exists()
 
 
-def test_the_real_command_ends_with_2(place: Path) -> None:
+def test_train_process_exits_with_code_2_for_unknown_field(place: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--set", "training.stepz=3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -470,7 +476,7 @@ def test_the_real_command_ends_with_2(place: Path) -> None:
     ]
 
 
-def test_the_good_run_is_good(place: Path) -> None:
+def test_preflight_accepts_unmodified_base_run(place: Path) -> None:
     """The table starts from a run that works: only what a row changes is wrong."""
     run = load_run("run.toml", environment={})
     preflight.preflight(run, 2, resume=False)

@@ -32,7 +32,7 @@ from tests.helpers.trained_runs import SECONDS, command, copied, environment, hy
 from tests.helpers.watch_server import served
 
 
-def test_off_a_terminal_there_is_a_line_for_each_step():
+def test_watch_prints_one_line_per_step_when_not_on_terminal():
     lines = shown("watch", two_ranks()).splitlines()
     found = report_facts(read_run(two_ranks()))
     assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
@@ -40,7 +40,7 @@ def test_off_a_terminal_there_is_a_line_for_each_step():
         assert f"loss {loss:.3f}" in line
 
 
-def test_it_follows_a_run_to_its_end():
+def test_watch_follows_running_training_to_its_last_step():
     file = run_file("followed", {"training.steps": 12})
     train = subprocess.Popen(command(file, 1), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -68,7 +68,7 @@ def broken(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
+def test_watch_reports_failure_and_continues_when_run_restarts(broken):
     watch = [sys.executable, "-m", "phalanx", "watch", str(broken), "--every", "0.1"]
     with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -86,7 +86,7 @@ def test_a_failure_that_the_run_survives_is_told_and_watched_through(broken):
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
+def test_watch_exits_1_when_failed_run_does_not_restart(broken, ended):
     """By what it says, or by its silence."""
     if ended:
         append_event(broken, FINISHED, step=5)
@@ -98,7 +98,7 @@ def test_a_run_that_stays_away_is_watched_no_longer(broken, ended):
     assert left.value.exit_code == 1
 
 
-def test_the_live_view_has_the_essentials():
+def test_render_live_shows_progress_bottleneck_and_rank_times():
     from rich.console import Console
 
     found = report_facts(read_run(hybrid()))
@@ -114,7 +114,7 @@ def test_the_live_view_has_the_essentials():
         assert said in text
 
 
-def test_the_time_left_is_that_of_the_newest_steps():
+def test_seconds_left_uses_duration_of_latest_steps():
     found = report_facts(read_run(two_ranks()))
     found["run"] |= {"step": 8, "steps": 108}
     found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
@@ -122,13 +122,13 @@ def test_the_time_left_is_that_of_the_newest_steps():
     assert format_latest_step(found).endswith("3:20 left")
 
 
-def test_a_curve_is_a_line_of_characters():
+def test_sparkline_draws_curve_as_block_characters():
     assert sparkline([3.0, 2.0, None, 1.0], 60) == "█▅▁"
     assert sparkline([1.0] * 500, 60) == "▁" * 60
     assert sparkline([None], 60) == ""
 
 
-def test_the_page_and_its_facts_are_served_to_this_machine_alone():
+def test_watch_web_serves_page_and_facts_to_localhost_only():
     with served(hybrid()) as address:
         expected = json.loads(json.dumps(report_data([report_facts(read_run(hybrid()))])))
         assert json.load(urllib.request.urlopen(f"{address}facts.json", timeout=60)) == expected
@@ -141,14 +141,14 @@ def test_the_page_and_its_facts_are_served_to_this_machine_alone():
             assert caught.value.code == code
 
 
-def test_a_port_that_is_taken_is_named():
+def test_watch_web_rejects_port_in_use():
     with served(two_ranks()) as address:
         port = address.rpartition(":")[2].strip("/")
         with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
             shown("watch", two_ranks(), "--web", "--port", port)
 
 
-def test_who_connects_and_asks_nothing_holds_no_thread_for_long(monkeypatch):
+def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
     monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.1)
     with http_server.make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
         serves = Thread(target=found.serve_forever)
@@ -161,7 +161,7 @@ def test_who_connects_and_asks_nothing_holds_no_thread_for_long(monkeypatch):
             serves.join()
 
 
-def test_numbers_are_served_to_prometheus():
+def test_watch_prometheus_serves_metrics_at_metrics_path_only():
     with served(two_ranks(), "--prometheus", "0") as address:
         answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1") + "?by=name", timeout=60)
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"

@@ -35,18 +35,18 @@ from tests.helpers import cli_runner
         (("planning",), "command = 'planning': is not known\n  fix: known here: advise, "),
     ],
 )
-def test_what_typer_refuses_reads_like_our_errors(words, said):
+def test_translate_usage_errors_converts_typer_errors_to_user_errors(words, said):
     with pytest.raises(UserError, match=said):
         cli_runner.shown(*words)
 
 
-def test_it_is_said_on_stderr_with_exit_code_2():
+def test_usage_error_is_printed_on_stderr_with_exit_code_2():
     done = subprocess.run([sys.executable, "-m", "phalanx", "plan", "--top", "few"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("phalanx: --top = 'few': must be a whole number\n  fix: ")
 
 
-def test_the_list_of_commands_comes_before_any_large_import():
+def test_main_help_does_not_import_numpy_pydantic_or_torch():
     assert not cli_runner.imported("--help")
 
 
@@ -64,6 +64,6 @@ def test_every_command_file_has_a_summary():
     assert set(COMMANDS) <= files
 
 
-def test_a_command_without_words_shows_its_help():
+def test_command_group_without_arguments_prints_help():
     for words in ((), ("data",)):
         assert "Usage" in cli_runner.shown(*words, exit_code=2)

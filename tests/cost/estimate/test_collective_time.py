@@ -22,7 +22,7 @@ def ranks(count: float) -> np.ndarray:
     return np.array([float(count)])
 
 
-def test_one_rank_sends_nothing():
+def test_collective_seconds_are_zero_for_one_rank():
     table = jobs(job())
     assert ring_seconds(C, table, GIB, ranks(1), 1.0) == 0
     assert all_to_all_seconds(C, table, GIB) == 0
@@ -30,13 +30,13 @@ def test_one_rank_sends_nothing():
 
 @pytest.mark.parametrize(("operation", "reduces"), [("all_gather", False), ("all_reduce", True)])
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_large_messages_take_what_the_bus_factor_says(operation, reduces, count):
+def test_ring_seconds_match_bus_factor_for_large_messages(operation, reduces, count):
     table, size = jobs(job()), 1000 * GIB
     expected = bus_factor(operation, count) * size / fast_link_bandwidth(C, table)
     assert ring_seconds(C, table, size, ranks(count), 1.0, reduces) == pytest.approx(expected, rel=1e-3)
 
 
-def test_cards_of_a_node_serve_a_group_together():
+def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
     """Of 64 ranks side by side each node's eight cards carry the ring; of 64 that are 8 apart each its own."""
     table, size = jobs(job()), 1000 * GIB
     together, apart = (ring_seconds(C, table, size, ranks(64), stride) for stride in (1.0, 8.0))
@@ -46,14 +46,14 @@ def test_cards_of_a_node_serve_a_group_together():
     assert apart == pytest.approx(63 / 64 * size / network_bandwidth(C, table), rel=0.01)
 
 
-def test_small_messages_take_latency_that_grows_with_the_ring():
+def test_ring_latency_grows_with_group_size_for_small_messages():
     table, size = jobs(job()), np.array([8.0])
     few, many = (float(ring_seconds(C, table, size, ranks(n), 1.0)[0]) for n in (64, 1024))
     assert many > 4 * few
     assert float(ring_seconds(C, table, size, ranks(1024), 1.0, reduces=True)[0]) < many
 
 
-def test_where_data_parallel_ranks_are_outermost_a_stage_has_a_part_of_a_node():
+def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
     """Of a node's 8 ranks, 2 are of one of 4 stages: experts meet over nodes, and two cards serve a group."""
     row = job(dp=16, pp=4, ep=8)
     near, far = jobs(row), jobs({**row, "pipeline_outermost": 0.0})
@@ -70,7 +70,7 @@ def test_where_data_parallel_ranks_are_outermost_a_stage_has_a_part_of_a_node():
     assert p2p_seconds(C, jobs(job(dp=16, pp=8, pipeline_outermost=0.0)), GIB) < p2p_seconds(C, near, GIB)
 
 
-def test_relayed_tokens_cross_once():
+def test_dedup_node_dispatch_sends_each_token_once_per_node():
     row = job("mixtral-8x7b", ep=64, dp=64, top_k=8)
     plain, relayed = all_to_all_seconds(C, jobs(row, {**row, "dedup_node_dispatch": 1.0}), 100 * GIB)
     nodes, top_k = 8, 8
@@ -78,12 +78,12 @@ def test_relayed_tokens_cross_once():
     assert relayed / plain == pytest.approx(distinct, rel=0.01)
 
 
-def test_oversubscription_divides_the_network():
+def test_oversubscription_divides_network_bandwidth():
     one, half = jobs(job()), jobs(job(oversubscription=2))
     assert network_bandwidth(C, half) == pytest.approx(network_bandwidth(C, one) / 2)
 
 
-def test_stages_of_one_domain_send_over_its_links():
+def test_p2p_seconds_use_fast_links_within_one_domain():
     near, far = jobs(job(pp=8)), jobs(job(pp=8, dp=8))
     assert p2p_seconds(C, near, GIB) == pytest.approx(C.link_seconds + GIB / fast_link_bandwidth(C, near))
     assert p2p_seconds(C, far, GIB) == pytest.approx(C.network_seconds + GIB / network_bandwidth(C, far))

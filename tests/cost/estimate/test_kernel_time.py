@@ -20,7 +20,7 @@ def column(value: float) -> np.ndarray:
 
 @settings(max_examples=80, deadline=None)
 @given(m=SIZE, n=SIZE, k=SIZE, machine=st.sampled_from(["a100", "h100", "b200", "tpuv4", "mi300x"]))
-def test_a_product_is_no_faster_than_the_best_seen_nor_than_memory(m, n, k, machine):
+def test_matmul_seconds_respect_peak_flops_and_memory_bandwidth(m, n, k, machine):
     row = job(machine=machine)
     seconds = float(matmul_seconds(C, jobs(row), column(m), column(n), column(k))[0])
     assert seconds >= 2 * m * n * k / (1.05 * row["matmul_flops"])
@@ -29,7 +29,7 @@ def test_a_product_is_no_faster_than_the_best_seen_nor_than_memory(m, n, k, mach
 
 @settings(max_examples=60, deadline=None)
 @given(m=SIZE, n=SIZE, k=SIZE, more=st.sampled_from([2, 3, 8]))
-def test_more_work_takes_longer(m, n, k, more):
+def test_matmul_seconds_never_decrease_with_larger_sizes(m, n, k, more):
     table = jobs(job())
     once = matmul_seconds(C, table, column(m), column(n), column(k))
     for sizes in ((more * m, n, k), (m, more * n, k), (m, n, more * k)):
@@ -37,19 +37,19 @@ def test_more_work_takes_longer(m, n, k, more):
     assert matmul_seconds(C, table, column(m), column(n), column(k), batch=more) >= once
 
 
-def test_large_products_reach_what_products_reach_in_training():
+def test_large_matmul_reaches_fitted_training_efficiency():
     row = job()
     reached = 2 * 16384**3 / float(matmul_seconds(C, jobs(row), *map(column, (16384, 16384, 16384)))[0])
     assert reached / row["matmul_flops"] == pytest.approx(C.gemm_1, rel=0.1)
 
 
-def test_a_product_of_one_tile_leaves_the_device_idle():
+def test_single_tile_matmul_stays_below_ten_percent_of_peak():
     row = job()
     reached = 2 * 128 * 128 * 4096 / float(matmul_seconds(C, jobs(row), *map(column, (128, 128, 4096)))[0])
     assert reached < 0.1 * row["matmul_flops"]
 
 
-def test_eight_bits_are_faster_but_attention_stays_in_sixteen():
+def test_low_precision_speeds_up_linear_layers_but_not_attention():
     plain, low = job(), job(low_precision=1)
     sizes = tuple(map(column, (8192, 8192, 8192)))
     assert matmul_seconds(C, jobs(low), *sizes) < 0.8 * matmul_seconds(C, jobs(plain), *sizes)
@@ -57,12 +57,12 @@ def test_eight_bits_are_faster_but_attention_stays_in_sixteen():
     assert attention_seconds(C, jobs(low))[0] == attention_seconds(C, jobs(plain))[0]
 
 
-def test_a_backward_pass_has_two_products_for_one():
+def test_linear_backward_takes_about_twice_the_forward():
     forward, inputs, weights = linear_seconds(C, jobs(job()), *map(column, (8192, 16384, 8192)))
     assert (inputs + weights) / forward == pytest.approx(2, rel=0.15)
 
 
-def test_attention_by_its_kernel():
+def test_attention_seconds_decrease_from_unfused_to_flash_kernels():
     """Scores that are written to memory cost more than any flash kernel, and separate kernels most."""
     kinds = (AttentionKernel.SEPARATE, AttentionKernel.FUSED, AttentionKernel.FLASH_1, AttentionKernel.FLASH_2)
     rows = [job(machine="a100", attention=kind, sequence=4096) for kind in kinds]
@@ -76,12 +76,12 @@ def test_attention_by_its_kernel():
     assert plain > 2 * fast
 
 
-def test_flash_attention_grows_with_the_square_of_the_sequence():
+def test_flash_attention_seconds_grow_quadratically_with_sequence():
     short, long = attention_seconds(C, jobs(job(sequence=32768), job(sequence=65536)))[0]
     assert long / short == pytest.approx(4, rel=0.1)
 
 
-def test_heads_that_tiles_cannot_divide_are_slow():
+def test_attention_is_slower_when_head_dim_is_not_a_tile_multiple():
     good, odd = (
         job(machine="a100", attention=AttentionKernel.FUSED, head_dim=dim, value_dim=dim) for dim in (152, 150)
     )
@@ -89,7 +89,7 @@ def test_heads_that_tiles_cannot_divide_are_slow():
     assert slow > 1.2 * fast
 
 
-def test_passes_take_their_bytes_over_the_bandwidth():
+def test_memory_pass_seconds_equal_bytes_over_bandwidth():
     row = job()
     seconds = memory_pass_seconds(C, jobs(row), column(1e9))
     assert seconds == pytest.approx(1e9 / (row["hbm_bytes_per_second"] * C.hbm_1))

@@ -78,14 +78,14 @@ def gpt(layers: int, width: int, heads: int, **choices: float) -> dict[str, floa
         ),
     ],
 )
-def test_published_figures_of_megatron(shape, choices, gib):
+def test_estimate_memory_matches_published_megatron_figures(shape, choices, gib):
     """Korthikanti et al. (arXiv 2205.05198), figure 1: within 8 % (theirs count no library's buffers)."""
     held = estimate_memory(C, jobs(gpt(*shape, **choices))).allocated / GIB
     assert held == pytest.approx(gib, rel=0.08)
 
 
 @pytest.mark.parametrize(("zero", "bytes_each"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
-def test_state_is_that_of_the_zero_paper(zero, bytes_each):
+def test_estimate_memory_state_matches_zero_paper(zero, bytes_each):
     """ZeRO, table 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.88 GB."""
     row = gpt(36, 4096, 32, dp=64, zero_stage=zero, shard_group_size=64)
     row["parameters"] = 7.5e9
@@ -107,7 +107,7 @@ def test_state_is_that_of_the_zero_paper(zero, bytes_each):
         (8, {"data_parallel": "zero3"}),
     ],
 )
-def test_state_is_what_phalanx_counts(ranks, layout):
+def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
     """The same parameters, gradients and optimizer state; norms are not cut, and stages are by what they cost: 6 %."""
     run = run_from_table(
         {
@@ -138,7 +138,7 @@ def test_state_is_what_phalanx_counts(ranks, layout):
         (8, {"tp": 4, "data_parallel": "zero1"}),
     ],
 )
-def test_what_is_offloaded_is_what_phalanx_counts(ranks, layout, place):
+def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, place):
     """On the device as much less as there is in CPU memory and in files."""
     directory = {"offload_directory": "/local"} if place == "nvme" else {}
     run = run_from_table(
@@ -159,7 +159,7 @@ def test_what_is_offloaded_is_what_phalanx_counts(ranks, layout, place):
     assert held.host[0] == pytest.approx(max(place.host for place in counted), rel=0.06)
 
 
-def test_wider_numbers_take_more():
+def test_estimate_memory_grows_with_compute_dtype_bytes():
     """What comes and goes as many times more; logits, of which the loss makes fp32 ones, only in fp64."""
     rows = (gpt(36, 4096, 32, dp=64, zero_stage=3, shard_group_size=64, compute_dtype_bytes=size) for size in (2, 4, 8))
     held = estimate_memory(C, jobs(*rows)).first
@@ -173,7 +173,7 @@ def test_wider_numbers_take_more():
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
-def test_what_is_offloaded_is_as_wide_as_it_is_trained(data, precision):
+def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, precision):
     """On a machine that was calibrated so."""
     measured = {
         "runs": 1,
@@ -209,7 +209,7 @@ def test_what_is_offloaded_is_as_wide_as_it_is_trained(data, precision):
     ],
 )
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16)])
-def test_what_is_in_flight_is_what_the_schedule_holds(name, order, v, p, m):
+def test_micro_batches_in_flight_match_schedule_peak_activations(name, order, v, p, m):
     schedule = build_schedule(name, p, m, v)
     said = micro_batches_in_flight(jobs(job(pp=p, virtual_stages=v, schedule=order, micro_batches=m)))
     for place, count in zip((0, 1, p - 1), said, strict=True):
@@ -224,7 +224,7 @@ def test_what_is_in_flight_is_what_the_schedule_holds(name, order, v, p, m):
     zero=st.integers(0, 2),
     micro_batch=st.sampled_from([1, 2, 4]),
 )
-def test_sharing_more_and_recomputing_more_never_takes_more(tp, pp, dp, zero, micro_batch):
+def test_estimate_memory_never_grows_with_zero_stage_or_recompute(tp, pp, dp, zero, micro_batch):
     row = job(tp=tp, pp=pp, dp=dp, zero_stage=zero, shard_group_size=dp if zero else 1, micro_batch=micro_batch)
     less = [
         {**row, "zero_stage": zero + 1.0, "shard_group_size": float(dp)} if zero < 2 else row,
@@ -234,7 +234,7 @@ def test_sharing_more_and_recomputing_more_never_takes_more(tp, pp, dp, zero, mi
     assert all(size <= whole * (1 + 1e-9) for size in smaller)
 
 
-def test_what_comes_and_goes_between_others_is_not_wholly_used_again():
+def test_reserved_bytes_include_fragmentation_of_pipeline_activations():
     piped = {"tp": 8, "pp": 4}
     rows = [
         gpt(48, 6144, 64, **choices)
@@ -248,7 +248,7 @@ def test_what_comes_and_goes_between_others_is_not_wholly_used_again():
     assert used[0] > used[1]
 
 
-def test_the_probability_of_running_out_grows_with_what_is_used():
+def test_oom_probability_grows_with_reserved_bytes():
     table = jobs(*(job(dp=8, micro_batch=size) for size in (1, 2, 4, 8, 16)))
     held = estimate_memory(C, table)
     risk = oom_probability(C, table, held)

@@ -33,12 +33,12 @@ def table(zero: int, kind: OffloadTarget = OffloadTarget.CPU, m: int = 8, **more
         (3, 7 * 4 / 10e9, 7 * 12 + 4 + 8 + 28),
     ],
 )
-def test_seconds_are_those_computed_by_hand(zero, copies, passes):
+def test_offload_seconds_match_hand_computed_cases(zero, copies, passes):
     seconds = offload.offload_seconds(C, table(zero), np.array([1e9]))
     assert seconds[0] == pytest.approx(1e9 * (copies + passes / 80e9))
 
 
-def test_files_take_as_long_as_the_disk_where_that_is_slower():
+def test_offload_seconds_to_files_are_limited_by_disk_bandwidth():
     moved = 2 * 12 + 4
     seconds = offload.offload_seconds(C, table(1, OffloadTarget.FILES), np.array([1e9]))
     assert seconds[0] == pytest.approx(1e9 * (4 / 10e9 + moved / 2e9))
@@ -47,12 +47,12 @@ def test_files_take_as_long_as_the_disk_where_that_is_slower():
     assert offload.offload_seconds(C, fast, np.array([1e9])) == offload.offload_seconds(C, table(1), np.array([1e9]))
 
 
-def test_files_are_read_and_written_as_often_as_was_measured():
+def test_disk_offload_traffic_matches_measured_reads_and_writes():
     """docs/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read and 13.0 GB written."""
     assert 463e6 * offload._disk_bytes(table(2, OffloadTarget.FILES))[0] == pytest.approx(14.9e9 + 13.0e9, rel=0.01)
 
 
-def test_what_is_sharded_comes_up_before_every_gather():
+def test_zero3_offload_uploads_parameters_before_every_all_gather():
     """Hidden where the link is fast; where it is slow, in each pass of 8 micro-batches an eighth of all parameters."""
 
     def compute(kind: OffloadTarget, speed: float) -> float:
@@ -72,7 +72,7 @@ def test_what_is_sharded_comes_up_before_every_gather():
     assert offload.upload_seconds(table(2), np.array([1e9]))[0] == 0
 
 
-def test_the_device_does_not_update_what_rests_elsewhere():
+def test_offload_moves_optimizer_step_from_device_to_host():
     kept, away = (step_seconds(C, jobs(job(zero_stage=1, shard_group_size=1, offload=kind))) for kind in (0, 1))
     assert kept.offload == 0
     assert away.update < kept.update
@@ -83,10 +83,10 @@ def test_the_device_does_not_update_what_rests_elsewhere():
     ("zero", "kind", "expected"),
     [(1, 0, 0), (1, 1, 12), (2, 1, 14), (3, 1, 16), (1, 2, 0), (2, 2, 0), (3, 2, 8)],
 )
-def test_bytes_in_cpu_memory(zero, kind, expected):
+def test_host_bytes_match_zero_stage_and_offload_target(zero, kind, expected):
     assert offload.host_bytes(table(zero, kind))[0] == expected
 
 
 @pytest.mark.parametrize(("zero", "kept"), [(1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))])
-def test_bytes_that_stay_on_the_device(zero, kept):
+def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, kept):
     assert tuple(float(column[0]) for column in offload.device_state_bytes(table(zero))) == kept

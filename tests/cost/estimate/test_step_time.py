@@ -26,7 +26,7 @@ def test_fitted_constants_lie_within_their_bounds(kind):
         assert low * 0.999 <= getattr(fitted, constant.name) <= high * 1.001, constant.name
 
 
-def test_parts_add_up():
+def test_step_seconds_equals_sum_of_parts():
     table = jobs(
         job(),
         job(dp=8, zero_stage=1, shard_group_size=8),
@@ -56,7 +56,7 @@ def test_parts_add_up():
 )
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 16)])
 @pytest.mark.parametrize(("F", "B", "W"), [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 4.0, 2.0)])
-def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B, W):
+def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W):
     chunks = 2 if name == "zb-v" else v
     times = ActionTimes(F / chunks, B / chunks, W / chunks)
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
@@ -78,7 +78,7 @@ def test_bubbles_are_those_of_the_simulated_schedules(name, order, v, p, m, F, B
         ["link_bytes_per_second", "network_bytes_per_second", "hbm_bytes_per_second", "peak_flops", "matmul_flops"]
     ),
 )
-def test_better_hardware_is_never_slower(tp, pp, dp, zero, micro_batch, recompute, field):
+def test_step_seconds_never_increase_with_faster_hardware(tp, pp, dp, zero, micro_batch, recompute, field):
     row = job(
         tp=tp,
         pp=pp,
@@ -94,32 +94,32 @@ def test_better_hardware_is_never_slower(tp, pp, dp, zero, micro_batch, recomput
 
 @settings(max_examples=40, deadline=None)
 @given(tp=st.sampled_from([1, 2, 8]), micro_batch=st.sampled_from([1, 4]), layers=st.sampled_from([8, 32, 80]))
-def test_a_step_is_never_faster_than_its_products_at_the_best_seen(tp, micro_batch, layers):
+def test_step_seconds_is_at_least_matmul_time_at_best_flops(tp, micro_batch, layers):
     row = job(tp=tp, micro_batch=micro_batch, layers=layers, dense_layers=layers)
     matrices = row["attention_parameters"] + row["mlp_matrices"] * row["width"] * row["ffn"]
     flops = 6 * layers * matrices * row["sequence"] * micro_batch * row["micro_batches"] / tp
     assert step_seconds(C, jobs(row)).total[0] >= flops / (1.05 * row["matmul_flops"])
 
 
-def test_recomputing_whole_blocks_costs_a_forward_pass_more():
+def test_full_activation_checkpointing_adds_about_one_forward_pass():
     plain, again = step_seconds(C, jobs(job(), job(recompute=3))).compute
     assert 1.2 < again / plain < 4 / 3 + 0.01
 
 
-def test_sharing_products_beyond_the_fast_links_shows():
+def test_tp_communication_is_slower_outside_fast_link_domain():
     rows = [job("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
     inside, across = step_seconds(C, jobs(*rows)).exchange
     assert across > 1.3 * inside
 
 
-def test_gradients_hide_behind_the_backward_pass_only_where_they_may():
+def test_overlap_grad_reduce_hides_gradient_communication():
     hidden, shown = step_seconds(
         C, jobs(job(dp=64, overlap_grad_reduce=1), job(dp=64, overlap_grad_reduce=0))
     ).data_parallel
     assert hidden < shown / 2
 
 
-def test_parameters_gathered_after_the_update_show_unless_they_run_ahead():
+def test_overlap_param_gather_hides_parameter_gathers():
     row = job(dp=64, zero_stage=1, shard_group_size=64)
     ahead, after = step_seconds(
         C, jobs({**row, "overlap_param_gather": 1}, {**row, "overlap_param_gather": 0})
@@ -127,13 +127,13 @@ def test_parameters_gathered_after_the_update_show_unless_they_run_ahead():
     assert after > ahead
 
 
-def test_ranks_that_part_a_message_send_it_faster():
+def test_scatter_gather_p2p_shortens_pipeline_sends():
     row = job(tp=8, pp=4, sequence_parallel=0)
     parted, whole = step_seconds(C, jobs({**row, "scatter_gather_p2p": 1}, {**row, "scatter_gather_p2p": 0})).send
     assert parted < whole
 
 
-def test_gathered_logits_slow_the_last_stage():
+def test_gathering_logits_increases_compute_time():
     row = job(tp=8)
     whole, shared = step_seconds(C, jobs({**row, "gathers_logits": 1}, {**row, "gathers_logits": 0})).compute
     assert whole > shared

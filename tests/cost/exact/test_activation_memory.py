@@ -196,7 +196,7 @@ SHARED = {
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize(("changes", "names"), SHARED.values(), ids=SHARED)
-def test_of_ranks_that_share_to_the_byte(changes, names, mode):
+def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, names, mode):
     """Heads, inner widths and logits over tensor-parallel ranks, with sequence parallelism the residual stream's tokens
     too; tokens over context-parallel ranks; experts."""
     from phalanx.testing import rank_pool
@@ -220,7 +220,7 @@ def test_of_ranks_that_share_to_the_byte(changes, names, mode):
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("numbers", PRECISIONS)
 @pytest.mark.parametrize("name", SPECS)
-def test_to_the_byte(name, numbers, mode, masked):
+def test_activation_bytes_equals_saved_tensors_on_one_rank(name, numbers, mode, masked):
     precision, autocast = PRECISIONS[numbers]
     found = measure(SPECS[name], 3, 20, precision, mode, autocast, masked)
     predicted = activation_bytes(SPECS[name], 3, 20, precision, Layout(activation_checkpointing=mode), autocast, masked)
@@ -229,7 +229,7 @@ def test_to_the_byte(name, numbers, mode, masked):
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", SPECS)
-def test_twice_the_sequences_take_twice_the_bytes(name, mode):
+def test_activation_bytes_is_linear_in_batch_size(name, mode):
     one, two, three = (
         activation_bytes(SPECS[name], n, 64, "bf16", Layout(activation_checkpointing=mode), True) for n in (1, 2, 3)
     )
@@ -240,19 +240,19 @@ def test_twice_the_sequences_take_twice_the_bytes(name, mode):
 
 
 @pytest.mark.parametrize(("ranks", "saved"), [(4, 0.75), (8, 0.875)])
-def test_ranks_share_a_batch(ranks, saved):
+def test_activation_bytes_shrinks_when_ranks_split_the_batch(ranks, saved):
     whole, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
     assert 1 - share / whole == pytest.approx(saved, abs=0.01)
 
 
-def test_autocast_copies_each_matrix_once():
+def test_autocast_weight_copies_count_each_matrix_once():
     for spec in (LLAMA, GPT2, SPECS["deepseek"]):
         copies = activation_bytes(spec, 1, 16, "bf16", autocast=True).weight_copies
         assert copies == 2 * (count_parameters(spec).block_matrices + spec.vocab_size * spec.hidden_size)
     assert activation_bytes(LLAMA, 1, 16, "fp32", autocast=True) == activation_bytes(LLAMA, 1, 16, "fp32")
 
 
-def test_the_vocabulary_outweighs_the_blocks_of_a_small_model():
+def test_head_and_loss_dominate_activation_bytes_of_small_models():
     small = activation_bytes(LLAMA.replace(vocab_size=8192), 4, 64, "bf16", autocast=True)
     assert small.head_and_loss > small.total / 2
     assert small.loss_gradients == 2 * 4 * 64 * 8192 * 4
@@ -280,7 +280,7 @@ class Alive(TorchDispatchMode):
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("numbers", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_the_peak_is_where_the_backward_pass_begins(name, numbers, mode):
+def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, numbers, mode):
     (precision, autocast), spec = PRECISIONS[numbers], SPECS[name].replace(vocab_size=600)
     dtypes = {"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}
     model = Transformer(spec).to(dtypes.get(precision))

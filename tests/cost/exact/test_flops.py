@@ -22,36 +22,36 @@ SMALL = ModelSpec(
 
 
 @pytest.mark.parametrize(("spec", "millions"), [(TINY, 43.3), (SMALL, 201.4)])
-def test_the_peers_figures_with_attention_in_full(spec, millions):
+def test_training_flops_match_reference_figures_with_full_attention(spec, millions):
     assert training_flops_per_token(spec, 512, causal=False) / 1e6 == pytest.approx(millions, rel=1.1e-3)
 
 
-def test_a_causal_mask_halves_attention():
+def test_causal_mask_halves_attention_flops():
     matmul = 6 * count_parameters(TINY).matmul
     full, causal = (training_flops_per_token(TINY, 512, causal=c) for c in (False, True))
     assert full - matmul == 12 * 6 * 256 * 512
     assert causal - matmul == (full - matmul) / 2
 
 
-def test_forward_is_a_third():
+def test_forward_flops_are_one_third_of_training_flops():
     assert forward_flops_per_token(SMALL, 512) * 3 == pytest.approx(training_flops_per_token(SMALL, 512))
 
 
-def test_a_tied_head_still_computes():
+def test_tied_lm_head_still_counts_as_matmul_parameters():
     untied, tied = (count_parameters(TINY.replace(tie_embeddings=t)) for t in (False, True))
     assert untied.matmul == tied.matmul
     assert untied.total - tied.total == 2048 * 256
 
 
-def test_experts_cost_what_a_token_uses():
+def test_moe_training_flops_count_active_experts_only():
     assert training_flops_per_token(load_model("mixtral-8x7b"), 1) / 6 == pytest.approx(12.75e9, rel=0.01)
 
 
-def test_mfu_of_a_perfect_run_is_one():
+def test_mfu_is_one_at_peak_flops():
     assert mfu(tokens_per_second=200, flops_per_token=1e9, peak_flops=1e11, ranks=2) == 1.0
 
 
-def test_the_forward_pass_by_part():
+def test_forward_flops_by_part_match_closed_forms():
     parts, matmul = forward_flops(TINY, 512, causal=False), 2 * count_parameters(TINY).matmul
     assert parts.projections == 2 * 6 * 4 * 256 * 256
     assert parts.core == 4 * 6 * 256 * 512
@@ -60,7 +60,7 @@ def test_the_forward_pass_by_part():
     assert parts.projections + parts.mlp + parts.head == matmul
 
 
-def test_what_is_computed_again():
+def test_recomputed_flops_match_activation_checkpointing_kind():
     """Megatron-LM's paper on recomputation (arXiv 2205.05198, appendix A): full recomputation makes 72 BLsh^2 (1 + ...)
     of a step into 96 of hardware: a forward pass of the blocks more."""
     parts = forward_flops(SMALL, 512)
@@ -78,7 +78,7 @@ def test_what_is_computed_again():
     assert (whole - 3 * parts.head) / (training_flops_per_token(SMALL, 512) - 3 * parts.head) == pytest.approx(96 / 72)
 
 
-def test_every_other_product_is_about_that_of_llama():
+def test_selective_matmul_fraction_matches_llama3_8b():
     spec = load_model("llama3-8b")
     q, kv, mlp = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.ffn_hidden_size
     assert pytest.approx((kv + q + mlp) / (2 * q + 2 * kv + 3 * mlp), abs=0.02) == SELECTIVE_MATMUL_FRACTION

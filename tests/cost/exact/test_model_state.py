@@ -15,35 +15,35 @@ ALEXNET, GPT3 = 61_000_000, 175_000_000_000
 
 
 @pytest.mark.parametrize(("optimizer", "megabytes"), [("sgd", 488), ("sgd-momentum", 732), ("adamw", 976)])
-def test_alexnet(optimizer, megabytes):
+def test_state_bytes_match_worked_example_of_alexnet(optimizer, megabytes):
     state = state_bytes(optimizer, "fp32") * ALEXNET
     assert state.parameters == 244_000_000
     assert state.total == megabytes * 1_000_000
 
 
-def test_gpt3():
+def test_state_bytes_match_worked_example_of_gpt3():
     state = state_bytes("adamw", "fp32") * GPT3
     assert state.parameters == 700e9
     assert state.total == 2.8e12
 
 
-def test_bf16_keeps_fp32_state_and_fp64_doubles_it():
+def test_state_bytes_are_equal_in_bf16_and_fp32_and_double_in_fp64():
     assert state_bytes("adamw", "bf16") == state_bytes("adamw", "fp32") == StateBytes(4, 4, 8)
     assert state_bytes("adamw", "fp64") == StateBytes(8, 8, 16)
 
 
-def test_the_published_sixteen_bytes():
+def test_mixed_precision_adamw_state_is_16_bytes_per_parameter():
     assert PUBLISHED_MIXED_PRECISION_ADAM.total == 16 == state_bytes("adamw", "bf16").total
 
 
-def test_muon_keeps_one_number_for_matrices_in_blocks_and_two_for_the_rest():
+def test_muon_state_is_one_moment_for_block_matrices_and_two_otherwise():
     count = count_parameters(load_model("olmoe-1b-7b"))
     rest = count.embedding + count.head + count.norms
     assert model_state_bytes(count, "muon", "bf16").optimizer == 4 * (count.total - rest) + 8 * rest
     assert model_state_bytes(count, "adamw", "bf16").total == 16 * count.total
 
 
-def test_checkpoints_that_are_there_need_no_more_room():
+def test_checkpoint_space_needed_decreases_with_existing_checkpoints():
     """Three are kept, and a fourth is written before the oldest goes."""
     run = run_from_table({"model": {"preset": "tiny"}, "checkpoint": {"keep": 3}})
     room = [checkpoint_space_needed_bytes(run, there) / checkpoint_bytes(run) for there in (0, 1, 3, 9)]

@@ -31,18 +31,18 @@ def tensors_of_the_model(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
-def test_presets_have_the_models_own_names_and_shapes_in_its_order(preset):
+def test_parameter_shapes_of_presets_match_transformer(preset):
     spec = load_model(preset)
     assert list(parameter_shapes(spec).items()) == tensors_of_the_model(spec)
 
 
 @settings(max_examples=50, deadline=None)
 @given(specs())
-def test_so_has_any_other_model(spec):
+def test_parameter_shapes_of_random_models_match_transformer(spec):
     assert list(parameter_shapes(spec).items()) == tensors_of_the_model(spec)
 
 
-def test_names_and_shapes_written_out():
+def test_parameter_shapes_of_gpt2_match_explicit_list():
     shapes = parameter_shapes(GPT2.replace(num_layers=1))
     assert list(shapes) == [
         "embedding.weight",
@@ -62,5 +62,5 @@ def test_names_and_shapes_written_out():
     assert shapes["blocks.0.mlp.down.weight"] == (6, 5)
 
 
-def test_rows_are_shared_with_a_remainder():
+def test_max_shard_elements_rounds_rows_up():
     assert [max_shard_elements((10, 3), ranks) for ranks in (1, 2, 3, 4, 10, 16)] == [30, 15, 12, 9, 3, 3]

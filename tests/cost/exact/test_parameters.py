@@ -22,7 +22,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
-def test_totals_are_the_published_ones(preset):
+def test_count_parameters_matches_published_totals(preset):
     if preset != "tiny":
         assert count_parameters(load_model(preset)).total == PUBLISHED[preset]
 
@@ -38,7 +38,7 @@ def test_totals_are_the_published_ones(preset):
         ("spes-9b", 3.09),
     ],
 )
-def test_active_parameters_are_the_published_ones(preset, billions):
+def test_active_parameters_match_published_counts(preset, billions):
     assert count_parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
 
 
@@ -50,7 +50,7 @@ def test_active_parameters_are_the_published_ones(preset, billions):
         ("spes-9b", 8_455_716_864, 975_234_048),
     ],
 )
-def test_experts_and_the_rest(preset, experts, shared):
+def test_expert_and_shared_parameters_match_published_counts(preset, experts, shared):
     count = count_parameters(load_model(preset))
     assert (count.experts, count.total - count.experts) == (experts, shared)
 
@@ -86,7 +86,7 @@ def elements(shape: tuple[int, ...]) -> int:
 
 @settings(deadline=None)
 @given(specs())
-def test_every_part_is_the_sum_of_its_tensors(spec):
+def test_count_parameters_by_part_equals_sum_of_tensors(spec):
     count, tensors = count_parameters(spec), shapes(spec)
     for part in ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head"):
         assert getattr(count, part) == sum(elements(shape) for name, shape in tensors if name == part), part
@@ -99,7 +99,7 @@ def test_every_part_is_the_sum_of_its_tensors(spec):
 
 @settings(max_examples=30, deadline=None)
 @given(specs())
-def test_the_count_is_that_of_the_model_itself(spec):
+def test_count_parameters_equals_transformer_numel(spec):
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
 

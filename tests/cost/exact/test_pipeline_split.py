@@ -15,30 +15,30 @@ from phalanx.spec.files.load import load_model
 
 
 @pytest.mark.parametrize(("layers", "stages", "each"), [(48, 4, 12), (12, 4, 3)])
-def test_equal_layers_are_shared_equally(layers: int, stages: int, each: int) -> None:
+def test_balance_stages_splits_equal_layers_evenly(layers: int, stages: int, each: int) -> None:
     assert balance_stages([0.0, *[1.0] * layers, 0.0], stages) == [each] * stages
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt2-124m", "mixtral-8x7b", "spes-7b"])
-def test_parts_are_the_whole(model: str) -> None:
+def test_layer_flops_sum_to_training_flops(model: str) -> None:
     spec = load_model(model)
     parts = layer_flops(spec, 2048)
     assert len(parts) == spec.num_layers + 2
     assert sum(parts) == pytest.approx(training_flops_per_token(spec, 2048) + 2 * spec.hidden_size, rel=1e-12)
 
 
-def test_the_head_takes_blocks_from_its_stage() -> None:
+def test_balance_stages_gives_fewer_blocks_to_lm_head_stage() -> None:
     spec = load_model("llama3-8b")  # its head costs as much as 2 blocks
     assert balance_stages(layer_flops(spec, 2048), 4) == [8, 9, 9, 6]
 
 
-def test_more_stages_than_layers() -> None:
+def test_balance_stages_rejects_more_stages_than_layers() -> None:
     with pytest.raises(UserError, match=r"stages = 3: are too many for a model of 2 layers"):
         balance_stages([0, 1, 1, 0], 3)
 
 
 @given(st.lists(st.integers(1, 9), min_size=3, max_size=10), st.integers(1, 5))
-def test_no_cut_is_better(costs: list[int], stages: int) -> None:
+def test_balance_stages_matches_brute_force_optimum(costs: list[int], stages: int) -> None:
     layers = len(costs) - 2
     stages = min(stages, layers)
 

@@ -64,7 +64,7 @@ def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankM
 # -- the worked examples --------------------------------------------------------------------------------
 
 
-def test_resnet_18_centralized_and_with_ten_workers():
+def test_rank_memory_matches_resnet18_worked_example_with_ten_workers():
     m, activations = 11_700_000, 20_850_000_000  # the activations are given
     centralized = state_bytes("adamw", "fp32") * m
     worker = sharded_state_bytes("parameter_server", "fp32", m, m, states=0)
@@ -77,7 +77,7 @@ def test_resnet_18_centralized_and_with_ten_workers():
     assert whole.total / tenth.total == pytest.approx(9.656, abs=0.001)
 
 
-def test_a_worker_holds_twice_the_model_whatever_the_optimizer():
+def test_parameter_server_worker_state_is_twice_the_model_for_any_optimizer():
     for optimizer in OPTIMIZERS.values():
         run = described("parameter_server", "fp32", optimizer=optimizer)
         worker = rank_memory(run, 5)["worker"]
@@ -86,14 +86,14 @@ def test_a_worker_holds_twice_the_model_whatever_the_optimizer():
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), list(zip(STAGES, (120, 31.4, 16.6, 1.88), strict=True)))
-def test_zero_on_64_ranks_with_7_5_billion_parameters(stage, gigabytes):
+def test_sharded_state_bytes_match_zero_paper_for_7_5b_on_64_ranks(stage, gigabytes):
     whole, owned = 7_500_000_000, 7_500_000_000 // 64
     states = 2 * (whole if stage == "ddp" else owned)
     assert sharded_state_bytes(stage, "bf16", whole, owned, states).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 @given(st.integers(1, 10_000))
-def test_bytes_per_parameter_of_zero(n):
+def test_sharded_state_bytes_per_parameter_match_zero_formulas(n):
     """16, 4 + 12/N, 2 + 14/N and 16/N, each times N."""
     assert sharded_state_bytes("ddp", "bf16", n, n, 2 * n).total == 16 * n
     assert sharded_state_bytes("zero1", "bf16", n, 1, 2).total == 4 * n + 12
@@ -106,7 +106,7 @@ def test_bytes_per_parameter_of_zero(n):
     assert sharded_state_bytes("zero1", "fp64", n, 1, 2).total == 2 * (8 * n + 8)
 
 
-def test_a_whole_model_comes_to_the_published_bytes():
+def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
     model = {"preset": "llama3-8b"}
     training = {"seq_len": 1024, "tokens_per_step": 64 * 1024}
     count = count_parameters(load_model("llama3-8b")).total
@@ -160,7 +160,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("data", "world_size", "precision", "changes"), CASES)
-def test_state_is_what_the_strategies_hold_to_the_byte(data, world_size, precision, changes, tmp_path):
+def test_rank_memory_equals_allocated_state_of_data_parallel_strategies(data, world_size, precision, changes, tmp_path):
     pytest.importorskip("torch")
     from phalanx.testing import rank_pool
     from tests.helpers.small_runs import described
@@ -198,7 +198,7 @@ SHARED: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize(("world_size", "changes"), SHARED, ids=str)
-def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, changes, precision, tmp_path):
+def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size, changes, precision, tmp_path):
     """Parameters over tp x pp, experts over ep, each over the ranks that have rows of them: of the fullest rank at
     each place of the pipeline."""
     pytest.importorskip("torch")
@@ -227,7 +227,7 @@ def test_state_of_shares_and_stages_is_what_ranks_hold_to_the_byte(world_size, c
         assert {part: fullest.get(part, 0) for part in parts} == {part: getattr(predicted, part) for part in parts}
 
 
-def test_buckets_are_those_of_zero():
+def test_bucket_sizes_equal_buckets_of_zero_strategy():
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
     from phalanx.parallel.data.zero_buckets import make_buckets
@@ -244,7 +244,7 @@ def test_buckets_are_those_of_zero():
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("wrap", ["model", "block", "sublayer"])
-def test_units_are_those_of_fsdp(wrap, recompute):
+def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
     from phalanx.parallel import apply
@@ -266,7 +266,7 @@ def test_units_are_those_of_fsdp(wrap, recompute):
 # -- the other parts --------------------------------------------------------------------------------
 
 
-def test_activations_are_those_of_a_micro_batch_at_their_peak():
+def test_rank_memory_activations_equal_micro_batch_peak():
     run = described("zero2", layout={"micro_batch_size": 2, "activation_checkpointing": "full"})
     autocast, pure = (
         activation_bytes(run.model, 2, 256, "bf16", Layout(activation_checkpointing="full"), autocast, masked=True).peak
@@ -282,7 +282,7 @@ def test_activations_are_those_of_a_micro_batch_at_their_peak():
     assert rank_memory(described("parameter_server"), 3)["server"].activations == 0
 
 
-def test_buffers_of_ddp_and_of_servers():
+def test_communication_buffers_match_formulas_for_ddp_and_servers():
     run = described("parameter_server", "fp32", layout={"max_staleness": 2})
     size = 4 * count_parameters(run.model).total
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
@@ -293,7 +293,7 @@ def test_buffers_of_ddp_and_of_servers():
     assert held("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
 
 
-def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
+def test_zero_communication_buffers_match_bucket_formula():
     model = {**ODD, "vocab_size": 600, "hidden_size": 36, "ffn_hidden_size": 100}  # no remainder on two ranks
     size = 4 * count_parameters(described(model=model).model).total
     assert held("zero1", 2, "fp32", model=model).communication == 2.5 * size  # one bucket, sent, received, its half
@@ -307,7 +307,7 @@ def test_buffers_of_zero_are_two_buckets_gathered_or_one_reduced():
     )
 
 
-def test_zero3_gathers_less_in_smaller_units():
+def test_zero3_communication_buffers_shrink_with_smaller_fsdp_units():
     wraps = [
         held("zero3", 4, layout={"fsdp_unit": wrap}, model={"preset": "gpt2-124m"})
         for wrap in ("sublayer", "block", "model")
@@ -330,7 +330,7 @@ def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **layo
 
 @settings(max_examples=40, deadline=None)
 @given(specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
-def test_each_stage_holds_no_more_than_the_one_before(spec, n, precision, optimizer):
+def test_rank_memory_state_never_grows_with_zero_stage(spec, n, precision, optimizer):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
     states = [of(table, stage, n, precision, optimizer).state for stage in STAGES]
     assert states == sorted(states, reverse=True)
@@ -340,7 +340,7 @@ def test_each_stage_holds_no_more_than_the_one_before(spec, n, precision, optimi
 
 @settings(max_examples=40, deadline=None)
 @given(specs(), st.integers(1, 6), st.integers(1, 2), PRECISIONS, st.sampled_from(STAGES[1:]))
-def test_more_ranks_hold_no_more_and_a_copy_together_at_least_all(spec, n, more, precision, stage):
+def test_sharded_state_never_grows_with_ranks_and_covers_the_model(spec, n, more, precision, stage):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
     fewer, many = of(table, stage, n, precision, "adamw"), of(table, stage, n * (1 + more), precision, "adamw")
     assert many.state <= fewer.state
@@ -349,7 +349,7 @@ def test_more_ranks_hold_no_more_and_a_copy_together_at_least_all(spec, n, more,
 
 @settings(max_examples=30, deadline=None)
 @given(specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(STAGES[1:]))
-def test_offload_moves_state_and_loses_none(spec, n, precision, stage):
+def test_offload_reduces_device_memory_and_preserves_state(spec, n, precision, stage):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
     here, away = (of(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu"))
     assert here.offloaded == away.optimizer == 0
@@ -357,19 +357,19 @@ def test_offload_moves_state_and_loses_none(spec, n, precision, stage):
     assert away.state + away.offloaded >= here.state
 
 
-def test_one_process_in_bf16_has_sixteen_bytes_a_parameter():
+def test_bf16_state_on_one_rank_is_16_bytes_per_parameter():
     count = count_parameters(described().model).total
     assert [held(stage, 1).state for stage in STAGES] == [16 * count] * 4
 
 
-def test_a_layout_that_cannot_run_is_refused():
+def test_rank_memory_rejects_invalid_rank_count():
     with pytest.raises(UserError, match="leaves no worker"):
         rank_memory(described("parameter_server"), 1)
     with pytest.raises(UserError, match="cannot share"):
         rank_memory(described("zero2"), 5)
 
 
-def test_stages_in_flight_are_those_of_the_schedule():
+def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
     """GPipe holds all 8 micro-batches; 1F1B on rank r of 4 holds 4 - r (arXiv 2104.04473, section 2.2.1)."""
     model = {**ODD, "num_layers": 8, "vocab_size": 64}
     held_by = {
@@ -395,7 +395,7 @@ def test_stages_in_flight_are_those_of_the_schedule():
     assert one == [3 * each + flowing, 2 * each + flowing]
 
 
-def test_bytes_in_files_are_known_of_every_layout() -> None:
+def test_disk_offload_bytes_equal_rank_memory_on_disk_with_pp_and_tp() -> None:
     """Before a run starts, its disk is looked at."""
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
@@ -414,7 +414,9 @@ def test_bytes_in_files_are_known_of_every_layout() -> None:
         ({"preset": "tiny", "tie_embeddings": True}, {"pp": 2}, "model.tie_embeddings"),
     ],
 )
-def test_memory_is_told_of_layouts_that_can_be(model: dict[str, Any], layout: dict[str, Any], field: str) -> None:
+def test_rank_memory_rejects_layouts_that_the_model_cannot_run(
+    model: dict[str, Any], layout: dict[str, Any], field: str
+) -> None:
     with pytest.raises(UserError) as caught:
         rank_memory(described("zero3", model=model, layout=layout), 2)
     assert caught.value.field == field

@@ -8,7 +8,7 @@ from phalanx.spec.files.load import load_model
 from tests.helpers.tiny_models import TINY
 
 
-def test_a_tiny_model_to_the_byte():
+def test_swarm_bytes_match_hand_count_of_tiny_model():
     """66,880 shared parameters and 98,304 own of 460,096, four bytes each."""
     whole, part = node_share(TINY, "diloco"), node_share(TINY, "spes", 2)
     assert (part.shared, part.trained_experts, part.total) == (66_880, 98_304, 460_096)
@@ -29,7 +29,7 @@ def test_a_tiny_model_to_the_byte():
         ("spes-9b", 9_430_950_912, 8_455_716_864, 0.3362),
     ],
 )
-def test_the_published_models(name, total, experts, saved):
+def test_spes_traffic_saving_matches_published_models(name, total, experts, saved):
     """Of both ways SPES saves a third of what DiLoCo sends among four nodes, of the way up two thirds."""
     model = load_model(name)
     assert (count_parameters(model).total, count_parameters(model).experts) == (total, experts)
@@ -53,7 +53,7 @@ def test_the_published_models(name, total, experts, saved):
         ("int4", "spes+", 4.24),
     ],
 )
-def test_what_the_7b_sends_and_receives(codec, method, gigabytes):
+def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gigabytes):
     found = round_bytes(node_share(load_model("spes-7b"), method, 8), method, codec)
     assert found.total / 1e9 == pytest.approx(gigabytes, abs=0.006)
 
@@ -66,7 +66,7 @@ def test_what_the_7b_sends_and_receives(codec, method, gigabytes):
         ("spes-9b", 2, 150.9, 74.8, 62.1, 56.0),
     ],
 )
-def test_memory_of_the_published_models(name, owned, whole, spes, bf16, int8):
+def test_swarm_state_bytes_match_published_models(name, owned, whole, spes, bf16, int8):
     """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
     model = load_model(name)
     node = node_share(model, "spes", owned)
@@ -77,23 +77,23 @@ def test_memory_of_the_published_models(name, owned, whole, spes, bf16, int8):
     assert [each / 1e9 for each in found] == pytest.approx([whole, spes, bf16, int8], abs=0.14)
 
 
-def test_dense_models_are_everybodys():
+def test_dense_model_has_no_trained_experts_and_no_spes_saving():
     dense = TINY.replace(moe=None)
     assert node_share(dense, "spes", 2).trained_experts == 0
     assert spes_traffic_saving(dense, 4) == (0, 0)
 
 
-def test_replicated_experts_must_be_received():
+def test_swarm_round_downloads_replicated_experts():
     node = node_share(TINY, "spes+", 4)
     alone, shared = (round_bytes(node, "spes+", "fp32", copies) for copies in (1, 2))
     assert (alone.down, shared.down) == (4 * (node.total - node.trained_experts), 4 * node.total)
 
 
-def test_bytes_of_tensors():
+def test_encoded_bytes_match_codec():
     assert [encoded_bytes(257, codec) for codec in ("fp32", "bf16", "int8", "int4")] == [1028, 514, 265, 137]
     assert encoded_bytes(0, "int8") == 0
 
 
-def test_how_long_a_round_is_on_the_wire():
+def test_swarm_round_seconds_follow_upload_and_download_bandwidth():
     found = round_bytes(node_share(TINY, "spes", 2), "spes")
     assert found.seconds(100, 1000) == pytest.approx(6607.36 + 1840.384)

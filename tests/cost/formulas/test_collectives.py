@@ -25,7 +25,7 @@ def total(strategy: str, ranks: int, accumulation: int = 1, **choices: int) -> f
     return sum(t.bytes for t in step_traffic(strategy, P, G, ranks, accumulation, **choices))
 
 
-def test_a_ring_of_four_over_1024_gradients():
+def test_ring_all_reduce_of_four_ranks_matches_worked_example():
     result = ring_all_reduce([[float(rank)] * 1024 for rank in range(4)])
     assert reduce_scatter_sends(4)[:4] == [
         RingMessage(1, 0, 1, A),
@@ -47,12 +47,12 @@ def test_a_ring_of_four_over_1024_gradients():
         ([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.3, 0.3, 0.2], [0.2, 0.2, 0.3]], [0.2, 0.2, 0.3]),
     ],
 )
-def test_mean_gradients(gradients, mean):
+def test_ring_all_reduce_sums_give_mean_gradients(gradients, mean):
     for sums in ring_all_reduce(gradients).sums:
         assert [x / 4 for x in sums] == pytest.approx(mean, rel=1e-15)
 
 
-def test_the_update_that_adds_the_mean():
+def test_ring_all_reduce_matches_worked_example_of_weight_update():
     sums = ring_all_reduce([[0.1, 0.2, 0.3], [0.2, 0.1, 0.4], [0.3, 0.3, 0.2], [0.2, 0.2, 0.3]]).sums[0]
     assert [w + x / 4 for w, x in zip([0.5, 0.3, 0.2], sums, strict=True)] == pytest.approx([0.7, 0.5, 0.5], rel=1e-15)
 
@@ -67,7 +67,7 @@ def gradients(draw) -> list[list[float]]:
 
 @settings(deadline=None)
 @given(gradients())
-def test_every_rank_ends_with_the_sum_and_sends_what_the_formula_says(values):
+def test_ring_all_reduce_sums_and_sent_bytes_match_formulas(values):
     result, ranks, length = ring_all_reduce(values), len(values), len(values[0])
     assert result.sums == [[sum(column) for column in zip(*values, strict=True)]] * ranks
     assert sum(result.steps) == ring_steps("all_reduce", ranks)
@@ -78,7 +78,7 @@ def test_every_rank_ends_with_the_sum_and_sends_what_the_formula_says(values):
 
 
 @given(RANKS)
-def test_in_each_step_every_rank_sends_once_and_receives_once(ranks):
+def test_ring_step_has_one_send_and_one_receive_per_rank(ranks):
     for sends in (reduce_scatter_sends(ranks), all_gather_sends(ranks)):
         steps = [list(step) for _, step in groupby(sends, key=lambda send: send.step)]
         assert len(steps) == ring_steps("all_gather", ranks)
@@ -89,18 +89,18 @@ def test_in_each_step_every_rank_sends_once_and_receives_once(ranks):
 
 
 @given(RANKS)
-def test_a_chunk_is_sent_on_by_its_owner_only(ranks):
+def test_ring_all_gather_first_step_sends_owned_chunks(ranks):
     owner = ring_all_reduce([[1.0]] * ranks).owner
     assert sorted(owner) == list(range(ranks))
     assert all(owner[send.chunk] == send.source for send in all_gather_sends(ranks) if send.step == 1)
 
 
-def test_ranks_must_hold_equally_many_values():
+def test_ring_all_reduce_rejects_unequal_lengths():
     with pytest.raises(ValueError, match="zip"):
         ring_all_reduce([[1.0, 2.0], [1.0, 2.0, 3.0]])
 
 
-def test_bus_bandwidth():
+def test_bus_factor_matches_nccl_tests_definition():
     algbw = 16e9 / 0.1
     assert algbw == 160e9
     assert algbw * bus_factor("all_reduce", 125) == pytest.approx(320e9, rel=0.01)
@@ -112,7 +112,7 @@ def test_bus_bandwidth():
 
 
 @given(RANKS, st.integers(1, 5))
-def test_an_update_of_each_strategy(n, a):
+def test_step_traffic_matches_formula_of_each_strategy(n, a):
     f = (n - 1) / n
     assert total("ddp", n, a) == pytest.approx(2 * G * f)
     assert total("zero1", n, a) == pytest.approx((G + P) * f)
@@ -122,24 +122,24 @@ def test_an_update_of_each_strategy(n, a):
 
 
 @given(RANKS, RANKS, st.integers(1, 5))
-def test_hsdp_is_zero3_and_a_sum_between_replicas(n, r, a):
+def test_hsdp_traffic_is_zero3_plus_all_reduce_between_replicas(n, r, a):
     between = 2 * G / n * (r - 1) / r
     assert total("hsdp", n, a, replicas=r) == pytest.approx(total("zero3", n, a) + between)
     assert total("hsdp", 1, a, replicas=r) == pytest.approx(total("ddp", r, a))
 
 
-def test_the_papers_volumes_in_units_of_the_model():
+def test_step_traffic_matches_zero_paper_volumes():
     volumes = [sum(t.bytes for t in step_traffic(s, 1, 1, 10**6)) for s in ("ddp", "zero1", "zero2", "zero3")]
     assert volumes == pytest.approx([2, 2, 2, 3], rel=2e-6)
 
 
-def test_operations_are_named_as_torch_names_them():
+def test_step_traffic_uses_torch_collective_names():
     traffic = step_traffic("hsdp", P, G, 4, replicas=2)
     assert [t.operation for t in traffic] == ["all_gather", "all_gather", "reduce_scatter", "all_reduce"]
 
 
 @given(RANKS, RANKS)
-def test_servers_send_what_workers_receive(workers, servers):
+def test_parameter_server_traffic_equals_worker_traffic(workers, servers):
     worker = {t.operation: t.bytes for t in step_traffic("parameter_server", P, G, workers, accumulation=3)}
     server = {t.operation: t.bytes for t in parameter_server_traffic(P, G, workers, share=1 / servers)}
     assert worker == {"recv": P, "send": G}

@@ -16,7 +16,7 @@ LOADS = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(
 
 
 @given(LOADS)
-def test_an_order_has_each_expert_once_and_does_no_harm(drawn):
+def test_balanced_expert_order_is_permutation_and_never_raises_max_load(drawn):
     tokens, ranks = drawn
     order = balanced_expert_order(tokens, ranks)
     assert sorted(order) == list(range(len(tokens)))
@@ -24,13 +24,13 @@ def test_an_order_has_each_expert_once_and_does_no_harm(drawn):
 
 
 @given(st.lists(st.integers(0, 99), min_size=6, max_size=6))
-def test_two_ranks_are_within_a_third_of_the_best_halves(tokens):
+def test_balanced_expert_order_is_within_four_thirds_of_optimum_on_two_ranks(tokens):
     """Graham's bound for two is 7/6 where ranks may have any number of experts; with three each, some more."""
     best = min(max(sum(half), sum(tokens) - sum(half)) for half in combinations(tokens, 3))
     assert max_rank_load(tokens, balanced_expert_order(tokens, 2), 2) * sum(tokens) / 2 <= 4 / 3 * best
 
 
-def test_hot_experts_are_parted():
+def test_balanced_expert_order_separates_hot_experts():
     assert balanced_expert_order([40, 30, 10, 20], 2) == [0, 2, 1, 3]
     assert max_rank_load([40, 30, 10, 20], [0, 1, 2, 3], 2) == pytest.approx(1.4)
     assert max_rank_load([40, 30, 10, 20], [0, 2, 1, 3], 2) == 1

@@ -38,7 +38,7 @@ NODES, RANKS_PER_NODE = st.integers(1, 24), st.integers(2, 16)
 
 
 @pytest.mark.parametrize(("algorithm", "protocol", "nodes", "printed"), ROWS)
-def test_latencies_to_their_last_printed_digit(algorithm, protocol, nodes, printed):
+def test_all_reduce_latency_matches_nccl_tuning_table(algorithm, protocol, nodes, printed):
     latency = 1e6 * all_reduce_latency_seconds(algorithm, protocol, nodes, 8)
     assert f"{latency:.{len(printed.partition('.')[2])}f}" == printed
 
@@ -51,7 +51,7 @@ def test_latencies_to_their_last_printed_digit(algorithm, protocol, nodes, print
         ("Simple", "amd", 8.4 + 28 * 6 + 28),
     ],
 )
-def test_posting_messages_takes_longer_on_amd(protocol, cpu, microseconds):
+def test_ring_latency_across_nodes_is_higher_on_amd_hosts(protocol, cpu, microseconds):
     assert all_reduce_latency_seconds("ring", protocol, 2, 8, cpu=cpu) == pytest.approx(1e-6 * microseconds)
     one_node = [all_reduce_latency_seconds("ring", protocol, 1, 8, cpu=each) for each in ("intel", cpu)]
     assert one_node[0] == one_node[1]
@@ -61,19 +61,19 @@ def test_posting_messages_takes_longer_on_amd(protocol, cpu, microseconds):
     ("algorithm", "hops"),
     [("ring", {"LL": 1.0, "LL128": 2.5, "Simple": 5.7}), ("tree", {"LL": 1.0, "LL128": 1.9, "Simple": 4.0})],
 )
-def test_boxes_without_nvlink_have_longer_hops(algorithm, hops):
+def test_all_reduce_latency_uses_pci_hops_without_nvlink(algorithm, hops):
     for protocol, hop in hops.items():
         alone, eight = (all_reduce_latency_seconds(algorithm, protocol, 1, n, link="pci") for n in (1, 8))
         assert eight - alone == pytest.approx(14e-6 * hop)
 
 
-def test_with_one_rank_per_node_a_ring_waits_for_the_network_as_a_tree_does():
+def test_ring_latency_uses_tree_network_hop_with_one_rank_per_node():
     assert all_reduce_latency_seconds("ring", "LL", 4, 1) == pytest.approx(1e-6 * (6.6 + 6 * 5))
     assert all_reduce_latency_seconds("tree", "LL", 4, 1) == pytest.approx(1e-6 * (6.8 + 4 * 5))
 
 
 @given(st.sampled_from(PROTOCOLS), NODES, RANKS_PER_NODE)
-def test_a_trees_latency_grows_with_the_logarithm_of_nodes_and_a_rings_with_nodes(protocol, nodes, ranks_per_node):
+def test_all_reduce_latency_is_logarithmic_for_tree_and_linear_for_ring(protocol, nodes, ranks_per_node):
     def growth(algorithm, first, second):
         return all_reduce_latency_seconds(algorithm, protocol, second, ranks_per_node) - all_reduce_latency_seconds(
             algorithm, protocol, first, ranks_per_node
@@ -84,7 +84,7 @@ def test_a_trees_latency_grows_with_the_logarithm_of_nodes_and_a_rings_with_node
 
 
 @given(st.floats(1e9, 1e12), NODES, RANKS_PER_NODE)
-def test_simple_rings_reach_the_bus_and_flags_cost_bandwidth(bus, nodes, ranks_per_node):
+def test_all_reduce_bandwidth_matches_protocol_efficiencies(bus, nodes, ranks_per_node):
     def speed(algorithm, protocol):
         return all_reduce_bytes_per_second(algorithm, protocol, nodes, ranks_per_node, bus)
 
@@ -97,22 +97,22 @@ def test_simple_rings_reach_the_bus_and_flags_cost_bandwidth(bus, nodes, ranks_p
 
 
 @pytest.mark.parametrize(("generation", "links", "published"), [("ampere", 12, 235e9), ("hopper", 18, 367e9)])
-def test_a_nodes_links_carry_the_bus_bandwidth_that_was_measured(generation, links, published):
+def test_nvlink_bandwidth_matches_measured_bus_bandwidth(generation, links, published):
     assert links * LINK_BYTES_PER_SECOND[generation] == pytest.approx(published, rel=0.03)
 
 
-def test_ll_has_a_most_in_one_node():
+def test_ll_bandwidth_is_capped_within_one_node():
     speeds = [all_reduce_bytes_per_second("ring", "LL", nodes, 8, 400e9, "hopper") for nodes in (1, 2)]
     assert speeds == pytest.approx([141e9 * 8 / 14, 200e9 * 16 / 30])
 
 
-def test_time_is_latency_and_bytes_over_bandwidth():
+def test_all_reduce_seconds_is_latency_plus_bytes_over_bandwidth():
     """1 GiB over 8 ranks at 469.762 GB/s takes 4 ms and the latency."""
     seconds = all_reduce_seconds(2**30, "ring", "Simple", 1, 8, 469.762048e9, channels=16)
     assert seconds == pytest.approx(4e-3 + 56.0e-6)
 
 
-def test_long_messages_round_many_nodes_are_late():
+def test_simple_ring_latency_rises_for_large_messages_across_nodes():
     def latency(size_bytes, protocol="Simple"):
         return all_reduce_seconds(size_bytes, "ring", protocol, 2, 8, 1e30, channels=4)
 
@@ -121,7 +121,7 @@ def test_long_messages_round_many_nodes_are_late():
     assert latency(64 * 4 * 16, "LL128") == pytest.approx(75.2e-6)
 
 
-def test_counts_below_one_and_a_rank_alone():
+def test_nccl_model_rejects_zero_counts_and_single_rank():
     with pytest.raises(UserError, match=r"^nodes = 0"):
         all_reduce_latency_seconds("ring", "LL", 0, 8)
     with pytest.raises(UserError, match=r"^ranks_per_node = 0"):

@@ -54,7 +54,7 @@ def matches(load: FabricLoad, counted):
 
 @pytest.mark.parametrize("pxn", [False, True])
 @pytest.mark.parametrize(("nodes", "rails"), SIZES)
-def test_all_to_all(nodes, rails, pxn):
+def test_all_to_all_load_matches_count_of_messages(nodes, rails, pxn):
     counted, devices = Counted(), list(product(range(nodes), range(rails)))
     for source, target in product(devices, devices):
         way = [source, (source[0], target[1]), target] if pxn else [source, target]
@@ -71,7 +71,7 @@ def ring(counted, order, size_bytes, *phases):
 
 
 @pytest.mark.parametrize(("nodes", "rails"), [(n, g) for n, g in SIZES if n % 2 == 0 or 1 in (n, g)])
-def test_a_flat_ring_for_every_rail(nodes, rails):
+def test_flat_ring_all_reduce_load_matches_count_of_messages(nodes, rails):
     """Every second node is crossed in the other direction, and so entered on the rail on which the last was left."""
     counted = Counted()
     for rail in range(rails):
@@ -82,7 +82,7 @@ def test_a_flat_ring_for_every_rail(nodes, rails):
 
 
 @pytest.mark.parametrize(("nodes", "rails"), SIZES)
-def test_hierarchical(nodes, rails):
+def test_hierarchical_all_reduce_load_matches_count_of_messages(nodes, rails):
     counted = Counted()
     for node in range(nodes):
         ring(counted, [(node, rail) for rail in range(rails)], S, reduce_scatter_sends, all_gather_sends)
@@ -100,7 +100,7 @@ def parent(node, nodes):
 
 @pytest.mark.parametrize("rails", [1, 2, 3])
 @pytest.mark.parametrize("nodes", range(1, 17))
-def test_double_trees(nodes, rails):
+def test_double_tree_all_reduce_load_matches_count_of_messages(nodes, rails):
     """The second tree is the first, mirrored or shifted by one: its leaves are the other's inner nodes."""
     counted = Counted()
     for rail in range(rails):
@@ -120,12 +120,12 @@ def test_double_trees(nodes, rails):
 
 
 @pytest.mark.parametrize(("nodes", "times"), [(2, 1.875), (16, 1.06)])
-def test_flat_rings_send_more_through_nics_than_hierarchies(nodes, times):
+def test_flat_ring_sends_more_nic_bytes_than_hierarchical_all_reduce(nodes, times):
     flat, hierarchical = (load(S, nodes, 8).nic_bytes for load in (flat_ring_all_reduce, hierarchical_all_reduce))
     assert flat / hierarchical == pytest.approx(times, abs=0.005 if nodes > 2 else 0)
 
 
-def test_without_pxn_seven_eighths_cross_the_spine():
+def test_all_to_all_without_pxn_sends_seven_eighths_over_the_spine():
     assert all_to_all(S, 16, 8, pxn=False).spine_share == 0.875
 
 
@@ -140,30 +140,30 @@ def test_without_pxn_seven_eighths_cross_the_spine():
         (hierarchical_all_reduce(S, 16, 8), 4, 1),
     ],
 )
-def test_an_oversubscribed_spine(load, oversubscription, times):
+def test_network_seconds_scale_with_oversubscription_slowdown(load, oversubscription, times):
     assert oversubscription_slowdown(load.spine_share, oversubscription) == times
     assert network_seconds(load, LINK, oversubscription) == times * load.nic_bytes / LINK
 
 
 @given(st.floats(0, 1), st.floats(1, 64))
-def test_the_slower_of_nics_and_spine_decides(share, oversubscription):
+def test_network_seconds_is_maximum_of_nic_and_spine_time(share, oversubscription):
     nics, spine = S / LINK, S * share / (LINK / oversubscription)
     assert network_seconds(FabricLoad(S, 0, share), LINK, oversubscription) == pytest.approx(max(nics, spine))
 
 
 @pytest.mark.parametrize(("senders", "microseconds"), [(2, 335.5), (8, 47.9), (32, 10.8)])
-def test_how_long_16_mib_last_against_incast(senders, microseconds):
+def test_incast_seconds_match_worked_examples_of_16_mib_buffer(senders, microseconds):
     assert incast_bytes_per_second(senders, LINK) == (senders - 1) * 50e9
     assert 1e6 * incast_seconds(16 * 2**20, senders, LINK) == pytest.approx(microseconds, abs=0.05)
 
 
-def test_one_sender_fills_no_queue():
+def test_incast_with_one_sender_never_fills_the_buffer():
     assert incast_bytes_per_second(1, LINK) == 0
     assert incast_seconds(1, 1, LINK) == inf
 
 
 @pytest.mark.parametrize("load", [all_to_all, flat_ring_all_reduce, hierarchical_all_reduce, double_tree_all_reduce])
-def test_there_is_a_node_and_a_device(load):
+def test_fabric_loads_reject_zero_nodes_or_devices(load):
     with pytest.raises(UserError, match=r"^nodes = 0"):
         load(S, 0, 8)
     with pytest.raises(UserError, match=r"^devices_per_node = 0"):
@@ -178,6 +178,6 @@ def test_there_is_a_node_and_a_device(load):
         (lambda: incast_seconds(1, 0, LINK), "senders"),
     ],
 )
-def test_numbers_that_cannot_be_are_named(call, field):
+def test_fabric_functions_reject_invalid_arguments(call, field):
     with pytest.raises(UserError, match=f"^{field} = "):
         call()

@@ -30,20 +30,20 @@ PART = st.floats(1e-9, 3.0)
 """Of the mean time between failures."""
 
 
-def test_llama_3_failed_every_three_hours():
+def test_mtbf_seconds_of_llama3_is_about_three_hours():
     assert mtbf_seconds(LLAMA3.per_device_hour, 16_384) / HOUR == pytest.approx(3.0931, abs=5e-5)
     assert 1 / LLAMA3.per_device_hour == pytest.approx(50_677, abs=0.5)
     assert 1 / LLAMA3.per_device_hour / (24 * 365.25) == pytest.approx(5.78, abs=0.005)
     assert LLAMA3.per_device_hour * 8 * 24 * 1000 == pytest.approx(3.79, abs=0.005)
 
 
-def test_what_was_seen_counts_from_two_failures_that_came_sooner_on():
+def test_observed_mtbf_replaces_expected_after_two_early_failures():
     assert [observed_mtbf_seconds(100, failures, 60) for failures in (0, 1, 2)] == [100, 100, 30]
     assert observed_mtbf_seconds(100, 2, 600) == 100
     assert observed_mtbf_seconds(100, 2, -0.5) == 100  # by clocks that differ
 
 
-def test_a_rate_of_6_5_per_1000_node_days_stops_16_384_gpus_every_1_8_hours():
+def test_mtbf_seconds_match_published_failure_rate_per_node_day():
     assert mtbf_seconds(6.5 / 1000 / 24 / 8, 16_384) / HOUR == pytest.approx(1.80, abs=0.005)
 
 
@@ -51,7 +51,7 @@ def test_a_rate_of_6_5_per_1000_node_days_stops_16_384_gpus_every_1_8_hours():
     ("write", "young", "daly", "useful"),
     [(10, 471.9, 465.3, 0.9080), (60, 1155.9, 1116.3, 0.8526), (300, 2584.8, 2388.6, 0.7443)],
 )
-def test_intervals_and_goodput_of_llama_3_with_ten_minutes_to_restart(write, young, daly, useful):
+def test_checkpoint_intervals_and_goodput_match_llama3_figures(write, young, daly, useful):
     assert young_interval_seconds(write, M) == pytest.approx(young, abs=0.05)
     assert daly_interval_seconds(write, M) == pytest.approx(daly, abs=0.05)
     assert optimal_interval_seconds(write, M) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
@@ -60,19 +60,19 @@ def test_intervals_and_goodput_of_llama_3_with_ten_minutes_to_restart(write, you
     assert found == Reliability(M, optimal_interval_seconds(write, M), pytest.approx(useful, abs=5e-5))
 
 
-def test_other_published_intervals():
+def test_checkpoint_intervals_match_other_published_values():
     assert young_interval_seconds(120, 6 * HOUR) / 60 == pytest.approx(37.9, abs=0.05)
     assert young_interval_seconds(10, 6000 + 600) / 15 == pytest.approx(24.22, abs=0.005)  # repairs counted as uptime
     assert availability_interval_seconds(10, 6000, 600) / 15 == pytest.approx(24.23, abs=0.005)
 
 
-def test_without_failures_only_writing_takes_time():
+def test_goodput_without_failures_loses_write_time_only():
     assert 1 - goodput(3 * HOUR, 40, 1e12, 600) == pytest.approx(0.0037, abs=5e-5)  # BLOOM
     assert goodput(3 * HOUR, 0, 1e12, 600) == pytest.approx(1, abs=1e-7)
 
 
 @given(MTBF, PART, PART, PART)
-def test_no_interval_is_better_than_the_best(mtbf, write, restart, other):
+def test_optimal_interval_maximizes_goodput(mtbf, write, restart, other):
     write, restart, other = write * mtbf, restart * mtbf, other * mtbf
     best = goodput(optimal_interval_seconds(write, mtbf), write, mtbf, restart)
     others = [
@@ -88,7 +88,7 @@ def test_no_interval_is_better_than_the_best(mtbf, write, restart, other):
 
 
 @given(MTBF, PART)
-def test_the_best_interval_is_below_youngs_and_the_mtbf_and_solves_its_equation(mtbf, write):
+def test_optimal_interval_solves_its_equation_below_young_and_mtbf(mtbf, write):
     """u = 1 - e^-(u + d/M), by a search that halves."""
     best = optimal_interval_seconds(write * mtbf, mtbf)
     assert 0 < best <= min(young_interval_seconds(write * mtbf, mtbf), mtbf)
@@ -100,19 +100,19 @@ def test_the_best_interval_is_below_youngs_and_the_mtbf_and_solves_its_equation(
 
 
 @given(MTBF, st.floats(1e-9, 1.999))
-def test_dalys_is_near_the_best_where_it_is_meant_to_be(mtbf, half):
+def test_daly_interval_approximates_optimal_interval(mtbf, half):
     write = half * mtbf
     near = 0.002 if half < 0.1 else 0.07
     assert daly_interval_seconds(write, mtbf) == pytest.approx(optimal_interval_seconds(write, mtbf), rel=near)
 
 
-def test_dalys_is_the_mtbf_where_writing_takes_twice_that():
+def test_daly_interval_equals_mtbf_when_write_is_at_least_twice_mtbf():
     assert daly_interval_seconds(200, 100) == daly_interval_seconds(900, 100) == 100
     assert daly_interval_seconds(199.999, 100) == pytest.approx(200 * (1 + 1 / 3 + 1 / 9) - 200, rel=1e-3)
 
 
 @given(MTBF, PART, PART, st.floats(0.01, 100))
-def test_the_availability_interval_has_the_greatest_availability(mtbf, write, restart, factor):
+def test_availability_interval_maximizes_availability(mtbf, write, restart, factor):
     write, restart = write * mtbf, restart * mtbf
 
     def availability(interval):
@@ -126,7 +126,7 @@ def test_the_availability_interval_has_the_greatest_availability(mtbf, write, re
 @pytest.mark.parametrize(
     ("interval", "write", "mtbf", "restart"), [(50, 5, 300, 20), (30, 30, 60, 30), (100, 1, 80, 5)]
 )
-def test_goodput_of_a_job_that_really_fails(interval, write, mtbf, restart):
+def test_goodput_matches_simulated_failures(interval, write, mtbf, restart):
     """Time passes until an interval and its write go by without failure; so it does until a restart has."""
     random, cycles, passed = Random(1), 10_000, 0.0
 
@@ -144,14 +144,14 @@ def test_goodput_of_a_job_that_really_fails(interval, write, mtbf, restart):
 
 
 @given(st.floats(1e-9, 1e-3), st.integers(1, 10**6), st.floats(0.01, 100), st.floats(0, 100))
-def test_more_devices_are_less_reliable(rate, devices, write, restart):
+def test_reliability_decreases_with_more_devices(rate, devices, write, restart):
     one, two = (asdict(reliability(rate, count, write, restart)) for count in (devices, 2 * devices))
     assert two["mtbf_seconds"] == pytest.approx(one["mtbf_seconds"] / 2)
     assert two["interval_seconds"] < one["interval_seconds"]
     assert two["goodput"] < one["goodput"] < 1
 
 
-def test_days():
+def test_days_to_scales_with_throughput_and_goodput():
     assert days_to(86_400 * 1000, 1000) == 1
     assert days_to(86_400 * 1000, 1000, 0.8) == pytest.approx(1.25)
 
@@ -171,6 +171,6 @@ def test_days():
         (lambda: days_to(1, 0), "tokens_per_second"),
     ],
 )
-def test_numbers_that_cannot_be_are_named(call, field):
+def test_reliability_functions_reject_invalid_arguments(call, field):
     with pytest.raises(UserError, match=f"^{field} = "):
         call()

@@ -80,7 +80,7 @@ def loaded(build, directory, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_transformers_says_the_same_of_what_we_export_and_we_of_what_it_saves(build, tmp_path, kind):
+def test_hf_export_and_import_match_transformers_logits(build, tmp_path, kind):
     ours = build(spec_of(kind), torch.float32)
     theirs, logits = transformers_logits(exported(ours, tmp_path / "ours"))
     assert theirs.config.model_type == kind.partition(",")[0]
@@ -100,7 +100,7 @@ def assert_identical(first, second):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_checkpoint_that_transformers_made(build, tmp_path, kind):
+def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(build, tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = hf_config(spec_of(kind))
@@ -115,7 +115,7 @@ def test_a_checkpoint_that_transformers_made(build, tmp_path, kind):
         torch.testing.assert_close(loaded(build, tmp_path)(TOKENS)[0], expected, rtol=0, atol=2e-5)
 
 
-def test_a_gpt2_as_the_hub_has_it(build, tmp_path):
+def test_hf_import_accepts_gpt2_hub_tensor_names(build, tmp_path):
     model = build(spec_of("gpt2"), torch.float32)
     exported(model, tmp_path / "x")
     tensors = load_file(tmp_path / "x" / "model.safetensors")
@@ -124,7 +124,7 @@ def test_a_gpt2_as_the_hub_has_it(build, tmp_path):
     assert_identical(model, loaded(build, tmp_path / "x"))
 
 
-def test_shards_and_bf16(build, tmp_path):
+def test_hf_export_writes_bf16_shards_with_index(build, tmp_path):
     model = build(spec_of("olmoe"), torch.float32)
     exported(model, tmp_path / "x", shard_bytes=8_000, dtype="bf16")
     files = sorted(tmp_path.glob("x/*.safetensors"))
@@ -139,12 +139,12 @@ def test_shards_and_bf16(build, tmp_path):
         torch.testing.assert_close(back(TOKENS)[0], logits, rtol=0, atol=2e-5)
 
 
-def test_cut_keeps_order_and_limit():
+def test_shard_names_keeps_order_within_size_limit():
     assert shard_names({"a": 3, "b": 4, "c": 9, "d": 1, "e": 1}, 8) == [["a", "b"], ["c"], ["d", "e"]]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_transformers_tokenizes_the_same(build, tmp_path, kind):
+def test_hf_exported_tokenizer_matches_transformers(build, tmp_path, kind):
     from transformers import AutoTokenizer
 
     text = "def f(x):\n\treturn 'Straße 🦀' + x  # 1234\n" + "".join(map(chr, range(256)))
@@ -168,7 +168,7 @@ def refused(call, *words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_what_cannot_be_read_is_refused(build, tmp_path):
+def test_open_hf_weights_rejects_unreadable_checkpoints(build, tmp_path):
     spec, shape = spec_of("llama"), torch.Size([32, 32])
     (tmp_path / "config.json").write_text(json.dumps(hf_config(spec)))
     refused(lambda: open_hf_weights(tmp_path), "no model.safetensors")
@@ -191,7 +191,7 @@ def test_what_cannot_be_read_is_refused(build, tmp_path):
     refused(lambda: open_hf_weights(tmp_path / "nowhere"), "no such file")
 
 
-def test_an_export_appears_whole_or_not_at_all(build, tmp_path):
+def test_export_hf_leaves_no_partial_directory_on_error(build, tmp_path):
     model = build(spec_of("llama"), torch.float32)
     parameters = dict(model.named_parameters())
     (tmp_path / "x").mkdir()
@@ -221,7 +221,7 @@ UNEXPORTABLE = {
 
 
 @pytest.mark.parametrize("field", UNEXPORTABLE)
-def test_a_shape_that_no_architecture_has_is_refused_by_field(field):
+def test_hf_config_rejects_models_without_hf_architecture(field):
     spec = ModelSpec.model_validate({**SHAPE, **UNEXPORTABLE[field]})
     refused(lambda: hf_config(spec), field)
 
@@ -240,13 +240,13 @@ ODD = {
 
 
 @pytest.mark.parametrize("field", ODD)
-def test_a_config_that_we_cannot_express_is_refused_by_field(field):
+def test_model_table_rejects_unsupported_hf_config_fields(field):
     config = {**hf_config(spec_of("qwen3_moe")), "model_type": "llama", **ODD[field]}
     config = {name: value for name, value in config.items() if value is not None}
     refused(lambda: model_table(config), field)
 
 
-def test_a_sliding_window_is_the_context(build, tmp_path):
+def test_hf_import_uses_sliding_window_as_context_length(build, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 
     config = hf_config(spec_of("llama")) | {"model_type": "mistral", "sliding_window": 24}
@@ -262,7 +262,7 @@ def test_a_sliding_window_is_the_context(build, tmp_path):
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
-def test_a_preset_survives_its_config(preset):
+def test_model_preset_survives_hf_config_round_trip(preset):
     spec = load_model(preset)
     back = ModelSpec.model_validate(model_table(json.loads(json.dumps(hf_config(spec)))))
     moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()

@@ -24,7 +24,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_it_grows_by_what_is_touched_and_stays() -> None:
+def test_peak_memory_bytes_grows_with_allocation_and_does_not_drop() -> None:
     cpu, before = torch.device("cpu"), resident_bytes()
     touched = torch.ones(SIZE, dtype=torch.uint8)
     peak = peak_memory_bytes(cpu)
@@ -33,7 +33,7 @@ def test_it_grows_by_what_is_touched_and_stays() -> None:
     assert peak_memory_bytes(cpu) > peak - SIZE / 100  # the kernel counts pages in batches
 
 
-def test_a_process_does_not_inherit_its_parents_peak() -> None:
+def test_peak_memory_bytes_excludes_peak_of_parent_process() -> None:
     """As Linux's ru_maxrss does over fork and exec."""
     size = 3 * SIZE
     held = torch.ones(size, dtype=torch.uint8)

@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_it_adds_up_what_passes_inside_and_forgets_what_is_taken(clock: Clock) -> None:
+def test_wait_timer_sums_measured_seconds_and_resets_on_pop(clock: Clock) -> None:
     exposed = WaitTimer()
     for seconds in (2.0, 3.0):
         with exposed.measure():
@@ -37,7 +37,7 @@ def test_it_adds_up_what_passes_inside_and_forgets_what_is_taken(clock: Clock) -
     assert exposed.pop_seconds() == 0.0
 
 
-def test_a_wait_that_fails_counts_too(clock: Clock) -> None:
+def test_wait_timer_counts_wait_that_raises(clock: Clock) -> None:
     exposed = WaitTimer()
 
     def fail() -> None:
@@ -50,7 +50,7 @@ def test_a_wait_that_fails_counts_too(clock: Clock) -> None:
     assert exposed.pop_seconds() == 7.0
 
 
-def test_the_wait_for_a_collective_is_counted(clock: Clock) -> None:
+def test_timed_work_records_collective_wait(clock: Clock) -> None:
     class Work(dist.Work):
         def wait(self, *timeout: timedelta) -> bool:
             clock.now += 4.0

@@ -42,7 +42,7 @@ def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_sums_are_those_of_pytorch(world_size: int, deferred: bool) -> None:
+def test_deferred_reduce_scatter_equals_torch_reduce_scatter(world_size: int, deferred: bool) -> None:
     for ours, theirs, there, seconds in rank_pool(world_size).run(both, deferred, torch.float64):
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their, rtol=1e-14, atol=1e-14)
@@ -50,7 +50,7 @@ def test_sums_are_those_of_pytorch(world_size: int, deferred: bool) -> None:
         assert seconds > 0
 
 
-def test_fp32_sums_are_near() -> None:
+def test_deferred_reduce_scatter_in_fp32_is_close_to_torch() -> None:
     for ours, theirs, _, _ in rank_pool(2).run(both, True, torch.float32):
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their)

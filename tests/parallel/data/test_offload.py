@@ -34,7 +34,9 @@ def offloaded(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
-def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, text: Path, tmp_path: Path) -> None:
+def test_nvme_offload_is_bitwise_equal_to_no_offload(
+    data: str, precision: str, changes: Any, text: Path, tmp_path: Path
+) -> None:
     common = {
         "model": MOE,
         "layout.data_parallel": data,
@@ -52,7 +54,7 @@ def test_state_in_files_changes_no_bit(data: str, precision: str, changes: Any, 
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
-def test_state_in_cpu_memory_changes_no_bit(data: str, text: Path, tmp_path: Path) -> None:
+def test_cpu_offload_is_bitwise_equal_to_no_offload(data: str, text: Path, tmp_path: Path) -> None:
     common = {"model": MOE, "layout.data_parallel": data, "training.precision": "bf16", "training.steps": 6}
     in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
     assert rank_pool(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
@@ -71,7 +73,7 @@ def other_half(run: RunSpec) -> list[tuple[float, float]]:
     return steps(under_way, 6)
 
 
-def test_a_run_on_disk_is_saved_and_returns(text: Path, tmp_path: Path) -> None:
+def test_nvme_offload_run_resumes_identically_from_checkpoint(text: Path, tmp_path: Path) -> None:
     disk = {"layout.data_parallel": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
     run = described(text, tmp_path, {"training.steps": 6, **disk})
     whole = trajectory(run)
@@ -79,7 +81,7 @@ def test_a_run_on_disk_is_saved_and_returns(text: Path, tmp_path: Path) -> None:
     assert other_half(run) == whole[3:]
 
 
-def test_files_have_no_name_and_take_their_room_at_once(tmp_path: Path) -> None:
+def test_mapped_file_is_unlinked_and_preallocated(tmp_path: Path) -> None:
     like = torch.empty(1000, dtype=torch.float64, device="meta")
     mapped = MappedFile(tmp_path, like)
     assert not list(tmp_path.iterdir())
@@ -90,7 +92,7 @@ def test_files_have_no_name_and_take_their_room_at_once(tmp_path: Path) -> None:
     assert mapped.tensor.sum() == 3000
 
 
-def test_a_tensor_more_than_files_may_be_open_is_explained(tmp_path: Path, monkeypatch: Any) -> None:
+def test_disk_offload_raises_user_error_at_open_file_limit(tmp_path: Path, monkeypatch: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -104,7 +106,9 @@ def test_a_tensor_more_than_files_may_be_open_is_explained(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "has no room"), (errno.EACCES, "cannot be written")])
-def test_a_disk_that_refuses_is_named(code: int, words: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_mapped_file_raises_user_error_when_disk_is_full_or_not_writable(
+    code: int, words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 

@@ -31,7 +31,7 @@ SERVER = {"layout.data_parallel": "parameter_server"}
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout.num_servers": 2}, {"optimizer.name": "muon", "model": MOE}])
-def test_asynchronous_with_staleness_0_is_synchronous_bit_for_bit(changes: Any, text: Path, tmp_path: Path) -> None:
+def test_parameter_server_staleness_0_is_bitwise_equal_to_sync(changes: Any, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "training.precision": "bf16", **changes}
     synchronous = rank_pool(4).run(trajectory, described(text, tmp_path, changes))
     assert (
@@ -67,7 +67,7 @@ def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-def test_staleness_is_used_bounded_and_reported(servers: int, text: Path, tmp_path: Path) -> None:
+def test_parameter_server_bounds_and_reports_staleness(servers: int, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "layout.max_staleness": 2, "layout.num_servers": servers, "training.steps": 40}
     results = rank_pool(4).run(one_worker_is_slow, described(text, tmp_path, changes))
     stale = [record["staleness"] for record in results[0]]
@@ -101,7 +101,7 @@ def evaluated_before_an_update(run: RunSpec) -> float:
     return float(first)
 
 
-def test_all_ranks_evaluate_before_the_first_update_was_heard_of(text: Path, tmp_path: Path) -> None:
+def test_parameter_server_evaluates_before_workers_receive_an_update(text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "layout.max_staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
     assert rank_pool(3).run(evaluated_before_an_update, described(text, tmp_path, changes), timeout=60) == [1, 0, 0]
 
@@ -120,7 +120,7 @@ def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_all_ranks_stop_after_the_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
+def test_parameter_server_ranks_stop_after_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
     changes = {**SERVER, "layout.max_staleness": staleness, "layout.num_servers": servers, "training.steps": 100}
     results = rank_pool(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
     assert results == [(2 + staleness, 2 + staleness)] * 4
@@ -140,7 +140,7 @@ def exchanged(run: RunSpec) -> dict[str, float]:
     return dict(total)
 
 
-def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> None:
+def test_async_parameter_server_traffic_matches_formula(text: Path, tmp_path: Path) -> None:
     """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
     model = {**DENSE, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024}
     run = described(text, tmp_path, {**SERVER, "layout.max_staleness": 1, "model": model})
@@ -152,7 +152,7 @@ def test_asynchronous_traffic_is_the_formulas(text: Path, tmp_path: Path) -> Non
             assert got[traffic.operation] == pytest.approx(10 * traffic.bytes + ahead, rel=0.01), (role, traffic)
 
 
-def test_parameters_of_two_types_are_refused() -> None:
+def test_build_parameter_server_rejects_mixed_parameter_dtypes() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(UserError, match=r"1.bias in torch.float64"):
         build_parameter_server(module, Layout(data_parallel="parameter_server"), torch.device("cpu"))
@@ -177,7 +177,7 @@ def held(run: RunSpec) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 1)])
-def test_workers_hold_weights_and_gradients_whatever_the_optimizer(
+def test_parameter_server_keeps_optimizer_state_on_servers_only(
     optimizer: str, states: int, text: Path, tmp_path: Path
 ) -> None:
     run = described(text, tmp_path, {**SERVER, "layout.num_servers": 2, "optimizer.name": optimizer})
@@ -190,7 +190,7 @@ def test_workers_hold_weights_and_gradients_whatever_the_optimizer(
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 6))
-def test_parameters_are_spread_by_size(sizes: dict[str, int], servers: int) -> None:
+def test_assign_parameters_to_servers_balances_load_within_bound(sizes: dict[str, int], servers: int) -> None:
     owner = assign_parameters_to_servers(sizes, servers)
     assert owner.keys() == sizes.keys()
     load = [sum(size for name, size in sizes.items() if owner[name] == server) for server in range(servers)]

@@ -34,7 +34,7 @@ def in_pieces(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("data", ["zero1", "zero2"])
-def test_muon_gathers_matrices_piece_by_piece(data: str, world_size: int, text: Path, tmp_path: Path) -> None:
+def test_zero_chunked_muon_step_equals_single_process(data: str, world_size: int, text: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {**MOE, **ODD}, "optimizer.name": "muon", "training.steps": 6}
     expected = trajectory(described(text, tmp_path / "one", changes))
     run = described(text, tmp_path, {**changes, "layout.data_parallel": data, "layout.bucket_mb": 0.01})

@@ -40,7 +40,7 @@ def order_of_a_step(run: RunSpec) -> list[str]:
     return done
 
 
-def test_shared_experts_work_while_tokens_and_their_gradients_are_under_way(text: Path, tmp_path: Path) -> None:
+def test_expert_parallel_overlaps_all_to_all_with_shared_experts(text: Path, tmp_path: Path) -> None:
     """Forward: dispatch, shared experts, combine. Backward: combine, dispatch, shared experts."""
     model = {**MOE, "num_layers": 1}
     run = described(text, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch_size": 4})

@@ -46,7 +46,7 @@ def gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str
     return float(sums[1]), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
 
 
-def test_gradients_are_those_of_the_whole_model(tmp_path):
+def test_partial_experts_gradients_equal_full_model_gradients(tmp_path):
     run = small(tmp_path)
     (loss, expected), (found_loss, found) = (gradients(run, own) for own in (None, TrainedExperts(OWN)))
     assert found_loss == pytest.approx(loss, rel=1e-12)
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_who_owns_all_trains_as_if_alone(tmp_path, recompute):
+def test_partial_experts_are_bitwise_equal_to_full_model_when_all_trained(tmp_path, recompute):
     """Bit for bit."""
     run = small(tmp_path, {"layout.activation_checkpointing": recompute})
     (_, expected), (_, found) = (gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
@@ -82,7 +82,7 @@ def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("over", ["sequence", "micro_batch"])
-def test_choices_of_relieved_experts_count_for_less_in_the_balance_loss(tmp_path, over):
+def test_local_choice_weight_balance_loss_matches_formula(tmp_path, over):
     """As it is written: a E sum_i r_i f_i P_i per token, f_i of what all experts were chosen."""
     moe = {
         "num_experts": 4,
@@ -109,7 +109,7 @@ def test_choices_of_relieved_experts_count_for_less_in_the_balance_loss(tmp_path
         torch.testing.assert_close(torch.autograd.grad(found, router.gate.weight)[0], gradient, rtol=1e-10, atol=1e-14)
 
 
-def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
+def test_local_choice_weight_reset_to_1_is_bitwise_equal_to_default(tmp_path):
     """Bit for bit; and before, it is in the routers' gradients."""
     run = small(tmp_path)
     plain, under_way = trainer_of(run, TrainedExperts(OWN)), trainer_of(run, TrainedExperts(OWN))
@@ -136,7 +136,7 @@ def test_relief_that_is_over_leaves_nothing_behind(tmp_path):
     ],
     ids=str,
 )
-def test_relief_is_the_same_in_every_layout(tmp_path, layout):
+def test_local_choice_weight_losses_are_equal_across_layouts(tmp_path, layout):
     changes = {f"layout.{name}": value for name, value in layout.items()}
     alone = relieved_losses(small(tmp_path))
     for found in rank_pool(2).run(relieved_losses, small(tmp_path, changes)):
@@ -185,25 +185,25 @@ def learn_the_same(folder: Path, size: int, layout: dict[str, Any], own: tuple[i
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_learns_the_same(tmp_path, layout):
+def test_partial_experts_losses_equal_single_process_on_2_ranks(tmp_path, layout):
     learn_the_same(tmp_path, 2, layout, OWN)
 
 
 @pytest.mark.parametrize("layout", WIDER, ids=str)
-def test_layouts_of_more_axes_learn_the_same(tmp_path, layout):
+def test_partial_experts_losses_equal_single_process_on_4_ranks(tmp_path, layout):
     learn_the_same(tmp_path, 4, layout, OWN)
 
 
 @pytest.mark.parametrize("own", [(3,), (0, 1), (0, 2, 3)], ids=str)
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}], ids=str)
-def test_ranks_with_different_experts_train_as_many_as_there_are(tmp_path, own, layout):
+def test_partial_experts_equal_single_process_when_unevenly_assigned(tmp_path, own, layout):
     """Some of them none, some of them all that they have."""
     learn_the_same(tmp_path, 4, layout, own)
 
 
 @pytest.mark.parametrize("rest", ["bf16", "int8"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=str)
-def test_what_rests_on_ranks_that_share_it(tmp_path, rest, layout):
+def test_quantized_frozen_experts_match_single_process_under_tp_and_ep(tmp_path, rest, layout):
     """In bf16 each number is what it is; blocks of 8 bits are of a rank's part of an expert."""
     changes = {"training.precision": "fp32", **{f"layout.{name}": value for name, value in layout.items()}}
     alone = losses(small(tmp_path, {"training.precision": "fp32"}), TrainedExperts(OWN, rest))
@@ -212,7 +212,7 @@ def test_what_rests_on_ranks_that_share_it(tmp_path, rest, layout):
 
 
 @pytest.mark.parametrize(("rest", "off"), [("fp32", 0.0), ("bf16", 1e-2), ("int8", 2e-2)])
-def test_frozen_experts_in_fewer_bits(tmp_path, rest, off):
+def test_frozen_expert_codec_approximates_fp32_and_sets_element_size(tmp_path, rest, off):
     """They compute nearly the same, and rest in as little as they should."""
     run = small(tmp_path, {"training.precision": "fp32"})
     whole, part = (trainer_of(run, TrainedExperts(OWN, codec)) for codec in ("fp32", rest))
@@ -229,7 +229,7 @@ def test_frozen_experts_in_fewer_bits(tmp_path, rest, off):
 
 
 @pytest.mark.parametrize("rest", ["bf16", "int8"])
-def test_gradients_through_frozen_experts_are_those_of_what_they_compute(tmp_path, rest: Codec):
+def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, rest: Codec):
     """Numerically: a step along the gradient of the embedding changes the loss as it says."""
     run = small(tmp_path, {"training.precision": "fp64"})
     under_way = trainer_of(run, TrainedExperts(OWN, rest))
@@ -250,7 +250,7 @@ def test_gradients_through_frozen_experts_are_those_of_what_they_compute(tmp_pat
     assert (after - before) / (2 * step) == pytest.approx(slope, rel=1e-5)
 
 
-def test_only_the_own_experts_have_gradients_and_moments(tmp_path):
+def test_partial_experts_keep_optimizer_state_for_trained_experts_only(tmp_path):
     run = small(tmp_path)
     whole, part = trainer_of(run, None), trainer_of(run, TrainedExperts(OWN))
     for each in (whole, part):

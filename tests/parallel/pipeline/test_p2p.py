@@ -10,7 +10,7 @@ from phalanx.schedule.schedule import Action, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
 
 
-def test_of_1f1b_a_message_says_which_others_have_come() -> None:
+def test_delivered_before_counts_earlier_messages_of_1f1b() -> None:
     schedule = build_schedule("1f1b", 2, 4)
     # Rank 0: F0 F1 B0 F2 B1 F3 B2 B3. Its F2 comes after the gradient of micro-batch 0, its F3 after that of 1.
     assert delivered_before(schedule, 1) == {Action(0, "F", micro): had for micro, had in enumerate((0, 0, 1, 2))}
@@ -19,7 +19,7 @@ def test_of_1f1b_a_message_says_which_others_have_come() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_has_come_was_sent_before(name: str) -> None:
+def test_delivered_before_counts_only_messages_arrived_in_simulation(name: str) -> None:
     """On the simulated timeline each message that another tells of has arrived when that one's step begins."""
     schedule = build_schedule(name, 4, 8)
     begun: dict[Action, float] = {}

@@ -32,7 +32,7 @@ def executed(run: RunSpec) -> tuple[list[str], float, float]:
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
-def test_what_runs_is_what_is_simulated(schedule: str, text: Path, tmp_path: Path) -> None:
+def test_pipeline_executes_actions_in_schedule_order(schedule: str, text: Path, tmp_path: Path) -> None:
     choices = {"layout.virtual_stages": 2} if schedule == "interleaved" else {}
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1, **choices}
     run = described(text, tmp_path, {"model": DEEP, **layout})
@@ -42,7 +42,7 @@ def test_what_runs_is_what_is_simulated(schedule: str, text: Path, tmp_path: Pat
         assert 0 <= waited <= seconds
 
 
-def test_every_message_is_sent_to_who_needs_it() -> None:
+def test_schedule_sends_each_message_to_rank_of_adjacent_stage() -> None:
     for schedule in (
         build_schedule("1f1b", 4, 8),
         build_schedule("interleaved", 4, 8, 2),
@@ -67,7 +67,9 @@ def logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("model", [DEEP, {**MOE, "num_layers": 4}], ids=["dense", "moe"])
-def test_evaluation_and_text_are_one_processs(model: Any, schedule: str, text: Path, tmp_path: Path) -> None:
+def test_pipeline_evaluation_and_logits_equal_single_process(
+    model: Any, schedule: str, text: Path, tmp_path: Path
+) -> None:
     expected, whole = logits(described(text, tmp_path, {"model": model}))
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     for record, out in rank_pool(4).run(logits, described(text, tmp_path / "split", {"model": model, **layout})):
@@ -76,7 +78,7 @@ def test_evaluation_and_text_are_one_processs(model: Any, schedule: str, text: P
         torch.testing.assert_close(out.double(), whole.double(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_part_has_its_stages_under_the_names_of_the_whole() -> None:
+def test_stage_modules_partition_full_model_parameter_names() -> None:
     from phalanx.model.transformer import Transformer
     from phalanx.spec.base import parse_table
     from phalanx.spec.model import ModelSpec
@@ -93,6 +95,6 @@ def test_a_part_has_its_stages_under_the_names_of_the_whole() -> None:
     assert found == {name: parameter.shape for name, parameter in whole.items()}
 
 
-def test_a_forward_pass_alone_has_messages_too() -> None:
+def test_forward_only_schedule_lists_activation_messages() -> None:
     forward = Schedule.from_rows([[Action(0, "F", 0), Action(3, "F", 0)], [Action(1, "F", 0), Action(2, "F", 0)]])
     assert [(str(message), to) for message, to in forward.messages(1)] == [("1F0", 1), ("2F0", 0)]

@@ -25,7 +25,7 @@ MODELS: dict[str, Table] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("model", MODELS)
-def test_halves_are_the_whole(model: str, recompute: bool, dtype: torch.dtype) -> None:
+def test_split_backward_gradients_equal_full_backward(model: str, recompute: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     spec = parse_table(ModelSpec, MODELS[model])
     whole = Transformer(spec).to(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -61,7 +61,7 @@ def test_halves_are_the_whole(model: str, recompute: bool, dtype: torch.dtype) -
         assert difference < tolerance, name
 
 
-def test_only_linear_layers_and_experts_wait() -> None:
+def test_split_backward_defers_only_linear_and_expert_gradients() -> None:
     spec = parse_table(ModelSpec, MOE)
     module, later = Transformer(spec), DeferredWeightGrads()
     split_backward(module, later)

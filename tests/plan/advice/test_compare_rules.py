@@ -77,14 +77,14 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
         (500, "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D),
     ],
 )
-def test_the_guide_by_size(billions, says, wants):
+def test_size_rules_match_published_guide(billions, says, wants):
     """T25."""
     found = [rule for rule in BY_SIZE if rule.applies(replace(PLAIN, parameters=int(billions * 1e9)))]
     assert [(rule.says, names(rule)) for rule in found] == [(says, wants)]
 
 
 @pytest.mark.parametrize("billions", [1, 10, 100])
-def test_a_boundary_belongs_to_the_larger_class(billions):
+def test_size_rule_boundary_belongs_to_larger_class(billions):
     below, at = (
         [rule.name for rule in BY_SIZE if rule.applies(replace(PLAIN, parameters=size))]
         for size in (billions * 10**9 - 1, billions * 10**9)
@@ -94,7 +94,7 @@ def test_a_boundary_belongs_to_the_larger_class(billions):
     assert below != at
 
 
-def test_checkpoints_of_64_layers():
+def test_optimal_num_checkpoints_of_64_layers_is_eight():
     """T26: eight checkpoints, sixteen layers' worth, and one forward pass more, a third of a step's compute."""
     assert optimal_num_checkpoints(64) == 8
     assert peak_layers_held(64, 8) == 16
@@ -104,7 +104,7 @@ def test_checkpoints_of_64_layers():
     assert recompute_overhead(backward=1) == pytest.approx(1 / 2)
 
 
-def test_degrees():
+def test_degree_range_accepts_values_within_limits():
     assert [value for value in range(1, 20) if DegreeRange(2).holds(value, 8)] == list(range(2, 20))
     assert [value for value in range(1, 20) if DegreeRange(1, "domain").holds(value, 8)] == list(range(1, 9))
     assert [value for value in range(1, 20) if DegreeRange("domain").holds(value, 8)] == list(range(8, 20))
@@ -153,14 +153,14 @@ BIG_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GI
         ),
     ],
 )
-def test_what_applies(change, more, fewer):
+def test_applicable_rules_follow_run_situation(change, more, fewer):
     before, after = applying(PLAIN), applying(replace(PLAIN, **change))
     assert before <= SMALL
     assert more <= after - before
     assert fewer <= before - after
 
 
-def test_exactly_one_rule_of_pipelines_applies(eight_billion, seventy_billion):
+def test_exactly_one_pipeline_rule_of_thumb_applies(eight_billion, seventy_billion):
     for situation in (PLAIN, eight_billion.situation, seventy_billion.situation):
         assert (
             len(
@@ -171,7 +171,7 @@ def test_exactly_one_rule_of_pipelines_applies(eight_billion, seventy_billion):
         )
 
 
-def test_a_copy_is_counted_as_it_is(eight_billion):
+def test_run_situation_of_llama3_8b_matches_hand_count(eight_billion):
     """Llama 3 8B: 4, 4 and 8 bytes a parameter with AdamW, and blocks of 218 M parameters."""
     here = eight_billion.situation
     m, block = 8_030_261_248, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
@@ -182,7 +182,7 @@ def test_a_copy_is_counted_as_it_is(eight_billion):
     assert not here.alone
 
 
-def test_memory_to_spare_is_what_zb_h2_needs(seventy_billion):
+def test_run_situation_has_spare_memory_only_if_zb_h2_fits(seventy_billion):
     """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
     roomy = make("llama3-70b", "b300", nodes=32, sequence=4096)
     for run, advised, spare in (
@@ -196,7 +196,7 @@ def test_memory_to_spare_is_what_zb_h2_needs(seventy_billion):
         assert advised.situation.spare == spare == (other.p_oom < MAX_OOM_PROBABILITY)
 
 
-def test_eight_billion_parameters_disagree_with_the_guide_by_size(eight_billion):
+def test_size_rule_is_slower_than_planner_best_for_llama3_8b(eight_billion):
     advice = of(eight_billion, "1B to 10B parameters")
     assert advice.verdict == "costs"
     assert advice.option is not None
@@ -214,7 +214,7 @@ def test_eight_billion_parameters_disagree_with_the_guide_by_size(eight_billion)
     assert "products, attention and passes over memory" in advice.reason
 
 
-def test_eight_billion_parameters_agree_that_data_is_shared(eight_billion):
+def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(eight_billion):
     advice = of(eight_billion, "a large dataset")
     assert (advice.verdict, advice.option) == ("agrees", eight_billion.best)
     assert advice.reason.startswith("otherwise ")
@@ -222,7 +222,7 @@ def test_eight_billion_parameters_agree_that_data_is_shared(eight_billion):
     assert "s: +" in advice.reason, "what the other layout spends more on"
 
 
-def test_seventy_billion_parameters_agree_with_3d(seventy_billion):
+def test_3d_parallelism_rule_agrees_with_planner_for_llama3_70b(seventy_billion):
     advice = of(seventy_billion, "10B to 100B parameters")
     assert advice.verdict == "agrees"
     assert advice.option is not None
@@ -230,11 +230,11 @@ def test_seventy_billion_parameters_agree_with_3d(seventy_billion):
     assert advice.option.step_seconds < (1 + ALIKE) * seventy_billion.best.step_seconds
 
 
-def test_what_leaves_the_fast_links_is_named(seventy_billion):
+def test_advice_warns_when_tp_leaves_fast_link_domain(seventy_billion):
     assert "tp = 16 leaves the domain of 8 devices" in of(seventy_billion, "tensor parallelism").reason
 
 
-def test_a_rule_whose_layouts_do_not_fit_says_what_is_too_much():
+def test_advice_reports_excess_memory_when_rule_does_not_fit():
     advised = advise(make("llama3-8b", "l4"), 8)
     advice = of(advised, "1B to 10B parameters")
     assert advice.verdict == "does not fit"
@@ -245,7 +245,7 @@ def test_a_rule_whose_layouts_do_not_fit_says_what_is_too_much():
     assert "GiB of 24.0 of device memory" in advice.reason
 
 
-def test_a_rule_that_no_layout_can_obey_says_so():
+def test_advice_reports_rule_without_any_valid_layout():
     """One sequence a step leaves nothing to data-parallel ranks."""
     advised = advise(make("llama3-8b", tokens=8192), 8)
     assert of(advised, "compute inside layers").verdict in ("agrees", "costs")
@@ -254,7 +254,7 @@ def test_a_rule_that_no_layout_can_obey_says_so():
     assert "no layout of 8 devices" in impossible.reason
 
 
-def test_every_verdict_is_what_the_numbers_say(eight_billion, seventy_billion):
+def test_advice_verdicts_match_evaluated_layouts(eight_billion, seventy_billion):
     for run, advised in ((make("llama3-8b", nodes=4), eight_billion), (make("llama3-70b", nodes=16), seventy_billion)):
         found = enumerate_layouts(run, advised.situation.ranks)
         assert advised.best == search_layouts(run, advised.situation.ranks, keep=1).options[0]
@@ -272,7 +272,7 @@ def test_every_verdict_is_what_the_numbers_say(eight_billion, seventy_billion):
         assert len(advised.advice) + len(advised.inapplicable_rules) == len(RULES)
 
 
-def test_where_nothing_fits_it_says_what_would():
+def test_advise_raises_with_memory_suggestion_when_nothing_fits():
     with pytest.raises(UserError, match="advise oom") as caught:
         advise(make("llama3-405b", "l4"), 8)
     assert "GiB" in caught.value.fix

@@ -101,7 +101,7 @@ def run(request) -> RunSpec:
     return RUNS[request.param]()
 
 
-def test_what_is_said_to_fit_fits_when_it_is_set(run, tmp_path):
+def test_diagnose_steps_fit_when_their_settings_are_applied(run, tmp_path):
     assert total(run) > limit_bytes(run), "the run is of use here only if it does not fit"
     found = diagnose(run)
     assert fits_after(found.steps)
@@ -113,7 +113,7 @@ def test_what_is_said_to_fit_fits_when_it_is_set(run, tmp_path):
     assert total(loaded(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
 
 
-def test_what_a_change_does_alone_it_does_when_it_is_set(run, tmp_path):
+def test_single_remedy_effects_match_memory_of_applied_settings(run, tmp_path):
     cut = plan_batch(run, run.cluster.ranks)
     for effect in evaluate_single_remedies(run):
         if effect.held:
@@ -123,7 +123,7 @@ def test_what_a_change_does_alone_it_does_when_it_is_set(run, tmp_path):
             assert effect.freed_bytes == total(run) - total(changed)
 
 
-def test_what_is_freed_is_the_difference(run):
+def test_apply_until_fits_reports_bytes_freed_between_steps(run):
     steps, before = apply_until_fits(run), run_footprint(run).memory
     for effect in steps:
         assert effect.held
@@ -135,7 +135,7 @@ def test_what_is_freed_is_the_difference(run):
     assert [effect.remedy.name for effect in steps] == sorted((e.remedy.name for e in steps), key=order.index)
 
 
-def test_what_frees_next_to_nothing_is_left_out():
+def test_apply_until_fits_skips_remedies_with_negligible_effect():
     """Short sequences leave few activations beside 8 billion parameters."""
     run = make({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
     recomputed = by_name(evaluate_single_remedies(run))["recompute blocks"]
@@ -145,14 +145,14 @@ def test_what_frees_next_to_nothing_is_left_out():
     assert {effect.remedy.name for effect in steps} <= {"ZeRO-1", "ZeRO-2", "ZeRO-3"}
 
 
-def test_what_is_needed_cannot_be_left_out(run):
+def test_minimal_subset_has_no_removable_remedy(run):
     needed = minimal_subset(run, apply_until_fits(run))
     assert fits_after(needed)
     for effect in needed:
         assert not fits_after(apply_until_fits(run, [other.remedy for other in needed if other is not effect]))
 
 
-def test_the_cheapest_that_fits_comes_first(run):
+def test_diagnose_ranks_cheapest_sufficient_remedies_first(run):
     """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
     found = diagnose(run)
     assert found.now.step_seconds
@@ -170,7 +170,7 @@ def test_the_cheapest_that_fits_comes_first(run):
     }
 
 
-def test_no_change_that_fits_alone_is_cheaper_than_what_is_advised(run):
+def test_diagnose_advice_is_no_slower_than_any_single_sufficient_remedy(run):
     found = diagnose(run)
     advised = found.needed[-1]
     for effect in found.single_remedies:
@@ -181,7 +181,7 @@ def test_no_change_that_fits_alone_is_cheaper_than_what_is_advised(run):
     )
 
 
-def test_without_times_the_order_is_the_published_one_but_for_what_changes_the_numbers():
+def test_diagnose_uses_published_order_when_step_times_are_unknown():
     found = diagnose(small(7, training={"precision": "fp32"}))
     assert found.now.step_seconds is None
     order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.last)]
@@ -194,7 +194,7 @@ def test_without_times_the_order_is_the_published_one_but_for_what_changes_the_n
     assert found.steps == apply_until_fits(small(7, training={"precision": "fp32"}))
 
 
-def test_the_order_is_that_of_the_guides_text():
+def test_remedies_follow_published_guide_order():
     assert [remedy.name for remedy in REMEDIES] == [
         "smaller micro-batch",
         "recompute attention",
@@ -214,7 +214,7 @@ def test_the_order_is_that_of_the_guides_text():
     assert "+33% compute" in next(remedy.costs for remedy in REMEDIES if remedy.name == "recompute blocks")
 
 
-def test_sgd_for_adam_saves_half_of_parameter_memory():
+def test_sgd_remedy_frees_half_of_adamw_model_state():
     """With 4 bytes for each of 4 m numbers; SGD with momentum, a quarter."""
     run = small(1, training={"precision": "fp32"})
     state = run_footprint(run).memory.state
@@ -229,7 +229,7 @@ def test_sgd_for_adam_saves_half_of_parameter_memory():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_activations_are_as_many_as_the_sequences_of_a_batch(size):
+def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
     """Batch x alpha, but for rotary tables, which sequences share; and a batch frees nothing but activations."""
     run = small(0.1, training={"precision": "fp32"}, micro_batch_size=size)
     assert total(run) > limit_bytes(run)
@@ -243,7 +243,7 @@ def test_activations_are_as_many_as_the_sequences_of_a_batch(size):
     assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations, rel=1e-3)
 
 
-def test_the_least_that_fits_is_taken():
+def test_remedy_applies_smallest_sufficient_change():
     run = make(micro_batch_size=32)
     four = run_footprint(make(micro_batch_size=4)).memory.total
     just = small((four + 1) / GIB, micro_batch_size=32)
@@ -252,7 +252,7 @@ def test_the_least_that_fits_is_taken():
     assert [effect.remedy.name for effect in apply_until_fits(just)] == ["smaller micro-batch"]
 
 
-def test_zero_frees_what_its_stages_share():
+def test_zero_remedies_free_the_state_that_their_stage_shards():
     run = small(0.1, training={"precision": "fp32"})
     whole = model_state_bytes(count_parameters(run.model), "adamw", "fp32")
     found = by_name(evaluate_single_remedies(run))
@@ -267,7 +267,7 @@ def test_zero_frees_what_its_stages_share():
             assert freed[part] == pytest.approx(expected, rel=0.01), (stage, part)
 
 
-def test_times_are_the_planners_and_none_where_it_has_none():
+def test_remedy_step_seconds_equal_planner_times_or_none():
     run = eight_billion()
     found = by_name(evaluate_single_remedies(run))
     recomputed = found["recompute blocks"]
@@ -285,7 +285,7 @@ def test_times_are_the_planners_and_none_where_it_has_none():
     assert run_footprint(small(7, training={"precision": "fp32"})).step_seconds is None
 
 
-def test_what_is_not_possible_says_why():
+def test_inapplicable_remedies_report_the_reason():
     found = by_name(
         evaluate_single_remedies(
             eight_billion(data_parallel="zero3", activation_checkpointing="full", micro_batch_size=1)
@@ -305,7 +305,7 @@ def test_what_is_not_possible_says_why():
     assert "does not divide model.num_heads" in odd["tensor parallelism"].problem
 
 
-def test_sequences_are_shared_as_the_planner_shares_them():
+def test_context_parallel_remedy_chooses_cp_method_like_the_planner():
     on_gpu, on_cpu = make(cluster={"memory_bytes": 2 * GIB}), make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})
     assert by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
         "layout.cp=8",
@@ -317,14 +317,14 @@ def test_sequences_are_shared_as_the_planner_shares_them():
     assert by_name(evaluate_single_remedies(few_heads))["context parallelism"].settings == ("layout.cp=8",)
 
 
-def test_choices_that_mean_nothing_then_are_dropped():
+def test_remedies_reset_options_that_no_longer_apply():
     run = small(0.1, data_parallel="ddp", gradient_compression="bf16")
     found = by_name(evaluate_single_remedies(run))
     assert "layout.gradient_compression=none" in found["ZeRO-1"].settings
     assert "layout.gradient_compression=none" in found["pipeline"].settings
 
 
-def test_cpu_memory_is_not_freed_by_offload_to_it_and_has_an_end():
+def test_offload_remedy_respects_cpu_memory_limit():
     on_cpu = by_name(evaluate_single_remedies(make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))[
         "offload to CPU memory"
     ]
@@ -339,7 +339,7 @@ def test_cpu_memory_is_not_freed_by_offload_to_it_and_has_an_end():
         assert run_footprint(run.model_copy(update={"cluster": cluster})).fits is fit
 
 
-def test_one_device_offloads_its_gradients_too_where_its_state_is_not_enough():
+def test_offload_remedy_on_one_device_includes_gradients_when_needed():
     """What the planner finds for it: ZeRO-1 and 2, whose state and gradients rest in CPU memory."""
 
     def one(memory_gib: float, **layout: Any) -> RunSpec:
@@ -361,14 +361,14 @@ def test_one_device_offloads_its_gradients_too_where_its_state_is_not_enough():
     assert offloading["ZeRO-3"].held is None
 
 
-def test_what_fits_needs_nothing():
+def test_diagnose_needs_no_steps_when_run_fits():
     found = diagnose(make(micro_batch_size=1))
     assert found.now.fits
     assert (found.steps, found.needed) == ([], [])
     assert len(found.single_remedies) == len(REMEDIES)
 
 
-def test_a_gpu_keeps_some_memory_to_itself():
+def test_limit_bytes_subtracts_gpu_context_memory():
     on_gpu, on_cpu = (
         make(cluster={"preset": None, "device": device, "memory_bytes": 10**10}) for device in ("cuda", "cpu")
     )
@@ -396,7 +396,7 @@ def calibrated(held_bytes: float) -> RunSpec:
     )
 
 
-def test_on_a_calibrated_machine_it_agrees_with_the_plan():
+def test_run_footprint_agrees_with_planner_on_calibrated_machine():
     """In the precision that it was calibrated in, with what a process takes and tensors really do."""
     count = total(make(training={"precision": "fp32"}, micro_batch_size=2))
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
@@ -407,7 +407,7 @@ def test_on_a_calibrated_machine_it_agrees_with_the_plan():
         assert run_footprint(run).step_seconds == planned.step_seconds
 
 
-def test_settings_name_what_differs():
+def test_changed_settings_lists_differing_fields():
     run = make()
     assert changed_settings(run, run) == ()
     other = make(training={"precision": "fp32"}, cluster={"nodes": 2}, tp=2)

@@ -56,7 +56,7 @@ def found():
         (1, {"activation_checkpointing": "full"}),
     ],
 )
-def test_layouts_that_it_has_not_seen_are_predicted(found, ranks, layout):
+def test_calibrated_machine_predicts_unseen_layouts(found, ranks, layout):
     other = imagined(ranks, **layout)
     seconds, width, memory = predict_run(found.machine, other)
     assert seconds == pytest.approx(other.step_seconds, rel=0.03)
@@ -64,7 +64,7 @@ def test_layouts_that_it_has_not_seen_are_predicted(found, ranks, layout):
     assert 1 < width < 1.1
 
 
-def test_it_explains_what_it_has_seen_better_than_before(found):
+def test_calibration_reduces_error_on_calibration_runs(found):
     truth = np.array([run.step_seconds for run in SEEN])
     assert np.abs(found.before / truth - 1).mean() > 0.3
     np.testing.assert_allclose(found.after, truth, rtol=0.03)
@@ -73,7 +73,7 @@ def test_it_explains_what_it_has_seen_better_than_before(found):
     assert found.machine.calibration.buffer_overhead == pytest.approx(BUFFERS, rel=0.1)
 
 
-def test_it_says_what_the_runs_decide(found):
+def test_calibration_lists_only_constants_identified_by_runs(found):
     measured = found.machine.calibration
     assert "link" in measured.identified_constants
     assert measured.time_constants["link"] == pytest.approx(TRUTH["link"], rel=0.5)  # it began at 0.65
@@ -83,20 +83,20 @@ def test_it_says_what_the_runs_decide(found):
         assert name not in measured.identified_constants
 
 
-def test_no_share_is_more_than_all(found):
+def test_calibrated_efficiencies_do_not_exceed_one(found):
     assert all(
         found.machine.calibration.time_constants.get(name, 0) <= 1.05 for name in ("gemm_0", "hbm_0", "link", "overlap")
     )
 
 
-def test_runs_at_odds_are_expected_to_stay_so():
+def test_calibration_interval_widens_for_inconsistent_runs():
     one = SEEN[0]
     apart = [replace(one, step_seconds=one.step_seconds * times) for times in (0.8, 1.0, 1.25)]
     measured = calibrate(apart, MACHINE).machine.calibration
     assert np.exp(measured.log_half_width) > 1.15
 
 
-def test_a_calibrated_machine_is_planned_with(found):
+def test_search_uses_constants_of_calibrated_machine(found):
     run = described(4)
     run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 4})})
     best = search_layouts(run, 4).options[0]
@@ -107,28 +107,28 @@ def test_a_calibrated_machine_is_planned_with(found):
     assert best.memory_bytes >= memory
 
 
-def test_it_goes_on_from_a_calibrated_machine(found):
+def test_calibration_continues_from_calibrated_machine(found):
     again = calibrate(SEEN, found.machine)
     np.testing.assert_allclose(again.before, found.after)
 
 
-def test_precisions_are_not_mixed():
+def test_calibrate_rejects_mixed_precisions():
     other = replace(SEEN[0], run=described(1, precision="bf16"))
     with pytest.raises(UserError, match="differs between the runs"):
         calibrate([SEEN[0], other], MACHINE)
 
 
-def test_a_machine_of_another_kind_than_the_runs_were_on():
+def test_calibrate_rejects_runs_from_another_device_type():
     with pytest.raises(UserError, match="was on a cpu, and the machine is h100 with a cuda"):
         calibrate([replace(SEEN[0], device="cpu")], load_machine("h100"))
 
 
-def test_runs_that_are_alike_do_not_make_it_certain():
+def test_calibration_interval_stays_wide_for_identical_runs():
     measured = calibrate([replace(SEEN[0], name=name) for name in "ab"], MACHINE).machine.calibration
     assert measured.log_half_width > 0.05
 
 
-def test_a_constant_that_there_is_not(found):
+def test_search_rejects_unknown_calibration_constant(found):
     wrong = found.machine.calibration.model_copy(update={"time_constants": {"gemm_3": 1.0}})
     run = described(2)
     run = run.model_copy(
@@ -138,7 +138,7 @@ def test_a_constant_that_there_is_not(found):
         search_layouts(run, 2)
 
 
-def test_another_precision_than_it_was_calibrated_in(found):
+def test_search_rejects_precision_other_than_calibrated(found):
     run = described(2, precision="bf16")
     run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2})})
     with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
@@ -167,12 +167,12 @@ def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) 
     return path
 
 
-def test_the_first_steps_do_not_count(tmp_path):
+def test_read_measured_run_skips_warm_up_steps(tmp_path):
     read = read_measured_run(directory(tmp_path / "run", [9, 8, 1, 3, 2]))
     assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc_per_node) == (2, 2, 7, 2)
 
 
-def test_only_steps_on_the_last_ranks_count(tmp_path):
+def test_read_measured_run_uses_steps_of_last_world_size(tmp_path):
     path = directory(tmp_path / "run", [5, 5, 5, 5, 5])
     more = directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
     (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text() + (more / "metrics.jsonl").read_text())
@@ -180,7 +180,7 @@ def test_only_steps_on_the_last_ranks_count(tmp_path):
     assert read_measured_run(path).ranks == 4
 
 
-def test_only_steps_since_the_last_start_count(tmp_path):
+def test_read_measured_run_uses_steps_since_last_start(tmp_path):
     path = directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
     old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
     more = directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
@@ -188,7 +188,7 @@ def test_only_steps_since_the_last_start_count(tmp_path):
     assert read_measured_run(path).step_seconds == 1
 
 
-def test_the_peak_follows_from_mfu(tmp_path):
+def test_read_measured_run_derives_peak_flops_from_mfu(tmp_path):
     read = read_measured_run(directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
     again = read_measured_run(directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
     assert again.peak_flops == pytest.approx(2 * read.peak_flops)
@@ -203,7 +203,7 @@ def test_the_peak_follows_from_mfu(tmp_path):
         (lambda path: directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
     ],
 )
-def test_what_is_no_run_is_refused(tmp_path, spoil, said):
+def test_read_measured_run_rejects_invalid_run_directory(tmp_path, spoil, said):
     path = directory(tmp_path / "run", [1, 1, 1, 1, 1])
     spoil(path)
     if not said:
@@ -212,13 +212,13 @@ def test_what_is_no_run_is_refused(tmp_path, spoil, said):
         read_measured_run(path)
 
 
-def test_a_run_in_a_layout_that_the_planner_does_not_know_is_named():
+def test_calibrate_error_names_run_with_unsupported_layout():
     served = MeasuredRun("served", described(3, data_parallel="parameter_server"), 3, 1.0, 1.0, None)
     with pytest.raises(UserError, match="served: layout"):
         calibrate([SEEN[0], served], MACHINE)
 
 
-def test_parts_of_a_step_tell_computing_from_waiting():
+def test_calibrate_separates_compute_and_waiting_time():
     """Two runs as long as each other in whole, of which one computes more and the other waits more."""
     whole = {"ranks": 2, "micro_batch_size": 4}
     run = imagined(**whole)
@@ -231,7 +231,7 @@ def test_parts_of_a_step_tell_computing_from_waiting():
     assert of_busy.data_parallel < of_idle.data_parallel
 
 
-def test_waits_that_the_plan_does_not_have_tell_nothing():
+def test_calibrate_ignores_waiting_time_without_predicted_communication():
     run = imagined(2, pp=2, micro_batch_size=2)
     assert step_parts(IMAGINED, run).exchange + step_parts(IMAGINED, run).data_parallel == 0
     found = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
@@ -245,7 +245,7 @@ def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
     )
 
 
-def test_what_ranks_that_share_cores_compute_is_not_taken_for_their_own():
+def test_measured_targets_ignore_compute_time_when_ranks_share_cores():
     alone, crowded = (
         replace(imagined(ranks, micro_batch_size=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
     )

@@ -58,7 +58,7 @@ def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
+def test_calibrate_with_benchmark_file_predicts_unseen_collectives(noise):
     """Of layouts whose exchanges no run has shown."""
     alone = imagined(1, micro_batch_size=4)
     machine = MACHINE.model_copy(update={"nproc_per_node": 2})
@@ -74,7 +74,7 @@ def test_one_run_and_a_sweep_say_what_one_run_cannot(noise):
         assert now < then
 
 
-def test_the_sweep_is_explained_better_than_before():
+def test_calibrate_reduces_error_on_benchmark_timings():
     found = calibrate([imagined(1, micro_batch_size=4)], MACHINE, [swept()])
     assert {each.kind: each.count for each in found.operations} == {
         "collectives": len(OPERATIONS) * len(SIZES),
@@ -87,7 +87,7 @@ def test_the_sweep_is_explained_better_than_before():
     assert found.machine.calibration.time_constants["link"] == pytest.approx(0.1, rel=0.2)
 
 
-def test_collectives_seen_in_a_step_count_too():
+def test_calibrate_uses_collectives_of_profiled_steps():
     machine = MACHINE.model_copy(update={"nproc_per_node": 2})
     run = replace(imagined(1, micro_batch_size=4), exchanges=swept().exchanges)
     (collectives,) = calibrate([run], machine).operations
@@ -95,7 +95,7 @@ def test_collectives_seen_in_a_step_count_too():
     assert collectives.after < 0.1 < collectives.before
 
 
-def test_each_operation_has_its_formula():
+def test_collective_timings_use_formula_of_each_operation():
     """An all-reduce moves its bytes twice, experts' exchanges go to all, and servers' are not the planner's."""
     jobs = job_table([job_row(swept(2), IMAGINED)])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
@@ -106,7 +106,7 @@ def test_each_operation_has_its_formula():
     assert context == pytest.approx(gathered)
 
 
-def test_how_much_a_prediction_is_off():
+def test_operation_timings_compute_geometric_mean_error():
     double = OperationTimings(
         "x", "y", np.array([1.0, 1.0]), np.array([0.25, 0.75]), lambda c, which: np.array([2.0, 0.5])[which]
     )
@@ -141,7 +141,7 @@ def written(path: Path, content: object) -> Path:
     return file
 
 
-def test_a_file_is_read(tmp_path):
+def test_read_benchmark_file_parses_all_parts(tmp_path):
     found = read_benchmark_file(written(tmp_path, document()))
     assert (found.name, found.ranks, found.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
     np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
@@ -150,7 +150,7 @@ def test_a_file_is_read(tmp_path):
     assert found.exchanges == (CollectiveTiming("all_reduce", 2, 2, 64, 0.5),)
 
 
-def test_a_part_alone_does(tmp_path):
+def test_benchmark_file_may_contain_attention_only(tmp_path):
     only = {name: value for name, value in document().items() if name in ("run_file", "world_size", "attention")}
     sweep = read_benchmark_file(written(tmp_path, only))
     (timings,) = benchmark_timings(sweep, job_table([job_row(sweep, IMAGINED)]))
@@ -172,11 +172,11 @@ def test_a_part_alone_does(tmp_path):
         document(matmul=[{"batch": []}]),
     ],
 )
-def test_what_is_no_such_file_is_said(tmp_path, content):
+def test_read_benchmark_file_rejects_invalid_content(tmp_path, content):
     with pytest.raises(UserError, match="is not what phalanx bench writes"):
         read_benchmark_file(written(tmp_path, content))
 
 
-def test_a_file_that_is_not_there():
+def test_read_benchmark_file_rejects_missing_file():
     with pytest.raises(UserError, match="cannot be read"):
         read_benchmark_file(Path("nowhere.json"))

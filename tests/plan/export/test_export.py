@@ -246,7 +246,7 @@ CASES: list[tuple[str, RunSpec]] = [
 
 
 @pytest.mark.parametrize(("trainer", "run"), CASES)
-def test_what_is_written_reads_back_equal(trainer: Trainer, run: RunSpec) -> None:
+def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run: RunSpec) -> None:
     exported = export(run, WORLD, trainer)
     found, sizes, cut, spec = (
         READERS[trainer](exported),
@@ -277,7 +277,7 @@ def test_what_is_written_reads_back_equal(trainer: Trainer, run: RunSpec) -> Non
 
 
 @pytest.mark.parametrize(("trainer", "run"), CASES)
-def test_only_names_of_the_trainer_are_written(trainer: Trainer, run: RunSpec) -> None:
+def test_export_writes_only_options_known_to_the_trainer(trainer: Trainer, run: RunSpec) -> None:
     exported = export(run, WORLD, trainer)
     assert written(exported, trainer) <= known(trainer)
     if trainer != "deepspeed":
@@ -329,7 +329,9 @@ REFUSED: list[tuple[Trainer, RunSpec, str, str]] = [
 
 
 @pytest.mark.parametrize(("trainer", "run", "field", "fix"), REFUSED)
-def test_what_a_trainer_lacks_is_refused(trainer: Trainer, run: RunSpec, field: str, fix: str) -> None:
+def test_export_rejects_options_unsupported_by_the_trainer(
+    trainer: Trainer, run: RunSpec, field: str, fix: str
+) -> None:
     world_size = WORLD + (run.layout.data_parallel == "parameter_server")
     with pytest.raises(UserError) as error:
         export(run, world_size, trainer)
@@ -347,13 +349,13 @@ def test_what_a_trainer_lacks_is_refused(trainer: Trainer, run: RunSpec, field: 
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_unequal_shares_are_refused(trainer: Trainer) -> None:
+def test_export_rejects_batch_not_divisible_by_data_parallel_size(trainer: Trainer) -> None:
     with pytest.raises(UserError, match=r"unequal shares \(67 sequences a step\)"):
         export(make(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD, trainer)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_what_nobody_chose_is_said_to_be_a_default(trainer: Trainer) -> None:
+def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> None:
     layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
@@ -367,13 +369,13 @@ def test_what_nobody_chose_is_said_to_be_a_default(trainer: Trainer) -> None:
     assert not any("default" in note for note in export(run_from_table(chosen), WORLD, trainer).notes)
 
 
-def test_an_unknown_trainer_is_refused() -> None:
+def test_export_rejects_unknown_trainer() -> None:
     with pytest.raises(UserError, match="is not known"):
         export(make(), WORLD, "accelerate")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}])
-def test_stages_are_cut_where_they_are_here(layout: Table) -> None:
+def test_exported_pipeline_split_equals_layers_per_stage(layout: Table) -> None:
     run = make(data_parallel="zero1", micro_batch_size=1, **layout)
     lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
@@ -411,7 +413,9 @@ SHARDED: list[tuple[Trainer, RunSpec, Table]] = [
 
 
 @pytest.mark.parametrize(("trainer", "run", "expected"), SHARDED)
-def test_state_is_sharded_as_it_is_here(trainer: Trainer, run: RunSpec, expected: Table) -> None:
+def test_exported_sharding_options_match_data_parallel_strategy(
+    trainer: Trainer, run: RunSpec, expected: Table
+) -> None:
     exported = export(run, WORLD, trainer)
     if trainer == "megatron":
         table = flags(exported)
@@ -424,7 +428,7 @@ def test_state_is_sharded_as_it_is_here(trainer: Trainer, run: RunSpec, expected
     assert {name: table.get(name) for name in expected} == expected
 
 
-def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> None:
+def test_torchtitan_export_local_batch_contains_all_micro_batches() -> None:
     run = make(pp=4, data_parallel="zero3", micro_batch_size=2)
     table, cut = tomllib.loads(export(run, WORLD, "torchtitan").text), plan_batch(run, WORLD)
     assert cut.gradient_accumulation_steps > 1
@@ -435,7 +439,7 @@ def test_a_pipeline_of_torchtitan_has_all_micro_batches_of_a_step_at_once() -> N
 @pytest.mark.parametrize(
     ("layout", "nearer"), [({"tp": 2}, True), ({"cp": 2}, False), ({"ep": 4}, False), ({"tp": 2, "ep": 2}, True)]
 )
-def test_pipeline_neighbours_are_nearer_where_megatron_can(layout: Table, nearer: bool) -> None:
+def test_megatron_export_uses_tp_pp_dp_mapping_only_when_supported(layout: Table, nearer: bool) -> None:
     model = EXPERTS if "ep" in layout else SMALL
     run = make(model, pp=2, data_parallel="zero1", **layout)
     exported = export(run, WORLD, "megatron")
@@ -446,7 +450,7 @@ def test_pipeline_neighbours_are_nearer_where_megatron_can(layout: Table, nearer
     assert not any("nearer to each other there" in note for note in outside.notes)
 
 
-def test_even_virtual_stages_are_a_number() -> None:
+def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
     model = {**SMALL, "vocab_size": 256, "num_layers": 64}
     found = flags(
         export(make(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD, "megatron")
@@ -455,7 +459,7 @@ def test_even_virtual_stages_are_a_number() -> None:
     assert "pipeline-model-parallel-layout" not in found
 
 
-def test_experts_are_split_as_they_are_here() -> None:
+def test_megatron_export_sets_expert_parallel_sizes() -> None:
     for ep, split in ((4, "1"), (1, "2")):
         found = flags(export(make(EXPERTS, tp=2, ep=ep), WORLD, "megatron"))
         assert (found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]) == (str(ep), split)
@@ -463,7 +467,7 @@ def test_experts_are_split_as_they_are_here() -> None:
         assert found["moe-shared-expert-intermediate-size"] == "128"
 
 
-def test_the_script_is_shell(tmp_path: Path) -> None:
+def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:
     exported = export(make(pp=4, tp=2, data_parallel="zero1"), WORLD, "megatron")
     script = tmp_path / exported.file_name
     script.write_text(exported.text)
@@ -472,7 +476,7 @@ def test_the_script_is_shell(tmp_path: Path) -> None:
     assert all(line.endswith(" \\") and line.count("--") == 1 for line in lines)
 
 
-def test_schedules_are_those_of_pytorch() -> None:
+def test_torchtitan_export_schedule_names_exist_in_pytorch() -> None:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     from phalanx.plan.export.torchtitan import SCHEDULES
@@ -481,7 +485,7 @@ def test_schedules_are_those_of_pytorch() -> None:
         assert get_schedule_class(name)
 
 
-def test_torchtitan_takes_schedules_from_files_but_for_those_of_v_shape(tmp_path: Path) -> None:
+def test_torchtitan_export_accepts_schedule_files_except_v_shaped(tmp_path: Path) -> None:
     micro_batches = plan_batch(make(pp=4, data_parallel="zero3", micro_batch_size=2), WORLD).gradient_accumulation_steps
     for name in ("zb-h1", "zb-v"):
         (tmp_path / name).write_text(to_csv(build_schedule(name, 4, micro_batches)))
@@ -498,11 +502,11 @@ def test_torchtitan_takes_schedules_from_files_but_for_those_of_v_shape(tmp_path
         )
 
 
-def test_small_numbers_are_numbers_in_yaml() -> None:
+def test_nanotron_export_writes_small_floats_as_yaml_numbers() -> None:
     table = yaml.safe_load(export(make(optimizer={"eps": 1e-8}), WORLD, "nanotron").text)
     assert table["optimizer"]["optimizer_factory"]["adam_eps"] == 1e-8
 
 
-def test_planning_needs_no_torch() -> None:
+def test_export_module_does_not_import_torch() -> None:
     code = "import sys; import phalanx.plan.export.export; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -64,7 +64,7 @@ def cells(matrix: TrafficMatrix) -> dict[tuple[int, int], float]:
     return {(int(a), int(b)): float(c) for a, b, c in zip(matrix.source, matrix.target, matrix.bytes, strict=True)}
 
 
-def test_two_copies_of_two_tensor_parallel_ranks_on_two_nodes() -> None:
+def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
     """Products stay on a node (0-1, 2-3); gradients go along rails (0-2, 1-3): each has the sum of half of them, and
     an all-reduce of two ranks sends it once."""
     run = described({"tp": 2})
@@ -83,14 +83,14 @@ def test_two_copies_of_two_tensor_parallel_ranks_on_two_nodes() -> None:
     )
 
 
-def test_data_parallel_gradients_by_hand() -> None:
+def test_traffic_matrix_of_two_data_parallel_ranks_matches_hand_count() -> None:
     """Two ranks exchange 2 (N-1)/N = 1 times the fp32 gradients."""
     run = described({})
     size = 4 * count_parameters(run.model).total
     assert cells(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
 
 
-def test_stages_on_two_nodes_send_activations_to_the_same_rail() -> None:
+def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
     """Two stages of two ranks that share products: each rank of a stage sends, for each micro-batch, the fp32 residual
     stream of its half of the tokens, and its gradient comes back."""
     run = described({"pp": 2, "tp": 2}, tokens=8 * 32)
@@ -100,7 +100,7 @@ def test_stages_on_two_nodes_send_activations_to_the_same_rail() -> None:
     assert bytes_by_link(found, site(2))["rail"] == pytest.approx(found.total)
 
 
-def test_neighbours_of_three_stages_where_chunks_interleave() -> None:
+def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
     """Stage 5 is on rank 2 and gives its output to stage 6 on rank 0... of 2 x 3 stages: the last of a round gives to
     the first rank, so that all three pairs talk."""
     run = described(
@@ -113,7 +113,7 @@ def test_neighbours_of_three_stages_where_chunks_interleave() -> None:
     assert sent == {pair: 3 * count * message for pair, count in {**forward, **back}.items()}
 
 
-def test_tokens_go_to_all_experts_evenly() -> None:
+def test_expert_all_to_all_traffic_is_even() -> None:
     run = described({"ep": 4}, MOE)
     found = traffic_matrices(run, 4, island=2)["ep"]
     each = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
@@ -143,7 +143,7 @@ NAMES = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
 
 @pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=NAMES)
 @pytest.mark.parametrize("nproc", [1, 2, 4, 8])
-def test_the_matrix_has_all_that_is_counted(
+def test_traffic_matrix_row_sums_equal_counted_traffic(
     world_size: int, layout: dict[str, Any], model: dict[str, Any], nproc: int
 ) -> None:
     """Every rank sends exactly what `traffic_by_role` counts for its place, to others only."""
@@ -162,7 +162,7 @@ def test_the_matrix_has_all_that_is_counted(
 
 
 @pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=NAMES)
-def test_what_is_counted_for_a_group_has_a_group_of_that_size(
+def test_communicating_groups_partition_all_ranks(
     world_size: int, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
     """A group is no larger or smaller than its rows were counted for: every rank is in one, and it has company."""
@@ -176,7 +176,7 @@ def test_what_is_counted_for_a_group_has_a_group_of_that_size(
             assert (np.diff(members, axis=1) > 0).all()
 
 
-def test_groups_of_experts_by_hand() -> None:
+def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
     """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
     run = described({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
@@ -186,7 +186,7 @@ def test_groups_of_experts_by_hand() -> None:
     assert sorted(communication_groups(run, sizes, "expert_replicas")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-def test_groups_of_shards_and_of_copies_by_hand() -> None:
+def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
     """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
     run = described({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
     assert communication_groups(run, parallel_dims(run.layout, 8), "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -200,7 +200,7 @@ def test_groups_of_shards_and_of_copies_by_hand() -> None:
 
 
 @pytest.mark.parametrize("staleness", [None, 2])
-def test_servers_and_workers(staleness: int | None) -> None:
+def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(staleness: int | None) -> None:
     """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
     run = described({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
     sent = cells(traffic_matrices(run, 5, island=5)["servers"])
@@ -213,7 +213,7 @@ def test_servers_and_workers(staleness: int | None) -> None:
 
 
 @given(nodes=st.integers(1, 5), devices=st.integers(1, 6))
-def test_the_loads_of_a_rail_fabric(nodes: int, devices: int) -> None:
+def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: int) -> None:
     """The formulas of `cost.fabric` (there enumerated) come out of the matrix."""
     count, size = nodes * devices, 1e6
     members = np.arange(count)[None]
@@ -236,7 +236,7 @@ def test_the_loads_of_a_rail_fabric(nodes: int, devices: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3))
-def test_rings_carry_as_much_in_as_out_of_every_rank(island: int, count: int, stride: int) -> None:
+def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int, stride: int) -> None:
     """Also where a group has different numbers on its islands."""
     members = np.arange(2 * count * stride).reshape(2, count, stride).swapaxes(1, 2).reshape(-1, count)
     sent = TrafficMatrix(2 * count * stride, *_around_rings(members, 6.0, island))
@@ -246,7 +246,7 @@ def test_rings_carry_as_much_in_as_out_of_every_rank(island: int, count: int, st
     assert all(group[a] == group[b] and a != b for a, b in cells(sent))
 
 
-def test_a_group_with_different_numbers_on_its_nodes_has_one_ring() -> None:
+def test_ring_traffic_uses_one_ring_for_uneven_node_groups() -> None:
     """2, 1 and 3 members on nodes of 4."""
     source, target, sent = _around_rings(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
     assert list(zip(source, target, sent, strict=True)) == [
@@ -259,7 +259,7 @@ def test_a_group_with_different_numbers_on_its_nodes_has_one_ring() -> None:
     ]
 
 
-def test_relays_need_a_neighbour_on_fast_links() -> None:
+def test_with_pxn_relays_only_over_fast_links() -> None:
     """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
     pairs = NodeLayout((0, 0, 1, 1), (0, 1, 2, 3), (("a",), ("b",), ("c",), ("d",)))
     sent = TrafficMatrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
@@ -268,7 +268,7 @@ def test_relays_need_a_neighbour_on_fast_links() -> None:
     assert cells(with_pxn(last, site(4))) == {(4, 3): 1.0}
 
 
-def test_a_device_with_two_cards_and_rails_that_nccl_numbers() -> None:
+def test_nic_loads_split_traffic_of_device_with_two_nics() -> None:
     node = NodeTopology(
         gpus=("GPU0", "GPU1"),
         nics=("a", "b", "c"),
@@ -291,7 +291,7 @@ def test_a_device_with_two_cards_and_rails_that_nccl_numbers() -> None:
     ]
 
 
-def test_a_topology_says_who_shares_fast_links_and_network_cards() -> None:
+def test_node_layout_reads_fast_links_and_nics_from_topology() -> None:
     h100 = node_layout(ClusterSpec(), 8, read_topology(TOPOLOGIES / "h100-nv18.txt"))
     assert (h100.domain, h100.rail, h100.span) == ((0,) * 8, tuple(range(8)), 1)
     assert len({name for mine in h100.nics for name in mine}) == 8
@@ -308,7 +308,7 @@ GPU3\tSYS\tSYS\tNV4\tX\tSYS\tPIX
 """
 
 
-def test_what_is_in_a_node_but_not_by_fast_links_and_cards_of_two() -> None:
+def test_node_layout_classifies_links_of_gpu_pairs_with_shared_nics() -> None:
     """Pairs of GPUs with one card for each pair: GPU 0 of one node reaches GPU 1 of another on one rail."""
     pairs = node_layout(ClusterSpec(), 4, parse_topology(SHARED_CARDS))
     assert (pairs.domain, pairs.rail) == ((0, 0, 1, 1), (0, 0, 1, 1))
@@ -320,7 +320,7 @@ def test_what_is_in_a_node_but_not_by_fast_links_and_cards_of_two() -> None:
     assert loads == {(0, "NIC0"): (30, 0), (0, "NIC1"): (0, 0), (1, "NIC0"): (0, 20), (1, "NIC1"): (0, 10)}
 
 
-def test_fast_links_may_join_nodes() -> None:
+def test_node_layout_fast_link_domain_spans_several_nodes() -> None:
     """72 GPUs of 18 nodes; and a preset of 8 on nodes of which the run has 4 ranks joins none."""
     rack = node_layout(ClusterSpec(preset="gb200", fast_link_domain=72), 4)
     assert (rack.span, rack.ranks_per_island) == (18, 72)
@@ -340,7 +340,7 @@ def said(
     return {f"{finding.verdict} {finding.axis}": f"{finding.said}; {finding.fix}" for finding in found}
 
 
-def test_products_belong_inside_a_fast_domain() -> None:
+def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
     assert said({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
     bad = said({"tp": 4}, 8, 2)["bad tp"]
     assert bad.startswith(
@@ -352,7 +352,7 @@ def test_products_belong_inside_a_fast_domain() -> None:
     assert "good ep" in said({"pp": 4, "ep": 2, "rank_order": "pipeline_outer"}, 8, 4, MOE)
 
 
-def test_stages_belong_on_one_rail() -> None:
+def test_placement_findings_flag_pipeline_neighbours_on_different_rails() -> None:
     """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
     assert "good pp" in said({"pp": 2, "tp": 2}, 4, 2)
     assert said({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
@@ -363,7 +363,7 @@ def test_stages_belong_on_one_rail() -> None:
     assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
 
 
-def test_nodes_that_are_not_full_and_a_thin_spine() -> None:
+def test_placement_findings_flag_partial_nodes_and_oversubscribed_spine() -> None:
     """All-to-all of 2 x 4 devices: of 4 on the other node 3 are on another rail. Gradients stay on theirs."""
     assert said({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
     run = described({"ep": 8}, MOE)
@@ -377,14 +377,14 @@ def test_nodes_that_are_not_full_and_a_thin_spine() -> None:
     assert "bad spine" not in said({"ep": 8}, 8, 4, MOE)
 
 
-def test_a_run_of_one_rank_sends_nothing() -> None:
+def test_traffic_matrix_is_empty_for_one_rank() -> None:
     assert traffic_matrices(described({}), 1, 1) == {}
     nothing = merge_matrices(1, [])
     assert nothing.total == 0
     assert nic_loads(nothing, site(1))[0].sent_bytes == 0
 
 
-def test_rows_of_one_purpose_among_different_ranks_are_apart() -> None:
+def test_traffic_by_group_separates_expert_gradients() -> None:
     """Gradients of experts go to the ranks with the same experts, others to all."""
     rows = [row for row in traffic_by_group(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
     assert [row.group_kind for row in rows] == ["data", "same_experts"]

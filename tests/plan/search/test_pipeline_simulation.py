@@ -12,7 +12,7 @@ from tests.helpers.planned_runs import run
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 @pytest.mark.parametrize("model", ["llama3-8b", "olmoe-1b-7b"])
-def test_closed_forms_are_what_the_schedule_takes(model, schedule):
+def test_estimated_pipeline_time_matches_simulated_schedule(model, schedule):
     """Of stages as they are cut, which are not alike: with few micro-batches a long one waits less than the closed
     forms say, for it computes meanwhile."""
     described = run(model, sequence=2048, sequences=64)
@@ -38,7 +38,7 @@ def test_closed_forms_are_what_the_schedule_takes(model, schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("leading", [1, 6])
-def test_leading_blocks_without_experts_are_where_they_are(leading, schedule):
+def test_estimated_pipeline_time_accounts_for_leading_dense_blocks(leading, schedule):
     described = run("olmoe-1b-7b", sequence=2048, sequences=64)
     moe = described.model.moe.model_copy(update={"num_leading_dense_layers": leading})
     described = described.model_copy(update={"model": described.model.model_copy(update={"moe": moe})})
@@ -53,7 +53,7 @@ def test_leading_blocks_without_experts_are_where_they_are(leading, schedule):
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 4), ("zb-v", 1)])
-def test_the_command_that_draws_a_schedule_gives_that_very_one(schedule, virtual_stages):
+def test_show_command_reproduces_simulated_schedule(schedule, virtual_stages):
     described = run(sequence=2048, sequences=64)
     own = (4, schedule, virtual_stages)
     candidate = next(c for c in enumerate_layouts(described, 16) if (c.pp, c.schedule, c.virtual_stages) == own)

@@ -33,7 +33,7 @@ from tests.helpers.planned_runs import run
     sequences=st.sampled_from([16, 48, 64]),
     memory=st.sampled_from([16, 40, 80]),
 )
-def test_it_never_loses_the_best(model, ranks, sequences, memory):
+def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
     described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
     ways = get_args(Layout.model_fields["activation_checkpointing"].annotation)
@@ -76,7 +76,7 @@ def test_it_never_loses_the_best(model, ranks, sequences, memory):
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 12)])
-def test_every_layout_that_it_considers_can_run(model, ranks):
+def test_enumerate_layouts_yields_only_runnable_layouts(model, ranks):
     described = run(model, sequence=1024, sequences=48)
     for kept in enumerate_layouts(described, ranks):
         for candidate in (kept, *offload_variants(described, kept)):
@@ -87,7 +87,7 @@ def test_every_layout_that_it_considers_can_run(model, ranks):
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 1)])
 @pytest.mark.parametrize("machine", ["v100-16gb", "h100", "b200"])
-def test_offload_never_makes_a_step_shorter_and_always_takes_less_memory(model, machine, ranks):
+def test_offload_variants_never_shorten_a_step_and_always_save_memory(model, machine, ranks):
     """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
     fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
     rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
@@ -103,7 +103,7 @@ def test_offload_never_makes_a_step_shorter_and_always_takes_less_memory(model, 
         assert after.memory_bytes < before.memory_bytes, str(after.candidate)
 
 
-def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
+def test_search_offers_offload_when_nothing_else_fits():
     """8 billion parameters of 16 bytes each in 80 GiB."""
     described = run(sequences=8, cluster={"nproc_per_node": 1})
     found = search_layouts(described, 1)
@@ -127,13 +127,13 @@ def test_what_fits_one_small_device_only_with_offload_is_offered_with_it():
     assert in_files[0].candidate.layout().offload_directory == "/local"
 
 
-def test_attention_alone_is_computed_again_where_memory_is_tight():
+def test_search_chooses_selective_checkpointing_when_memory_is_tight():
     """Of 8 billion parameters with long sequences in 38 GiB: less than whole blocks costs less time."""
     best = search_layouts(run(sequence=8192, sequences=16, cluster={"memory_bytes": 38 * 2**30}), 8, keep=1).options[0]
     assert best.candidate.activation_checkpointing == "selective"
 
 
-def test_options_are_in_order_and_the_front_falls():
+def test_search_options_are_sorted_and_pareto_front_decreases():
     found = search_layouts(run(), 16, keep=50)
     times = np.log([option.step_seconds for option in found.options])
     assert (np.diff(np.floor(times / TIE_TOLERANCE)) >= 0).all()
@@ -147,7 +147,7 @@ def test_options_are_in_order_and_the_front_falls():
         assert sum(parts.values()) == pytest.approx(option.step_seconds)
 
 
-def test_what_is_wanted_is_found_wherever_it_ranks():
+def test_search_filter_finds_matching_layouts_at_any_rank():
     tight = run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
     every = search_layouts(tight, 4, keep=100).options
     pipelines = [option for option in every if option.candidate.pp == 4]
@@ -155,7 +155,7 @@ def test_what_is_wanted_is_found_wherever_it_ranks():
     assert search_layouts(tight, 4, 3, wanted=lambda candidate: candidate.pp == 4).options == pipelines[:3]
 
 
-def test_a_search_says_how_far_it_is():
+def test_search_reports_progress():
     told: list[tuple[str, int, int]] = []
     found = search_layouts(run(), 16, 5, lambda *what: told.append(what))
     stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
@@ -166,14 +166,14 @@ def test_a_search_says_how_far_it_is():
     assert found == search_layouts(run(), 16, 5)
 
 
-def test_mfu_is_that_of_the_trainers_metrics():
+def test_evaluated_layout_mfu_uses_trainer_formula():
     described = run()
     option = evaluate(described, 8, [candidate_from_run(described, 8)])[0]
     flops = training_flops_per_token(described.model, 4096)
     assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
 
 
-def test_hfu_has_what_is_computed_again():
+def test_evaluated_layout_hfu_includes_recomputed_flops():
     described = run()
     alike = candidate_from_run(described, 8)
     kinds = [replace(alike, activation_checkpointing=again) for again in ("none", "selective", "full")]
@@ -185,7 +185,7 @@ def test_hfu_has_what_is_computed_again():
     assert full.hfu / full.mfu == pytest.approx(1 + parts.blocks / (3 * forward))
 
 
-def test_more_memory_and_more_devices_never_hurt():
+def test_search_best_never_slows_with_more_memory_or_devices():
     small = run(cluster={"memory_bytes": 24 * 2**30})
     large = run(cluster={"memory_bytes": 80 * 2**30})
     first, second = (search_layouts(described, 8, keep=1).options[0].step_seconds for described in (small, large))
@@ -193,7 +193,7 @@ def test_more_memory_and_more_devices_never_hurt():
     assert search_layouts(large, 16, keep=1).options[0].step_seconds < second
 
 
-def test_a_large_model_is_shared_inside_the_fast_links():
+def test_search_limits_tp_to_fast_link_domain_for_llama3_405b():
     best = search_layouts(
         run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5
     ).options[0]
@@ -218,13 +218,13 @@ def test_a_large_model_is_shared_inside_the_fast_links():
         ),  # the fullest owns a whole expert's state
     ],
 )
-def test_the_formula_of_memory_is_near_what_is_counted(model, layout, least):
+def test_estimated_memory_is_close_to_exact_memory(model, layout, least):
     described = run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
     (option,) = evaluate(described, 32, [candidate_from_run(described, 32)])
     assert least < option.memory_bytes / with_exact_memory(described, 32, option).memory_bytes < 1.15
 
 
-def test_what_leaves_a_node_is_chosen_by_what_is_sent():
+def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
     """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
     described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
     piped = [option for option in search_layouts(described, 64, keep=20).options if option.candidate.pp > 1]
@@ -236,7 +236,7 @@ def test_what_leaves_a_node_is_chosen_by_what_is_sent():
     assert {c.rank_order for c in alone} == {"data"}
 
 
-def test_where_nothing_fits_the_smallest_is_told():
+def test_search_returns_smallest_layout_when_none_fits():
     described = run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
     found = search_layouts(described, 8)
     assert (found.options, found.fitting) == ([], 0)
@@ -244,7 +244,7 @@ def test_where_nothing_fits_the_smallest_is_told():
     assert found.closest_to_fitting.memory_bytes > 3 * 2**30
 
 
-def test_where_cpu_memory_is_short_that_is_told():
+def test_plan_or_raise_reports_cpu_memory_shortage():
     """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
     scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
     described = run(sequences=8, cluster=scarce)
@@ -255,13 +255,13 @@ def test_where_cpu_memory_is_short_that_is_told():
     assert least == with_exact_memory(described, 1, least)
 
 
-def test_a_cluster_without_speeds_is_refused():
+def test_search_rejects_cluster_without_speeds():
     described = run_from_table({"model": {"preset": "tiny"}})
     with pytest.raises(UserError, match=r"cluster\.peak_flops.*\n.*preset"):
         search_layouts(described, 8)
 
 
-def test_columns_are_those_of_the_layout():
+def test_candidate_jobs_columns_match_layout():
     described = run(layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
     jobs = candidate_jobs(described, 16, [candidate_from_run(described, 16)])
     assert (jobs.tp, jobs.pp, jobs.virtual_stages, jobs.dp, jobs.zero_stage, jobs.shard_group_size) == (
@@ -285,7 +285,7 @@ def test_columns_are_those_of_the_layout():
         ({"pp": 4, "schedule": "interleaved", "virtual_stages": 3}, (8, 9, 7)),
     ],
 )
-def test_stages_have_the_blocks_that_they_will_run_with(layout, blocks):
+def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
     """As the run cuts them, not a share of all: the step takes what the longest takes."""
     described = run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
     jobs = candidate_jobs(described, 40, [candidate_from_run(described, 40)])
@@ -304,34 +304,34 @@ def test_stages_have_the_blocks_that_they_will_run_with(layout, blocks):
         ("data_parallel", {"data_parallel": "hsdp", "dp_shard": 2, "pp": 2}),
     ],
 )
-def test_what_the_planner_does_not_know_is_refused_by_name(field, layout):
+def test_candidate_from_run_rejects_unsupported_layout_field(field, layout):
     described = run("olmoe-1b-7b", layout=layout)
     with pytest.raises(UserError, match=rf"layout\.{field}.*not what the planner predicts"):
         candidate_from_run(described, 8)
     assert run_footprint(described).step_seconds is None, "`advise oom` tells what it can"
 
 
-def test_what_no_prediction_depends_on_is_taken():
+def test_candidate_from_run_ignores_fields_without_effect():
     ddp = {"bucket_mb": 5.0, "first_bucket_mb": 1.0, "ddp_find_unused_parameters": True, "micro_batch_size": 1}
     assert candidate_from_run(run(layout=ddp), 8).data_parallel == "ddp"
     assert candidate_from_run(run(layout={"data_parallel": "zero3", "fsdp_prefetch": 3}), 8).data_parallel == "zero3"
 
 
-def test_a_strategy_is_predicted_as_it_runs():
+def test_candidate_from_run_uses_effective_strategy():
     """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
     assert candidate_from_run(run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
     assert candidate_from_run(run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
     assert candidate_from_run(run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
 
 
-def test_what_is_offered_fits_as_phalanx_counts_it():
+def test_search_options_fit_by_exact_rank_memory():
     described = run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
     for option in search_layouts(described, 64, keep=4).options:
         places = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64).values()
         assert option.memory_bytes == max(place.total for place in places) < 80 * 2**30
 
 
-def test_ranks_that_share_sequences_exchange_tokens_for_heads_where_there_are_enough():
+def test_enumerate_layouts_uses_ulysses_when_cp_divides_heads():
     """Of 12 heads two or four ranks can; eight cannot, and go round a ring that has no flash kernel."""
     described = run("gpt2-124m", sequence=1024, sequences=16)
     found = {

@@ -26,7 +26,7 @@ def one(**changes: str) -> Prediction:
     return found
 
 
-def test_a_published_run():
+def test_predict_rows_matches_published_megatron_run():
     found = one()
     assert found.step_time_s == pytest.approx(1.42, rel=0.1)
     assert found.step_time_low_s < found.step_time_s < found.step_time_high_s
@@ -44,14 +44,14 @@ def test_a_published_run():
         ({"recompute": "selective", "facts": "flash attention"}, 0.0),
     ],
 )
-def test_hfu_has_what_a_row_computes_again(changes, again):
+def test_predict_rows_hfu_includes_recomputed_flops(changes, again):
     """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
     much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
     found = one(**changes)
     assert found.hfu / found.mfu - 1 == pytest.approx(again, rel=0.01, abs=1e-9)
 
 
-def test_answers_are_not_read():
+def test_predict_rows_ignores_result_columns():
     answers = {
         "step_time_s": "99",
         "tflops_per_gpu": "1",
@@ -65,7 +65,7 @@ def test_answers_are_not_read():
     assert predict_rows([without]) == [one()]
 
 
-def test_a_row_that_says_it_offloads_takes_longer_and_less_memory():
+def test_predict_rows_offload_fact_increases_time_and_reduces_memory():
     row = {"tp": "1", "dp": "8", "zero": "3", "micro_batch": "1", "global_batch": "8", "schedule": "FSDP"}
     kept, said, away = (one(**row, facts=facts) for facts in ("", "offload=False", "flash; offload=True"))
     assert kept == said
@@ -73,11 +73,11 @@ def test_a_row_that_says_it_offloads_takes_longer_and_less_memory():
     assert kept.memory_gib - away.memory_gib == pytest.approx(16 * 22e9 / 8 / 2**30, rel=0.03)
 
 
-def test_a_degree_that_does_not_fit_is_corrected_and_named():
+def test_predict_rows_corrects_and_reports_inconsistent_degrees():
     assert one(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, which the other degrees leave"]
 
 
-def test_what_a_row_leaves_open_is_named_and_chosen():
+def test_predict_rows_chooses_and_reports_missing_values():
     found = one(micro_batch="", recompute="", global_batch="16")
     assert found.assumed == ["micro-batch", "recompute"]
     assert found.p_oom < 0.5
@@ -99,7 +99,7 @@ def test_what_a_row_leaves_open_is_named_and_chosen():
         ({"kv_heads": "7"}, "kv_heads"),
     ],
 )
-def test_a_row_that_cannot_be_predicted_says_why(changes, reason):
+def test_predict_rows_reports_reason_for_unpredictable_row(changes, reason):
     (found, other) = predict_rows([{**ROW, **changes}, ROW])
     assert isinstance(found, PredictionFailure)
     assert reason in found.reason
@@ -116,7 +116,7 @@ def test_a_row_that_cannot_be_predicted_says_why(changes, reason):
     ),
     other=st.sampled_from(["", "2", "8", "none"]),
 )
-def test_no_row_stops_the_others(column, text, other):
+def test_predict_rows_continues_after_invalid_row(column, text, other):
     """Whatever a cell holds, the row is predicted, or says why not."""
     spoiled = {**ROW, column: text, "pp": other} if column != "pp" else {**ROW, column: text}
     found, after = predict_rows([spoiled, ROW])
@@ -129,7 +129,7 @@ def test_no_row_stops_the_others(column, text, other):
         assert found.reason
 
 
-def test_files_that_are_no_tables(tmp_path):
+def test_read_rows_rejects_invalid_files(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
     path = tmp_path / "table.csv"
@@ -144,7 +144,7 @@ def test_files_that_are_no_tables(tmp_path):
         read_rows(path)
 
 
-def test_rows_that_are_too_short_or_too_long(tmp_path):
+def test_read_rows_pads_short_rows_and_truncates_long_rows(tmp_path):
     path = tmp_path / "short.csv"
     path.write_text("\ufeff" + ",".join(NEEDED) + ",id\n" + "2\n" + "1," * len(NEEDED) + "b,9\n", encoding="utf-8")
     empty = dict.fromkeys(NEEDED, "")
@@ -152,14 +152,14 @@ def test_rows_that_are_too_short_or_too_long(tmp_path):
     assert all(isinstance(row, PredictionFailure) for row in predict_rows(read_rows(path)))
 
 
-def test_the_columns_that_are_needed_are_and_no_others():
+def test_predict_rows_needs_exactly_the_required_columns():
     assert {*NEEDED, *OPTIONAL} == {*ROW, "experts", "topk", "ep"}
     for column in ROW:
         (found,) = predict_rows([{name: text for name, text in ROW.items() if name != column}])
         assert isinstance(found, PredictionFailure) == (column in NEEDED), column
 
 
-def test_devices_by_the_names_that_tables_use():
+def test_job_from_row_recognizes_device_names():
     for name, memory in (
         ("A100-40GB-SXM", 40),
         ("H200-141GB-SXM", 141),
@@ -177,7 +177,7 @@ def test_devices_by_the_names_that_tables_use():
 
 
 @pytest.mark.parametrize(("name", "preset"), [("H100-80GB-PCIe", "h100-pcie"), ("A100-80GB-PCIe", "a100-pcie")])
-def test_cards_are_not_taken_for_modules(name, preset):
+def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
     """They are slower, and joined in pairs where a row states no links."""
     unstated = {**ROW, "gpu_type": name, "intra_bw": ""}
     choice, machine = job_from_row(unstated).choices[0], load_machine(preset)
@@ -186,7 +186,7 @@ def test_cards_are_not_taken_for_modules(name, preset):
     assert job_from_row({**unstated, "gpu_type": "A100-40GB-PCIe"}).assumed == ["links of a100-40gb"]
 
 
-def test_devices_without_fast_links_stay_so():
+def test_job_from_row_has_no_fast_link_domain_for_l40s():
     row = {**ROW, "gpu_type": "L40S", "intra_bw": "", "tp": "1", "dp": "8", "zero": "3", "global_batch": "32"}
     (alone,) = job_from_row(row).choices
     assert (alone["fast_link_domain"], alone["shard_group_size"]) == (1, 8)
@@ -195,14 +195,14 @@ def test_devices_without_fast_links_stay_so():
     assert isinstance(predict_rows([row])[0], Prediction)
 
 
-def test_half_a_card_is_a_device_where_rocm_counts():
+def test_job_from_row_counts_mi250x_gcds_as_devices():
     whole, half = (job_from_row({**ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
     assert whole.choices == half.choices
     assert (whole.assumed, half.assumed) == (["gpus are GCDs, of which an MI250X has two"], [])
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])
-def test_models_are_counted_as_they_are_elsewhere(name):
+def test_job_from_row_parameters_match_presets(name):
     """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
     spec = load_model(name)
     count = count_parameters(spec).total
@@ -222,7 +222,7 @@ def test_models_are_counted_as_they_are_elsewhere(name):
     assert job_from_row(row).choices[0]["parameters"] == pytest.approx(count, rel=0.003)
 
 
-def test_latent_attention_and_fine_experts_are_known_by_name():
+def test_job_from_row_recognizes_deepseek_v3_by_name():
     """DeepSeek-V3: 671 B parameters (arXiv 2412.19437)."""
     row = {
         **ROW,
@@ -255,19 +255,19 @@ def test_latent_attention_and_fine_experts_are_known_by_name():
         ("GPipe", "4", "", ScheduleKind.GPIPE),
     ],
 )
-def test_schedules_by_their_names(schedule, pp, vpp, order):
+def test_job_from_row_recognizes_schedule_names(schedule, pp, vpp, order):
     choices = job_from_row({**ROW, "tp": "2", "pp": pp, "vpp": vpp, "schedule": schedule}).choices
     assert {choice["schedule"] for choice in choices} == {order}
 
 
-def test_recomputation_by_its_names():
+def test_job_from_row_recognizes_recompute_names():
     for said, kind in (("full", 3), ("selective", 1), ("selective-op", 2), ("none", 0)):
         assert [choice["recompute"] for choice in job_from_row({**ROW, "recompute": said}).choices] == [kind]
     older = {ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL}
     assert {choice["recompute"] for choice in job_from_row({**ROW, "recompute": ""}).choices} == older
 
 
-def test_habits_of_trainers():
+def test_trainer_behaviour_follows_trainer_name_and_facts():
     old = trainer_behaviour("1f1b", "fp16", 0, 0)
     assert (old["attention"], old["overlap_grad_reduce"], old["gradient_bytes"], old["fused_elementwise"]) == (
         AttentionKernel.FUSED,
@@ -302,7 +302,7 @@ def test_habits_of_trainers():
     ("zero", "ranks", "gigabytes"),
     [(0, 1, 120), (1, 64, 31.4), (2, 64, 16.6), (3, 64, 1.88), (1, 16, 35.6), (3, 4, 30)],
 )
-def test_a_row_of_model_state_alone(zero, ranks, gigabytes):
+def test_predict_rows_matches_zero_paper_for_model_state_only_rows(zero, ranks, gigabytes):
     """ZeRO (arXiv 1910.02054), table 1: 7.5 B parameters."""
     row = {"id": "z", "params_b": "7.5", "dp": str(ranks), "zero": str(zero), "facts": "activations excluded"}
     (found,) = predict_rows([row])

@@ -26,7 +26,7 @@ def lightness(text: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_a_cell_for_every_pair_that_talks_where_it_belongs() -> None:
+def test_heatmap_draws_one_cell_per_communicating_pair() -> None:
     root = ElementTree.fromstring(svg(HEAT))
     assert root.tag == f"{SVG}svg"
     page = marked(svg(HEAT), "none")[0]
@@ -47,7 +47,7 @@ def test_a_cell_for_every_pair_that_talks_where_it_belongs() -> None:
     }
 
 
-def test_the_most_is_darkest_and_the_legend_says_how_much() -> None:
+def test_heatmap_colors_maximum_darkest_and_labels_legend() -> None:
     fills = {cell.findtext(f"{SVG}title"): cell.attrib["fill"] for cell in marked(svg(HEAT), "cell")}
     assert fills["rank 0 to rank 1: 5 GB"] == COLOURS[-1]
     assert fills["rank 2 to rank 1: 2.5 kB"] == COLOURS[0]
@@ -56,23 +56,23 @@ def test_the_most_is_darkest_and_the_legend_says_how_much() -> None:
 
 
 @given(st.floats(1, 1e15), st.floats(1, 1e15))
-def test_more_bytes_are_never_lighter(one: float, other: float) -> None:
+def test_heatmap_color_darkens_monotonically_with_bytes(one: float, other: float) -> None:
     limits = 1.0, 1e15
     less, more = sorted((one, other))
     assert lightness(colour(more, limits)) <= lightness(colour(less, limits)) + 1  # rounding of channels
 
 
-def test_every_power_of_ten_is_a_step_of_the_scale() -> None:
+def test_heatmap_color_scale_has_one_step_per_power_of_ten() -> None:
     assert [colour(10.0**power, (1.0, 1e9)) for power in range(10)] == list(COLOURS)
 
 
-def test_lines_are_between_nodes_and_around() -> None:
+def test_heatmap_draws_lines_at_node_boundaries() -> None:
     assert len(marked(svg(HEAT), "node")) == 3
     assert len(marked(svg(Heatmap("", SENT)), "node")) == 2
     assert len(marked(svg(Heatmap("", np.ones((6, 6)), node=4)), "node")) == 3
 
 
-def test_titles_are_text_and_not_markup() -> None:
+def test_heatmap_page_escapes_title_and_fetches_nothing() -> None:
     assert "dp 2 &lt; tp 2 &amp; more" in svg(HEAT)
     page = canvas.page(HEAT.title, svg(HEAT))
     assert page.startswith("<!doctype html>")
@@ -82,7 +82,7 @@ def test_titles_are_text_and_not_markup() -> None:
 
 
 @pytest.mark.parametrize("sent", [np.zeros((2, 2)), np.array([[0.0, 7.0], [7.0, 0.0]]), np.zeros((1, 1))])
-def test_nothing_or_one_amount(sent: Any, tmp_path: Path) -> None:
+def test_heatmap_supports_zero_or_uniform_traffic(sent: Any, tmp_path: Path) -> None:
     heat = Heatmap("few", sent, "node")
     assert len(marked(svg(heat), "cell")) == np.count_nonzero(sent)
     save_picture(heat, tmp_path / "few.png")
@@ -92,12 +92,12 @@ def test_nothing_or_one_amount(sent: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "said"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1.234e9, "1.23 GB"), (5e21, "5e+03 EB")]
 )
-def test_sizes(number: float, said: str) -> None:
+def test_format_bytes_uses_decimal_units(number: float, said: str) -> None:
     assert format_bytes(number) == said
 
 
 @given(st.integers(1, 5000), st.integers(0, 72))
-def test_rows_are_numbered_as_far_as_there_is_room(count: int, node: int) -> None:
+def test_heatmap_axis_ticks_are_at_most_20_and_on_node_boundaries(count: int, node: int) -> None:
     shown = axis_ticks(count, node)
     assert shown[0] == 0
     assert shown[-1] < count
@@ -107,14 +107,16 @@ def test_rows_are_numbered_as_far_as_there_is_room(count: int, node: int) -> Non
 
 
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
-def test_a_file_of_each_kind(ending: str, tmp_path: Path) -> None:
+def test_heatmap_save_picture_writes_svg_html_and_png(ending: str, tmp_path: Path) -> None:
     file = tmp_path / f"heat{ending}"
     save_picture(HEAT, file)
     start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
     assert file.read_bytes().startswith(start)
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heatmap_save_picture_raises_user_error_for_unwritable_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"use \.svg, \.html or \.png"):
         save_picture(HEAT, tmp_path / "heat.gif")
     with pytest.raises(UserError, match="cannot be written"):

@@ -51,7 +51,7 @@ def said(text: str, name: str) -> list[str | None]:
     return [element.findtext(f"{SVG}title") for element in marked(text, name)]
 
 
-def test_every_part_is_there_with_its_seconds_and_its_share(tmp_path):
+def test_step_breakdown_shows_seconds_and_share_of_each_part(tmp_path):
     text = svg(SHOWN, tmp_path)
     for parts, found in ((TIME, said(text, "time")[: len(TIME)]), (SLOWER, said(text, "time")[len(TIME) :])):
         step = sum(parts.values())
@@ -61,7 +61,7 @@ def test_every_part_is_there_with_its_seconds_and_its_share(tmp_path):
     assert written(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
 
 
-def test_the_legend_has_what_is_too_small_to_be_seen(tmp_path):
+def test_step_breakdown_legend_lists_parts_too_small_to_draw(tmp_path):
     text = svg(SHOWN, tmp_path)
     assert written(text, "column") == ["s", "share", "more in 2", "first stage", "last stage"]
     assert written(text, "part") == [*(f"the {part}" for part in TIME), *HELD]
@@ -70,7 +70,7 @@ def test_the_legend_has_what_is_too_small_to_be_seen(tmp_path):
     assert figures[18:] == ["20.00", "20.00", "30.00", "30.00", "0.00", "1.00", "2.50", "2.50"]
 
 
-def test_memory_is_beside_what_the_device_has(tmp_path):
+def test_step_breakdown_draws_memory_against_device_limit(tmp_path):
     text = svg(SHOWN, tmp_path)
     assert said(text, "memory")[:2] == ["state: 20.00 GiB, 38.1%", "activations: 30.00 GiB, 57.1%"]
     assert written(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
@@ -79,7 +79,7 @@ def test_memory_is_beside_what_the_device_has(tmp_path):
     assert middle == {"limit": LEFT + BARS, "counted": LEFT + 0.75 * BARS}
 
 
-def test_parts_are_as_long_as_their_seconds_and_follow_each_other():
+def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
     bars = [mark for mark in layout_shapes(SHOWN) if isinstance(mark, Region) and mark.kind == "time"]
     own, other = bars[: len(TIME)], bars[len(TIME) :]
     for drawn, parts in ((own, TIME), (other, SLOWER)):
@@ -90,12 +90,12 @@ def test_parts_are_as_long_as_their_seconds_and_follow_each_other():
         )
 
 
-def test_colours_are_of_parts_and_differ():
+def test_step_breakdown_colors_are_unique_and_cover_all_parts():
     assert set(PART_DESCRIPTIONS) < set(COLOURS)
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-def test_a_short_step_is_in_milliseconds(tmp_path):
+def test_step_breakdown_uses_milliseconds_for_short_steps(tmp_path):
     short = {part: value / 1e3 for part, value in TIME.items()}
     text = svg(replace(SHOWN, seconds=short, others={}), tmp_path)
     assert written(text, "total") == ["10.000 ms"]
@@ -103,7 +103,7 @@ def test_a_short_step_is_in_milliseconds(tmp_path):
     assert written(text, "column")[:3] == ["ms", "share", "first stage"]
 
 
-def test_no_words_leave_the_picture_or_cover_others():
+def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
     """By the width that matplotlib's letters have, which are wider than browsers'."""
     textpath = pytest.importorskip("matplotlib.textpath")
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
@@ -125,7 +125,7 @@ def test_no_words_leave_the_picture_or_cover_others():
 
 
 @given(st.floats(1e-6, 1e9))
-def test_ticks_are_few_round_and_within(most: float) -> None:
+def test_step_breakdown_axis_ticks_are_5_to_11_within_maximum(most: float) -> None:
     shown = axis_ticks(most)
     assert shown[0] == 0
     assert shown[-1] <= most
@@ -133,7 +133,7 @@ def test_ticks_are_few_round_and_within(most: float) -> None:
 
 
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
-def test_a_file_of_each_kind(ending, tmp_path):
+def test_step_breakdown_save_picture_writes_svg_html_and_png(ending, tmp_path):
     file = tmp_path / f"step{ending}"
     save_picture(SHOWN, file)
     start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
@@ -146,7 +146,7 @@ def test_a_file_of_each_kind(ending, tmp_path):
         assert text.count('class="time"') == 2 * len(TIME)
 
 
-def test_a_wrong_ending_and_a_missing_matplotlib_are_said_at_once(monkeypatch):
+def test_check_picture_file_rejects_bad_suffix_and_missing_matplotlib(monkeypatch):
     with pytest.raises(UserError, match=r"--picture(.|\n)*use \.svg, \.html or \.png"):
         check_picture_file(Path("step.gif"), "--picture")
     monkeypatch.setattr(canvas, "find_spec", lambda name: None)

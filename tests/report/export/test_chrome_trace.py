@@ -25,7 +25,7 @@ def of(trace, category, rank):
     return [event for event in trace["traceEvents"] if event.get("cat") == category and event["pid"] == rank]
 
 
-def test_every_rank_has_its_steps_passes_and_collectives(trace):
+def test_chrome_trace_has_steps_passes_and_collectives_of_each_rank(trace):
     for rank, record in read_run(hybrid()).ranks.items():
         spans = sum(len(line.get("spans", ())) for line in record.steps)
         calls = sum(call["end"] is not None for line in record.steps for call in line.get("collectives", ()))
@@ -34,7 +34,7 @@ def test_every_rank_has_its_steps_passes_and_collectives(trace):
         assert {f"step {step}" for step in range(1, 9)} <= {event["name"] for event in of(trace, "steps", rank)}
 
 
-def test_passes_lie_in_their_steps(trace):
+def test_chrome_trace_passes_lie_within_their_step(trace):
     for rank in range(4):
         steps = [event for event in of(trace, "steps", rank) if event["name"] in ("step 5", "step 6")]
         for event in of(trace, "passes", rank):
@@ -46,7 +46,7 @@ def test_passes_lie_in_their_steps(trace):
             assert len(inside) == 1
 
 
-def test_collectives_of_a_lane_follow_each_other(trace):
+def test_chrome_trace_collectives_do_not_overlap_within_a_track(trace):
     for rank in range(4):
         events = of(trace, "collectives", rank)
         for lane in {event["tid"] for event in events}:
@@ -54,7 +54,7 @@ def test_collectives_of_a_lane_follow_each_other(trace):
             assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(own))
 
 
-def test_times_are_on_one_clock_whose_error_is_said(tmp_path):
+def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
     """A rank whose clock is an hour off says so when it starts, or in the step."""
     directory = copied(hybrid(), tmp_path)
     file = directory / "trace" / "rank-00003.jsonl"
@@ -75,7 +75,7 @@ def test_times_are_on_one_clock_whose_error_is_said(tmp_path):
         )  # what an hour costs in digits, and the steps' own clocks
 
 
-def test_what_cannot_be_traced_is_refused(tmp_path):
+def test_report_trace_rejects_run_without_records_and_several_runs(tmp_path):
     directory = copied(two_ranks(), tmp_path)
     for file in (directory / "trace").glob("*"):
         file.unlink()

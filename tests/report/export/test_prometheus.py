@@ -47,7 +47,7 @@ def told(directory: Path, watched: RunMetrics | None = None) -> Told:
 
 
 @pytest.mark.parametrize("run", [two_ranks, hybrid])
-def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
+def test_prometheus_metrics_match_run_records(run: Callable[[], Path]) -> None:
     found, recorded = told(run()), read_run(run())
     last = recorded.step_metrics[-1]
     expected = {
@@ -89,7 +89,7 @@ def test_it_tells_what_the_run_wrote(run: Callable[[], Path]) -> None:
     assert set(found) == set(FAMILIES)
 
 
-def test_names_are_prometheus_own_way() -> None:
+def test_prometheus_metric_names_follow_naming_conventions() -> None:
     """Counters, and only they, end in _total; base units (prometheus.io/docs/practices/naming)."""
     for name, (kind, text) in FAMILIES.items():
         assert re.fullmatch(r"phalanx_[a-z_]+", name)
@@ -99,7 +99,7 @@ def test_names_are_prometheus_own_way() -> None:
         assert not re.search(r"_(ms|millis|gb|mb|minutes|percent)\b", name)
 
 
-def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
+def test_prometheus_metrics_report_nan_loss_and_failed_ranks(tmp_path: Path) -> None:
     run = copied(two_ranks(), tmp_path)
     watched = RunMetrics(run)
     assert told(run, watched)["phalanx_loss_nats_per_token"][()] > 0
@@ -120,7 +120,7 @@ def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
     assert "phalanx_checkpoint_step" not in found
 
 
-def test_a_run_that_is_started_again_with_fewer_ranks_has_only_these(tmp_path: Path) -> None:
+def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Path) -> None:
     run = copied(two_ranks(), tmp_path)
     watched = RunMetrics(run)
     assert len(told(run, watched)["phalanx_rank_info"]) == 2
@@ -135,7 +135,7 @@ def test_a_run_that_is_started_again_with_fewer_ranks_has_only_these(tmp_path: P
     assert "phalanx_rank_step" not in found  # it did no step yet
 
 
-def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
+def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> None:
     """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
     ranks' records, as steps do."""
     run = copied(two_ranks(), tmp_path)
@@ -158,7 +158,7 @@ def test_no_counter_falls_where_a_run_goes_back(tmp_path: Path) -> None:
         assert kind == "gauge" or after[name][()] >= before[name][()]
 
 
-def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
+def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: Path) -> None:
     """And a time from which its first step can be waited for: that of its last start."""
     shutil.copy(two_ranks() / "run.toml", tmp_path)
     asked = (tmp_path / "run.toml").stat().st_mtime
@@ -179,7 +179,7 @@ def test_a_run_that_has_done_nothing_yet_has_a_plan(tmp_path: Path) -> None:
     assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
 
 
-def test_a_step_that_only_ranks_noted_is_one(tmp_path: Path) -> None:
+def test_prometheus_last_step_time_uses_rank_records(tmp_path: Path) -> None:
     """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
     run = copied(two_ranks(), tmp_path)
     watched, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
@@ -191,20 +191,20 @@ def test_a_step_that_only_ranks_noted_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "interval"), [("20", 20), ("0", 8), ('"auto"', 0)])
-def test_how_often_it_is_to_be_saved_is_told(tmp_path: Path, every: str, interval: int) -> None:
+def test_prometheus_checkpoint_interval_matches_run_toml(tmp_path: Path, every: str, interval: int) -> None:
     text = (two_ranks() / "run.toml").read_text()
     (tmp_path / "run.toml").write_text(text.replace("[checkpoint]\nevery = 500", f"[checkpoint]\nevery = {every}"))
     assert told(tmp_path)["phalanx_checkpoint_interval_steps"][()] == interval
 
 
-def test_a_coordinator_of_a_swarm_is_not_said_to_stand_before_its_first_step(tmp_path: Path) -> None:
+def test_prometheus_metrics_omit_steps_for_swarm_coordinator(tmp_path: Path) -> None:
     shutil.copy(two_ranks() / "run.toml", tmp_path)
     (tmp_path / JOURNAL_FILE).touch()
     assert not {"phalanx_step", "phalanx_last_step_timestamp_seconds"} & set(told(tmp_path))
 
 
 @given(st.text(), st.floats(allow_nan=True, allow_infinity=True))
-def test_labels_and_values_survive(label: str, value: float) -> None:
+def test_exposition_round_trips_labels_and_values(label: str, value: float) -> None:
     text = exposition([("phalanx_step", {"run": label}, value), ("phalanx_step", {"run": label + "x"}, 7)])
     [family] = text_string_to_metric_families(text)
     assert [sample.labels["run"] for sample in family.samples] == [label, label + "x"]
@@ -218,7 +218,7 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def test_alerts_fire_when_they_should_and_not_before() -> None:
+def test_example_alerts_pass_promtool_unit_tests() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (apt-get install prometheus)")
     rules = ROOT / "tests" / "report" / "export" / "alerts_test.yml"
@@ -226,7 +226,7 @@ def test_alerts_fire_when_they_should_and_not_before() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_alerts_go_by_what_there_is_and_say_what_to_do() -> None:
+def test_example_alerts_use_exported_metrics_and_are_documented() -> None:
     named = set()
     for rule in alerts():
         used = set(re.findall(r"\bphalanx_\w+", rule["expr"] + rule["annotations"]["summary"]))

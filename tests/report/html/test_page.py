@@ -23,19 +23,19 @@ def whole():
     return report_data([report_facts(read_run(hybrid())), report_facts(read_run(two_ranks()))])
 
 
-def test_speed_and_mfu_are_of_the_same_peak_on_shared_cores(whole):
+def test_report_speed_and_mfu_ratios_agree_on_shared_cores(whole):
     speed, mfu = (formatting.measured_row(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
     assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
 
 
-def test_the_page_has_the_facts_and_its_own_plotly_once(whole):
+def test_report_page_embeds_facts_and_plotly_once(whole):
     text = page(whole)
     assert embedded(text, "facts") == json.loads(json.dumps(whole))
     assert len(re.findall(r"<script\b[^>]*\bsrc=", text)) == 0
     assert text.count("plotly.js v") == 1
 
 
-def test_figures_are_what_plotly_knows(whole):
+def test_report_page_figures_are_valid_plotly(whole):
     from plotly.graph_objects import Figure
 
     drawn = embedded(main(whole), "figures")
@@ -53,7 +53,7 @@ def test_figures_are_what_plotly_knows(whole):
         Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
 
 
-def test_the_timelines_are_above_one_another_on_one_axis(whole):
+def test_report_page_timelines_share_one_axis(whole):
     layout = embedded(main(whole), "figures")["timeline-0"]["layout"]
     assert [note["text"].split(",")[0].split()[0] for note in layout["annotations"]] == [
         "planned",
@@ -65,7 +65,7 @@ def test_the_timelines_are_above_one_another_on_one_axis(whole):
     assert [axis for axis in layout if axis.startswith("xaxis")] == ["xaxis"]
 
 
-def test_text_from_outside_stays_text(whole):
+def test_report_page_escapes_untrusted_text(whole):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>%{x}"
     changed = copy.deepcopy(whole)
     run = changed["runs"][0]
@@ -80,7 +80,7 @@ def test_text_from_outside_stays_text(whole):
     assert "<img" not in json.dumps(embedded(text, "figures"))
 
 
-def test_a_section_without_facts_says_why(whole):
+def test_report_page_explains_missing_profiled_steps(whole):
     text = main(report_data([whole["runs"][1]]))
     assert "No step was looked at closely: train with --profile-steps FIRST:LAST." in text
     assert "How much each expert" not in text
@@ -105,11 +105,11 @@ def test_a_section_without_facts_says_why(whole):
         (2.41, "loss", "2.410"),
     ],
 )
-def test_numbers_for_people(value, unit, said):
+def test_format_number(value, unit, said):
     assert formatting.format_number(value, unit) == said
 
 
-def test_groups_leave_out_what_is_nothing(whole):
+def test_group_rows_omits_zero_rows(whole):
     groups = dict(formatting.group_rows(whole["runs"][0]["beside"]))
     assert list(groups) == [
         "of a step",

@@ -71,7 +71,7 @@ def traces(browser, place):
     )
 
 
-def test_the_figures_are_those_of_the_json(opened):
+def test_report_page_figures_in_browser_equal_report_json(opened):
     browser, whole = opened
     assert browser.value("JSON.parse(document.getElementById('facts').textContent)") == whole
     assert any(all(facts[what] for what in ("timeline", "memory", "experts")) for facts in whole["runs"])
@@ -106,7 +106,7 @@ def test_the_figures_are_those_of_the_json(opened):
             assert cells["z"] == [[value * len(layer) / sum(layer) for value in layer] for layer in tokens]
 
 
-def test_curves_of_all_runs_lie_over_one_another(opened):
+def test_report_page_curves_contain_every_run(opened):
     browser, whole = opened
     lines = [trace for trace in traces(browser, "curves") if trace["type"] == "scatter"]
     for facts in whole["runs"]:
@@ -114,7 +114,7 @@ def test_curves_of_all_runs_lie_over_one_another(opened):
             assert facts["curves"][curve] in [trace["y"] for trace in lines]
 
 
-def test_the_tables_have_the_numbers_of_the_json(opened):
+def test_report_page_tables_equal_report_json(opened):
     browser, whole = opened
     rows = browser.value(
         "[...document.querySelectorAll('.beside tbody tr')].map(row => "
@@ -132,7 +132,7 @@ def test_the_tables_have_the_numbers_of_the_json(opened):
     ]
 
 
-def test_nothing_is_fetched(opened):
+def test_report_page_fetches_no_external_resources(opened):
     browser, _ = opened
     assert [address for address in browser.asked if not address.startswith(("file:", "data:"))] == []
     assert browser.value("performance.getEntriesByType('resource').filter(one => /^http/.test(one.name)).length") == 0
@@ -141,7 +141,7 @@ def test_nothing_is_fetched(opened):
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_and_can_be_read(opened, width, dark):
+def test_report_page_fits_viewport_with_readable_contrast(opened, width, dark):
     browser, _ = opened
     browser.value("document.querySelectorAll('details').forEach(details => details.open = true)")
     browser.look(width, dark)
@@ -150,7 +150,7 @@ def test_it_fits_and_can_be_read(opened, width, dark):
     assert browser.value(FAINT) == []
 
 
-def test_the_live_page_follows_a_run(browser):
+def test_watch_page_updates_figures_during_training(browser):
     file = run_file("live", {"training.steps": 400, "layout.data_parallel": "zero2"})
     run, metrics = file.parent / "live", file.parent / "live" / "metrics.jsonl"
     train = subprocess.Popen(command(file, 2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -38,7 +38,7 @@ ROPES = [
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_config_and_back_is_the_same_model(kind):
+def test_hf_config_round_trips_model_spec(kind):
     spec = parse_table(ModelSpec, SHAPES[kind])
     config = hf_config(spec)
     assert config["model_type"] == kind
@@ -46,12 +46,12 @@ def test_a_config_and_back_is_the_same_model(kind):
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.get("scaling", "none"))
-def test_rope_and_back(rope):
+def test_hf_config_round_trips_rope_scaling(rope):
     spec = parse_table(ModelSpec, {**BASE, "rope": rope})
     assert parse_table(ModelSpec, model_table(hf_config(spec))).rope == spec.rope
 
 
-def test_a_rope_of_an_older_transformers():
+def test_model_table_reads_rope_keys_of_older_transformers():
     config = hf_config(parse_table(ModelSpec, BASE))
     del config["rope_parameters"]
     config |= {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -60,7 +60,7 @@ def test_a_rope_of_an_older_transformers():
 
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "llama3-405b", "mixtral-8x7b", "olmoe-1b-7b", "gpt2-124m"])
-def test_published_shapes_survive(preset):
+def test_hf_config_round_trips_shapes_of_published_presets(preset):
     spec = load_model(preset)
     back = model_table(hf_config(spec))
     for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size", "max_seq_len"):
@@ -68,7 +68,7 @@ def test_published_shapes_survive(preset):
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_transformers_reads_the_config_as_we_mean_it(kind):
+def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
     transformers = pytest.importorskip("transformers")
     config = hf_config(parse_table(ModelSpec, SHAPES[kind]))
     theirs = transformers.AutoConfig.for_model(**config)
@@ -84,12 +84,12 @@ def test_transformers_reads_the_config_as_we_mean_it(kind):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused(change, field):
+def test_model_table_rejects_unsupported_hugging_face_settings(change, field):
     with pytest.raises(UserError, match=f"config.json {field}"):
         model_table({**hf_config(parse_table(ModelSpec, BASE)), **change})
 
 
-def test_a_missing_key_is_named():
+def test_model_table_names_missing_config_key():
     with pytest.raises(UserError, match="'hidden_size' is missing"):
         model_table({"model_type": "llama", "vocab_size": 10})
 
@@ -97,6 +97,6 @@ def test_a_missing_key_is_named():
 @pytest.mark.parametrize(
     "change", [{"norm": "layernorm"}, {"qk_norm": "full"}, {"moe": {**MOE, "num_shared_experts": 1}}]
 )
-def test_a_shape_without_an_architecture_is_refused(change):
+def test_hf_config_rejects_model_without_hugging_face_architecture(change):
     with pytest.raises(UserError, match="can be exported"):
         hf_config(parse_table(ModelSpec, {**BASE, **change}))

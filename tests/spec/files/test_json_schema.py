@@ -7,11 +7,11 @@ from phalanx.spec.files.load import preset_names
 from phalanx.spec.files.template import run_file_template
 
 
-def test_the_published_schema_is_current():
+def test_published_json_schema_is_current():
     assert PUBLISHED.read_text() == schema_text(), "write it anew: python -m phalanx.spec.files.json_schema"
 
 
-def test_it_knows_every_table_and_the_presets():
+def test_run_schema_contains_run_tables_and_model_presets():
     schema = run_schema()
     assert {"model", "data", "training", "layout", "cluster"} <= set(schema["properties"])
     assert schema["definitions"]["ModelSpec"]["properties"]["preset"]["enum"] == preset_names("models")
@@ -19,7 +19,7 @@ def test_it_knows_every_table_and_the_presets():
     assert "null" not in schema_text()
 
 
-def test_it_accepts_the_starter_and_refuses_a_wrong_value():
+def test_run_schema_accepts_template_and_rejects_invalid_values():
     jsonschema = pytest.importorskip("jsonschema")
     run = tomllib.loads(run_file_template("run.toml", "schema"))
     jsonschema.validate(run, run_schema())

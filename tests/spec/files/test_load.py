@@ -62,7 +62,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "field", "value", "fix"), BAD, ids=[text for text, *_ in BAD])
-def test_a_mistake_is_named_with_its_value_and_fix(tmp_path, text, field, value, fix):
+def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text, field, value, fix):
     with pytest.raises(UserError) as error:
         load_run(run_file(tmp_path, text), environment={})
     message = str(error.value)
@@ -70,7 +70,7 @@ def test_a_mistake_is_named_with_its_value_and_fix(tmp_path, text, field, value,
     assert fix in message
 
 
-def test_all_mistakes_of_a_file_are_reported_together(tmp_path):
+def test_load_run_reports_all_invalid_settings_together(tmp_path):
     with pytest.raises(UserError) as error:
         load_run(run_file(tmp_path, "[training]\nsteps = 0\nseed = -1"), environment={})
     assert "training.steps" in str(error.value)
@@ -78,13 +78,13 @@ def test_all_mistakes_of_a_file_are_reported_together(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "problem"), [("[training", "is not valid TOML"), (None, "no such file")])
-def test_a_file_that_cannot_be_read(tmp_path, text, problem):
+def test_load_run_rejects_missing_or_malformed_file(tmp_path, text, problem):
     path = tmp_path / "run.toml" if text is None else run_file(tmp_path, text)
     with pytest.raises(UserError, match=problem):
         load_run(path, environment={})
 
 
-def test_defaults_then_file_then_environment_then_set(tmp_path):
+def test_load_run_applies_defaults_file_environment_overrides_in_order(tmp_path):
     path = run_file(tmp_path, "[training]\nsteps = 2000\nseed = 2\nseq_len = 128\n[model]\nnum_layers = 4")
     environment = {"PHALANX_TRAINING__STEPS": "3000", "PHALANX_TRAINING__SEED": "3", "PHALANX_HOME": "/x"}
     run = load_run(path, ["training.steps=4000", "name=trial", "model.qk_norm=none"], environment)
@@ -93,12 +93,12 @@ def test_defaults_then_file_then_environment_then_set(tmp_path):
     assert (run.name, run.model.num_layers, run.model.hidden_size, run.model.qk_norm) == ("trial", 4, 192, "none")
 
 
-def test_an_empty_value_is_the_default(tmp_path):
+def test_load_run_resets_field_to_default_for_empty_override(tmp_path):
     path = run_file(tmp_path, '[layout]\ndata_parallel = "hsdp"\ndp_shard = 2')
     assert load_run(path, ["layout.dp_shard="], {}).layout.dp_shard is None
 
 
-def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
+def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_path):
     offloaded = (
         '[layout]\ndata_parallel = "zero3"\nreshard_after_forward = false\n'
         'offload = "nvme"\noffload_directory = "/x"\nmicro_batch_size = 2'
@@ -120,7 +120,7 @@ def test_another_strategy_leaves_the_choices_of_the_files_own_behind(tmp_path):
         check_inapplicable_options(asked)
 
 
-def test_a_mistake_in_the_environment_is_named_so(tmp_path):
+def test_load_run_names_environment_variable_of_invalid_setting(tmp_path):
     with pytest.raises(
         UserError, match=r"training\.stepz = 3: is not a known field \(set by PHALANX_TRAINING__STEPZ\)"
     ):
@@ -137,25 +137,25 @@ def test_a_mistake_in_the_environment_is_named_so(tmp_path):
         ("[training]\nsteps = 60\n[optimizer]\nwarmup_steps = 40", 40),
     ],
 )
-def test_a_short_run_warms_up_for_half_of_it(tmp_path, text, warmup):
+def test_load_run_limits_default_warmup_to_half_of_training_steps(tmp_path, text, warmup):
     assert load_run(run_file(tmp_path, text), [], {}).optimizer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=5", "name.x.y=1"])
-def test_a_bad_override_is_refused(tmp_path, override):
+def test_load_run_rejects_malformed_override(tmp_path, override):
     with pytest.raises(UserError):
         load_run(run_file(tmp_path, 'name = "x"'), [override], {})
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
-def test_every_model_preset_loads_and_may_be_changed(preset):
+def test_model_preset_loads_and_accepts_overrides(preset):
     run = run_from_table({"model": {"preset": preset, "num_layers": 2}})
     assert run.model.num_layers == 2
     assert load_model(preset).head_dim * load_model(preset).num_heads >= load_model(preset).hidden_size
 
 
 @pytest.mark.parametrize("preset", sorted({*preset_names("machines")} - {"cpu"}))
-def test_every_machine_preset_loads_and_may_be_changed(preset):
+def test_machine_preset_loads_with_plausible_values_and_accepts_overrides(preset):
     cluster = run_from_table({"cluster": {"preset": preset, "nodes": 3}}).cluster
     assert cluster.nodes == 3
     assert 7e13 <= cluster.peak_flops < 3e15
@@ -165,7 +165,7 @@ def test_every_machine_preset_loads_and_may_be_changed(preset):
     assert (cluster.device == "cuda") != preset.startswith("tpu")
 
 
-def test_a_machine_may_be_a_file(tmp_path):
+def test_cluster_preset_accepts_machine_file(tmp_path):
     file = tmp_path / "here.toml"
     file.write_text('device = "cpu"\ncores = 4\nmemory_bytes = 8000\npeak_flops = 1e9\n')
     cluster = run_from_table({"cluster": {"preset": str(file), "nproc_per_node": 8, "peak_flops": 2e9}}).cluster
@@ -173,7 +173,7 @@ def test_a_machine_may_be_a_file(tmp_path):
     assert (cluster.ranks_per_core, cluster.rank_memory_bytes) == (2, 1000)
 
 
-def test_a_machine_file_keeps_the_name_of_what_it_changes(tmp_path):
+def test_machine_file_inherits_name_and_values_of_extended_preset(tmp_path):
     file = tmp_path / "ours.toml"
     file.write_text('preset = "h100"\nnetwork_bytes_per_second = 25e9\n')
     cluster = run_from_table({"cluster": {"preset": str(file)}}).cluster
@@ -182,7 +182,7 @@ def test_a_machine_file_keeps_the_name_of_what_it_changes(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["a100", "cpu"])
-def test_another_machine_takes_the_place_of_the_one_that_a_run_resolved(tmp_path, first):
+def test_load_run_machine_option_replaces_resolved_preset_of_run_file(tmp_path, first):
     run = run_from_table(
         {"cluster": {"preset": first, "nodes": 3, "price_per_device_hour": 2.0, "network_bytes_per_second": 9e9}}
     )
@@ -193,18 +193,18 @@ def test_another_machine_takes_the_place_of_the_one_that_a_run_resolved(tmp_path
     assert cluster == load_machine("h100").model_copy(update={"nodes": 3, "price_per_device_hour": 2.0})
 
 
-def test_what_a_run_file_says_of_an_unnamed_machine_stays(tmp_path):
+def test_load_run_machine_option_preserves_cluster_fields_without_preset(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[cluster]\nnetwork_bytes_per_second = 9e9\n")
     assert load_run(file, environment={}, machine="h100").cluster.network_bytes_per_second == 9e9
 
 
-def test_a_preset_may_be_changed_inside_its_experts():
+def test_model_preset_accepts_override_of_single_moe_field():
     moe = run_from_table({"model": {"preset": "mixtral-8x7b", "moe": {"top_k": 1}}}).model.moe
     assert (moe.top_k, moe.num_experts) == (1, 8)
 
 
-def test_replace_validates():
+def test_model_spec_replace_validates_new_values():
     spec = load_model("tiny")
     assert spec.replace(num_heads=6, head_dim=32).head_dim == 32
     with pytest.raises(UserError, match="num_kv_heads = 4: does not divide"):
@@ -214,7 +214,7 @@ def test_replace_validates():
 @pytest.mark.parametrize(
     ("world_size", "micro_batch", "cut"), [(1, None, (1, 64, 1)), (2, 8, (2, 8, 4)), (4, None, (4, 16, 1))]
 )
-def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
+def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, cut):
     layout = {} if micro_batch is None else {"micro_batch_size": micro_batch}
     made = plan_batch(run_from_table({"layout": layout}), world_size)
     assert (made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == cut
@@ -225,7 +225,7 @@ def test_a_step_is_cut_over_the_ranks(world_size, micro_batch, cut):
     ("vocab", "sequence", "micro_batch"),
     [(2048, 256, 64), (32_768, 256, 64), (65_536, 256, 32), (128_256, 1024, 4), (128_256, 8192, 1), (257, 32_768, 1)],
 )
-def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(vocab, sequence, micro_batch):
+def test_plan_batch_limits_default_micro_batch_by_tokens_and_logit_bytes(vocab, sequence, micro_batch):
     training = {"seq_len": sequence, "tokens_per_step": 128 * sequence}
     run = run_from_table({"model": {"vocab_size": vocab}, "training": training})
     assert plan_batch(run, 1).micro_batch_size == micro_batch
@@ -233,12 +233,12 @@ def test_a_default_micro_batch_has_at_most_16384_tokens_and_2_gib_of_logits(voca
     assert micro_batch == 1 or micro_batch * sequence * vocab * 4 <= 2**31
 
 
-def test_a_step_that_the_ranks_cannot_share_is_refused_with_one_they_can():
+def test_plan_batch_rejects_indivisible_step_and_suggests_valid_size():
     with pytest.raises(UserError, match=r"use training\.tokens_per_step = 16128"):
         plan_batch(run_from_table({"layout": {"data_parallel": "zero3"}}), 3)
 
 
-def test_ranks_that_reduce_once_may_share_unevenly():
+def test_plan_batch_allows_uneven_batches_for_ddp():
     made = plan_batch(run_from_table({}), 3)
     assert (made.global_batch_size, made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == (
         64,
@@ -254,7 +254,7 @@ def test_ranks_that_reduce_once_may_share_unevenly():
     ("scaling", "ranks", "sequences", "learning_rate"),
     [("keep", 4, 64, 1.0), ("linear", 4, 128, 2.0), ("linear", 1, 32, 0.5), ("sqrt", 8, 256, 2.0)],
 )
-def test_other_ranks_change_accumulation_or_the_batch_and_learning_rates(scaling, ranks, sequences, learning_rate):
+def test_plan_batch_applies_batch_scaling_rule_to_other_rank_counts(scaling, ranks, sequences, learning_rate):
     """Tokens per update are those of 2 ranks, 64 sequences."""
     base = {} if scaling == "keep" else {"base_dp_size": 2}
     run = run_from_table({"training": {"batch_scaling": scaling, **base}, "layout": {"micro_batch_size": 4}})

@@ -34,7 +34,7 @@ MACHINES = [
 
 
 @pytest.mark.parametrize(("file", "gpus", "nics", "nvlinks", "domain", "nearest", "numa"), MACHINES)
-def test_real_machines(file, gpus, nics, nvlinks, domain, nearest, numa):
+def test_read_topology_parses_output_of_real_machines(file, gpus, nics, nvlinks, domain, nearest, numa):
     node = read_topology(HERE / file)
     assert node.gpus == tuple(f"GPU{i}" for i in range(gpus))
     assert len(node.nics) == nics
@@ -45,7 +45,7 @@ def test_real_machines(file, gpus, nics, nvlinks, domain, nearest, numa):
     assert (known["nproc_per_node"], known["fast_link_domain"]) == (gpus, domain)
 
 
-def test_ways_between_gpus():
+def test_read_topology_returns_link_kinds_of_gpus_and_nics():
     assert read_topology(HERE / "v100-cube-mesh.txt").links[0] == ("X", "NV1", "NV2", "NV1", "SYS", "SYS", "SYS", "NV2")
     assert read_topology(HERE / "k40-soc.txt").links[0] == ("X", "PHB", "SYS", "SYS")
     node = read_topology(HERE / "h200-nccl.xml")
@@ -63,11 +63,11 @@ def test_ways_between_gpus():
         ("h200-nccl.xml", None, 450e9),
     ],
 )
-def test_link_speed_is_nvlinks_times_one_of_the_generation(file, preset, speed):
+def test_infer_cluster_link_bandwidth_is_nvlink_count_times_per_link_rate(file, preset, speed):
     assert infer_cluster(read_topology(HERE / file), preset).fields["link_bytes_per_second"] == speed
 
 
-def test_what_is_not_determined_is_said():
+def test_infer_cluster_reports_undetermined_fields_with_reason():
     assert infer_cluster(read_topology(HERE / "h100-nv18.txt")).unknown == {
         "link_bytes_per_second": "18 NVLinks, whose speed depends on the GPU: name its preset",
         "network_bytes_per_second": "the speed of the network devices is not given",
@@ -87,7 +87,7 @@ def test_what_is_not_determined_is_said():
     }
 
 
-def test_network_speed_is_that_of_the_nearest_devices():
+def test_infer_cluster_network_bandwidth_is_that_of_nearest_nics():
     text = (HERE / "h200-nccl.xml").read_text()
     assert infer_cluster(parse_topology(text)).fields["network_bytes_per_second"] == 50e9
     storage = '<nic><net name="eth0" speed="10000"/></nic></cpu>'
@@ -98,7 +98,7 @@ def test_network_speed_is_that_of_the_nearest_devices():
     assert "network_bytes_per_second" in infer_cluster(unrated).unknown
 
 
-def test_escapes_and_a_blank_cpu_affinity():
+def test_parse_topology_handles_escape_codes_and_blank_cpu_affinity():
     node = parse_topology(
         "driver 550\n\t\x1b[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
         "GPU0\t X \tNV18\t44-51,148-155\t0\t\tN/A\nGPU1\tNV18\t X \t\t1\t\tN/A\n"
@@ -108,20 +108,20 @@ def test_escapes_and_a_blank_cpu_affinity():
     assert (alone.numa_nodes, alone.nvlinks, alone.nvlink_domains()) == ((None,), (0,), ((0,),))
 
 
-def test_four_gpus_without_a_switch():
+def test_parse_topology_counts_nvlinks_of_switchless_4_gpu_node():
     """HGX A100 4-GPU: 4 NVLinks between each two are 12 of each."""
     rows = [f"GPU{i} " + " ".join("X" if i == j else "NV4" for j in range(4)) for i in range(4)]
     assert parse_topology(matrix(*rows)).nvlinks == (12,) * 4
 
 
-def test_a_matrix_of_pcie_alone_does_not_tell_of_nvlinks():
+def test_parse_topology_leaves_nvlinks_unknown_for_pcie_only_matrix():
     legend = "\nLegend:\n  X    = Self\n  PIX  = Connection traversing at most a single PCIe bridge\n"
     node = parse_topology(matrix("GPU0 X PIX", "GPU1 PIX X") + legend)
     assert node.nvlinks == (None, None)
     assert "NVLinks are not shown" in infer_cluster(node).unknown["fast_link_domain"]
 
 
-def test_columns_that_run_together():
+def test_parse_topology_splits_merged_column_headers():
     node = parse_topology("GPU0GPU1mlx5_0\tCPU Affinity\nGPU0\t X NV1\tPIX\t1-1\nGPU1\tNV1 X \tPHB\t1-1\n")
     assert (node.nics, node.nic_paths) == (("mlx5_0",), (("PIX",), ("PHB",)))
 
@@ -144,7 +144,7 @@ CLOUD = """<system version="1">
 </system>"""
 
 
-def test_a_clouds_file_has_the_tree_alone():
+def test_parse_topology_reads_cloud_xml_without_nvlinks():
     """As Azure/azhpc-images topology/ndv5-topo.xml: devices by their class, and no NVLinks."""
     node = parse_topology(CLOUD.format(numa=-1))
     assert (node.nics, node.numa_nodes) == (("0101:00:00.0",), (None, None, 1))
@@ -157,7 +157,7 @@ def gpu(busid: str, dev: int, *links: str) -> str:
     return f'<pci busid="{busid}" class="0x030200"><gpu dev="{dev}" sm="70">{inner}</gpu></pci>'
 
 
-def test_links_between_gpus_to_a_switch_and_to_a_cpu():
+def test_parse_topology_reads_nvlinks_to_gpu_switch_and_cpu():
     direct = gpu("b", 1, 'target="A" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
     direct += gpu("a", 0, 'target="B" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
     node = parse_topology(f'<system><cpu numaid="0">{direct}</cpu></system>')
@@ -168,7 +168,7 @@ def test_links_between_gpus_to_a_switch_and_to_a_cpu():
     assert (node.links[0], node.nvlinks) == (("X", "NV6"), (6, 6))
 
 
-def test_rails():
+def test_parse_topology_reads_rails_of_nics():
     """The attributes that NVIDIA/nccl src/graph/xml.cc writes where a network plugin knows them."""
     nets = "".join(f'<net name="n{i}" speed="400000" rail="{i}"/>' for i in range(2)) + '<net name="n2"/>'
     node = parse_topology(f"<system><cpu>{gpu('a', 0)}<pci busid='b'><nic>{nets}</nic></pci></cpu></system>")
@@ -199,12 +199,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "problem"), BAD)
-def test_what_is_wrong_is_said_with_its_line(text, problem):
+def test_parse_topology_reports_line_of_invalid_input(text, problem):
     with pytest.raises(UserError, match=problem):
         parse_topology(text)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_topology_rejects_missing_file_and_unknown_preset(tmp_path):
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_topology(tmp_path / "none.xml")
     with pytest.raises(UserError, match="is not a known preset"):

@@ -88,7 +88,7 @@ CODECS: list[Codec] = ["fp32", "bf16", "int8", "int4"]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_after_a_round_all_have_the_same(tmp_path, codec):
+def test_aggregate_gives_coordinator_and_nodes_equal_weights(tmp_path, codec):
     """To the bit, coordinator and nodes, those that sent a piece included."""
     swarm = Swarm(tmp_path, codec, split())
     for seed in (1, 5):
@@ -102,7 +102,7 @@ def test_after_a_round_all_have_the_same(tmp_path, codec):
                 assert torch.equal(own, swarm.state.base.read(item))  # nobody needs to send it what it has
 
 
-def test_shared_parameters_are_the_mean_and_experts_their_owners(tmp_path):
+def test_aggregate_averages_shared_parameters_and_copies_owners_experts(tmp_path):
     swarm = Swarm(tmp_path, "fp32", split())
     weights = [drawn(seed) for seed in range(1, 5)]
     swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
@@ -114,7 +114,7 @@ def test_shared_parameters_are_the_mean_and_experts_their_owners(tmp_path):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_bytes_are_those_of_the_formulas(tmp_path, codec):
+def test_update_and_broadcast_sizes_match_round_bytes_formula(tmp_path, codec):
     """Headers apart: 660,736 up and 1,840,384 down in fp32."""
     swarm = Swarm(tmp_path, codec, split())
     told = [swarm.tell(node, drawn(1)) for node in NODES]
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_formulas(tmp_path, codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_who_comes_first_does_not_matter(tmp_path, codec):
+def test_aggregate_is_independent_of_update_order(tmp_path, codec):
     found = []
     for order in (NODES, NODES[::-1], ("c", "a", "d", "b")):
         (tmp_path / "".join(order)).mkdir()
@@ -146,18 +146,18 @@ def test_who_comes_first_does_not_matter(tmp_path, codec):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_alone_in_fp32_a_node_gets_back_what_it_sent(tmp_path):
+def test_aggregate_returns_single_node_fp32_update_unchanged(tmp_path):
     swarm, mine = Swarm(tmp_path), drawn(1)
     _, down = swarm.round([swarm.tell("a", mine)])
     assert all(torch.equal(swarm.received(down, item), mine[item.key]) for item in ITEMS)
 
 
-def test_tokens_are_weights():
+def test_robust_mean_weights_updates_by_token_count():
     values = [torch.tensor([1.0]), torch.tensor([5.0])]
     assert robust_mean(values, [300, 100], "none") == 2
 
 
-def test_who_is_missing_does_not_count(tmp_path):
+def test_aggregate_excludes_missing_node_and_leaves_its_experts_unchanged(tmp_path):
     """The divisor is that of those who came; experts of others stay as they were, and are not sent."""
     swarm = Swarm(tmp_path, "fp32", split())
     weights = [drawn(seed) for seed in range(1, 4)]
@@ -173,7 +173,7 @@ def test_who_is_missing_does_not_count(tmp_path):
         assert item.key not in down.shapes
 
 
-def test_experts_of_two_are_their_mean(tmp_path):
+def test_aggregate_averages_experts_with_two_owners(tmp_path):
     swarm = Swarm(tmp_path, "fp32", assign_experts(8, dict.fromkeys(NODES, 1.0), 2))
     weights = dict(zip(NODES, map(drawn, range(1, 5)), strict=True))
     stands, _ = swarm.round([swarm.tell(node, weights[node]) for node in NODES])
@@ -185,7 +185,7 @@ def test_experts_of_two_are_their_mean(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_what_coding_leaves_out_is_told_later(tmp_path, codec):
+def test_aggregate_error_feedback_bounds_quantization_error_over_rounds(tmp_path, codec):
     """Nodes go on from what all have, each as far in every round: all come as far as their mean, but for what the last
     coding left out on either side."""
     swarm, rounds = Swarm(tmp_path, codec, split()), 12
@@ -204,7 +204,7 @@ def test_what_coding_leaves_out_is_told_later(tmp_path, codec):
         assert (error <= room + 1e-4).all()  # of sums in fp32
 
 
-def test_the_outer_optimizer_is_torchs(tmp_path):
+def test_aggregate_with_outer_optimizer_matches_torch_sgd(tmp_path):
     outer = OuterSGD(0.7, 0.9)
     swarm = Swarm(tmp_path, "fp32", outer=outer)
     theta = {key: torch.nn.Parameter(value.clone()) for key, value in swarm.base.items()}
@@ -219,7 +219,7 @@ def test_the_outer_optimizer_is_torchs(tmp_path):
             torch.testing.assert_close(swarm.state.base.read(item), theta[item.key].detach())
 
 
-def test_merging_is_done_to_what_the_owners_told(tmp_path):
+def test_aggregate_applies_expert_merging_to_owners_updates(tmp_path):
     swarm = Swarm(tmp_path, "fp32", split(), merge_alpha=0.05, merge_nearest=4)
     weights = [drawn(seed) for seed in range(1, 5)]
     stands, _ = swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
@@ -238,7 +238,7 @@ def test_merging_is_done_to_what_the_owners_told(tmp_path):
 
 
 @pytest.mark.parametrize("liar", [1e30, -1e6, float("nan")])
-def test_a_trimmed_mean_is_within_what_the_honest_say(liar):
+def test_robust_mean_trimmed_stays_within_range_of_honest_updates(liar):
     honest = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     found = robust_mean([*honest, torch.full((50,), liar)], [1] * 5, "trimmed")
     stacked = torch.stack(honest)
@@ -246,5 +246,5 @@ def test_a_trimmed_mean_is_within_what_the_honest_say(liar):
     assert (found <= stacked.max(0).values).all()
 
 
-def test_of_two_nothing_can_be_trimmed():
+def test_robust_mean_trimmed_equals_plain_mean_of_two_updates():
     assert robust_mean([torch.zeros(1), torch.ones(1)], [1, 1], "trimmed") == 0.5

@@ -37,42 +37,42 @@ def by_the_paper(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict
 
 
 @pytest.mark.parametrize(("alpha", "nearest"), [(0.05, 4), (0.1, 2), (1.0, 1), (0.3, 5)])
-def test_it_is_what_the_paper_says(alpha, nearest):
+def test_merge_experts_matches_reference_of_spes_paper(alpha, nearest):
     experts = layer()
     expected = by_the_paper(experts, alpha, nearest)
     for name, stacked in merged(experts, alpha, nearest).items():
         torch.testing.assert_close(stacked, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_no_expert_is_its_own_neighbour_and_there_are_at_most_the_others():
+def test_nearest_experts_excludes_self_and_is_limited_to_other_experts():
     near = nearest_experts(layer(3)["gate"], 4)
     assert [sorted(row) for row in near.tolist()] == [[1, 2], [0, 2], [0, 1]]
 
 
-def test_with_nothing_to_move_by_nothing_moves():
+def test_merge_experts_leaves_weights_unchanged_when_alpha_is_zero():
     experts = layer()
     assert all(torch.equal(stacked, experts[name]) for name, stacked in merged(experts, 0.0, 4).items())
 
 
-def test_experts_that_are_alike_stay():
+def test_merge_experts_leaves_identical_experts_unchanged():
     experts = {name: stacked[:1].repeat(6, 1, 1) for name, stacked in layer().items()}
     for name, stacked in merged(experts, 0.5, 4).items():
         torch.testing.assert_close(stacked, experts[name])
 
 
-def test_an_expert_of_zeros_is_like_nobody():
+def test_nearest_experts_never_selects_all_zero_expert():
     experts = layer()
     experts["gate"][2] = 0
     assert all(stacked.isfinite().all() for stacked in merged(experts, 0.1, 2).values())
     assert all(2 not in near for expert, near in enumerate(nearest_experts(experts["gate"], 1).tolist()) if expert != 2)
 
 
-def test_one_expert_alone():
+def test_merge_experts_leaves_single_expert_unchanged():
     alone = layer(1)
     assert torch.equal(merged(alone, 0.1, 4)["up"], alone["up"])
 
 
-def test_the_warm_up_ends():
+def test_merge_ratio_decays_linearly_to_zero():
     """alpha(t) = alpha0 (1 - min(t / T, 1))."""
     assert [merge_ratio(step, 0.05, 2000) for step in (0, 500, 1000, 2000, 5000)] == pytest.approx(
         [0.05, 0.0375, 0.025, 0, 0]
@@ -80,7 +80,7 @@ def test_the_warm_up_ends():
     assert merge_ratio(0, 0.05, 0) == 0
 
 
-def test_it_takes_little_more_memory_than_one_tensor_of_the_layer():
+def test_merge_experts_allocates_less_than_two_expert_tensors():
     """SPES's own code makes a temporary of E x E x F x D numbers."""
     experts = {name: torch.randn(16, 64, 128) for name in ("gate", "up", "down")}
     size = experts["gate"].nbytes
@@ -94,7 +94,7 @@ def test_it_takes_little_more_memory_than_one_tensor_of_the_layer():
     assert size <= most < 2 * size
 
 
-def test_with_fragments_each_is_merged_in_its_turn(tmp_path):
+def test_aggregation_config_sets_merge_alpha_per_fragment_round(tmp_path):
     """Every second time that a fragment is exchanged, as far along as the run is."""
     run = run_of(tmp_path, {"training.steps": 24}, every=4, fragments=2, merge={"every": 8, "alpha": 0.1, "steps": 48})
     found = [aggregation_config(run, number).merge_alpha for number in range(12)]

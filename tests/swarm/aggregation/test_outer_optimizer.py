@@ -7,7 +7,7 @@ from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
 
 
 @pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.0)])
-def test_it_is_torchs(learning_rate, momentum):
+def test_outer_sgd_matches_torch_sgd(learning_rate, momentum):
     generator = torch.Generator().manual_seed(0)
     theta = torch.nn.Parameter(torch.randn(20, generator=generator))
     reference = torch.optim.SGD([theta], lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
@@ -20,7 +20,7 @@ def test_it_is_torchs(learning_rate, momentum):
         torch.testing.assert_close(base, theta.detach())
 
 
-def test_without_momentum_the_mean_is_taken_bit_for_bit():
+def test_outer_sgd_returns_mean_unchanged_with_unit_lr_and_no_momentum():
     base, mean = torch.randn(9), torch.randn(9)
     new, velocity = OuterSGD().step(base, mean, None)
     assert new is mean

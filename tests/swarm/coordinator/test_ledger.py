@@ -39,7 +39,7 @@ def told(ledger: Ledger, node: str, at: float) -> None:
     ledger.record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0, "at": at})
 
 
-def test_it_begins_when_enough_have_come_and_ends_after_the_last_round():
+def test_ledger_opens_with_enough_nodes_and_is_done_after_last_round():
     ledger = swarm_of(steps=6, nodes=2)
     join(ledger, "ann")
     assert (ledger.next_round_event(0.0), ledger.waiting_for) == (None, "one more node")
@@ -51,7 +51,7 @@ def test_it_begins_when_enough_have_come_and_ends_after_the_last_round():
     assert ledger.next_round_event(0.0) is None
 
 
-def test_a_round_of_which_all_was_refused_ends_too():
+def test_ledger_closes_round_after_grace_when_updates_were_rejected():
     """After the grace, for another word may come; with those who told, or with nobody."""
     ledger = swarm_of(nodes=2, round={"grace_seconds": 5, "quorum": 1.0})
     join(ledger, "ann", "bob")
@@ -73,7 +73,7 @@ def test_a_round_of_which_all_was_refused_ends_too():
     assert ledger.should_close(1.0)
 
 
-def test_all_that_are_there_are_waited_for_and_no_longer():
+def test_ledger_waits_for_all_members_and_closes_when_missing_one_leaves():
     ledger = swarm_of()
     join(ledger, *NODES[:3])
     open_round(ledger)
@@ -84,14 +84,14 @@ def test_all_that_are_there_are_waited_for_and_no_longer():
     assert ledger.should_close(2.0)
 
 
-def test_nothing_closes_without_a_word():
+def test_ledger_does_not_close_round_without_updates():
     ledger = swarm_of()
     join(ledger, *NODES[:2])
     open_round(ledger)
     assert not ledger.should_close(1e9)
 
 
-def test_after_a_quorum_the_missing_have_a_grace():
+def test_ledger_closes_round_after_quorum_and_grace_period():
     ledger = swarm_of(nodes=4, round={"quorum": 0.5, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
     join(ledger, *NODES)
     open_round(ledger, 100.0)
@@ -103,7 +103,7 @@ def test_after_a_quorum_the_missing_have_a_grace():
     assert ledger.should_close(121.0)
 
 
-def test_the_rounds_before_say_when_the_next_is_over():
+def test_ledger_derives_round_deadline_from_previous_rounds():
     """From its beginning on, so that a slow node knows how long it has."""
     ledger = swarm_of(nodes=4, steps=24, round={"grace_seconds": 1.0, "timeout_multiplier": 3.0})
     join(ledger, *NODES)
@@ -117,7 +117,7 @@ def test_the_rounds_before_say_when_the_next_is_over():
 
 
 @given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 10))
-def test_most_are_waited_for(offsets, grace, times):
+def test_deadline_offset_includes_at_least_half_of_the_updates(offsets, grace, times):
     """At least half, whatever the settings; and one that is very late changes little."""
     spec = RoundSpec(grace_seconds=grace, timeout_multiplier=times)
     limit = deadline_offset(offsets, spec)
@@ -130,7 +130,7 @@ def test_most_are_waited_for(offsets, grace, times):
     delay=st.integers(0, 2),
 )
 @settings(deadline=None, max_examples=60)
-def test_no_text_is_read_twice_and_no_expert_is_without_an_owner(happens, data, delay):
+def test_ledger_assigns_data_once_and_owns_all_experts_for_random_events(happens, data, delay):
     """Whoever comes and goes; and the same events, read again, give the same state."""
     ledger, events, read = swarm_of(steps=300, nodes=1, delay=delay), [], []
 
@@ -159,7 +159,7 @@ def test_no_text_is_read_twice_and_no_expert_is_without_an_owner(happens, data, 
     assert (again.steps_assigned, again.owners, again.members) == (ledger.steps_assigned, ledger.owners, ledger.members)
 
 
-def test_what_a_node_may_not_tell_of():
+def test_ledger_rejects_early_unknown_duplicate_and_late_updates():
     ledger = swarm_of()
     join(ledger, *NODES[:2])
     assert ledger.rejection_reason("ann", 0) == "not open yet"
@@ -176,7 +176,7 @@ def test_what_a_node_may_not_tell_of():
 # -- the journal -------------------------------------------------------------------------------------------------------
 
 
-def test_a_journal_is_read_again_but_for_a_line_that_was_cut_off(tmp_path):
+def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     for number in range(3):
@@ -192,7 +192,7 @@ def test_a_journal_is_read_again_but_for_a_line_that_was_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"[1]\n", b"x\n", b"3\n"])
-def test_what_is_no_journal(tmp_path, line):
+def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"what":"opened"}\n' + line + b'{"what":"opened"}\n')
     with pytest.raises(UserError, match=r"line 2.*is no event"):

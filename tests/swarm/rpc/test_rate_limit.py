@@ -10,7 +10,7 @@ from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.rate_limit import A_SECOND, AT_ONCE, UNDER_WAY, RateLimiter
 
 
-def test_calls_at_the_same_time():
+def test_rate_limiter_rejects_too_many_concurrent_calls_per_node():
     pace = RateLimiter()
     with ExitStack() as calls:
         for _ in range(UNDER_WAY):
@@ -22,7 +22,7 @@ def test_calls_at_the_same_time():
         pass
 
 
-def test_calls_one_after_the_other():
+def test_rate_limiter_allows_burst_then_limits_calls_per_second():
     now = 0.0
     pace = RateLimiter(lambda: now)
 

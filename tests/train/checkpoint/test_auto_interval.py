@@ -33,7 +33,7 @@ def paced(folder: Path, step_seconds: float = 0.1, **changes: Any) -> Checkpoint
     return found
 
 
-def test_the_interval_is_dalys(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> None:
     """A save that takes 10 s is best written every 465.3 s at Llama 3's rate of failures."""
     pacing = paced(tmp_path)
     assert pacing.next_due_step(FIRST_STEPS, still_seconds=10, write_seconds=20) == pytest.approx(
@@ -48,11 +48,11 @@ def test_the_interval_is_dalys(tmp_path: Path) -> None:
     assert pacing.reason is None  # much as before
 
 
-def test_no_save_begins_before_the_last_has_ended(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_never_overlaps_saves(tmp_path: Path) -> None:
     assert paced(tmp_path).next_due_step(FIRST_STEPS, still_seconds=0.001, write_seconds=600) == FIRST_STEPS + 6000
 
 
-def test_one_save_that_took_long_does_not_count(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_ignores_one_slow_save(tmp_path: Path) -> None:
     pacing = paced(tmp_path)
     usual = pacing.next_due_step(FIRST_STEPS, still_seconds=1, write_seconds=1) - FIRST_STEPS
     pacing.next_due_step(pacing.next, still_seconds=1, write_seconds=1)
@@ -60,7 +60,7 @@ def test_one_save_that_took_long_does_not_count(tmp_path: Path) -> None:
     assert pacing.next_due_step(before, still_seconds=50, write_seconds=1) - before == usual
 
 
-def test_steps_that_a_save_slows_count_as_its_cost(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_counts_slowed_steps_as_save_cost(tmp_path: Path) -> None:
     """The wait of half a second, and two steps of 1.1 s instead of 0.1 behind which it was written."""
     pacing = paced(tmp_path)
     begun = pacing.next_due_step(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - 40
@@ -71,7 +71,7 @@ def test_steps_that_a_save_slows_count_as_its_cost(tmp_path: Path) -> None:
     assert found == pytest.approx(optimal_interval_seconds(2.5, mtbf) / 0.1, rel=0.01)
 
 
-def test_a_run_that_fails_more_often_is_saved_more_often(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path: Path) -> None:
     kinds = ["began", "failed", "began", "failed", "began", "began", "failed"]  # one failure that nobody noticed
     now = time.time()
     events = [
@@ -87,7 +87,7 @@ def test_a_run_that_fails_more_often_is_saved_more_often(tmp_path: Path) -> None
     assert "every 100 s (4 in 6.7 minutes)" in pacing.reason
 
 
-def test_every_so_many_steps(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
     pacing = CheckpointScheduler(described(TEXT, tmp_path, {"checkpoint.every": 4}), 2, tmp_path)
     assert [step for step in range(1, 10) if pacing.due(step, 0.1)] == [4, 8]
     never = CheckpointScheduler(described(TEXT, tmp_path, {"checkpoint.every": 0}), 2, tmp_path)
@@ -100,7 +100,7 @@ def train_and_tell(run: RunSpec) -> int:
     return under_way.pacing.next
 
 
-def test_ranks_agree_when(tmp_path: Path) -> None:
+def test_checkpoint_scheduler_agrees_across_ranks(tmp_path: Path) -> None:
     prepared_text()
     run = described(TEXT, tmp_path, {"checkpoint.every": "auto", "cluster.failures_per_device_hour": 5000.0})
     prepare(run.data)

@@ -111,7 +111,7 @@ MOVES = [(name, NAMES[(index + apart) % len(NAMES)]) for index, name in enumerat
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
-def test_what_was_trained_is_what_one_process_trains(name: str, halves: dict[str, Path]) -> None:
+def test_checkpoint_tensors_match_single_process_in_every_layout(name: str, halves: dict[str, Path]) -> None:
     """Every parameter, bias of a router and number of optimizer state, after some updates."""
     last = Path("parity", "checkpoints", f"step-{HALF:08d}")
     one, other = (load_full_tensors(halves[place] / last) for place in ("one", name))
@@ -121,7 +121,7 @@ def test_what_was_trained_is_what_one_process_trains(name: str, halves: dict[str
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
-def test_layouts_continue_each_other(
+def test_resume_across_layouts_matches_uninterrupted_run(
     before: str, after: str, halves: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
 ) -> None:
     world_size, changes = PLACES[after]
@@ -144,7 +144,9 @@ RETURNS = {
 
 
 @pytest.mark.parametrize(("before", "after", "common"), RETURNS.values(), ids=RETURNS)
-def test_resume_in_another_layout(before: Any, after: Any, common: Any, text: Path, tmp_path: Path) -> None:
+def test_resume_across_layouts_matches_for_muon_sgd_and_recomputation(
+    before: Any, after: Any, common: Any, text: Path, tmp_path: Path
+) -> None:
     common = {"model": MOE, **SHORT, **common}
     whole = trajectory(described(text, tmp_path / "whole", common))
     rank_pool(before[0]).run(first_half, described(text, tmp_path, {**common, **before[1]}))
@@ -167,7 +169,7 @@ def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
     return [(record["learning_rate"], record["tokens"]) for record in records]
 
 
-def test_a_run_that_returns_with_other_ranks_warms_up_to_its_new_batch(text: Path, tmp_path: Path) -> None:
+def test_learning_rate_rewarms_when_run_resumes_with_more_ranks(text: Path, tmp_path: Path) -> None:
     """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
     the steps of a warm-up."""
     training = {"training.batch_scaling": "linear", "training.base_dp_size": 2, **SHORT}
@@ -187,7 +189,7 @@ def three_steps_and_save(run: RunSpec) -> None:
     under_way.checkpointer.wait()
 
 
-def test_a_warm_up_to_new_rates_goes_on_after_a_restart(text: Path, tmp_path: Path) -> None:
+def test_learning_rate_rewarmup_continues_after_restart(text: Path, tmp_path: Path) -> None:
     changes = {"training.batch_scaling": "sqrt", "training.base_dp_size": 1, "optimizer.warmup_steps": 6}
     whole, killed = (described(text, tmp_path / name, changes) for name in ("whole", "killed"))
     for run in (whole, killed):
@@ -207,7 +209,7 @@ def losses(directory: Path) -> list[tuple[int, float, float]]:
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
 
 
-def test_killed_and_resumed_repeats_the_uninterrupted_run(text: Path, tmp_path: Path) -> None:
+def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, tmp_path: Path) -> None:
     """SIGKILL to the launcher at a random step, after a checkpoint exists: its ranks end with it."""
     changes = {"training.steps": 100, "training.precision": "fp32", "checkpoint": {"every": 7}, "model": MOE}
     whole = described(text, tmp_path / "whole", changes)
@@ -250,14 +252,14 @@ def saved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "parity" / "checkpoints"
 
 
-def test_whole_checkpoints_are_intact(saved: Path) -> None:
+def test_checkpoints_are_listed_newest_first_and_valid(saved: Path) -> None:
     assert [path.name for path in checkpoints(saved)] == ["step-00000004", "step-00000002"]
     assert (saved / "latest").read_text() == "step-00000004\n"
     assert latest_valid(saved) == (saved / "step-00000004", {})
 
 
 @pytest.mark.parametrize("kind", ["shard", "rank", "manifest.json", "SHA256SUMS"])
-def test_one_flipped_bit_is_noticed(kind: str, saved: Path, tmp_path: Path) -> None:
+def test_find_damage_detects_flipped_bit_in_checkpoint_files(kind: str, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     newest = tmp_path / "copy" / "step-00000004"
     (file,) = [path for path in newest.iterdir() if path.name.startswith(kind)]
@@ -277,7 +279,7 @@ def test_one_flipped_bit_is_noticed(kind: str, saved: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("harm", ["missing", "extra", "truncated", "empty", "no sums"])
-def test_other_damage_is_noticed(harm: str, saved: Path, tmp_path: Path) -> None:
+def test_find_damage_detects_missing_extra_and_truncated_files(harm: str, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "copy")
     newest = tmp_path / "copy" / "step-00000004"
     shard = next(newest.glob("shard-*"))
@@ -305,7 +307,7 @@ def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
         manifest.sha256 = real
 
 
-def test_ranks_share_the_files_of_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_latest_valid_checkpoint_splits_checksum_work_among_ranks(saved: Path, tmp_path: Path) -> None:
     """However much there is, none waits long for another; damage is found whoever looks at it."""
     shutil.copytree(saved, tmp_path / "copy")
     older, newest = (tmp_path / "copy" / name for name in ("step-00000002", "step-00000004"))
@@ -324,7 +326,7 @@ def test_ranks_share_the_files_of_a_checkpoint(saved: Path, tmp_path: Path) -> N
             assert damaged == {newest.name: f"checksum of {name} is wrong"}
 
 
-def test_a_checkpoint_without_a_ranks_part_is_not_published(text: Path, tmp_path: Path) -> None:
+def test_checkpointer_raises_when_shards_of_a_rank_are_missing(text: Path, tmp_path: Path) -> None:
     under_way = trainer(described(text, tmp_path, {}))
     under_way.checkpointer.world_size = 2  # the other one has gone
     under_way.save()
@@ -333,7 +335,7 @@ def test_a_checkpoint_without_a_ranks_part_is_not_published(text: Path, tmp_path
     assert not list(under_way.checkpointer.directory.iterdir())
 
 
-def test_an_old_checkpoint_that_somebody_reads_fails_no_save(
+def test_checkpointer_save_succeeds_when_old_checkpoint_cannot_be_removed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On NFS a folder whose files are open is not empty when they are gone."""
@@ -354,7 +356,7 @@ def test_an_old_checkpoint_that_somebody_reads_fails_no_save(
     assert kept == ["step-00000003", "step-00000001"]
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
+def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
     text: Path, saved: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
@@ -387,7 +389,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
         assert (directory / "step-00000004.damaged").exists() == aside
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(text: Path, saved: Path, tmp_path: Path) -> None:
+def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved: Path, tmp_path: Path) -> None:
     """Not at the second time either, when they have been set aside; before there are ranks, and in them."""
     directory = tmp_path / "parity" / "checkpoints"
     shutil.copytree(saved, directory)
@@ -404,7 +406,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(text: Path,
     assert trainer(run).resume() == (0, {})
 
 
-def test_an_unfinished_checkpoint_does_not_count_and_is_swept(text: Path, saved: Path, tmp_path: Path) -> None:
+def test_resume_ignores_and_removes_unfinished_checkpoint(text: Path, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000009.tmp").mkdir()
     under_way = trainer(described(text, tmp_path, {"model": MOE}))
@@ -413,7 +415,7 @@ def test_an_unfinished_checkpoint_does_not_count_and_is_swept(text: Path, saved:
     assert not list((tmp_path / "parity" / "checkpoints").glob("*.tmp"))
 
 
-def test_damaged_checkpoints_never_push_an_intact_one_out(text: Path, saved: Path, tmp_path: Path) -> None:
+def test_checkpoint_retention_does_not_count_damaged_checkpoints(text: Path, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     under_way = trainer(described(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
@@ -436,7 +438,7 @@ def refused(run: RunSpec) -> UserError:
     return caught.value
 
 
-def test_old_checkpoints_are_pruned(text: Path, tmp_path: Path) -> None:
+def test_checkpointer_prunes_old_checkpoints(text: Path, tmp_path: Path) -> None:
     under_way = trainer(described(text, tmp_path, {"checkpoint": {"keep": 2}}))
     for last in (1, 2, 3):
         steps(under_way, last)
@@ -457,7 +459,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("field", "changes"), OTHERS.items(), ids=OTHERS)
-def test_a_checkpoint_of_another_run_is_refused(
+def test_resume_rejects_checkpoint_of_incompatible_run(
     field: str, changes: Any, text: Path, saved: Path, tmp_path: Path
 ) -> None:
     """Before anything is written; and by a trainer that nobody set up."""
@@ -469,13 +471,13 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert caught.value.field == field
 
 
-def test_a_broken_manifest_does_not_refuse_the_run(text: Path, saved: Path, tmp_path: Path) -> None:
+def test_create_run_accepts_resume_with_unreadable_manifest(text: Path, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     create_run(described(text, tmp_path, {"model": MOE}), 1, resume=True)
 
 
-def test_a_run_does_not_return_to_before_its_checkpoint(text: Path, tmp_path: Path) -> None:
+def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {})
     manifest = {"model": run.model.model_dump(mode="json"), "optimizer": "adamw", "step": run.training.steps}
     check_manifest(run, manifest)

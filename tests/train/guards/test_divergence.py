@@ -51,7 +51,9 @@ def backwards(targets: torch.Tensor) -> torch.Tensor:
     return 256 - targets  # bytes that the model has never seen
 
 
-def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_spike_rolls_back_and_skips_the_offending_steps(
+    run: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the checkpoint before it; what is learned then is what is learned without the text since."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory, wrong = create_run(run, 1, resume=False), (WRONG - 1) * 8
@@ -66,7 +68,7 @@ def test_a_spike_is_gone_back_from(run: RunSpec, tmp_path: Path, monkeypatch: py
     assert learned(directory) == before + steps(one, STEPS)
 
 
-def test_what_is_not_finite_is_gone_back_from(
+def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
     run: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As often as is allowed; then the run ends. Before its first checkpoint it goes back to its beginning."""
@@ -116,7 +118,7 @@ def returns(directory: Path) -> list[tuple[int, int]]:
     [(2, [(10, 4)]), (1, [(10, 5), (10, 4)])],
     ids=["nothing is saved since", "what the update left was saved"],
 )
-def test_weights_that_are_not_finite_are_left_behind(
+def test_rollback_goes_further_back_when_checkpoint_has_nonfinite_weights(
     every: int, back: list[tuple[int, int]], run: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
@@ -129,7 +131,7 @@ def test_weights_that_are_not_finite_are_left_behind(
     assert all(torch.isfinite(torch.tensor(learned(directory)[-1])))
 
 
-def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_quarantines_checkpoint_that_spikes_again(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """After going back it is still known what loss was usual before."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory = create_run(run, 1, resume=False)
@@ -141,7 +143,7 @@ def test_ruined_weights_that_were_saved_are_left_behind(run: RunSpec, monkeypatc
     assert (directory / "checkpoints" / "step-00000012.damaged").is_dir()
 
 
-def test_where_nothing_older_is_left_the_run_ends(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_fails_when_no_older_checkpoint_exists(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     training = run.training.model_copy(update={"max_nonfinite_steps": 2})
     directory = create_run(run.model_copy(update={"training": training}), 1, resume=False)
     ruin(monkeypatch, EVERY, float("nan"))
@@ -149,7 +151,7 @@ def test_where_nothing_older_is_left_the_run_ends(run: RunSpec, monkeypatch: pyt
     assert returns(directory) == [(8, 6)]
 
 
-def test_text_that_was_passed_over_before_counts_where_a_run_goes_back_further(tmp_path: Path) -> None:
+def test_steps_to_skip_accumulates_over_repeated_rollbacks(tmp_path: Path) -> None:
     record_rollback(tmp_path, 15, 12, "a spike")
     assert (steps_to_skip(tmp_path, 12), steps_to_skip(tmp_path, 6)) == (3, 0)
     record_rollback(tmp_path, 14, 12, "a spike")
@@ -158,7 +160,7 @@ def test_text_that_was_passed_over_before_counts_where_a_run_goes_back_further(t
     assert (steps_to_skip(tmp_path, 12), steps_to_skip(tmp_path, 6)) == (0, 12)
 
 
-def test_a_spike_is_against_what_is_usual() -> None:
+def test_loss_spike_detector_compares_loss_with_recent_losses() -> None:
     losses = LossSpikeDetector(spike=2.0)
     assert all(losses.spike_ratio(9.0 - step / 10) is None for step in range(LEAST))
     assert losses.spike_ratio(16.0) is None

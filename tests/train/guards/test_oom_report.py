@@ -8,7 +8,7 @@ import torch
 from phalanx.train.guards.oom_report import is_out_of_memory, requested_bytes
 
 
-def test_pytorchs_own_words_are_understood() -> None:
+def test_requested_bytes_parses_pytorch_cpu_allocator_error() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -25,5 +25,7 @@ def test_pytorchs_own_words_are_understood() -> None:
         (KeyError("not enough memory"), False, None),
     ],
 )
-def test_errors(error: BaseException, known: bool, wanted: int | None) -> None:
+def test_is_out_of_memory_and_requested_bytes_classify_errors(
+    error: BaseException, known: bool, wanted: int | None
+) -> None:
     assert (is_out_of_memory(error), requested_bytes(str(error))) == (known, wanted)

@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
 
 @given(st.sampled_from(DTYPES[:4]), st.integers(1, 40), st.data())
-def test_every_single_bit_counts(dtype: torch.dtype, count: int, data: Any) -> None:
+def test_tensor_hash_changes_with_any_single_bit(dtype: torch.dtype, count: int, data: Any) -> None:
     tensor = torch.arange(count).to(dtype)
     before = int(tensor_hash(tensor))
     assert int(tensor_hash(tensor.clone())) == before
@@ -42,7 +42,7 @@ def test_every_single_bit_counts(dtype: torch.dtype, count: int, data: Any) -> N
     assert int(tensor_hash(tensor)) != before
 
 
-def test_places_count_and_storage_does_not() -> None:
+def test_tensor_hash_depends_on_element_order_not_on_strides() -> None:
     for dtype in DTYPES:
         tensor = (torch.arange(6) > 2).to(dtype).view(2, 3)
         assert int(tensor_hash(tensor.t())) == int(tensor_hash(tensor.t().contiguous()))
@@ -58,7 +58,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     tensor.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
 
 
-def test_the_minority_is_named_and_two_alone_are_both() -> None:
+def test_find_mismatch_names_minority_ranks_or_both_of_two() -> None:
     assert find_mismatch([{1: 5, 2: 6}, {1: 5}, {2: 6}]) is None
     found = find_mismatch([{1: 5, 2: 6}, {1: 5, 2: 7, 3: 0}, {1: 4, 2: 7, 3: 1}])
     assert found is not None
@@ -88,7 +88,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("count", "changes"), LAYOUTS)
-def test_one_bit_on_one_rank_is_found(count: int, changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
+def test_replica_check_finds_one_flipped_bit_in_every_layout(
+    count: int, changes: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
     run = described(text, tmp_path, {"training.precision": "fp32", **changes})
     told = rank_pool(count).run(corrupted, run)
     assert {said for said, _, _, _ in told} == {told[0][0]}, "all ranks say the same"
@@ -127,17 +129,17 @@ def tensor_of(under_way: Trainer, name: str) -> torch.Tensor:
     return checkpoint_tensors(under_way.strategy, under_way.optimizers)[name]
 
 
-def test_parts_of_one_tensor_are_told_apart() -> None:
+def test_shard_id_depends_on_name_not_on_values() -> None:
     assert shard_id("a", torch.zeros(2)) == shard_id("a", torch.ones(2))
     assert shard_id("a", torch.zeros(2)) != shard_id("b", torch.zeros(2))
 
 
-def test_servers_have_no_replicas(text: Path, tmp_path: Path) -> None:
+def test_replica_check_is_rejected_for_parameter_server(text: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="replica_check_interval = 5: has nothing to compare"):
         described(text, tmp_path, {"training.replica_check_interval": 5, "layout.data_parallel": "parameter_server"})
 
 
-def test_the_run_stops_and_names_rank_tensor_and_step(text: Path, tmp_path: Path) -> None:
+def test_replica_check_stops_run_and_names_rank_tensor_and_step(text: Path, tmp_path: Path) -> None:
     """Real processes, as `phalanx train` starts them."""
     changes = {"training.replica_check_interval": 2}
     directory = directory_of(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})

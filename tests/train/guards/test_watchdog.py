@@ -27,7 +27,9 @@ def pytests_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog.faulthandler, "disable", lambda: None)
 
 
-def test_what_is_written_of_a_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_preserves_failure_dump_when_collectives_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though just then the thread sees something move: a collective ends when it gives up."""
     looking = threading.Event()
 
@@ -51,7 +53,7 @@ def test_what_is_written_of_a_failure_stays(tmp_path: Path, monkeypatch: pytest.
     assert "Timed out" in read_dumps(tmp_path)[0]["error"]
 
 
-def test_gloo_and_nccl_count_the_collectives_of_a_group_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the group of all ranks has both: the first of one is not held against the first of the other."""
     sizes = ParallelDims(1, 2, 1, 1, 1)
     gloo, nccl = entry("gloo:broadcast", over=True), entry("nccl:all_reduce", over=False)
@@ -88,6 +90,6 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
         ("/x/phalanx/data/loader.py", "item = ready.get()", False),
     ],
 )
-def test_who_reads_a_file_does_not_wait_for_others(file: str, line: str, waits: bool) -> None:
+def test_is_waiting_is_true_only_for_communication_frames(file: str, line: str, waits: bool) -> None:
     own = FrameSummary("/x/phalanx/train/trainer.py", 1, "resume", line="load_state(checkpoint)")
     assert watchdog._is_waiting(StackSummary.from_list([own, FrameSummary(file, 2, "f", line=line)])) is waits

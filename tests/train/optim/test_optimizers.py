@@ -22,30 +22,30 @@ def ratios(steps: int, **fields: object) -> list[float]:
     return [learning_rate_factor(spec, step, steps) for step in range(steps)]
 
 
-def test_warm_up_rises_to_the_peak() -> None:
+def test_learning_rate_warmup_rises_linearly_to_peak() -> None:
     assert ratios(100, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_cosine_passes_the_middle_and_nears_the_end() -> None:
+def test_cosine_schedule_matches_formula() -> None:
     values = ratios(1000, warmup_steps=0, lr_schedule="cosine", min_lr_ratio=0.1)
     assert values[500] == pytest.approx(0.55)
     assert values[250] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert values[-1] == pytest.approx(0.1, abs=1e-4)
 
 
-def test_linear_falls_evenly() -> None:
+def test_linear_schedule_decays_evenly() -> None:
     assert ratios(10, warmup_steps=0, lr_schedule="linear", min_lr_ratio=0.0) == pytest.approx(
         [1 - n / 10 for n in range(10)]
     )
 
 
-def test_wsd_is_stable_then_falls() -> None:
+def test_wsd_schedule_is_constant_then_decays_linearly() -> None:
     values = ratios(100, warmup_steps=10, lr_schedule="wsd", lr_decay_fraction=0.2, min_lr_ratio=0.0)
     assert values[10:81] == [1.0] * 71
     assert values[80:] == pytest.approx([1 - n / 20 for n in range(20)])
 
 
-def test_none_stays() -> None:
+def test_none_schedule_stays_at_peak_after_warmup() -> None:
     assert ratios(50, warmup_steps=5, lr_schedule="none")[5:] == [1.0] * 45
 
 
@@ -56,7 +56,7 @@ def test_none_stays() -> None:
     st.floats(0.01, 1),
     st.data(),
 )
-def test_ratios_stay_between_the_end_and_the_peak(
+def test_learning_rate_factor_stays_between_minimum_and_peak(
     decay: str, steps: int, least: float, share: float, data: st.DataObject
 ) -> None:
     warmup = data.draw(st.integers(0, steps - 1))
@@ -67,7 +67,9 @@ def test_ratios_stay_between_the_end_and_the_peak(
 
 
 @given(st.integers(2, 500), st.floats(0, 1), st.floats(1e-6, 1), st.data())
-def test_wsd_never_falls_faster_than_its_line(steps: int, least: float, share: float, data: st.DataObject) -> None:
+def test_wsd_schedule_never_decays_faster_than_its_slope(
+    steps: int, least: float, share: float, data: st.DataObject
+) -> None:
     """Nor jumps where warm-up leaves fewer steps than the decay asks for."""
     warmup = data.draw(st.integers(0, steps - 1))
     fields = {"warmup_steps": warmup, "lr_schedule": "wsd", "min_lr_ratio": least, "lr_decay_fraction": share}
@@ -93,7 +95,7 @@ def test_orthogonalise_leaves_singular_values_near_one(shape: tuple[int, ...]) -
     )
 
 
-def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+def test_build_optimizers_assigns_block_matrices_to_muon_and_rest_to_adamw() -> None:
     module = Transformer(load_model("tiny"))
     muon, adamw = build_optimizers(OptimizerSpec(name="muon"), dict(module.named_parameters()))
     names = {id(p): name for name, p in module.named_parameters()}
@@ -105,7 +107,7 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
     assert decays["norm.weight"] == 0.0
 
 
-def test_a_muon_step_by_hand() -> None:
+def test_muon_step_matches_hand_computation() -> None:
     weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     weight.grad = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]], dtype=torch.float64)
     gradient = weight.grad.clone()
@@ -115,7 +117,7 @@ def test_a_muon_step_by_hand() -> None:
     assert torch.allclose(weight, torch.ones(3, 2).double() * (1 - 0.1 * 0.5) - 0.1 * update)
 
 
-def test_learning_rates_scale_from_their_peaks() -> None:
+def test_set_learning_rate_scales_each_optimizer_from_its_peak() -> None:
     optimizers = build_optimizers(OptimizerSpec(name="muon"), dict(Transformer(load_model("tiny")).named_parameters()))
     for ratio in (0.5, 0.25, 1.0):
         set_learning_rate(optimizers, ratio)

@@ -42,7 +42,7 @@ def elsewhere() -> list[str]:
     return prefix
 
 
-def test_ranks_learn_how_far_their_clocks_are_from_that_of_rank_0(tmp_path: Path, elsewhere: list[str]) -> None:
+def test_measure_clock_offset_matches_offset_of_time_namespace(tmp_path: Path, elsewhere: list[str]) -> None:
     ranks = [start(0, tmp_path), start(1, tmp_path, *elsewhere), start(2, tmp_path)]
     said = [[float(word) for word in rank.communicate(timeout=120)[0].split()] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]

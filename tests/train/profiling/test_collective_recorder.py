@@ -32,7 +32,7 @@ def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:
     return [(call.operation, call.group, call.size_bytes, call.end is not None) for call in recorder.calls]
 
 
-def test_operations_groups_and_bytes_are_those_asked_for() -> None:
+def test_collective_recorder_records_operations_groups_and_bytes() -> None:
     sender, receiver = rank_pool(2).run(some_of_each)
     expected = [
         ("all_reduce", (0, 1), 4000, True),
@@ -48,7 +48,7 @@ def test_operations_groups_and_bytes_are_those_asked_for() -> None:
     assert sender[7][:2] == ("all_gather", (0, 1))
 
 
-def test_exposed_is_what_was_waited_for() -> None:
+def test_collective_call_exposed_seconds_counts_only_waited_time() -> None:
     call = CollectiveCall("all_reduce", "all_reduce", (0, 1), 1, start=10.0, end=14.0)
     assert call.exposed_seconds([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
     assert call.exposed_seconds([]) == 0

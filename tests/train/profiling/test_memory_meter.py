@@ -12,7 +12,7 @@ from phalanx.train.profiling.memory_meter import MemoryMeter
 KIB = 1024
 
 
-def test_what_is_freed_no_longer_counts_and_peaks_stay() -> None:
+def test_memory_meter_drops_freed_tensors_and_retains_peaks() -> None:
     with MemoryMeter(dict) as meter:
         first = torch.zeros(KIB, dtype=torch.float32)
         second = first + 1
@@ -27,7 +27,7 @@ def test_what_is_freed_no_longer_counts_and_peaks_stay() -> None:
     assert meter.peaks["activations"] == meter.peak_total == 8 * KIB
 
 
-def test_known_tensors_gradients_and_activations_of_a_linear_layer() -> None:
+def test_memory_meter_separates_parameters_gradients_and_activations() -> None:
     layer = nn.Linear(64, 32, bias=False)
     weight_bytes = 4 * 64 * 32
     with MemoryMeter(lambda: {"parameters": layer.parameters()}) as meter, meter.tracking_gradients(layer.parameters()):
@@ -43,7 +43,7 @@ def test_known_tensors_gradients_and_activations_of_a_linear_layer() -> None:
     assert meter.held["activations"] == 0
 
 
-def test_a_tensor_counts_once_under_the_part_that_names_it() -> None:
+def test_memory_meter_counts_shared_storage_once() -> None:
     weights = torch.zeros(100, dtype=torch.float64)
     grown = False
     meter = MemoryMeter(lambda: {"parameters": [weights], "optimizer": [weights[:10]] if grown else []})
@@ -53,7 +53,7 @@ def test_a_tensor_counts_once_under_the_part_that_names_it() -> None:
     assert +meter.held == {"optimizer": 800}
 
 
-def test_storage_that_grows_behind_its_tensor_is_communication() -> None:
+def test_memory_meter_counts_resized_storage_as_communication() -> None:
     gathered = torch.zeros(100, dtype=torch.float32)
     gathered.untyped_storage().resize_(0)
     with MemoryMeter(dict, [gathered]) as meter:

@@ -12,13 +12,13 @@ from phalanx.train.profiling.peak_flops import measure_peak_flops
 
 
 @pytest.mark.parametrize("size", [8, 32])
-def test_it_is_2_n_cubed_over_the_best_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_peak_flops_equals_2_n_cubed_over_best_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = itertools.accumulate(itertools.chain.from_iterable((1.0, seconds) for seconds in (0.5, 0.25, 4.0)))
     monkeypatch.setattr(time, "perf_counter", lambda: next(ends))
     assert measure_peak_flops(torch.device("cpu"), torch.float32, size, rounds=3) == 2 * size**3 / 0.25
 
 
-def test_every_round_multiplies_once_in_the_type_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_peak_flops_multiplies_once_per_round_in_given_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b: seen.append((a.dtype, a.shape, b.shape)) or real(a, b))
@@ -26,7 +26,7 @@ def test_every_round_multiplies_once_in_the_type_asked_for(monkeypatch: pytest.M
     assert seen == [(torch.bfloat16, (16, 16), (16, 16))] * 4
 
 
-def test_a_slow_device_is_not_given_large_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_peak_flops_limits_matrix_size_on_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which a number takes a nanosecond: 256 takes longer than is needed to time it, 512 is not tried."""
     now, sides = [0.0], []
 

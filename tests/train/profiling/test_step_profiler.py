@@ -28,7 +28,7 @@ def lines_of(run: Any, window: range, last: int, after: int = 0) -> list[dict[st
     return noted
 
 
-def test_the_first_step_that_is_like_all_others_is_metered(text: Path, tmp_path: Path) -> None:
+def test_step_profiler_records_memory_in_first_steady_step(text: Path, tmp_path: Path) -> None:
     noted = lines_of(described(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
     assert [line["profiled"] for line in noted] == [False, True, True, True, True, False]
     assert ["spans" in line for line in noted] == [line["profiled"] for line in noted]
@@ -41,7 +41,7 @@ def test_the_first_step_that_is_like_all_others_is_metered(text: Path, tmp_path:
         assert sorted(kinds) == ["B"] * (len(kinds) // 2) + ["F"] * (len(kinds) // 2)
 
 
-def test_passes_of_a_step_lie_in_it_and_follow_each_other(text: Path, tmp_path: Path) -> None:
+def test_step_profiler_pass_spans_are_ordered_and_inside_step(text: Path, tmp_path: Path) -> None:
     changes = {"layout.pp": 2, "layout.micro_batch_size": 1}
     for noted in rank_pool(2).run(lines_of, described(text, tmp_path, changes), range(3, 5), 4):
         line = noted[-1]
@@ -53,7 +53,7 @@ def test_passes_of_a_step_lie_in_it_and_follow_each_other(text: Path, tmp_path: 
         assert {call["operation"] for call in line["collectives"]} >= {"send", "recv", "all_reduce"}
 
 
-def test_a_run_that_goes_on_looks_at_the_steps_that_are_left(text: Path, tmp_path: Path) -> None:
+def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, tmp_path: Path) -> None:
     run = described(text, tmp_path, {"training.steps": 20})
     under_way = trainer(run)
     under_way.step = 11
@@ -72,7 +72,7 @@ WINDOW, EMPTY = "is not a window of steps", "is an empty window"
     ("steps", "said"),
     [("3", WINDOW), ("3:2", EMPTY), ("0:4", EMPTY), ("a:b", WINDOW), ("-1:2", WINDOW), ("3:4:5", WINDOW)],
 )
-def test_what_is_no_window_is_refused(steps: str, said: str) -> None:
+def test_parse_step_range_rejects_invalid_ranges(steps: str, said: str) -> None:
     from phalanx.runs.step_records import parse_step_range
 
     with pytest.raises(UserError, match=said):
