@@ -58,10 +58,12 @@ def test_describe_kill_suspects_oom_when_cgroup_files_are_missing(
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == (
         "was killed by SIGKILL without a word; out of memory?"
     )
-    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL", kills=1) == (
+    assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL", oom_kills=1) == (
         "was killed by SIGKILL, by the kernel, for want of memory"
     )
-    assert oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", kills=1) == "was killed by SIGSEGV without a word"
+    assert (
+        oom.describe_kill(tmp_path, 1, "was killed by SIGSEGV", oom_kills=1) == "was killed by SIGSEGV without a word"
+    )
 
 
 def test_describe_kill_reports_source_line_of_segfault(tmp_path: Path) -> None:

@@ -252,4 +252,4 @@ def test_find_bottlenecks_ignores_ranks_without_records() -> None:
     [([0.0] * 10 + [1.0] * 10, 10), ([0.0] * 20, 0), ([1.0] * 10 + [0.0] * 10, 0), ([0.0] * 17 + [1.0] * 3, 17)],
 )
 def test_change_point_returns_first_index_of_lasting_increase(series: list[float], expected: int) -> None:
-    assert change_point(np.array(series), least=0.5) == expected
+    assert change_point(np.array(series), min_increase=0.5) == expected

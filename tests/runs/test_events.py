@@ -94,10 +94,10 @@ def test_describe_failures_merges_records_of_several_nodes(tmp_path: Path) -> No
     assert failure_count_and_uptime(tmp_path)[0] == 1
     append_event(tmp_path, STARTED, ranks=4, step=5)
     append_event(tmp_path, FAILED, rank=0, step=9, reason="lost ranks of another node", here=False)
-    first, second = describe_failures(read_events(tmp_path), but_last=False)
+    first, second = describe_failures(read_events(tmp_path), exclude_last=False)
     assert first.endswith(": rank 2 was killed, step 7")
     assert second.endswith(": rank 0 lost ranks of another node, step 9")
-    assert describe_failures(read_events(tmp_path), but_last=True) == [first]
+    assert describe_failures(read_events(tmp_path), exclude_last=True) == [first]
 
 
 def test_append_event_ignores_write_errors(tmp_path: Path) -> None:

@@ -67,11 +67,11 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
             self._bin.close()
-            if kind is None:
+            if error_type is None:
                 lengths = np.frombuffer(self.lengths, np.int32) if self.lengths else np.empty(0, np.int32)
                 write_index(f"{self._aside}.idx", lengths, self.dtype)
                 os.replace(f"{self._aside}.bin", f"{self.prefix}.bin")
@@ -84,7 +84,7 @@ class IndexedWriter:
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
     """Write the .idx of documents that lie one after the other from `first` on; `lengths` [n], in tokens."""
     starts = np.cumsum(lengths, dtype=np.int64) - lengths + first
-    code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == dtype)
+    code = next(code for code, token_type in DTYPES.items() if np.dtype(token_type) == dtype)
     with open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
         file.write(np.ascontiguousarray(lengths, "<i4").data)
@@ -125,8 +125,8 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """A name for the content, wherever the files lie: from counts, and samples all over both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
-        kept = self.tokens[self.offsets[0] : self.offsets[-1]]
-        for values in (kept, self.offsets - self.offsets[0]):
+        tokens = self.tokens[self.offsets[0] : self.offsets[-1]]
+        for values in (tokens, self.offsets - self.offsets[0]):
             for start in np.linspace(0, max(0, len(values) - 1024), num=64, dtype=np.int64):
                 digest.update(np.ascontiguousarray(values[start : start + 1024]).data)
         return digest.hexdigest()
@@ -135,24 +135,24 @@ class IndexedDataset:
 def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     path, size = f"{prefix}.idx", os.path.getsize(f"{prefix}.idx")
     with open(path, "rb") as file:
-        head = file.read(HEADER.size)
-    if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
+        header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
         raise _broken(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
-    if len(head) < HEADER.size:
+    if len(header) < HEADER.size:
         raise _broken(field, path, f"is truncated: {size} bytes, and the header alone has {HEADER.size}")
-    _, version, code, sequences, entries = HEADER.unpack(head)
+    _, version, code, sequences, entries = HEADER.unpack(header)
     if version != VERSION:
         raise _broken(field, path, f"is version {version} of the format; version {VERSION} is known")
     if code not in DTYPES:
         raise _broken(field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}")
-    need = HEADER.size + 12 * sequences + 8 * entries
-    if size < need:
-        raise _broken(field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {need:,}")
+    required_bytes = HEADER.size + 12 * sequences + 8 * entries
+    if size < required_bytes:
+        raise _broken(field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {required_bytes:,}")
     raw = np.memmap(path, np.uint8, "r")
-    ends = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
+    bounds = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
     lengths, pointers, documents = (
-        np.frombuffer(raw[start:stop], kind)
-        for start, stop, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
+        np.frombuffer(raw[start:stop], field_dtype)
+        for start, stop, field_dtype in zip(bounds, bounds[1:], ("<i4", "<i8", "<i8"), strict=False)
     )
     return np.dtype(DTYPES[code]), lengths, pointers, documents
 
@@ -174,13 +174,13 @@ def _offsets(
     return offsets
 
 
-def _map_tokens(prefix: str, field: str, dtype: np.dtype, tokens: int) -> np.ndarray:
+def _map_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
     path, size = f"{prefix}.bin", os.path.getsize(f"{prefix}.bin")
-    if size < tokens * dtype.itemsize:
-        raise _broken(field, path, f"is truncated: {size:,} bytes, and the index needs {tokens * dtype.itemsize:,}")
-    if not tokens:
+    if size < num_tokens * dtype.itemsize:
+        raise _broken(field, path, f"is truncated: {size:,} bytes, and the index needs {num_tokens * dtype.itemsize:,}")
+    if not num_tokens:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(tokens,)).view(np.ndarray)  # memmap's own indexing is slow
+    return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # memmap's own indexing is slow
 
 
 def _broken(field: str, path: str, problem: str) -> UserError:
@@ -196,12 +196,12 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     """
     if dataset.size < 2:
         raise UserError(FIELD, dataset.prefix, "is too small to hold anything out", "give more text, or data.held_out")
-    begin, end = int(dataset.offsets[0]), int(dataset.offsets[-1])
-    at = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
-    inside = dataset.offsets[1:-1]
-    for prefix, first, last in ((head, begin, at), (tail, at, end)):
-        bounds = np.array([first, *inside[(inside > first) & (inside < last)], last])
-        write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, first)
+    start, end = int(dataset.offsets[0]), int(dataset.offsets[-1])
+    split = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
+    inner_offsets = dataset.offsets[1:-1]
+    for prefix, lower, upper in ((head, start, split), (tail, split, end)):
+        bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])
+        write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, lower)
         os.symlink(_target(f"{dataset.prefix}.bin", Path(prefix).parent), f"{prefix}.bin")
 
 

@@ -46,41 +46,41 @@ class TokenLoader:
     def __init__(
         self,
         dataset: IndexedDataset,
-        sequence: int,
+        seq_len: int,
         sequences_per_step: int,
         seed: int,
         rank: int = 0,
         ranks: int = 1,
         mask_documents: bool = True,
     ) -> None:
-        self.dataset, self.sequence, self.seed, self.mask = dataset, sequence, seed, mask_documents
+        self.dataset, self.sequence, self.seed, self.mask = dataset, seq_len, seed, mask_documents
         self.sequences_per_step = sequences_per_step
         self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._origin = (0, 0)
-        self.sequences_per_epoch = (dataset.size - 1) // sequence
+        self.sequences_per_epoch = (dataset.size - 1) // seq_len
         if self.sequences_per_epoch < 1:
             raise UserError(
                 "data.train",
                 dataset.prefix,
-                f"has {dataset.size:,} tokens, and one sequence and its target need {sequence + 1:,}",
+                f"has {dataset.size:,} tokens, and one sequence and its target need {seq_len + 1:,}",
                 "give more text, or lower training.seq_len",
             )
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, sequence, seed, epoch))
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch))
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
-        wanted = self._first(number) + self.rows
-        epochs, index = np.divmod(wanted, self.sequences_per_epoch)
+        sequence_indices = self._first(number) + self.rows
+        epochs, index = np.divmod(sequence_indices, self.sequences_per_epoch)
         return concat_batches([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
 
     def _first(self, step: int) -> int:
-        from_step, from_sequence = self._origin
-        return from_sequence + (step - from_step) * self.sequences_per_step
+        origin_step, origin_sequence = self._origin
+        return origin_sequence + (step - origin_step) * self.sequences_per_step
 
-    def _rows(self, number: int, index: np.ndarray) -> Batch:
-        epoch = self._epoch(number)
-        first = epoch.order[index] * self.sequence
-        return pack_rows(self.dataset.tokens, epoch.begins, epoch.shifts, first, self.sequence, self.mask)
+    def _rows(self, epoch_number: int, indices: np.ndarray) -> Batch:
+        epoch = self._epoch(epoch_number)
+        starts = epoch.order[indices] * self.sequence
+        return pack_rows(self.dataset.tokens, epoch.begins, epoch.shifts, starts, self.sequence, self.mask)
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the run is before step `step`, for a checkpoint (JSON-able)."""
@@ -98,8 +98,8 @@ class TokenLoader:
 
     def skip_steps(self, steps: int) -> None:
         """Leave out the sequences of so many steps, from where the run goes on."""
-        from_step, from_sequence = self._origin
-        self._origin = (from_step, from_sequence + steps * self.sequences_per_step)
+        origin_step, origin_sequence = self._origin
+        self._origin = (origin_step, origin_sequence + steps * self.sequences_per_step)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -114,9 +114,9 @@ class TokenLoader:
 def rank_rows(sequences: int, rank: int, ranks: int) -> np.ndarray:
     """The rows of a global batch that are this rank's: a contiguous block, int64 [sequences / ranks], where ranks come
     out unevenly one more for the first of them."""
-    each, more = divmod(sequences, ranks)
-    first = rank * each + min(rank, more)
-    return np.arange(first, first + each + (rank < more))
+    rows_per_rank, remainder = divmod(sequences, ranks)
+    start = rank * rows_per_rank + min(rank, remainder)
+    return np.arange(start, start + rows_per_rank + (rank < remainder))
 
 
 def concat_batches(batches: list[Batch]) -> Batch:
@@ -131,7 +131,7 @@ def concat_batches(batches: list[Batch]) -> Batch:
     return Batch(np.concatenate([b.tokens for b in batches]), np.concatenate([b.targets for b in batches]), starts)
 
 
-def check_resumable(mine: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
+def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
     """Raise UserError at the first value of `mine` that a checkpoint's state has otherwise; the size of steps may
     differ if they are `resized`."""
     fields = {
@@ -140,20 +140,20 @@ def check_resumable(mine: dict[str, Any], state: dict[str, Any], resized: bool =
         "sequences_per_step": "training.tokens_per_step",
     }
     fix = "resume with the data and settings of that run, or start a new one"
-    for name, value in mine.items():
+    for name, value in identity.items():
         if state.get(name) == value or (resized and name == "sequences_per_step"):
             continue
         if name not in fields:  # a number that says nothing to anybody
             problem = "gives other tokens than the checkpoint was made with: by its text, tokenizer or what is held out"
             raise UserError("data", None, problem, fix)
-        before, unit = state.get(name), " sequences" if name == "sequences_per_step" else ""
-        problem = f"is not what the checkpoint was made with ({before!r}{unit})"
+        saved_value, unit = state.get(name), " sequences" if name == "sequences_per_step" else ""
+        problem = f"is not what the checkpoint was made with ({saved_value!r}{unit})"
         raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix)
 
 
 def evaluation_batches(
     dataset: IndexedDataset,
-    sequence: int,
+    seq_len: int,
     sequences_per_batch: int,
     rank: int = 0,
     ranks: int = 1,
@@ -171,20 +171,20 @@ def evaluation_batches(
     if targets < 1:
         raise UserError("data.held_out", dataset.prefix, "has no tokens to evaluate on", "give more text to hold out")
     origin, last = int(dataset.offsets[0]), int(dataset.offsets[-1]) - 1
-    begins = dataset.offsets - origin
-    per_round = sequences_per_batch * ranks
-    for first_row in range(0, -(-targets // sequence), per_round):
+    document_offsets = dataset.offsets - origin
+    rows_per_round = sequences_per_batch * ranks
+    for first_row in range(0, -(-targets // seq_len), rows_per_round):
         rows = first_row + rank * sequences_per_batch + np.arange(sequences_per_batch)
-        where = rows[:, None] * sequence + np.arange(sequence + 1)
-        inside = np.minimum(where, last - origin)
-        cut = dataset.tokens[inside + origin].astype(np.int64)
+        positions = rows[:, None] * seq_len + np.arange(seq_len + 1)
+        clipped_positions = np.minimum(positions, last - origin)
+        row_tokens = dataset.tokens[clipped_positions + origin].astype(np.int64)
         starts = None
         if mask_documents:
-            document = np.searchsorted(begins, inside[:, :-1], side="right") - 1
-            starts = np.maximum(begins[document] - where[:, :1], 0).astype(np.int32)
+            document_index = np.searchsorted(document_offsets, clipped_positions[:, :-1], side="right") - 1
+            starts = np.maximum(document_offsets[document_index] - positions[:, :1], 0).astype(np.int32)
         yield Batch(
-            tokens=np.ascontiguousarray(cut[:, :-1]),
-            targets=np.where(where[:, 1:] <= targets, cut[:, 1:], IGNORE_INDEX),
+            tokens=np.ascontiguousarray(row_tokens[:, :-1]),
+            targets=np.where(positions[:, 1:] <= targets, row_tokens[:, 1:], IGNORE_INDEX),
             document_starts=starts if starts is not None and starts.any() else None,
         )
 
@@ -194,29 +194,29 @@ def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2
 
     An error in the thread is raised where the batch would have come. Closing the generator ends the thread.
     """
-    ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
-    free, closed = threading.Semaphore(depth), threading.Event()
+    queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
+    free_slots, closed = threading.Semaphore(depth), threading.Event()
 
     def work() -> None:
         try:
             for number in range(first_step, last_step):
-                free.acquire()
+                free_slots.acquire()
                 if closed.is_set():
                     return
-                ready.put(loader.step(number))
+                queue.put(loader.step(number))
         except BaseException as error:
-            ready.put(error)
+            queue.put(error)
 
     thread = threading.Thread(target=work, name="phalanx-data", daemon=True)
     thread.start()
     try:
         for _ in range(first_step, last_step):
-            item = ready.get()
-            free.release()
+            item = queue.get()
+            free_slots.release()
             if isinstance(item, BaseException):
                 raise item
             yield item
     finally:
         closed.set()
-        free.release()
+        free_slots.release()
         thread.join()

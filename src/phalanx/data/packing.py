@@ -11,7 +11,7 @@ IGNORE_INDEX = -100
 
 
 def pack_rows(
-    tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, sequence: int, mask: bool
+    tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, seq_len: int, mask: bool
 ) -> Batch:
     """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
 
@@ -19,23 +19,23 @@ def pack_rows(
     it is tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] on
     (int64 [B]). `mask` asks for `starts`.
     """
-    rows, width = len(first), sequence + 1
-    head = np.searchsorted(begins, first, side="right") - 1
-    tail = np.searchsorted(begins, first + sequence, side="right") - 1
+    rows, width = len(first), seq_len + 1
+    first_document = np.searchsorted(begins, first, side="right") - 1
+    last_document = np.searchsorted(begins, first + seq_len, side="right") - 1
     # A piece is the part of one document that is in one row; all rows' pieces lie one after the other.
-    pieces = tail - head + 1
+    pieces = last_document - first_document + 1
     row = np.repeat(np.arange(rows), pieces)
-    document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - head, pieces)
+    document = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces - first_document, pieces)
     start = np.maximum(begins[document] - first[row], 0)
     stop = np.minimum(begins[document + 1] - first[row], width)
     length = stop - start
-    where = np.repeat(shifts[document] + first[row] - row * width, length)
-    where += np.arange(rows * width)
-    cut = tokens[where].reshape(rows, width)
+    positions = np.repeat(shifts[document] + first[row] - row * width, length)
+    positions += np.arange(rows * width)
+    row_tokens = tokens[positions].reshape(rows, width)
     starts = None
-    if mask and ((start > 0) & (start < sequence)).any():
+    if mask and ((start > 0) & (start < seq_len)).any():
         starts = np.repeat(start.astype(np.int32), length).reshape(rows, width)[:, :-1]
-    return Batch(cut[:, :-1].astype(np.int64), cut[:, 1:].astype(np.int64), starts)
+    return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class EpochOrder:
     """The order in which its sequences are seen, int64 [sequences]."""
 
 
-def shuffle_epoch(offsets: np.ndarray, sequence: int, seed: int, epoch: int) -> EpochOrder:
+def shuffle_epoch(offsets: np.ndarray, seq_len: int, seed: int, epoch: int) -> EpochOrder:
     """The order of epoch `epoch`; `offsets` int64 [documents + 1] is where documents begin in the file."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     documents = generator.permutation(len(offsets) - 1)
     begins = np.zeros(len(offsets), np.int64)
     np.cumsum(np.diff(offsets)[documents], out=begins[1:])
-    order = generator.permutation((int(begins[-1]) - 1) // sequence)
+    order = generator.permutation((int(begins[-1]) - 1) // seq_len)
     return EpochOrder(begins, offsets[:-1][documents] - begins[:-1], order)
 
 

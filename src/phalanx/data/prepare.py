@@ -47,23 +47,23 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     """
     check_sources(data)
     cache = Path(data.cache).expanduser()
-    final = cache / _fingerprint(data)
+    final_folder = cache / _fingerprint(data)
     try:
-        if not (final / MARK).is_file():
+        if not (final_folder / MARK).is_file():
             cache.mkdir(parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(prefix=f"{final.name}.", suffix=".partial", dir=cache))
+            temp_folder = Path(tempfile.mkdtemp(prefix=f"{final_folder.name}.", suffix=".partial", dir=cache))
             try:
-                _write(data, aside, progress)
-                _publish(aside, final)
+                _write(data, temp_folder, progress)
+                _publish(temp_folder, final_folder)
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(temp_folder, ignore_errors=True)
     except OSError as error:
         raise disk_error("data.cache", data.cache, error) from None
     # A pair of the user's is read where it lies, but for its end where that is held out.
     train = _indexed_prefix(data.train, "data.train") if data.held_out else None
-    train = "" if data.streaming else train or str(final / "train")
-    held_out = _indexed_prefix(data.held_out, "data.held_out") or str(final / "held_out")
-    return PreparedData(train, held_out, str(final / "tokenizer.json"))
+    train = "" if data.streaming else train or str(final_folder / "train")
+    held_out = _indexed_prefix(data.held_out, "data.held_out") or str(final_folder / "held_out")
+    return PreparedData(train, held_out, str(final_folder / "tokenizer.json"))
 
 
 def check_sources(data: DataSpec) -> None:
@@ -93,8 +93,8 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
     """Raise UserError if a token is no id of the tokenizer; of a large dataset, samples are looked at."""
     tokens = dataset.tokens
     if len(tokens) > WHOLE_CHECK_TOKENS:
-        begins = np.linspace(0, len(tokens) - 65_536, num=128, dtype=np.int64)
-        tokens = np.concatenate([tokens[begin : begin + 65_536] for begin in begins])
+        sample_starts = np.linspace(0, len(tokens) - 65_536, num=128, dtype=np.int64)
+        tokens = np.concatenate([tokens[start : start + 65_536] for start in sample_starts])
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if low < 0 or high >= tokenizer.vocab:
         raise UserError(
@@ -112,23 +112,23 @@ def _check_overlap(data: DataSpec) -> None:
         or _indexed_prefix(data.held_out, "data.held_out")
     ):
         return
-    train = {os.path.realpath(part.path) for part in list_source_files(data.train, "data.train")}
-    for part in list_source_files(data.held_out, "data.held_out"):
-        if os.path.realpath(part.path) in train:
-            raise UserError("data.held_out", part.path, "is in data.train too", "leave it out of one of them")
+    train_paths = {os.path.realpath(source_file.path) for source_file in list_source_files(data.train, "data.train")}
+    for source_file in list_source_files(data.held_out, "data.held_out"):
+        if os.path.realpath(source_file.path) in train_paths:
+            raise UserError("data.held_out", source_file.path, "is in data.train too", "leave it out of one of them")
 
 
 def _indexed_prefix(sources: Sequence[str], field: str) -> str | None:
     """The prefix that `sources` is, or None if they are text."""
-    found = [prefix for source in sources if (prefix := prefix_of(source)) is not None]
-    if found and len(sources) > 1:
+    prefixes = [prefix for source in sources if (prefix := prefix_of(source)) is not None]
+    if prefixes and len(sources) > 1:
         raise UserError(
             field,
             list(sources),
             "has a .bin/.idx pair beside other sources",
             "give one pair alone; merge pairs into one first",
         )
-    return found[0] if found else None
+    return prefixes[0] if prefixes else None
 
 
 def tokenizer_without_training(data: DataSpec) -> Tokenizer | None:
@@ -146,17 +146,20 @@ def _training_texts(data: DataSpec) -> Iterator[str]:
 
     Where every document would be held out by name, the end of the text is instead: then it is all documents.
     """
-    everything = sorted(
-        list_source_files(data.train), key=lambda part: hashlib.blake2b(part.name.encode("utf-8", "replace")).digest()
+    source_files = sorted(
+        list_source_files(data.train),
+        key=lambda source_file: hashlib.blake2b(source_file.name.encode("utf-8", "replace")).digest(),
     )
 
-    def texts(held_out: bool) -> Iterator[str]:
-        found = (document for part in everything for document in read_documents(part, data.text_key))
-        return (document.text for document in found if held_out or not _held_out(data, document))
+    def texts(include_held_out: bool) -> Iterator[str]:
+        all_documents = (
+            document for source_file in source_files for document in read_documents(source_file, data.text_key)
+        )
+        return (document.text for document in all_documents if include_held_out or not _held_out(data, document))
 
-    kept = texts(held_out=False)
-    first = next(kept, None)
-    return texts(held_out=True) if first is None else chain([first], kept)
+    train_texts = texts(include_held_out=False)
+    first_text = next(train_texts, None)
+    return texts(include_held_out=True) if first_text is None else chain([first_text], train_texts)
 
 
 def _held_out(data: DataSpec, document: Document) -> bool:
@@ -168,16 +171,16 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     tokenizer = tokenizer_without_training(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
     tokenizer.save(folder / "tokenizer.json")
     train, held_out = folder / "train", folder / "held_out"
-    pair = _indexed_prefix(data.train, "data.train")
+    train_prefix = _indexed_prefix(data.train, "data.train")
     if data.held_out:
         if _indexed_prefix(data.held_out, "data.held_out") is None:
             write_indexed_pairs(
                 documents(data.held_out, data.text_key, "data.held_out"), tokenizer, [held_out], progress=progress
             )
-        if pair is None and not data.streaming:
+        if train_prefix is None and not data.streaming:
             write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
-    elif pair is not None:
-        split_tail(IndexedDataset(pair), data.held_out_fraction, train, held_out)
+    elif train_prefix is not None:
+        split_tail(IndexedDataset(train_prefix), data.held_out_fraction, train, held_out)
     elif data.streaming:
         _write_first_held_out(data, tokenizer, held_out, progress)
     else:
@@ -188,9 +191,9 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
 def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
     """Hold documents out by name; of so few that none or all would be, the end of the text instead."""
     prefixes = [folder / "train", folder / "held_out"]
-    text = documents(data.train, data.text_key)
+    train_documents = documents(data.train, data.text_key)
     counts = write_indexed_pairs(
-        text, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress
+        train_documents, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress
     )
     if not all(count.documents for count in counts):
         for prefix in prefixes:
@@ -211,11 +214,11 @@ def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, pr
         )
 
 
-def _publish(aside: Path, final: Path) -> None:
+def _publish(temp_folder: Path, final_folder: Path) -> None:
     try:
-        aside.rename(final)
+        temp_folder.rename(final_folder)
     except OSError:
-        if not (final / MARK).is_file():
+        if not (final_folder / MARK).is_file():
             raise
 
 
@@ -225,8 +228,17 @@ def _fingerprint(data: DataSpec) -> str:
         prefix = _indexed_prefix(sources, field)
         if prefix is not None:
             sources = [f"{prefix}.idx", f"{prefix}.bin"]
-        found = list_source_files(sources, field) if sources else []
-        key[field] = [(part.kind, os.path.abspath(part.path), part.name, part.size, part.changed) for part in found]
+        source_files = list_source_files(sources, field) if sources else []
+        key[field] = [
+            (
+                source_file.kind,
+                os.path.abspath(source_file.path),
+                source_file.name,
+                source_file.size,
+                source_file.changed,
+            )
+            for source_file in source_files
+        ]
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
     return hashlib.sha256(json.dumps([RECIPE, key]).encode("utf-8", "replace")).hexdigest()[:20]

@@ -50,8 +50,8 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
     Raises UserError (under `field`) for a source missing or unreadable, a bad line, or no text at all.
     """
     empty = True
-    for part in list_source_files(sources, field):
-        for document in read_documents(part, text_key, field):
+    for source_file in list_source_files(sources, field):
+        for document in read_documents(source_file, text_key, field):
             if document.text:
                 empty = False
                 yield document
@@ -69,7 +69,7 @@ def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[Source
     """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
     if not sources:
         raise UserError(field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"')
-    return [part for source in sources for part in _parts(source, field)]
+    return [source_file for source in sources for source_file in _parts(source, field)]
 
 
 def _parts(source: str, field: str) -> list[SourceFile]:
@@ -82,14 +82,14 @@ def _parts(source: str, field: str) -> list[SourceFile]:
     if os.path.isfile(path):
         return [_file(path, path, field, named=True)]
     if os.path.isdir(path):
-        found = _walk(path)
+        paths = _walk(path)
     elif glob.has_magic(source):
-        found = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+        paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         raise UserError(field, source, "no such file or directory", "check the path; a pattern needs * or ?")
-    if not found:
+    if not paths:
         raise UserError(field, source, "matches no file", "check the path")
-    return [_file(match, match, field) for match in found]
+    return [_file(match, match, field) for match in paths]
 
 
 def _dataset(source: str) -> SourceFile:
@@ -100,42 +100,44 @@ def _dataset(source: str) -> SourceFile:
 
 
 def _walk(root: str) -> list[str]:
-    found = []
-    for folder, inner, files in os.walk(root):
-        inner[:] = sorted(name for name in inner if name not in NOT_OURS and not name.startswith("."))
-        found += [os.path.join(folder, name) for name in sorted(files) if not name.startswith(".")]
-    return found
+    paths = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in NOT_OURS and not name.startswith("."))
+        paths += [os.path.join(folder, name) for name in sorted(files) if not name.startswith(".")]
+    return paths
 
 
 def _file(path: str, name: str, field: str, named: bool = False) -> SourceFile:
-    kinds: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+    kind_by_suffix: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
     try:
         status = os.stat(path)
     except OSError as error:
         raise _unreadable(field, path, error) from None
-    kind = kinds.get(Path(path).suffix, "text")
+    kind = kind_by_suffix.get(Path(path).suffix, "text")
     return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, named)
 
 
-def read_documents(part: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
+def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
     """The documents of one part, in its order; the empty ones too, so that their numbers stay.
 
     Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
     """
     readers = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hf}
     try:
-        yield from readers[part.kind](part, text_key, field)
+        yield from readers[source_file.kind](source_file, text_key, field)
     except OSError as error:
-        raise _unreadable(field, part.path, error) from None
+        raise _unreadable(field, source_file.path, error) from None
 
 
-def _text(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    raw = Path(part.path).read_bytes()
+def _text(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    raw = Path(source_file.path).read_bytes()
     if b"\0" in raw[:BINARY_PROBE_BYTES]:
-        if part.named:
-            raise UserError(field, part.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files")
+        if source_file.named:
+            raise UserError(
+                field, source_file.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files"
+            )
         return
-    yield Document(part.name, _decode(raw))
+    yield Document(source_file.name, _decode(raw))
 
 
 def _decode(raw: bytes) -> str:
@@ -145,65 +147,67 @@ def _decode(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def _jsonl(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    with open(part.path, "rb") as file:
+def _jsonl(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    with open(source_file.path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except ValueError as error:
-                where = f"{part.path}:{number}"
-                raise UserError(field, where, f"is not JSON: {error}", "give one JSON object per line") from None
-            yield Document(f"{part.name}:{number}", _field(row, text_key, f"{part.path}:{number}"))
+                location = f"{source_file.path}:{number}"
+                raise UserError(field, location, f"is not JSON: {error}", "give one JSON object per line") from None
+            yield Document(f"{source_file.name}:{number}", _field(row, text_key, f"{source_file.path}:{number}"))
 
 
-def _field(row: Any, text_key: str, where: str) -> str:
+def _field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(row, dict):
-        raise UserError("data.text_key", text_key, f"{where} is not a JSON object", "give one JSON object per line")
+        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", "give one JSON object per line")
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
-        raise UserError("data.text_key", text_key, f"is not a field of {where}", f"use one of its fields: {known}")
+        raise UserError("data.text_key", text_key, f"is not a field of {location}", f"use one of its fields: {known}")
     if not isinstance(text := row[text_key], str):
         raise UserError(
-            "data.text_key", text_key, f"of {where} is {type(text).__name__}, not text", "name a text field"
+            "data.text_key", text_key, f"of {location} is {type(text).__name__}, not text", "name a text field"
         )
     return text
 
 
-def _parquet(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    parquet = _extra("pyarrow.parquet", field, part.path)
+def _parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    parquet = _extra("pyarrow.parquet", field, source_file.path)
     try:
-        file = parquet.ParquetFile(part.path)
+        file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # ArrowInvalid is one
-        raise UserError(field, part.path, f"is not Parquet: {error}", "write the file again") from None
+        raise UserError(field, source_file.path, f"is not Parquet: {error}", "write the file again") from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
             known = ", ".join(map(repr, names))
-            raise UserError("data.text_key", text_key, f"is not a column of {part.path}", f"use one of: {known}")
+            raise UserError("data.text_key", text_key, f"is not a column of {source_file.path}", f"use one of: {known}")
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
                 number += 1
-                yield Document(f"{part.name}:{number}", _field({text_key: text}, text_key, f"{part.path}:{number}"))
+                yield Document(
+                    f"{source_file.name}:{number}", _field({text_key: text}, text_key, f"{source_file.path}:{number}")
+                )
 
 
-def _hf(part: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    datasets = _extra("datasets", field, part.name)
-    path = os.path.expanduser(part.path)
+def _hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    datasets = _extra("datasets", field, source_file.name)
+    path = os.path.expanduser(source_file.path)
     try:
         if os.path.isdir(path):
             rows = datasets.load_from_disk(path)
             rows = rows["train"] if isinstance(rows, dict) else rows
         else:
-            rows = datasets.load_dataset(part.path, split="train")
+            rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # whatever a hub, a script or a cache may raise
         raise UserError(
-            field, part.name, f"cannot be loaded: {error}", "check the name, and that it has a train split"
+            field, source_file.name, f"cannot be loaded: {error}", "check the name, and that it has a train split"
         ) from None
     for number, row in enumerate(rows, 1):
-        yield Document(f"{part.name}:{number}", _field(row, text_key, f"{part.name}:{number}"))
+        yield Document(f"{source_file.name}:{number}", _field(row, text_key, f"{source_file.name}:{number}"))
 
 
 def _extra(module: str, field: str, source: str) -> Any:

@@ -55,13 +55,13 @@ class StreamingLoader:
         self,
         data: DataSpec,
         tokenizer: Tokenizer,
-        sequence: int,
+        seq_len: int,
         sequences_per_step: int,
         seed: int,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, sequence, seed
+        self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, seq_len, seed
         self.sequences_per_step = sequences_per_step
         self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._parts = list_source_files(data.train)
@@ -76,8 +76,8 @@ class StreamingLoader:
         """
         if number != self._next:
             raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next}")
-        mine = set(self.rows.tolist())
-        rows = [row for i in range(self.sequences_per_step) if (row := self._sequence(i in mine)) is not None]
+        local_rows = set(self.rows.tolist())
+        rows = [row for i in range(self.sequences_per_step) if (row := self._sequence(i in local_rows)) is not None]
         self._next += 1
         self._remember()
         return _batch(rows, self.sequence, self.data.mask_documents)
@@ -105,8 +105,8 @@ class StreamingLoader:
         sequences = steps * self.sequences_per_step
         for _ in range(sequences):
             self._sequence(False)
-        from_step, tokens = self._origin
-        self._origin = (from_step, tokens + sequences * self.sequence)
+        origin_step, tokens = self._origin
+        self._origin = (origin_step, tokens + sequences * self.sequence)
         self._remember()
 
     def _go_to(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
@@ -120,26 +120,28 @@ class StreamingLoader:
         self._remember()
 
     def _remember(self) -> None:
-        place = self._start
+        position = self._start
         if self._buffer:
-            head = self._buffer[0]
-            place = StreamPosition(self._start.epoch, head.part, head.document, self._skip, self._position)
-        from_step, tokens = self._origin
-        tokens += (self._next - from_step) * self.sequences_per_step * self.sequence
-        self._states[self._next] = {"step": self._next, **vars(place), "tokens": tokens, **self._identity}
+            first_piece = self._buffer[0]
+            position = StreamPosition(
+                self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
+            )
+        origin_step, tokens = self._origin
+        tokens += (self._next - origin_step) * self.sequences_per_step * self.sequence
+        self._states[self._next] = {"step": self._next, **vars(position), "tokens": tokens, **self._identity}
         self._states.pop(self._next - KEPT_STATES, None)
 
     def _sequence(self, wanted: bool) -> list[np.ndarray] | None:
         """The next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
-        need = self.sequence + 1
-        while self._buffered < need:
+        num_tokens = self.sequence + 1
+        while self._buffered < num_tokens:
             piece = next(self._pieces, None)
             if piece is None:
                 self._next_epoch()
             else:
                 self._buffer.append(piece)
                 self._buffered += len(piece.ids)
-        row = self._cut(need) if wanted else None
+        row = self._cut(num_tokens) if wanted else None
         self._position += 1
         self._buffered -= self.sequence
         self._skip += self.sequence
@@ -148,14 +150,14 @@ class StreamingLoader:
             self._skip -= len(self._buffer.popleft().ids)
         return row
 
-    def _cut(self, need: int) -> list[np.ndarray]:
+    def _cut(self, num_tokens: int) -> list[np.ndarray]:
         row = []
-        begin = self._skip
+        start = self._skip
         for piece in self._buffer:
-            row.append(piece.ids[begin : begin + need])
-            need -= len(row[-1])
-            begin = 0
-            if not need:
+            row.append(piece.ids[start : start + num_tokens])
+            num_tokens -= len(row[-1])
+            start = 0
+            if not num_tokens:
                 break
         return row
 
@@ -175,19 +177,19 @@ class StreamingLoader:
     def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """The documents from the cursor's on, tokenized and ended, to the end of its epoch."""
         order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._parts))
-        places: deque[tuple[int, int]] = deque()
+        locations: deque[tuple[int, int]] = deque()
 
         def texts() -> Iterator[Document]:
             for part in range(cursor.part, len(order)):
-                first = cursor.document if part == cursor.part else 0
-                for number, document in enumerate(read_documents(self._parts[order[part]], self.data.text_key)):
-                    if number >= first and document.text and not self._held_out(document):
-                        places.append((part, number))
+                first_document = cursor.document if part == cursor.part else 0
+                for index, document in enumerate(read_documents(self._parts[order[part]], self.data.text_key)):
+                    if index >= first_document and document.text and not self._held_out(document):
+                        locations.append((part, index))
                         yield document
 
-        end = np.array([self.tokenizer.end], np.int32)
+        end_token = np.array([self.tokenizer.end], np.int32)
         for _, ids in tokenize_documents(texts(), self.tokenizer, CHUNK_CHARACTERS):
-            yield DocumentPiece(*places.popleft(), np.concatenate([ids, end]))
+            yield DocumentPiece(*locations.popleft(), np.concatenate([ids, end_token]))
 
     def _held_out(self, document: Document) -> bool:
         return not self.data.held_out and is_held_out(document.name, self.data.held_out_fraction)
@@ -210,15 +212,15 @@ class DocumentPiece:
     """The document's ids and the end token, int32 [tokens]."""
 
 
-def _batch(rows: list[list[np.ndarray]], sequence: int, mask: bool) -> Batch:
+def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
-    begins = np.cumsum([0, *map(len, pieces)])
-    first = np.arange(len(rows)) * (sequence + 1)
-    return pack_rows(np.concatenate(pieces), begins, np.zeros(len(pieces), np.int64), first, sequence, mask)
+    piece_starts = np.cumsum([0, *map(len, pieces)])
+    row_starts = np.arange(len(rows)) * (seq_len + 1)
+    return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
 
 
-def _fingerprint(found: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
-    files = [(part.name, part.size) for part in found]
+def _fingerprint(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:
+    files = [(source_file.name, source_file.size) for source_file in source_files]
     split_by = None if data.held_out else data.held_out_fraction
     key = json.dumps([files, tokenizer.to_json(), data.text_key, split_by])
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()[:32]

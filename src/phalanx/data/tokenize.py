@@ -53,14 +53,14 @@ def tokenize_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, chunk: int = CHUNK_CHARACTERS
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its ids, int32 [tokens], no end token; in order, and `chunk` characters at once."""
-    waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+    pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     for group in _groups(documents, chunk):
-        waiting.append((group, BACKGROUND.submit(_encode, group, tokenizer)))
-        if len(waiting) > 1:
-            done, future = waiting.popleft()
-            yield from zip(done, future.result(), strict=True)
-    for done, future in waiting:
-        yield from zip(done, future.result(), strict=True)
+        pending.append((group, BACKGROUND.submit(_encode, group, tokenizer)))
+        if len(pending) > 1:
+            encoded_group, future = pending.popleft()
+            yield from zip(encoded_group, future.result(), strict=True)
+    for encoded_group, future in pending:
+        yield from zip(encoded_group, future.result(), strict=True)
 
 
 def write_indexed_pairs(
@@ -76,14 +76,14 @@ def write_indexed_pairs(
     A failure leaves nothing under the prefixes. Errors of the file system are raised as they are (OSError).
     """
     dtype = token_dtype(tokenizer.vocab)
-    tail = np.array([tokenizer.end] if end else [], np.int32)
+    end_tokens = np.array([tokenizer.end] if end else [], np.int32)
     counts = [TokenizationCounts() for _ in prefixes]
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         for document, ids in tokenize_documents(documents, tokenizer):
-            which = choose(document)
-            writers[which].add(np.concatenate([ids, tail]))
-            counts[which] = _plus(counts[which], document, ids.size + tail.size)
+            index = choose(document)
+            writers[index].add(np.concatenate([ids, end_tokens]))
+            counts[index] = _plus(counts[index], document, ids.size + end_tokens.size)
             if progress is not None:
                 progress(_sum(counts))
     return counts
@@ -125,8 +125,11 @@ def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document
 
 def _encode(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     pieces = [split_text(document.text) for document in group]
-    ids = iter(tokenizer.encode_batch([piece for of_one in pieces for piece in of_one]))
-    return [np.concatenate([next(ids) for _ in of_one]) if len(of_one) > 1 else next(ids) for of_one in pieces]
+    ids = iter(tokenizer.encode_batch([piece for text_pieces in pieces for piece in text_pieces]))
+    return [
+        np.concatenate([next(ids) for _ in text_pieces]) if len(text_pieces) > 1 else next(ids)
+        for text_pieces in pieces
+    ]
 
 
 def split_text(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
@@ -135,10 +138,10 @@ def split_text(text: str, size: int = PIECE_CHARACTERS) -> list[str]:
     One text is encoded by one thread, in a hundred times its size of memory: too much for a whole corpus.
     """
     pieces = []
-    begin = 0
-    while len(text) - begin > size:
-        stop = text.rfind("\n", begin, begin + size) + 1 or text.rfind(" ", begin + 1, begin + size)
-        stop = stop if stop > begin else begin + size
-        pieces.append(text[begin:stop])
-        begin = stop
-    return [*pieces, text[begin:]]
+    start = 0
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1 or text.rfind(" ", start + 1, start + size)
+        end = end if end > start else start + size
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]

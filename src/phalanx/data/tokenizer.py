@@ -45,10 +45,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids; bytes that are no UTF-8 become U+FFFD, and the end token vanishes."""
-        kept = [int(i) for i in ids if int(i) != self.end]
+        text_ids = [int(i) for i in ids if int(i) != self.end]
         if self.model is not None:
-            return str(self.model.decode(kept, skip_special_tokens=False))
-        raw = bytes(kept)
+            return str(self.model.decode(text_ids, skip_special_tokens=False))
+        raw = bytes(text_ids)
         try:
             return raw.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
@@ -135,24 +135,24 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def _sample(texts: Iterable[str]) -> list[str]:
-    read: list[str] = []
+    parts: list[str] = []
     total = 0
     for text in texts:
-        read.append(_without_surrogates(text[: READ_CHARACTERS - total]))
-        total += len(read[-1])
+        parts.append(_without_surrogates(text[: READ_CHARACTERS - total]))
+        total += len(parts[-1])
         if total >= READ_CHARACTERS:
             break
     if total <= SAMPLE_CHARACTERS:
-        return read
+        return parts
     # Joined, because a piece may span texts that are shorter than it.
-    joined = "\n".join(read)
+    joined = "\n".join(parts)
     stride = PIECE_CHARACTERS * len(joined) // SAMPLE_CHARACTERS
-    return [joined[at : at + PIECE_CHARACTERS] for at in range(0, len(joined), stride)]
+    return [joined[start : start + PIECE_CHARACTERS] for start in range(0, len(joined), stride)]
 
 
 def _of_model(model: Any, name: str) -> Tokenizer:
     vocabulary = model.get_vocab()
-    end = next((vocabulary[word] for word in END_NAMES if word in vocabulary), None)
+    end = next((vocabulary[token] for token in END_NAMES if token in vocabulary), None)
     if end is None:
         raise UserError(
             FIELD, name, "has no end-of-text token", f"add one of {', '.join(END_NAMES)} to it as a special token"

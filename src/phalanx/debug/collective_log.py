@@ -30,15 +30,15 @@ PEER_LOSS_PATTERN = re.compile(
 
 def collectives_by_group(dumps: Mapping[int, HangDump]) -> dict[Key, Calls]:
     """The collectives that ranks remember, by group; in the order in which groups were used."""
-    found: dict[Key, Calls] = defaultdict(dict)
+    calls_by_group: dict[Key, Calls] = defaultdict(dict)
     for rank, dump in sorted(dumps.items()):
         for call in dump["calls"]:
             key = call["group"], tuple(dump["groups"].get(call["group"], ()))
-            found[key].setdefault(rank, {})[call["number"]] = call
+            calls_by_group[key].setdefault(rank, {})[call["number"]] = call
         for name, ranks in dump["groups"].items():
             if rank in ranks:
-                found[name, tuple(ranks)].setdefault(rank, {})
-    return dict(found)
+                calls_by_group[name, tuple(ranks)].setdefault(rank, {})
+    return dict(calls_by_group)
 
 
 def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
@@ -49,25 +49,25 @@ def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
     return operation, tuple(prod(shape) for shape in call["inputs"]), tuple(call["dtypes"])
 
 
-def minority_ranks(said: Mapping[int, Hashable]) -> list[int]:
+def minority_ranks(value_by_rank: Mapping[int, Hashable]) -> list[int]:
     """Who says something else than most; all, where no answer has more than the others."""
-    counts = Counter(said.values()).most_common()
+    counts = Counter(value_by_rank.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
-        return list(said)
-    return [rank for rank, what in said.items() if what != counts[0][0]]
+        return list(value_by_rank)
+    return [rank for rank, value in value_by_rank.items() if value != counts[0][0]]
 
 
 def was_waiting(dump: HangDump) -> bool:
     """Whether this rank waited for others, or failed because they were gone or late."""
-    passing = bool(dump["stack"]) and AUTOGRAD_FILE in dump["stack"][0][0]
-    inside = passing and any(not call["over"] for call in dump["calls"])
-    return dump["waiting"] or inside or is_peer_loss(dump.get("error", ""))
+    in_autograd = bool(dump["stack"]) and AUTOGRAD_FILE in dump["stack"][0][0]
+    in_collective = in_autograd and any(not call["over"] for call in dump["calls"])
+    return dump["waiting"] or in_collective or is_peer_loss(dump.get("error", ""))
 
 
 def was_in_pipeline_p2p(dump: HangDump) -> bool:
     """Whether it stood where it waits for a message of another stage."""
-    own = next((place for place in dump["stack"] if is_user_code(place[0])), None)
-    return own is not None and own[0].endswith(PIPELINE_P2P_FILE)
+    user_frame = next((frame for frame in dump["stack"] if is_user_code(frame[0])), None)
+    return user_frame is not None and user_frame[0].endswith(PIPELINE_P2P_FILE)
 
 
 def is_peer_loss(error: str) -> bool:
@@ -75,15 +75,15 @@ def is_peer_loss(error: str) -> bool:
     return PEER_LOSS_PATTERN.search(error) is not None
 
 
-def first_difference(calls: Calls, of: Callable[[RecordedCollective], Hashable]) -> int | None:
+def first_difference(calls: Calls, signature: Callable[[RecordedCollective], Hashable]) -> int | None:
     """The first number under which ranks have different calls."""
     seen: dict[int, Hashable] = {}
-    different = []
-    for mine in calls.values():
-        for number, call in mine.items():
-            if seen.setdefault(number, of(call)) != of(call):
-                different.append(number)
-    return min(different, default=None)
+    differing_numbers = []
+    for rank_calls in calls.values():
+        for number, call in rank_calls.items():
+            if seen.setdefault(number, signature(call)) != signature(call):
+                differing_numbers.append(number)
+    return min(differing_numbers, default=None)
 
 
 def describe_call(call: RecordedCollective) -> str:
@@ -96,8 +96,8 @@ def describe_call(call: RecordedCollective) -> str:
 
 def innermost_user_frame(stack: Sequence[Frame]) -> str:
     """Where a stack stood: its innermost place outside of PyTorch and the standard library."""
-    own = next((place for place in stack if is_user_code(place[0])), None)
-    return format_frame(own or (stack[0] if stack else None))
+    user_frame = next((frame for frame in stack if is_user_code(frame[0])), None)
+    return format_frame(user_frame or (stack[0] if stack else None))
 
 
 def is_user_code(file: str) -> bool:

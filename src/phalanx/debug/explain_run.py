@@ -36,30 +36,32 @@ def explain_run(directory: Path) -> Explanation:
     """
     run = with_last_used_layout(load_run(directory / "run.toml", environment={}), directory)
     dumps, failures, events = read_dumps(directory), read_failures(directory), read_events(directory)
-    told = [dump["ranks"] for dump in dumps.values()]
-    began = [event["ranks"] for event in events if event["what"] == STARTED]
-    ranks = told[0] if told else max([max(failures, default=0) + 1, *began[-1:]])
+    dumped_world_sizes = [dump["ranks"] for dump in dumps.values()]
+    started_world_sizes = [event["ranks"] for event in events if event["what"] == STARTED]
+    world_size = (
+        dumped_world_sizes[0] if dumped_world_sizes else max([max(failures, default=0) + 1, *started_world_sizes[-1:]])
+    )
     try:
-        sizes = parallel_dims(run.layout, ranks)
+        sizes = parallel_dims(run.layout, world_size)
     except UserError:  # of failures before a first step nobody knows how many ranks there were
-        sizes = ParallelDims(ranks, 1, 1, 1, 1)
-    found = diagnose_hang(dumps, failures, sizes)
-    if found.verdict.kind == "nothing":
-        found = replace(found, verdict=_verdict_without_dumps(directory, run, failures, events))
+        sizes = ParallelDims(world_size, 1, 1, 1, 1)
+    explanation = diagnose_hang(dumps, failures, sizes)
+    if explanation.verdict.kind == "nothing":
+        explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events))
     lines = [
-        *describe_failures(events, but_last=bool(dumps or failures)),
+        *describe_failures(events, exclude_last=bool(dumps or failures)),
         *describe_rollbacks(events),
         *describe_damaged_checkpoints(events),
     ]
-    return replace(found, earlier_failures=tuple(sorted(lines)))
+    return replace(explanation, earlier_failures=tuple(sorted(lines)))
 
 
 def failure_headline(directory: Path) -> list[str]:
     """Of a run that broke off: what its ranks did, where their words say more than the first failure does."""
     with suppress(UserError):
-        found = explain_run(directory)
-        if found.verdict.kind not in ("killed", "error", "nothing"):
-            return [f"why: {found.verdict.summary}", f"details: phalanx debug {directory}"]
+        explanation = explain_run(directory)
+        if explanation.verdict.kind not in ("killed", "error", "nothing"):
+            return [f"why: {explanation.verdict.summary}", f"details: phalanx debug {directory}"]
     return []
 
 
@@ -79,28 +81,35 @@ def _verdict_without_dumps(
 ) -> Verdict:
     """Where no rank left word of a collective that it waited for."""
     if failures:
-        rank, first = min(failures.items(), key=lambda item: float(item[1]["time"]))
+        rank, first_failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
         fix = f"read {failure_file(directory, rank)}"
-        return Verdict("nothing", (rank,), f"rank {rank} failed: {first['reason']}", fix)
-    see, go_on = f"phalanx report {directory} says how it went", f"phalanx train {directory} --resume goes on with it"
-    noted = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
-    last: Mapping[str, Any] = noted[-1] if noted else {"what": None}
+        return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix)
+    advice, resume_advice = (
+        f"phalanx report {directory} says how it went",
+        f"phalanx train {directory} --resume goes on with it",
+    )
+    lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
+    last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
     steps = run.training.steps or 0
     if is_running(directory):
-        said = "the run is under way, and no rank has stood still for long since it began"
-        if written := [time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")]:
-            said += f"; ranks last noted a step {min(written):.0f} s ago"
-        see = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
-    elif last["what"] == FINISHED and last["step"] < steps:
-        said, see = f"the run was stopped in order, after step {last['step']} of {steps}", go_on
-    elif last["what"] == FINISHED:
-        said = f"the run ended in order, after step {last['step']}"
-    elif last["what"] == STARTED:
-        if faults := {rank: told for rank in range(last["ranks"]) if (told := describe_fault(directory, rank))}:
-            said = "; ".join(f"rank {rank} ended by a signal: {told}" for rank, told in faults.items())
-            return Verdict("killed", tuple(faults), said, f"read {fault_file(directory, min(faults))}; {go_on}")
-        said = "the run broke off without a word: its launcher was killed, or the machine stopped"
-        see = go_on
+        summary = "the run is under way, and no rank has stood still for long since it began"
+        if seconds_since_write := [
+            time.time() - file.stat().st_mtime for file in (directory / TRACE_DIR).glob("rank-*.jsonl")
+        ]:
+            summary += f"; ranks last noted a step {min(seconds_since_write):.0f} s ago"
+        advice = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
+    elif last_event["what"] == FINISHED and last_event["step"] < steps:
+        summary, advice = f"the run was stopped in order, after step {last_event['step']} of {steps}", resume_advice
+    elif last_event["what"] == FINISHED:
+        summary = f"the run ended in order, after step {last_event['step']}"
+    elif last_event["what"] == STARTED:
+        if faults := {rank: fault for rank in range(last_event["ranks"]) if (fault := describe_fault(directory, rank))}:
+            summary = "; ".join(f"rank {rank} ended by a signal: {fault}" for rank, fault in faults.items())
+            return Verdict(
+                "killed", tuple(faults), summary, f"read {fault_file(directory, min(faults))}; {resume_advice}"
+            )
+        summary = "the run broke off without a word: its launcher was killed, or the machine stopped"
+        advice = resume_advice
     else:
-        said = "the run is not known to be under way, and no rank left word of a collective that it waited for"
-    return Verdict("nothing", (), said, see)
+        summary = "the run is not known to be under way, and no rank left word of a collective that it waited for"
+    return Verdict("nothing", (), summary, advice)

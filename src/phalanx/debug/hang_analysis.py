@@ -34,76 +34,78 @@ def diagnose_hang(
     dumps: Mapping[int, HangDump], failures: Mapping[int, Mapping[str, Any]], sizes: ParallelDims
 ) -> Explanation:
     """Hold the ranks' words against each other. `sizes` is the layout on the ranks of the run."""
-    case = Evidence(dumps, failures, sizes)
-    looks = _killed, _collective_decision, _own_error, _mismatch, _aborted, _stopped, _absent, _lost, _standing_still
-    found = (look(case) for look in looks)
-    verdict = next((one for one in found if one is not None), None)
+    evidence = Evidence(dumps, failures, sizes)
+    checks = _killed, _collective_decision, _own_error, _mismatch, _aborted, _stopped, _absent, _lost, _standing_still
+    verdicts = (check(evidence) for check in checks)
+    verdict = next((candidate for candidate in verdicts if candidate is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
-    lines = {rank: case.line(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
-    nothing = Verdict("nothing", (), "no rank left word of a collective that it waited for", "read failures/")
-    return Explanation(verdict or nothing, min(steps, default=None), lines)
+    lines = {rank: evidence.line(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
+    fallback = Verdict("nothing", (), "no rank left word of a collective that it waited for", "read failures/")
+    return Explanation(verdict or fallback, min(steps, default=None), lines)
 
 
 # -- what it may have been, the surest first ---------------------------------------------------------------------------
 
 
-def _killed(case: Evidence) -> Verdict | None:
+def _killed(evidence: Evidence) -> Verdict | None:
     """A rank that a signal ended, other than one that a mismatch aborts."""
-    ended = {rank: record for rank, record in case.failures.items() if "traceback" not in record}
-    ended = {rank: record for rank, record in ended.items() if "SIGABRT" not in str(record["reason"])}
-    if not ended:
+    killed = {rank: record for rank, record in evidence.failures.items() if "traceback" not in record}
+    killed = {rank: record for rank, record in killed.items() if "SIGABRT" not in str(record["reason"])}
+    if not killed:
         return None
-    rank = min(ended)
-    said = f"{case.name(rank)} {ended[rank]['reason']}; the others lost it"
-    return Verdict("killed", (rank,), said, "see its node's log (dmesg) for who killed it, and continue with --resume")
+    rank = min(killed)
+    summary = f"{evidence.name(rank)} {killed[rank]['reason']}; the others lost it"
+    return Verdict(
+        "killed", (rank,), summary, "see its node's log (dmesg) for who killed it, and continue with --resume"
+    )
 
 
-def _collective_decision(case: Evidence) -> Verdict | None:
+def _collective_decision(evidence: Evidence) -> Verdict | None:
     """What all ranks found together, and ended for: a loss that is not finite, or ranks that hold other numbers."""
-    for record in case.failures.values():
+    for record in evidence.failures.values():
         if "suspect_ranks" in record:
             fix = "it says what to do; with --resume the run goes on from its newest checkpoint"
             return Verdict("error", tuple(record["suspect_ranks"]), str(record["reason"]), fix)
     return None
 
 
-def _own_error(case: Evidence) -> Verdict | None:
+def _own_error(evidence: Evidence) -> Verdict | None:
     """A rank that failed in its own work, and not because others were gone or late."""
-    own = {rank: record for rank, record in case.failures.items() if "traceback" in record}
-    own = {rank: record for rank, record in own.items() if not is_peer_loss(str(record["reason"]))}
-    if not own:
+    errors = {rank: record for rank, record in evidence.failures.items() if "traceback" in record}
+    errors = {rank: record for rank, record in errors.items() if not is_peer_loss(str(record["reason"]))}
+    if not errors:
         return None
-    rank = min(own, key=lambda rank: float(own[rank]["time"]))
-    others = "; the others lost it" if len(own) < len(case.failures) else ""
-    said = f"{case.name(rank)} failed by itself: {own[rank]['reason']}{others}"
-    return Verdict("error", (rank,), said, "its traceback is in failures/")
+    rank = min(errors, key=lambda rank: float(errors[rank]["time"]))
+    suffix = "; the others lost it" if len(errors) < len(evidence.failures) else ""
+    summary = f"{evidence.name(rank)} failed by itself: {errors[rank]['reason']}{suffix}"
+    return Verdict("error", (rank,), summary, "its traceback is in failures/")
 
 
-def _mismatch(case: Evidence) -> Verdict | None:
+def _mismatch(evidence: Evidence) -> Verdict | None:
     """Ranks that called other collectives, or with other sizes, where they should have called the same."""
-    for key, calls in case.groups.items():
+    for key, calls in evidence.groups.items():
         number = first_difference(calls, call_signature)
         if number is None:
             continue
-        here = {rank: mine[number] for rank, mine in calls.items() if number in mine}
-        off = minority_ranks({rank: call_signature(call) for rank, call in here.items()})
-        others = [rank for rank in here if rank not in off]
-        theirs = here[others[0]] if others else None
-        called_so = [
-            f"{case.name(rank)} called {describe_call(here[rank])} at {format_frame(here[rank]['at'])}"
-            for rank in sorted(off)
+        call_by_rank = {rank: rank_calls[number] for rank, rank_calls in calls.items() if number in rank_calls}
+        deviating_ranks = minority_ranks({rank: call_signature(call) for rank, call in call_by_rank.items()})
+        other_ranks = [rank for rank in call_by_rank if rank not in deviating_ranks]
+        other_call = call_by_rank[other_ranks[0]] if other_ranks else None
+        deviating_calls = [
+            f"{evidence.name(rank)} called {describe_call(call_by_rank[rank])} at {format_frame(call_by_rank[rank]['at'])}"
+            for rank in sorted(deviating_ranks)
         ]
-        said = f"in collective {number} of {case.group(key)}, {join_words(called_so)}"
-        if theirs is not None:
-            said += (
-                f", where {describe_other_ranks(case, others, key)} called {describe_call(theirs)} "
-                f"at {format_frame(theirs['at'])}"
+        summary = f"in collective {number} of {evidence.group(key)}, {join_words(deviating_calls)}"
+        if other_call is not None:
+            summary += (
+                f", where {describe_other_ranks(evidence, other_ranks, key)} called {describe_call(other_call)} "
+                f"at {format_frame(other_call['at'])}"
             )
         return Verdict(
             "mismatch",
-            tuple(sorted(off)),
-            said + _describe_reordering(calls, off, others, number),
-            MISMATCH_FIXES[_mismatch_kind(here)],
+            tuple(sorted(deviating_ranks)),
+            summary + _describe_reordering(calls, deviating_ranks, other_ranks, number),
+            MISMATCH_FIXES[_mismatch_kind(call_by_rank)],
         )
     return None
 
@@ -115,136 +117,153 @@ MISMATCH_FIXES = {
 }
 
 
-def _mismatch_kind(here: Mapping[int, RecordedCollective]) -> str:
-    return "operation" if len({call["operation"] for call in here.values()}) > 1 else "shape"
+def _mismatch_kind(call_by_rank: Mapping[int, RecordedCollective]) -> str:
+    return "operation" if len({call["operation"] for call in call_by_rank.values()}) > 1 else "shape"
 
 
-def _describe_reordering(calls: Calls, off: Sequence[int], others: Sequence[int], number: int) -> str:
+def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ranks: Sequence[int], number: int) -> str:
     """Where what came after tells it: whether a rank left one out, or turned two round."""
-    if len(off) != 1 or not others:
+    if len(deviating_ranks) != 1 or not other_ranks:
         return ""
-    mine, theirs = calls[off[0]], calls[others[0]]
-    now, after = (mine.get(number), mine.get(number + 1)), (theirs.get(number), theirs.get(number + 1))
-    if None in now or None in after or _mismatch_kind({0: mine[number], 1: theirs[number]}) == "shape":
-        return ""
-    if _alike(now[0], after[1]) and _alike(now[1], after[0]):
-        return ": the two are in another order there"
-    return ": it left that one out" if _alike(now[0], after[1]) else ""
-
-
-def _alike(one: RecordedCollective | None, other: RecordedCollective | None) -> bool:
-    return (
-        one is not None
-        and other is not None
-        and (call_signature(one), one["at"]) == (call_signature(other), other["at"])
+    deviating_calls, other_calls = calls[deviating_ranks[0]], calls[other_ranks[0]]
+    deviating_pair, other_pair = (
+        (deviating_calls.get(number), deviating_calls.get(number + 1)),
+        (other_calls.get(number), other_calls.get(number + 1)),
     )
+    if (
+        None in deviating_pair
+        or None in other_pair
+        or _mismatch_kind({0: deviating_calls[number], 1: other_calls[number]}) == "shape"
+    ):
+        return ""
+    if _alike(deviating_pair[0], other_pair[1]) and _alike(deviating_pair[1], other_pair[0]):
+        return ": the two are in another order there"
+    return ": it left that one out" if _alike(deviating_pair[0], other_pair[1]) else ""
 
 
-def _aborted(case: Evidence) -> Verdict | None:
+def _alike(a: RecordedCollective | None, b: RecordedCollective | None) -> bool:
+    return a is not None and b is not None and (call_signature(a), a["at"]) == (call_signature(b), b["at"])
+
+
+def _aborted(evidence: Evidence) -> Verdict | None:
     """A rank that a library ended, and not because it waited too long or for other numbers than came."""
-    told = [rank for rank, dump in case.dumps.items() if dump["why"] == ABORTED and not was_waiting(dump)]
-    found = {rank: f"was aborted (SIGABRT) in {case.where(rank)}" for rank in told if not case.last_call(rank)}
-    ended = {rank: str(case.failures[rank]["reason"]) for rank in case.silent if rank in case.failures}
-    found |= {rank: reason for rank, reason in ended.items() if "SIGABRT" in reason}  # in what no thread can look into
-    if not found:
+    aborted_ranks = [rank for rank, dump in evidence.dumps.items() if dump["why"] == ABORTED and not was_waiting(dump)]
+    reason_by_rank = {
+        rank: f"was aborted (SIGABRT) in {evidence.where(rank)}"
+        for rank in aborted_ranks
+        if not evidence.last_call(rank)
+    }
+    silent_failures = {
+        rank: str(evidence.failures[rank]["reason"]) for rank in evidence.silent if rank in evidence.failures
+    }
+    reason_by_rank |= {
+        rank: reason for rank, reason in silent_failures.items() if "SIGABRT" in reason
+    }  # in what no thread can look into
+    if not reason_by_rank:
         return None
-    rank = min(found)
+    rank = min(reason_by_rank)
     fix = "its last output says why; where its threads stood is in hangs/"
-    return Verdict("killed", (rank,), f"{case.name(rank)} {found[rank]}; the others lost it", fix)
+    return Verdict("killed", (rank,), f"{evidence.name(rank)} {reason_by_rank[rank]}; the others lost it", fix)
 
 
-def _stopped(case: Evidence) -> Verdict | None:
+def _stopped(evidence: Evidence) -> Verdict | None:
     """A process that stands still by a signal, or is gone."""
-    found = [rank for rank in case.silent if case.states.get(rank) in (*STOPPED, "Z", "X", "gone")]
-    if not found:
+    stopped_ranks = [rank for rank in evidence.silent if evidence.states.get(rank) in (*STOPPED, "Z", "X", "gone")]
+    if not stopped_ranks:
         return None
-    rank = min(found, key=lambda rank: (case.states[rank] not in STOPPED, rank))
-    state = case.states[rank]
-    said = f"{case.name(rank)} {STATES[state]}{missed_collective(case, [rank])}"
+    rank = min(stopped_ranks, key=lambda rank: (evidence.states[rank] not in STOPPED, rank))
+    state = evidence.states[rank]
+    summary = f"{evidence.name(rank)} {STATES[state]}{missed_collective(evidence, [rank])}"
     if state in STOPPED:
-        return Verdict("stopped", (rank,), said, "find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT")
-    return Verdict("killed", (rank,), said, "see the node's log (dmesg), and continue with --resume")
+        return Verdict(
+            "stopped", (rank,), summary, "find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT"
+        )
+    return Verdict("killed", (rank,), summary, "see the node's log (dmesg), and continue with --resume")
 
 
-def _absent(case: Evidence) -> Verdict | None:
+def _absent(evidence: Evidence) -> Verdict | None:
     """A rank that never came to what others wait for in, for another reason than that it waits itself."""
-    waiting = {rank: was_waiting(dump) for rank, dump in case.dumps.items()}
-    behind = ranks_waited_for(case)
-    if not behind and all(waiting.values()) and not case.silent:
+    is_waiting = {rank: was_waiting(dump) for rank, dump in evidence.dumps.items()}
+    lagging = ranks_waited_for(evidence)
+    if not lagging and all(is_waiting.values()) and not evidence.silent:
         return None
-    busy = [rank for rank, waits_too in waiting.items() if not waits_too]
+    busy = [rank for rank, waits in is_waiting.items() if not waits]
     # On a GPU who waits stands in its own code too, but has come further than others somewhere else.
-    ahead = set().union(*behind.values())
-    roots = [rank for rank in busy if rank in behind and rank not in ahead]
-    roots = roots or [rank for rank in case.silent if rank in behind] or [rank for rank in busy if rank in behind]
-    if not roots and any(waiting.values()):  # messages of a pipeline are in no recorder
-        roots = busy or case.silent
+    ahead = set().union(*lagging.values())
+    roots = [rank for rank in busy if rank in lagging and rank not in ahead]
+    roots = roots or [rank for rank in evidence.silent if rank in lagging] or [rank for rank in busy if rank in lagging]
+    if not roots and any(is_waiting.values()):  # messages of a pipeline are in no recorder
+        roots = busy or evidence.silent
     if not roots:
-        return _crossed(case, behind)
-    if roots[0] in case.silent:
-        said = f"{case.names(roots)} left no word{missed_collective(case, roots)}"
+        return _crossed(evidence, lagging)
+    if roots[0] in evidence.silent:
+        summary = f"{evidence.names(roots)} left no word{missed_collective(evidence, roots)}"
         fix = "its process or host is gone or frozen: look there (ps, dmesg, the network), and continue with --resume"
-        return Verdict("silent", tuple(sorted(roots)), said, fix)
-    standing_at = join_words([f"{case.name(rank)} was in {case.where(rank)}" for rank in sorted(roots)])
+        return Verdict("silent", tuple(sorted(roots)), summary, fix)
+    locations = join_words([f"{evidence.name(rank)} was in {evidence.where(rank)}" for rank in sorted(roots)])
     fix = "look there: is it slow, does it wait for something else, or did it leave a collective out?"
     return Verdict(
         "absent",
         tuple(sorted(roots)),
-        f"{standing_at}{missed_collective(case, roots)}{describe_divergence_point(case, roots)}",
+        f"{locations}{missed_collective(evidence, roots)}{describe_divergence_point(evidence, roots)}",
         fix,
     )
 
 
-def _crossed(case: Evidence, behind: Mapping[int, set[int]]) -> Verdict | None:
+def _crossed(evidence: Evidence, lagging: Mapping[int, set[int]]) -> Verdict | None:
     """Ranks that all wait for each other, in different collectives."""
-    if not behind:
+    if not lagging:
         return None
-    free = [rank for rank in behind if not any(rank in others for others in behind.values())]
-    most = max(len(others) for others in behind.values())
-    ranks = sorted(free or [rank for rank, others in behind.items() if len(others) == most])
-    said = f"{case.names(ranks)} never came{missed_collective(case, ranks)}"
-    others = sorted({other for rank in ranks for other in behind[rank]})
+    never_ahead = [rank for rank in lagging if not any(rank in waiters for waiters in lagging.values())]
+    max_waiters = max(len(waiters) for waiters in lagging.values())
+    ranks = sorted(never_ahead or [rank for rank, waiters in lagging.items() if len(waiters) == max_waiters])
+    summary = f"{evidence.names(ranks)} never came{missed_collective(evidence, ranks)}"
+    waiters = sorted({waiter for rank in ranks for waiter in lagging[rank]})
     for rank in ranks:
-        calls = case.dumps[rank]["calls"] if rank in case.dumps else []
+        calls = evidence.dumps[rank]["calls"] if rank in evidence.dumps else []
         if calls:
-            key = calls[-1]["group"], tuple(case.dumps[rank]["groups"].get(calls[-1]["group"], ()))
-            said += (
-                f"; rank {rank} was in {describe_call(calls[-1])} of {case.group(key)}, "
+            key = calls[-1]["group"], tuple(evidence.dumps[rank]["groups"].get(calls[-1]["group"], ()))
+            summary += (
+                f"; rank {rank} was in {describe_call(calls[-1])} of {evidence.group(key)}, "
                 f"at {format_frame(calls[-1]['at'])}"
             )
     return Verdict(
         "crossed",
         tuple(ranks),
-        said + describe_divergence_point(case, ranks),
-        MISMATCH_FIXES["operation"] if others else MISMATCH_FIXES["shape"],
+        summary + describe_divergence_point(evidence, ranks),
+        MISMATCH_FIXES["operation"] if waiters else MISMATCH_FIXES["shape"],
     )
 
 
-def _lost(case: Evidence) -> Verdict | None:
+def _lost(evidence: Evidence) -> Verdict | None:
     """Every rank came, and it did not end."""
-    for key, calls in reversed(case.groups.items()):
-        last = max((max(mine, default=0) for mine in calls.values()), default=0)
-        inside = [rank for rank, mine in calls.items() if last in mine and case.under_way(rank, mine[last])]
-        if inside:
-            call = calls[inside[0]][last]
-            said = f"{case.group(key)} came to {describe_call(call)}, number {last}, and it did not end"
+    for key, calls in reversed(evidence.groups.items()):
+        last_number = max((max(rank_calls, default=0) for rank_calls in calls.values()), default=0)
+        ranks_inside = [
+            rank
+            for rank, rank_calls in calls.items()
+            if last_number in rank_calls and evidence.under_way(rank, rank_calls[last_number])
+        ]
+        if ranks_inside:
+            call = calls[ranks_inside[0]][last_number]
+            summary = f"{evidence.group(key)} came to {describe_call(call)}, number {last_number}, and it did not end"
             fix = "the network between them, or a device: phalanx bench times the links; check cards and cables"
-            return Verdict("lost", key[1], said, fix)
+            return Verdict("lost", key[1], summary, fix)
     return None
 
 
-def _standing_still(case: Evidence) -> Verdict | None:
+def _standing_still(evidence: Evidence) -> Verdict | None:
     """Ranks that stand still in what no recorder has: messages of a pipeline; or one alone."""
-    still = [rank for rank, dump in case.dumps.items() if dump["why"] == STALLED]
-    if not still:
+    stalled_ranks = [rank for rank, dump in evidence.dumps.items() if dump["why"] == STALLED]
+    if not stalled_ranks:
         return None
-    shown = [f"{case.name(rank)} in {case.where(rank)}" for rank in sorted(still)[:4]]
-    more = [f"{len(still) - 4} more"] if len(still) > 4 else []
-    said = f"{join_words([*shown, *more])}: nothing moved there, and no collective was under way"
+    shown = [f"{evidence.name(rank)} in {evidence.where(rank)}" for rank in sorted(stalled_ranks)[:4]]
+    more = [f"{len(stalled_ranks) - 4} more"] if len(stalled_ranks) > 4 else []
+    summary = f"{join_words([*shown, *more])}: nothing moved there, and no collective was under way"
     fix = "look there: is it slow, or does it wait for something that does not come?"
-    if len(still) > 1:
+    if len(stalled_ranks) > 1:
         fix = "a message between them was lost: look at the network there (phalanx doctor), and continue with --resume"
-    return Verdict("lost", tuple(sorted(still)), said, fix)
+    return Verdict("lost", tuple(sorted(stalled_ranks)), summary, fix)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

@@ -68,12 +68,12 @@ def format_coordinates(sizes: ParallelDims, rank: int) -> str:
     """Where a rank is in the layout: "pp=2, tp=5, dp=0", axes of one rank left out; "" for a single rank."""
     if rank < sizes.servers:
         return f"server {rank}"
-    place = {**sizes.coordinates(rank), "ep": sizes.expert_rank(rank)}
+    coordinates = {**sizes.coordinates(rank), "ep": sizes.expert_rank(rank)}
     if sizes.dp_replicate == 1 or sizes.dp_shard == 1:
-        place["dp"] = place.pop("dp_replicate") + place.pop("dp_shard")
+        coordinates["dp"] = coordinates.pop("dp_replicate") + coordinates.pop("dp_shard")
     order = ("pp", "tp", "cp", "ep", "dp", "dp_replicate", "dp_shard")
-    size = {**vars(sizes), "dp": sizes.dp_size}
-    return ", ".join(f"{axis}={place[axis]}" for axis in order if axis in place and size[axis] > 1)
+    axis_sizes = {**vars(sizes), "dp": sizes.dp_size}
+    return ", ".join(f"{axis}={coordinates[axis]}" for axis in order if axis in coordinates and axis_sizes[axis] > 1)
 
 
 class Evidence:
@@ -96,13 +96,13 @@ class Evidence:
         self.expert_groups = set(expert_parallel_groups(sizes))
 
     def name(self, rank: int) -> str:
-        where = format_coordinates(self.sizes, rank)
-        return f"rank {rank} ({where})" if where else f"rank {rank}"
+        coordinates = format_coordinates(self.sizes, rank)
+        return f"rank {rank} ({coordinates})" if coordinates else f"rank {rank}"
 
     def names(self, ranks: Iterable[int]) -> str:
-        found = sorted(ranks)
-        shown = [self.name(rank) for rank in found[:4]]
-        return join_words([*shown, f"{len(found) - 4} more"] if len(found) > 4 else shown)
+        sorted_ranks = sorted(ranks)
+        shown = [self.name(rank) for rank in sorted_ranks[:4]]
+        return join_words([*shown, f"{len(sorted_ranks) - 4} more"] if len(sorted_ranks) > 4 else shown)
 
     def group(self, key: Key) -> str:
         """ "the dp ranks 0, 2"."""
@@ -111,13 +111,15 @@ class Evidence:
             return "all ranks"
         if ranks and max(ranks) < self.sizes.servers:
             return f"the servers {', '.join(map(str, ranks))}"
-        places = [self.sizes.coordinates(rank) for rank in ranks if rank >= self.sizes.servers]
-        axes = [axis for axis in self.sizes.axes if len({place[axis] for place in places}) > 1]
+        coordinates = [self.sizes.coordinates(rank) for rank in ranks if rank >= self.sizes.servers]
+        axes = [
+            axis for axis in self.sizes.axes if len({rank_coordinates[axis] for rank_coordinates in coordinates}) > 1
+        ]
         if ranks in self.expert_groups and prod(getattr(self.sizes, axis) for axis in axes) > len(ranks):
             axes = ["ep"]  # none of the mesh's
         shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        named = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
-        return f"the {' x '.join(named)} ranks {shown}"
+        axis_names = dict.fromkeys("dp" if axis.startswith("dp") else axis for axis in axes)
+        return f"the {' x '.join(axis_names)} ranks {shown}"
 
     def where(self, rank: int) -> str:
         return innermost_user_frame(self.dumps[rank]["stack"]) if rank in self.dumps else ""
@@ -132,11 +134,11 @@ class Evidence:
     def last_call(self, rank: int) -> str:
         """The collective that a rank waited in; "" if it was in none that is known."""
         dump = self.dumps[rank]
-        last = dump["calls"][-1] if dump["calls"] else None
-        if last is None or not self.under_way(rank, last):
+        call = dump["calls"][-1] if dump["calls"] else None
+        if call is None or not self.under_way(rank, call):
             return ""
-        key = last["group"], tuple(dump["groups"].get(last["group"], ()))
-        return f"{describe_call(last)}, number {last['number']} of {self.group(key)}"
+        key = call["group"], tuple(dump["groups"].get(call["group"], ()))
+        return f"{describe_call(call)}, number {call['number']} of {self.group(key)}"
 
     def line(self, rank: int) -> str:
         """Of one rank: what it did, and where."""
@@ -145,74 +147,80 @@ class Evidence:
     def _did(self, rank: int) -> str:
         state, failure = self.states.get(rank), self.failures.get(rank)
         if rank not in self.dumps:
-            word = STATES.get(state or "", "left no word")
-            own = failure is not None and not is_peer_loss(str(failure["reason"]))
-            return f"{word}; {failure['reason']}" if failure and own else word
+            description = STATES.get(state or "", "left no word")
+            failed_itself = failure is not None and not is_peer_loss(str(failure["reason"]))
+            return f"{description}; {failure['reason']}" if failure and failed_itself else description
         dump = self.dumps[rank]
         call = self.last_call(rank)
-        still = f", still for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
-        said = [f"after step {dump['step']}{still}: {self.where(rank)}", *([f"in {call}"] if call else [])]
+        stall_note = f", still for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
+        parts = [f"after step {dump['step']}{stall_note}: {self.where(rank)}", *([f"in {call}"] if call else [])]
         if state in (*STOPPED, "D"):  # one that has died did so after its word
-            said.append(STATES[state or ""])
-        return "; ".join(said)
+            parts.append(STATES[state or ""])
+        return "; ".join(parts)
 
 
-def _waiting_fronts(case: Evidence) -> Iterator[tuple[Key, RecordedCollective, list[int], list[int]]]:
+def _waiting_fronts(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollective, list[int], list[int]]]:
     """Of each group in which ranks wait for others: the group, the first collective that some did not come to, who came
     and waits, and who did not come."""
-    for key, calls in case.groups.items():
-        last = {rank: max(mine, default=0) for rank, mine in calls.items()}
-        waited = {n for rank, mine in calls.items() for n, call in mine.items() if case.under_way(rank, call)}
-        for number in sorted(waited):
-            missing = [rank for rank in key[1] if last.get(rank, 0) < number]
+    for key, calls in evidence.groups.items():
+        last_numbers = {rank: max(rank_calls, default=0) for rank, rank_calls in calls.items()}
+        waited_numbers = {
+            n for rank, rank_calls in calls.items() for n, call in rank_calls.items() if evidence.under_way(rank, call)
+        }
+        for number in sorted(waited_numbers):
+            missing = [rank for rank in key[1] if last_numbers.get(rank, 0) < number]
             if missing:
-                came = [rank for rank, mine in calls.items() if number in mine and case.under_way(rank, mine[number])]
-                yield key, calls[came[0]][number], came, missing
+                waiters = [
+                    rank
+                    for rank, rank_calls in calls.items()
+                    if number in rank_calls and evidence.under_way(rank, rank_calls[number])
+                ]
+                yield key, calls[waiters[0]][number], waiters, missing
                 break
 
 
-def ranks_waited_for(case: Evidence) -> dict[int, set[int]]:
+def ranks_waited_for(evidence: Evidence) -> dict[int, set[int]]:
     """By rank that had not come as far as others of a group: who had."""
-    found: dict[int, set[int]] = defaultdict(set)
-    for _, _, came, missing in _waiting_fronts(case):
+    ranks_ahead: dict[int, set[int]] = defaultdict(set)
+    for _, _, waiters, missing in _waiting_fronts(evidence):
         for rank in missing:
-            found[rank].update(came)
-    return dict(found)
+            ranks_ahead[rank].update(waiters)
+    return dict(ranks_ahead)
 
 
-def missed_collective(case: Evidence, ranks: Sequence[int]) -> str:
+def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
     """What they never came to."""
-    for key, call, came, missing in _waiting_fronts(case):
+    for key, call, waiters, missing in _waiting_fronts(evidence):
         if set(ranks) & set(missing):
-            also = [rank for rank in missing if rank not in ranks and rank in case.dumps]
-            said = f"; {describe_other_ranks(case, came, key)} waited in {describe_call(call)}, number {call['number']}"
-            also_missing = f", to which {case.names(also)} had not come either" if also else ""
-            return f"{said} of {case.group(key)}{also_missing}"
-    waiting = [rank for rank, dump in case.dumps.items() if was_waiting(dump) and rank not in ranks]
-    if not waiting:
+            other_missing = [rank for rank in missing if rank not in ranks and rank in evidence.dumps]
+            text = f"; {describe_other_ranks(evidence, waiters, key)} waited in {describe_call(call)}, number {call['number']}"
+            missing_note = f", to which {evidence.names(other_missing)} had not come either" if other_missing else ""
+            return f"{text} of {evidence.group(key)}{missing_note}"
+    waiting_ranks = [rank for rank, dump in evidence.dumps.items() if was_waiting(dump) and rank not in ranks]
+    if not waiting_ranks:
         return ""
-    inside = case.last_call(waiting[0])
-    return f"; {case.names(waiting)} waited in {f'{inside}, ' if inside else ''}{case.where(waiting[0])}"
+    collective = evidence.last_call(waiting_ranks[0])
+    return f"; {evidence.names(waiting_ranks)} waited in {f'{collective}, ' if collective else ''}{evidence.where(waiting_ranks[0])}"
 
 
-def describe_divergence_point(case: Evidence, ranks: Sequence[int]) -> str:
+def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:
     """From where on they called the same collectives from other lines than the others: one was left out, or added."""
-    for key, calls in case.groups.items():
+    for key, calls in evidence.groups.items():
         number = first_difference(calls, lambda call: call["at"] and tuple(call["at"]))
         if number is None or all(number - 1 not in mine for mine in calls.values()):
             continue
-        here = {rank: mine[number]["at"] for rank, mine in calls.items() if number in mine}
-        off = minority_ranks({rank: tuple(place or ()) for rank, place in here.items()})
-        if set(off) & set(ranks):
-            mine = next(rank for rank in off if rank in ranks)
-            theirs = next((place for place in here.values() if place != here[mine]), None)
+        frame_by_rank = {rank: mine[number]["at"] for rank, mine in calls.items() if number in mine}
+        deviating_ranks = minority_ranks({rank: tuple(frame or ()) for rank, frame in frame_by_rank.items()})
+        if set(deviating_ranks) & set(ranks):
+            mine = next(rank for rank in deviating_ranks if rank in ranks)
+            other_frame = next((frame for frame in frame_by_rank.values() if frame != frame_by_rank[mine]), None)
             return (
-                f"; from number {number} of {case.group(key)} on its calls came from other lines "
-                f"({format_frame(here[mine])}, where others were at {format_frame(theirs)}): "
+                f"; from number {number} of {evidence.group(key)} on its calls came from other lines "
+                f"({format_frame(frame_by_rank[mine])}, where others were at {format_frame(other_frame)}): "
                 "one was left out there, or added"
             )
     return ""
 
 
-def describe_other_ranks(case: Evidence, ranks: Sequence[int], key: Key) -> str:
-    return case.names(ranks) if len(ranks) == 1 or len(key[1]) <= 4 else f"{len(ranks)} others"
+def describe_other_ranks(evidence: Evidence, ranks: Sequence[int], key: Key) -> str:
+    return evidence.names(ranks) if len(ranks) == 1 or len(key[1]) <= 4 else f"{len(ranks)} others"

@@ -38,33 +38,31 @@ def cgroup_memory_limit() -> int | None:
     return None
 
 
-def format_oom_report(found: Mapping[str, Any]) -> str:
+def format_oom_report(record: Mapping[str, Any]) -> str:
     """An account for people; "" where there is none."""
-    if not found:
+    if not record:
         return ""
-    held, wanted, limit = found["held_bytes"], found["wanted_bytes"], found["limit_bytes"]
+    allocated, requested_bytes, limit_bytes = record["held_bytes"], record["wanted_bytes"], record["limit_bytes"]
     parts = ", ".join(
-        f"{name} {format_gb_or_mb(held[name])}" for name in held if name not in ("total", "peak", "reserved")
+        f"{name} {format_gb_or_mb(allocated[name])}" for name in allocated if name not in ("total", "peak", "reserved")
     )
-    asked = f"{format_gb_or_mb(wanted)} were wanted beside the" if wanted else "it held"
-    reserved = f", {format_gb_or_mb(held['reserved'])} reserved" if "reserved" in held else ""
-    most = f" (limit {format_gb_or_mb(limit)})" if limit else ""
-    return (
-        f"out of memory: {asked} {format_gb_or_mb(held['total'])}{' held' if wanted else ''}{most}: {parts}{reserved}"
-    )
+    request_text = f"{format_gb_or_mb(requested_bytes)} were wanted beside the" if requested_bytes else "it held"
+    reserved_text = f", {format_gb_or_mb(allocated['reserved'])} reserved" if "reserved" in allocated else ""
+    limit_text = f" (limit {format_gb_or_mb(limit_bytes)})" if limit_bytes else ""
+    return f"out of memory: {request_text} {format_gb_or_mb(allocated['total'])}{' held' if requested_bytes else ''}{limit_text}: {parts}{reserved_text}"
 
 
-def describe_kill(directory: Path, rank: int, how: str, kills: int = 0) -> str:
+def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int = 0) -> str:
     """Of a rank that left no word: where it was, whether the kernel killed it for want of memory, what it last held.
     `kills` are those that its launcher has seen since it started; other ranks may have seen them too."""
-    if "SIGKILL" not in how:
-        told = describe_fault(directory, rank)
-        return f"{how}: {told}" if told else f"{how} without a word"
-    if kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
+    if "SIGKILL" not in exit_reason:
+        fault = describe_fault(directory, rank)
+        return f"{exit_reason}: {fault}" if fault else f"{exit_reason} without a word"
+    if oom_kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
         limit = cgroup_memory_limit()
-        most = f" (limit of its group: {format_gb_or_mb(limit)})" if limit else ""
-        return f"{how}, by the kernel, for want of memory{most}{_last_peak(directory, rank)}"
-    return f"{how} without a word; out of memory?"
+        limit_text = f" (limit of its group: {format_gb_or_mb(limit)})" if limit else ""
+        return f"{exit_reason}, by the kernel, for want of memory{limit_text}{_last_peak(directory, rank)}"
+    return f"{exit_reason} without a word; out of memory?"
 
 
 def _last_peak(directory: Path, rank: int) -> str:
@@ -82,9 +80,9 @@ def _files(version_2: str, version_1: str) -> Iterator[Path]:
     with suppress(OSError):
         for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            named = "memory" in controllers.split(",")
-            root, name = (CGROUPS / "memory", version_1) if named else (CGROUPS, version_2)
+            is_v1 = "memory" in controllers.split(",")
+            root, name = (CGROUPS / "memory", version_1) if is_v1 else (CGROUPS, version_2)
             for file in (root / path.lstrip("/") / name, root / name):
-                if (named or not controllers) and file.is_file():
+                if (is_v1 or not controllers) and file.is_file():
                     yield file
                     break

@@ -30,7 +30,7 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
         ranks=ranks,
         rank_bytes=max((memory.total for memory in held.values()), default=None),
         checkpoints=str(directory / run.name / "checkpoints"),
-        checkpoints_bytes=checkpoint_space_needed_bytes(run, there=0),
+        checkpoints_bytes=checkpoint_space_needed_bytes(run, existing=0),
         checkpoint_bytes=checkpoint_bytes(run),
         precision=run.training.precision,
         network_bytes_per_second=cluster.network_bytes_per_second,

@@ -54,84 +54,86 @@ class Bottleneck:
         return f"{self.kind}: {100 * self.share:.0f} % of a step; {self.evidence}"
 
 
-def find_bottlenecks(recorded: RunData, columns: StepTimes) -> list[Bottleneck]:
+def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
     """What costs time, the dearest first; the first is the verdict."""
-    run, real = recorded.run, None
-    found = [*_data_loading(columns)]
+    run, timeline = run_data.run, None
+    bottlenecks = [*_data_loading(times)]
     if run is not None:
-        late = [*_straggler(recorded, run, columns)]
-        found += [*late, *_memory(run, columns)]
+        stragglers = [*_straggler(run_data, run, times)]
+        bottlenecks += [*stragglers, *_memory(run, times)]
         if run.layout.pp > 1:
-            stages = stage_times(recorded, columns.steps)
-            real = simulate_measured(run, recorded.world_size, stages)
-            even = simulate_measured(run, recorded.world_size, stages, balanced=True)
-            found += _pipeline(run, columns, stages, real, even, bool(late))
-    found += _communication(recorded, columns, real)
-    found.sort(key=lambda finding: -finding.share)
-    computing = _compute(recorded, columns)
-    dear = [finding for finding in found if finding.share >= MIN_SHARE]
-    return [*dear, computing, *(finding for finding in found if finding.share < MIN_SHARE)]
+            stages = stage_times(run_data, times.steps)
+            timeline = simulate_measured(run, run_data.world_size, stages)
+            balanced_timeline = simulate_measured(run, run_data.world_size, stages, balanced=True)
+            bottlenecks += _pipeline(run, times, stages, timeline, balanced_timeline, bool(stragglers))
+    bottlenecks += _communication(run_data, times, timeline)
+    bottlenecks.sort(key=lambda finding: -finding.share)
+    compute_bottleneck = _compute(run_data, times)
+    significant = [finding for finding in bottlenecks if finding.share >= MIN_SHARE]
+    return [*significant, compute_bottleneck, *(finding for finding in bottlenecks if finding.share < MIN_SHARE)]
 
 
-def _data_loading(columns: StepTimes) -> Iterator[Bottleneck]:
-    waited = columns.data.max(1)
-    begun = change_point(waited / columns.whole.max(1), 0.05)
-    rank = columns.ranks[int(np.median(columns.data[begun:], 0).argmax())]
+def _data_loading(times: StepTimes) -> Iterator[Bottleneck]:
+    wait_seconds = times.data.max(1)
+    start = change_point(wait_seconds / times.whole.max(1), 0.05)
+    rank = times.ranks[int(np.median(times.data[start:], 0).argmax())]
     yield Bottleneck(
         "input",
-        columns.share(waited, begun),
-        f"rank {rank} waits {np.median(waited[begun:]):.3g} s of each step for its tokens",
+        times.share(wait_seconds, start),
+        f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for its tokens",
         "prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the loader a core",
         rank=rank,
-        since=columns.steps[begun],
+        since=times.steps[start],
     )
 
 
-def _straggler(recorded: RunData, run: RunSpec, columns: StepTimes) -> Iterator[Bottleneck]:
+def _straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
     """The rank that takes longest for its work, and why."""
-    if len(columns.ranks) < 2:
+    if len(times.ranks) < 2:
         return
-    flops = flops_per_rank(run, recorded.world_size, columns.ranks)
-    computing = np.flatnonzero(flops > 0)
-    if len(computing) < 2:
+    flops = flops_per_rank(run, run_data.world_size, times.ranks)
+    compute_indices = np.flatnonzero(flops > 0)
+    if len(compute_indices) < 2:
         return
-    places = np.array([pipeline_rank(run, recorded.world_size, rank) for rank in columns.ranks])
-    each = columns.compute / np.where(flops > 0, flops, np.inf)
+    pipeline_ranks = np.array([pipeline_rank(run, run_data.world_size, rank) for rank in times.ranks])
+    seconds_per_flop = times.compute / np.where(flops > 0, flops, np.inf)
     best: tuple[float, int, int, NDArray[np.float64]] | None = None
-    for at in map(int, computing):
-        copies = [other for other in computing if other != at and places[other] == places[at]]
-        peers = copies or [other for other in computing if other != at]
-        ratio = each[:, at] / np.median(each[:, peers], axis=1)
-        begun = change_point(np.log(ratio), float(np.log(IMBALANCE_RATIO)))
-        score = float(np.median(ratio[begun:])) / (STRAGGLER_RATIO if copies else SLOW_ALONE)
+    for index in map(int, compute_indices):
+        replicas = [
+            other for other in compute_indices if other != index and pipeline_ranks[other] == pipeline_ranks[index]
+        ]
+        peers = replicas or [other for other in compute_indices if other != index]
+        ratio = seconds_per_flop[:, index] / np.median(seconds_per_flop[:, peers], axis=1)
+        start = change_point(np.log(ratio), float(np.log(IMBALANCE_RATIO)))
+        score = float(np.median(ratio[start:])) / (STRAGGLER_RATIO if replicas else SLOW_ALONE)
         if best is None or score > best[0]:
-            best = score, at, begun, ratio
+            best = score, index, start, ratio
     assert best is not None
-    score, at, begun, ratio = best
+    score, index, start, ratio = best
     if score < 1:
         return
-    rank, times, step = columns.ranks[at], float(np.median(ratio[begun:])), columns.steps[begun]
-    share = columns.share(columns.compute[:, at] * (1 - 1 / ratio), begun)
-    rows = _relative_expert_rows(columns, at, begun)
-    if rows > IMBALANCE_RATIO and times < rows * STRAGGLER_RATIO:
-        layer, expert, hottest = _hottest(recorded, run, rank, step)
-        said = f"; expert {expert} of layer {layer} has {hottest:.1f} times its share" if hottest else ""
+    rank, slowdown, step = times.ranks[index], float(np.median(ratio[start:])), times.steps[start]
+    share = times.share(times.compute[:, index] * (1 - 1 / ratio), start)
+    row_ratio = _relative_expert_rows(times, index, start)
+    if row_ratio > IMBALANCE_RATIO and slowdown < row_ratio * STRAGGLER_RATIO:
+        layer, expert, hot_share = _hottest(run_data, run, rank, step)
+        detail = f"; expert {expert} of layer {layer} has {hot_share:.1f} times its share" if hot_share else ""
         yield Bottleneck(
             "expert",
             share,
-            f"rank {rank} computes {times:.1f} times as long as others, for its experts are sent {rows:.1f} times as "
-            f"many rows{said}",
+            f"rank {rank} computes {slowdown:.1f} times as long as others, for its experts are sent {row_ratio:.1f} times as "
+            f"many rows{detail}",
             "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
             "to other ranks: phalanx experts --balance",
             rank=rank,
-            expert=(layer, expert) if hottest else None,
+            expert=(layer, expert) if hot_share else None,
             since=step,
         )
         return
     yield Bottleneck(
         "straggler",
         share,
-        f"rank {rank} on {recorded.ranks[rank].host} takes {times:.2f} times as long as others for as much work, since "
+        f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as others for as much work, since "
         f"step {step}",
         "look at that device: what else runs there, its clock and temperature; leave the host out if it stays",
         rank=rank,
@@ -139,138 +141,146 @@ def _straggler(recorded: RunData, run: RunSpec, columns: StepTimes) -> Iterator[
     )
 
 
-def _relative_expert_rows(columns: StepTimes, at: int, begun: int) -> float:
+def _relative_expert_rows(times: StepTimes, index: int, start: int) -> float:
     """How many times as many rows the experts of a rank are sent as those of the others."""
-    if columns.rows is None:
+    if times.rows is None:
         return 1.0
-    others = np.delete(columns.rows, at, axis=1).mean(1)
-    return float(np.median((columns.rows[:, at] / np.maximum(others, 1))[begun:]))
+    other_rows = np.delete(times.rows, index, axis=1).mean(1)
+    return float(np.median((times.rows[:, index] / np.maximum(other_rows, 1))[start:]))
 
 
-def _hottest(recorded: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
+def _hottest(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
     """Of the experts that are hottest of all in steps from this one on, the one of this rank that is so most often, and
     its median share of the layer's tokens times their number: 0 where it is always another rank's."""
     assert run.model.moe is not None
-    groups = expert_parallel_groups(parallel_dims(run.layout, recorded.world_size))
-    place = next(group.index(rank) for group in groups if rank in group)
-    each = run.model.moe.num_experts // run.layout.ep
-    lines = next(iter(recorded.ranks.values())).steps
+    groups = expert_parallel_groups(parallel_dims(run.layout, run_data.world_size))
+    ep_rank = next(group.index(rank) for group in groups if rank in group)
+    experts_per_rank = run.model.moe.num_experts // run.layout.ep
+    lines = next(iter(run_data.ranks.values())).steps
     hot = [line["hot_expert"] for line in lines if "hot_expert" in line and line["step"] >= step]
-    mine = [(layer, expert, share) for layer, expert, share in hot if expert // each == place]
-    if not mine:
+    local_hot = [(layer, expert, share) for layer, expert, share in hot if expert // experts_per_rank == ep_rank]
+    if not local_hot:
         return 0, 0, 0.0
-    (layer, expert), _ = Counter((layer, expert) for layer, expert, _ in mine).most_common(1)[0]
-    return layer, expert, float(np.median([share for *where, share in mine if where == [layer, expert]]))
+    (layer, expert), _ = Counter((layer, expert) for layer, expert, _ in local_hot).most_common(1)[0]
+    return layer, expert, float(np.median([share for *key, share in local_hot if key == [layer, expert]]))
 
 
-def _memory(run: RunSpec, columns: StepTimes) -> Iterator[Bottleneck]:
+def _memory(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
     """What is done for want of memory: computed again, or brought from where it rests."""
-    again = recomputed_flops_per_token(
+    recomputed_flops = recomputed_flops_per_token(
         run.model, run.training.seq_len, PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
     )
-    if again:
-        part = again / (again + training_flops_per_token(run.model, run.training.seq_len))
+    if recomputed_flops:
+        share = recomputed_flops / (recomputed_flops + training_flops_per_token(run.model, run.training.seq_len))
         yield Bottleneck(
             "memory",
-            part * columns.share(columns.compute.max(1)),
-            f"{100 * part:.0f} % of what is computed is computed again, for want of memory to keep it "
+            share * times.share(times.compute.max(1)),
+            f"{100 * share:.0f} % of what is computed is computed again, for want of memory to keep it "
             f"(layout.activation_checkpointing = {run.layout.activation_checkpointing!r})",
             "see with phalanx advise what else makes room: a smaller micro-batch, more ranks that share the state",
         )
     if run.layout.offload != "none":
         yield Bottleneck(
             "memory",
-            columns.share(columns.optimizer.max(1)),
-            f"the update takes {np.median(columns.optimizer.max(1)):.3g} s with its state in "
+            times.share(times.optimizer.max(1)),
+            f"the update takes {np.median(times.optimizer.max(1)):.3g} s with its state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
             "shard the state over more ranks instead (layout.data_parallel, more dp), or a faster disk for it",
         )
 
 
 def _pipeline(
-    run: RunSpec, columns: StepTimes, stages: dict[int, dict[str, float]], real: Timeline, even: Timeline, late: bool
+    run: RunSpec,
+    times: StepTimes,
+    stages: dict[int, dict[str, float]],
+    timeline: Timeline,
+    balanced_timeline: Timeline,
+    has_straggler: bool,
 ) -> Iterator[Bottleneck]:
     """What a pipeline waits: for its schedule's sake, and for a stage that takes longer. `real` and `even` are its
     schedule with the times of these stages, and with their mean; `late` says that a rank is to blame for its stage."""
-    whole = columns.step_seconds
+    step_seconds = times.step_seconds
     name = run.layout.schedule_file or run.layout.schedule
     yield Bottleneck(
         "bubble",
-        float(even.bubble * even.makespan) / whole,
-        f"of {name} with these micro-batches every rank stands still for {100 * float(even.bubble):.0f} % of the "
+        float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
+        f"of {name} with these micro-batches every rank stands still for {100 * float(balanced_timeline.bubble):.0f} % of the "
         "passes, even with stages alike and nothing to send",
         "use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )
-    if not late:
+    if not has_straggler:
         seconds = {stage: sum(kinds.values()) for stage, kinds in stages.items()}
         stage = max(seconds, key=lambda stage: seconds[stage])
-        times = seconds[stage] / float(np.mean(list(seconds.values())))
+        slowdown = seconds[stage] / float(np.mean(list(seconds.values())))
         yield Bottleneck(
             "stage",
-            max(0.0, float(real.makespan - even.makespan)) / whole,
-            f"stage {stage} takes {times:.2f} times as long as the mean of the stages, and the others wait for it",
+            max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
+            f"stage {stage} takes {slowdown:.2f} times as long as the mean of the stages, and the others wait for it",
             "use as many stages as the blocks divide by, or interleave them (layout.schedule): phalanx pipeline split "
             "shows what each would have",
             stage=stage,
         )
 
 
-def _communication(recorded: RunData, columns: StepTimes, real: Timeline | None) -> Iterator[Bottleneck]:
+def _communication(run_data: RunData, times: StepTimes, timeline: Timeline | None) -> Iterator[Bottleneck]:
     """What is waited for messages; `real` is the schedule of a pipeline in which these take no time."""
-    if not columns.waits_are_known or len(columns.ranks) < 2:
+    if not times.waits_are_known or len(times.ranks) < 2:
         return
-    seconds = columns.communication.min(1)
-    begun = change_point(seconds / columns.whole.max(1), 0.05)
-    share, sent = columns.share(seconds, begun), ""
-    if real is not None:
-        late = max(0.0, columns.share(columns.idle) - float(real.bubble * real.makespan) / columns.step_seconds)
-        share, sent = share + late, f"; sends between stages make it wait for {100 * late:.0f} % of the step"
+    seconds = times.communication.min(1)
+    start = change_point(seconds / times.whole.max(1), 0.05)
+    share, send_note = times.share(seconds, start), ""
+    if timeline is not None:
+        send_share = max(0.0, times.share(times.idle) - float(timeline.bubble * timeline.makespan) / times.step_seconds)
+        share, send_note = (
+            share + send_share,
+            f"; sends between stages make it wait for {100 * send_share:.0f} % of the step",
+        )
     yield Bottleneck(
         "communication",
         share,
-        f"even the rank that waits least waits {np.median(seconds[begun:]):.3g} s of a step for collectives"
-        f"{most_waited_collective(recorded)}{sent}",
+        f"even the rank that waits least waits {np.median(seconds[start:]):.3g} s of a step for collectives"
+        f"{most_waited_collective(run_data)}{send_note}",
         "look at the link with phalanx bench collectives; keep the axis that sends most on the fastest links, send "
         "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
-        since=columns.steps[begun],
+        since=times.steps[start],
     )
 
 
-def most_waited_collective(recorded: RunData) -> str:
+def most_waited_collective(run_data: RunData) -> str:
     """The collective that ranks waited for most, where steps were looked at closely; said after a comma."""
-    waited: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for record in recorded.ranks.values():
+    wait_seconds: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for record in run_data.ranks.values():
         for line in record.steps:
             for call in line.get("collectives", ()) if "memory" not in line else ():
-                waited[call["operation"], tuple(call["group"])] += call["exposed"]
-    if not waited:
+                wait_seconds[call["operation"], tuple(call["group"])] += call["exposed"]
+    if not wait_seconds:
         return ""
-    (operation, group), _ = waited.most_common(1)[0]
+    (operation, group), _ = wait_seconds.most_common(1)[0]
     shown = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
     return f", most for {operation} among ranks {shown}"
 
 
-def _compute(recorded: RunData, columns: StepTimes) -> Bottleneck:
-    mfus = [line["mfu"] for line in recorded.step_metrics if line["step"] in set(columns.steps) and line.get("mfu")]
-    known = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
-    seconds = columns.computing.mean(1)
+def _compute(run_data: RunData, times: StepTimes) -> Bottleneck:
+    mfus = [line["mfu"] for line in run_data.step_metrics if line["step"] in set(times.steps) and line.get("mfu")]
+    mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
+    seconds = times.computing.mean(1)
     return Bottleneck(
         "compute",
-        columns.share(seconds),
-        f"forward and backward passes take {np.median(seconds):.3g} s of a step{known}",
+        times.share(seconds),
+        f"forward and backward passes take {np.median(seconds):.3g} s of a step{mfu_note}",
         "use larger micro-batches, training.compile, lower precision; then more or faster devices",
     )
 
 
-def change_point(series: NDArray[np.float64], least: float) -> int:
+def change_point(series: NDArray[np.float64], min_increase: float) -> int:
     """From where on a series has been higher by at least `least`: a single change of its mean, where the squares of
     what is left are least. 0 where it has not changed."""
-    cuts = np.arange(MIN_SEGMENT, len(series) - MIN_SEGMENT + 1)
-    if not len(cuts):
+    split_points = np.arange(MIN_SEGMENT, len(series) - MIN_SEGMENT + 1)
+    if not len(split_points):
         return 0
-    sums = np.concatenate([[0.0], np.cumsum(series - series.mean())])[cuts]
-    before, after = sums / cuts, -sums / (len(series) - cuts)  # of the mean of all
-    explained = np.where(after - before >= least, -sums * (after - before), -np.inf)
-    at = int(explained.argmax())
-    return int(cuts[at]) if explained[at] > 0 else 0
+    sums = np.concatenate([[0.0], np.cumsum(series - series.mean())])[split_points]
+    before, after = sums / split_points, -sums / (len(series) - split_points)  # of the mean of all
+    explained = np.where(after - before >= min_increase, -sums * (after - before), -np.inf)
+    best = int(explained.argmax())
+    return int(split_points[best]) if explained[best] > 0 else 0

@@ -16,26 +16,26 @@ Kind = tuple[str, tuple[int, ...], int]
 """Operation, group, bytes."""
 
 
-def collective_times(recorded: RunData) -> tuple[CollectiveTiming, ...]:
+def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
     """Of each operation, group and size the median over calls of what it took the rank that came last. Those that some
     rank did not wait for from the first moment to the last are left out, and steps in which memory was watched."""
     calls: dict[tuple[Kind, int, int], list[float | None]] = defaultdict(list)
-    for record in recorded.ranks.values():
+    for record in run_data.ranks.values():
         for line in record.steps:
             if "memory" not in line:
-                seen: dict[Kind, int] = defaultdict(int)
+                occurrences: dict[Kind, int] = defaultdict(int)
                 for call in line.get("collectives", ()):
                     kind = call["operation"], tuple(call["group"]), call["bytes"]
-                    calls[kind, line["step"], seen[kind]].append(_alone(call))
-                    seen[kind] += 1
-    took: dict[Kind, list[float]] = defaultdict(list)
-    for (kind, _, _), of_ranks in calls.items():
-        known = [seconds for seconds in of_ranks if seconds is not None]
+                    calls[kind, line["step"], occurrences[kind]].append(_alone(call))
+                    occurrences[kind] += 1
+    durations: dict[Kind, list[float]] = defaultdict(list)
+    for (kind, _, _), per_rank in calls.items():
+        known = [seconds for seconds in per_rank if seconds is not None]
         if len(known) == len(kind[1]) > 1:
-            took[kind].append(min(known))
+            durations[kind].append(min(known))
     return tuple(
-        CollectiveTiming(operation, len(group), group[1] - group[0], size_bytes, median(each))
-        for (operation, group, size_bytes), each in sorted(took.items())
+        CollectiveTiming(operation, len(group), group[1] - group[0], size_bytes, median(samples))
+        for (operation, group, size_bytes), samples in sorted(durations.items())
     )
 
 

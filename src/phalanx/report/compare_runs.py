@@ -24,46 +24,51 @@ SETTINGS = {
 """Of a run's facts those that may explain a difference, in the plural."""
 
 
-def report_data(found: Sequence[Facts]) -> Facts:
+def report_data(runs: Sequence[Facts]) -> Facts:
     """The facts of runs, and of several their comparison: what `--json` prints and a page embeds."""
-    return {"runs": list(found), "comparison": compare_runs(found) if len(found) > 1 else None}
+    return {"runs": list(runs), "comparison": compare_runs(runs) if len(runs) > 1 else None}
 
 
-def compare_runs(found: Sequence[Facts]) -> Facts:
+def compare_runs(runs: Sequence[Facts]) -> Facts:
     """What is said of runs side by side: names, whether they are of one model (None where that is not known), what
     differs in words, measures with ratios to the first run, and how far losses of the same steps are apart."""
-    names = run_labels([facts["run"] for facts in found])
-    models = [facts["run"].get("model") for facts in found]
-    same = None if None in models else all(model == models[0] for model in models)
+    names = run_labels([facts["run"] for facts in runs])
+    models = [facts["run"].get("model") for facts in runs]
+    same_model = None if None in models else all(model == models[0] for model in models)
     return {
         "names": names,
-        "same_model": same,
-        "said": [*_said_of_models(names, models, same), *_said_of_settings(names, [facts["run"] for facts in found])],
-        "rows": list(_rows(found)),
-        "loss_apart": _loss_apart(found) if same else None,
+        "same_model": same_model,
+        "said": [
+            *_said_of_models(names, models, same_model),
+            *_said_of_settings(names, [facts["run"] for facts in runs]),
+        ],
+        "rows": list(_rows(runs)),
+        "loss_apart": _loss_apart(runs) if same_model else None,
     }
 
 
 def run_labels(runs: Sequence[Facts]) -> list[str]:
     """A name for each run: its own, with its directory or number where others have the same."""
     names = [str(run["name"]) for run in runs]
-    placed = [f"{run['name']} in {Path(run['directory']).parent}" for run in runs]
-    numbered = [f"{run['name']} ({at})" for at, run in enumerate(runs, 1)]
-    for longer in (placed, numbered):
-        often = Counter(names)
-        names = [other if often[name] > 1 else name for name, other in zip(names, longer, strict=True)]
+    with_directory = [f"{run['name']} in {Path(run['directory']).parent}" for run in runs]
+    with_number = [f"{run['name']} ({index})" for index, run in enumerate(runs, 1)]
+    for longer_names in (with_directory, with_number):
+        counts = Counter(names)
+        names = [
+            longer_name if counts[name] > 1 else name for name, longer_name in zip(names, longer_names, strict=True)
+        ]
     return names
 
 
-def _said_of_models(names: Sequence[str], models: Sequence[Facts | None], same: bool | None) -> Iterator[str]:
+def _said_of_models(names: Sequence[str], models: Sequence[Facts | None], same_model: bool | None) -> Iterator[str]:
     unknown = [name for name, model in zip(names, models, strict=True) if model is None]
     if unknown:
         yield f"Whether these are runs of one model is not known: {', '.join(unknown)} has no usable run.toml."
-    elif not same:
+    elif not same_model:
         known = [model for model in models if model is not None]
         fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]
-        told = "; ".join(f"{field} {_listed([model.get(field) for model in known])}" for field in fields[:6])
-        yield f"These are different models ({told}): their losses, times and bytes are not of the same work."
+        differences = "; ".join(f"{field} {_listed([model.get(field) for model in known])}" for field in fields[:6])
+        yield f"These are different models ({differences}): their losses, times and bytes are not of the same work."
 
 
 def _differ(models: Sequence[Facts], field: str) -> bool:
@@ -94,38 +99,38 @@ def _told(value: Any) -> str:
     return "the default" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _rows(found: Sequence[Facts]) -> Iterator[Facts]:
+def _rows(runs: Sequence[Facts]) -> Iterator[Facts]:
     """Measures of each run in turn, None where it has none."""
-    for what, unit in dict.fromkeys(
-        (row["what"], row["unit"]) for facts in found for row in facts["comparison"] if not row["role"]
+    for name, unit in dict.fromkeys(
+        (row["what"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
     ):
-        rows = [formatting.measured_row(facts, what) for facts in found]
-        found_row = _row(what, unit, [row["measured"] if row else None for row in rows])
-        if what == "mfu" and _differ([facts["run"] for facts in found], "peak_flops"):
-            found_row["ratio"] = [None] * len(found)  # shares of different peaks
-        yield found_row
-    yield _row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in found])
-    held_out = [[loss for _, loss in facts["curves"]["held_out"]] for facts in found]
+        rows = [formatting.measured_row(facts, name) for facts in runs]
+        measure_row = _row(name, unit, [row["measured"] if row else None for row in rows])
+        if name == "mfu" and _differ([facts["run"] for facts in runs], "peak_flops"):
+            measure_row["ratio"] = [None] * len(runs)  # shares of different peaks
+        yield measure_row
+    yield _row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
+    held_out = [[loss for _, loss in facts["curves"]["held_out"]] for facts in runs]
     yield _row("held-out loss", "loss", [formatting.last_value(losses) for losses in held_out])
-    peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in found]
-    yield _row("peak memory of a rank", "B", [max(each, default=None) for each in peaks])
+    peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
+    yield _row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
 
 
-def _row(what: str, unit: str, values: list[float | None]) -> Facts:
+def _row(name: str, unit: str, values: list[float | None]) -> Facts:
     first = values[0]
     ratios = [value / first if first and value is not None else None for value in values]
-    return {"what": what, "unit": unit, "measured": values, "ratio": ratios}
+    return {"what": name, "unit": unit, "measured": values, "ratio": ratios}
 
 
-def _loss_apart(found: Sequence[Facts]) -> Facts | None:
+def _loss_apart(runs: Sequence[Facts]) -> Facts | None:
     """Over the steps that all runs did: how many these are, and the most that a run's loss differs from the first's,
     relative to it."""
-    curves = [_losses(facts["curves"]) for facts in found]
+    curves = [_losses(facts["curves"]) for facts in runs]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         return None
-    apart = max(abs(curve[step] / curves[0][step] - 1) for curve in curves[1:] for step in steps)
-    return {"steps": len(steps), "largest_relative": apart}
+    largest_difference = max(abs(curve[step] / curves[0][step] - 1) for curve in curves[1:] for step in steps)
+    return {"steps": len(steps), "largest_relative": largest_difference}
 
 
 def _losses(curves: Facts) -> dict[int, float]:

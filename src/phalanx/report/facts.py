@@ -43,71 +43,71 @@ CURVES = (
 """Of `metrics.jsonl` what is drawn over steps."""
 
 
-def report_facts(recorded: RunData) -> Facts:
+def report_facts(run_data: RunData) -> Facts:
     """All that is said of a run. What is not known is None, or an empty list, and `problems` say why."""
-    problems, run = list(recorded.problems), recorded.run
-    found = step_times(recorded)
-    in_swarm = bool(recorded.rounds) or recorded.swarm_journal is not None
-    if found is None and not in_swarm:
+    problems, run = list(run_data.problems), run_data.run
+    times = step_times(run_data)
+    is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
+    if times is None and not is_swarm:
         problems.append("too few steps were noted to say where their time goes: those at the start do not count")
     option = None
-    if run is not None and recorded.world_size:
+    if run is not None and run_data.world_size:
         try:
-            option = evaluate_layout(run, recorded.world_size, run.layout)
+            option = evaluate_layout(run, run_data.world_size, run.layout)
         except UserError as error:
-            first = str(error).partition("\n")[0]
-            problems.append(f"the time of a step is not predicted: {first}")
-    planned = _planned(run, recorded.world_size) if run is not None and option is not None else None
-    named = []
-    lacking = _missing_for_simulation(recorded)
-    if found is not None and lacking is None:
-        named = find_bottlenecks(recorded, found)
-    elif found is not None:
-        problems.append(f"there is no verdict: {lacking}")
+            first_line = str(error).partition("\n")[0]
+            problems.append(f"the time of a step is not predicted: {first_line}")
+    planned_timeline = _planned(run, run_data.world_size) if run is not None and option is not None else None
+    bottlenecks = []
+    simulation_problem = _missing_for_simulation(run_data)
+    if times is not None and simulation_problem is None:
+        bottlenecks = find_bottlenecks(run_data, times)
+    elif times is not None:
+        problems.append(f"there is no verdict: {simulation_problem}")
     rows = [
-        *step_rows(recorded, found, option, planned),
-        *_rank_rows(recorded),
-        *swarm_rounds.round_rows(recorded.run, recorded.world_size, recorded.rounds),
+        *step_rows(run_data, times, option, planned_timeline),
+        *_rank_rows(run_data),
+        *swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds),
     ]
-    said: Facts = _finite(
+    facts: Facts = _finite(
         {
-            "run": _run_summary(recorded),
-            "verdict": asdict(named[0]) if named else None,
-            "findings": [asdict(finding) for finding in named],
+            "run": _run_summary(run_data),
+            "verdict": asdict(bottlenecks[0]) if bottlenecks else None,
+            "findings": [asdict(finding) for finding in bottlenecks],
             "comparison": [_row(row) for row in rows],
-            "measures": _measures(recorded, found),
-            "ranks": _ranks(recorded, found),
-            "curves": _curves(recorded),
-            "timeline": profiled_steps.pass_timeline(recorded, planned, lacking is None),
-            "memory": profiled_steps.memory_timeline(recorded),
-            "traffic": profiled_steps.traffic_matrix(recorded),
-            "experts": profiled_steps.expert_loads(recorded),
+            "measures": _measures(run_data, times),
+            "ranks": _ranks(run_data, times),
+            "curves": _curves(run_data),
+            "timeline": profiled_steps.pass_timeline(run_data, planned_timeline, simulation_problem is None),
+            "memory": profiled_steps.memory_timeline(run_data),
+            "traffic": profiled_steps.traffic_matrix(run_data),
+            "experts": profiled_steps.expert_loads(run_data),
             "problems": problems,
         }
-        | ({"swarm": _in_swarm(recorded)} if in_swarm else {})
+        | ({"swarm": _in_swarm(run_data)} if is_swarm else {})
     )
-    return said
+    return facts
 
 
-def _in_swarm(recorded: RunData) -> Facts:
+def _in_swarm(run_data: RunData) -> Facts:
     """How many rounds are planned, and of a node its own, of a coordinator what it was told in each."""
-    run, leads = recorded.run, recorded.swarm_journal is not None
+    run, is_coordinator = run_data.run, run_data.swarm_journal is not None
     return {
         "planned": run.training.steps // run.swarm.steps_per_round
         if run is not None and run.swarm is not None
         else None,
-        "rounds": None if leads else swarm_rounds.node_rounds(recorded.rounds),
-        "told": swarm_rounds.updates_per_round(recorded.swarm_journal) if recorded.swarm_journal is not None else None,
+        "rounds": None if is_coordinator else swarm_rounds.node_rounds(run_data.rounds),
+        "told": swarm_rounds.updates_per_round(run_data.swarm_journal) if run_data.swarm_journal is not None else None,
     }
 
 
-def _missing_for_simulation(recorded: RunData) -> str | None:
+def _missing_for_simulation(run_data: RunData) -> str | None:
     """Why the schedule of a pipeline cannot be simulated with measured times; None where it can, or there is none."""
-    run = recorded.run
+    run = run_data.run
     if run is None or run.layout.pp == 1:
         return None
     stages = representative_schedule(run.layout).stages
-    known = {stage for record in recorded.ranks.values() for line in record.steps for stage in line["stages"]}
+    known = {stage for record in run_data.ranks.values() for line in record.steps for stage in line["stages"]}
     return None if len(known) == stages else f"no rank left a record of {stages - len(known)} of {stages} stages"
 
 
@@ -120,23 +120,23 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _run_summary(recorded: RunData) -> Facts:
-    run, trained = recorded.run, recorded.step_metrics
-    records = recorded.ranks.values()
-    about: Facts = {"leads": True} if recorded.swarm_journal is not None else {}
-    about |= {
-        "name": recorded.name,
-        "directory": str(recorded.directory),
-        "ranks": recorded.world_size,
+def _run_summary(run_data: RunData) -> Facts:
+    run, step_metrics = run_data.run, run_data.step_metrics
+    records = run_data.ranks.values()
+    summary: Facts = {"leads": True} if run_data.swarm_journal is not None else {}
+    summary |= {
+        "name": run_data.name,
+        "directory": str(run_data.directory),
+        "ranks": run_data.world_size,
         "hosts": sorted({record.host for record in records}),
         "device": next((record.device for record in records), None),
-        "step": recorded.step,
-        "failed": recorded.failure is not None,
-        "under_way": recorded.under_way,
+        "step": run_data.step,
+        "failed": run_data.failure is not None,
+        "under_way": run_data.under_way,
         "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
     }
     if run is not None:
-        about |= {
+        summary |= {
             "steps": run.training.steps,
             "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
             "parameters": count_parameters(run.model).total,
@@ -145,10 +145,10 @@ def _run_summary(recorded: RunData) -> Facts:
             "tokens_per_step": run.training.tokens_per_step,
             "optimizer": run.optimizer.model_dump(mode="json", exclude_defaults=True),
             "seed": run.training.seed,
-            "peak_flops": measured_peak(run, trained, recorded.world_size),
+            "peak_flops": measured_peak(run, step_metrics, run_data.world_size),
             "sequence": run.training.seq_len,
         }
-    return about
+    return summary
 
 
 def _row(row: Comparison) -> Facts:
@@ -157,46 +157,46 @@ def _row(row: Comparison) -> Facts:
 
 
 def step_rows(
-    recorded: RunData, found: StepTimes | None, option: EvaluatedLayout | None, planned: Timeline | None
+    run_data: RunData, times: StepTimes | None, option: EvaluatedLayout | None, planned_timeline: Timeline | None
 ) -> Iterator[Comparison]:
     """Compare a step's time and its parts, the speed, the bubble and the goodput with the prediction."""
-    if found is None:
+    if times is None:
         return
     parts = option.parts if option else {}
 
-    def predicted(*names: str, but: str = "") -> float | None:
-        return sum(parts[name] for name in names) - (parts[but] if but else 0.0) if parts else None
+    def predicted(*names: str, exclude: str = "") -> float | None:
+        return sum(parts[name] for name in names) - (parts[exclude] if exclude else 0.0) if parts else None
 
     def middle(table: Any) -> float:
         return float(np.median(table))
 
     interval = (option.low_seconds, option.high_seconds) if option else None
-    yield Comparison("", "step", "s", option.step_seconds if option else None, found.step_seconds, interval)
-    yield Comparison("", "compute", "s", predicted("compute", but="exchange"), middle(found.compute.max(1)))
-    if found.waits_are_known:
-        exposed = middle(found.communication.min(1))
+    yield Comparison("", "step", "s", option.step_seconds if option else None, times.step_seconds, interval)
+    yield Comparison("", "compute", "s", predicted("compute", exclude="exchange"), middle(times.compute.max(1)))
+    if times.waits_are_known:
+        exposed = middle(times.communication.min(1))
         yield Comparison("", "exposed communication", "s", predicted("exchange", "data_parallel"), exposed)
-    yield Comparison("", "update", "s", predicted("update", "offload"), middle(found.optimizer.max(1)))
-    yield Comparison("", "data", "s", 0.0 if option else None, middle(found.data.max(1)))
-    steps = set(found.steps)
-    lines = [line for line in recorded.step_metrics if line["step"] in steps]
-    for what, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
-        values = [line[what] for line in lines if line.get(what) is not None]
+    yield Comparison("", "update", "s", predicted("update", "offload"), middle(times.optimizer.max(1)))
+    yield Comparison("", "data", "s", 0.0 if option else None, middle(times.data.max(1)))
+    steps = set(times.steps)
+    lines = [line for line in run_data.step_metrics if line["step"] in steps]
+    for metric, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
+        values = [line[metric] for line in lines if line.get(metric) is not None]
         if values:
-            yield Comparison("", what, unit, getattr(option, what) if option else None, float(np.median(values)))
-    run = recorded.run
+            yield Comparison("", metric, unit, getattr(option, metric) if option else None, float(np.median(values)))
+    run = run_data.run
     if run is not None and run.layout.pp > 1:
-        yield Comparison("", "idle in the pipeline", "s", predicted("bubble", "send"), middle(found.idle))
-        yield Comparison("", "bubble", "", float(planned.bubble) if planned else None, found.bubble)
-    planned_goodput = configured_goodput(run, recorded.world_size, option) if run is not None and option else None
-    yield Comparison("", "goodput", "", planned_goodput, _goodput(recorded))
+        yield Comparison("", "idle in the pipeline", "s", predicted("bubble", "send"), middle(times.idle))
+        yield Comparison("", "bubble", "", float(planned_timeline.bubble) if planned_timeline else None, times.bubble)
+    planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
+    yield Comparison("", "goodput", "", planned_goodput, _goodput(run_data))
 
 
-def _rank_rows(recorded: RunData) -> list[Comparison]:
+def _rank_rows(run_data: RunData) -> list[Comparison]:
     """Compare memory by part and bytes by collective, of each role of ranks, in the step that was measured."""
-    if recorded.run is None or not recorded.measured:
+    if run_data.run is None or not run_data.measured:
         return []
-    return compare_with_prediction(recorded.run, recorded.world_size, recorded.measured)
+    return compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
 
 
 def _planned(run: RunSpec, world_size: int) -> Timeline | None:
@@ -209,20 +209,28 @@ def _planned(run: RunSpec, world_size: int) -> Timeline | None:
         return None
 
 
-def _goodput(recorded: RunData) -> float | None:
+def _goodput(run_data: RunData) -> float | None:
     """The share of the time in which steps were done that count: not in checkpoints and evaluations, nor in what was
     lost by failures, or in starting again after them."""
-    records = [record for record in recorded.ranks.values() if record.steps]
+    records = [record for record in run_data.ranks.values() if record.steps]
     if not records:
         return None
-    first = records[0]
-    lines = [*first.steps, *first.pauses]
+    first_record = records[0]
+    lines = [*first_record.steps, *first_record.pauses]
     ends = [line["start"] + _seconds(line) for line in lines]
-    whole = max(ends) - min(line["start"] for line in lines) + active_seconds_until(recorded.run_events, STARTED)
-    every = recorded.run.metrics.every if recorded.run else 1
-    earlier = recorded.step_metrics if recorded.run_events else []
-    before = sum(line["step_seconds"] * every for line in earlier if line["step"] <= recorded.began_after)
-    return (before + sum(_seconds(line) for line in first.steps)) / whole if whole else None
+    total_seconds = (
+        max(ends) - min(line["start"] for line in lines) + active_seconds_until(run_data.run_events, STARTED)
+    )
+    metrics_interval = run_data.run.metrics.every if run_data.run else 1
+    earlier_metrics = run_data.step_metrics if run_data.run_events else []
+    earlier_seconds = sum(
+        line["step_seconds"] * metrics_interval for line in earlier_metrics if line["step"] <= run_data.began_after
+    )
+    return (
+        (earlier_seconds + sum(_seconds(line) for line in first_record.steps)) / total_seconds
+        if total_seconds
+        else None
+    )
 
 
 def _seconds(line: Line) -> float:
@@ -230,53 +238,53 @@ def _seconds(line: Line) -> float:
     return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
 
 
-def _measures(recorded: RunData, found: StepTimes | None) -> Facts:
+def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
     """What has no prediction: how much steps and ranks differ, and how much of the collectives was hidden."""
-    if found is None:
+    if times is None:
         return {}
-    steps = found.whole.max(1)
-    each = np.median(found.computing, 0)
+    steps = times.whole.max(1)
+    rank_seconds = np.median(times.computing, 0)
     return {
-        "steps": len(found.steps),
+        "steps": len(times.steps),
         "step_p95_over_median": float(np.percentile(steps, 95) / np.median(steps)),
         "step_variation": float(steps.std() / steps.mean()),
-        "rank_variation": float(each.std() / each.mean()) if each.mean() else 0.0,
-        "overlap": _overlap(recorded),
+        "rank_variation": float(rank_seconds.std() / rank_seconds.mean()) if rank_seconds.mean() else 0.0,
+        "overlap": _overlap(run_data),
     }
 
 
-def _overlap(recorded: RunData) -> float | None:
+def _overlap(run_data: RunData) -> float | None:
     """The share of the collectives' time in which the rank did something else, in the steps looked at closely."""
     calls = [
         call
-        for record in recorded.ranks.values()
+        for record in run_data.ranks.values()
         for line in record.steps
         for call in line.get("collectives", ())
         if call["end"] is not None and "memory" not in line
     ]
-    whole = sum(call["end"] - call["start"] for call in calls)
-    return 1 - sum(call["exposed"] for call in calls) / whole if whole else None
+    total_seconds = sum(call["end"] - call["start"] for call in calls)
+    return 1 - sum(call["exposed"] for call in calls) / total_seconds if total_seconds else None
 
 
-def _ranks(recorded: RunData, found: StepTimes | None) -> list[Facts]:
+def _ranks(run_data: RunData, times: StepTimes | None) -> list[Facts]:
     """Where each rank's steps went: medians in seconds."""
-    if found is None:
+    if times is None:
         return []
     names = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
-    medians = {name: np.median(getattr(found, name), 0) for name in names}
+    medians = {name: np.median(getattr(times, name), 0) for name in names}
     return [
-        {"rank": rank, "host": recorded.ranks[rank].host}
-        | {name: float(medians[name][at]) for name in names}
-        | {"peak_memory_bytes": max(line["peak_memory_bytes"] for line in recorded.ranks[rank].steps)}
-        for at, rank in enumerate(found.ranks)
+        {"rank": rank, "host": run_data.ranks[rank].host}
+        | {name: float(medians[name][index]) for name in names}
+        | {"peak_memory_bytes": max(line["peak_memory_bytes"] for line in run_data.ranks[rank].steps)}
+        for index, rank in enumerate(times.ranks)
     ]
 
 
-def _curves(recorded: RunData) -> Facts:
-    trained = recorded.step_metrics
-    curves: Facts = {"step": [line["step"] for line in trained]}
+def _curves(run_data: RunData) -> Facts:
+    step_metrics = run_data.step_metrics
+    curves: Facts = {"step": [line["step"] for line in step_metrics]}
     for name in CURVES:
-        if any(line.get(name) is not None for line in trained):
-            curves[name] = [line.get(name) for line in trained]
-    curves["held_out"] = [[line["step"], line["held_out_loss"]] for line in recorded.evaluations]
+        if any(line.get(name) is not None for line in step_metrics):
+            curves[name] = [line.get(name) for line in step_metrics]
+    curves["held_out"] = [[line["step"], line["held_out_loss"]] for line in run_data.evaluations]
     return curves

@@ -64,28 +64,30 @@ def format_ratio(ratio: float | None) -> str:
 
 def row_label(row: Mapping[str, Any]) -> str:
     """What a row of `beside` is about."""
-    what = str(row["what"])
-    return what if row["role"] and what in STATE else NAMES.get(what, what)
+    name = str(row["what"])
+    return name if row["role"] and name in STATE else NAMES.get(name, name)
 
 
 TITLES = {"": "of a step", EACH: "of a round of the swarm", ALL: "of all rounds"}
 """Of rows that are of no rank."""
 
 
-def group_rows(beside: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     """Rows of `beside` under titles: a step, memory and bytes of each role of ranks, rounds; none that is 0
     throughout."""
-    shown = [row for row in beside if row["predicted"] or row["measured"]]
+    shown = [row for row in comparison if row["predicted"] or row["measured"]]
     for role in dict.fromkeys(row["role"] for row in shown):
-        own = [row for row in shown if row["role"] == role]
+        role_rows = [row for row in shown if row["role"] == role]
         if role in TITLES:
-            yield TITLES[role], own
+            yield TITLES[role], role_rows
             continue
-        of = "a rank" if role == "rank" else role
-        held = [row for row in own if row["what"] in STATE]
-        sent = [row for row in own if row["what"] not in STATE]
+        subject = "a rank" if role == "rank" else role
+        memory_rows = [row for row in role_rows if row["what"] in STATE]
+        traffic_rows = [row for row in role_rows if row["what"] not in STATE]
         yield from (
-            (title, rows) for title, rows in ((f"memory of {of}", held), (f"sent by {of} in a step", sent)) if rows
+            (title, rows)
+            for title, rows in ((f"memory of {subject}", memory_rows), (f"sent by {subject} in a step", traffic_rows))
+            if rows
         )
 
 
@@ -116,14 +118,14 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
     ranks, hosts = run["ranks"], run["hosts"]
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
     device = f" ({run['device']})" if run["device"] else ""
-    found = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
+    lines = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
     if "layout" in run:
-        found += [
+        lines += [
             format_layout(run["layout"]),
             f"{format_count(run['parameters'])} parameters in {run['precision']}",
             f"{run['tokens_per_step']:,} tokens a step in sequences of {run['sequence']:,}",
         ]
-    return [*found, format_progress(run)]
+    return [*lines, format_progress(run)]
 
 
 def format_progress(run: Mapping[str, Any]) -> str:
@@ -137,9 +139,9 @@ def bottleneck_headline(finding: Mapping[str, Any]) -> str:
     return f"{kind[0].upper()}{kind[1:]}: {100 * finding['share']:.0f} % of a step"
 
 
-def as_sentence(said: str) -> str:
+def as_sentence(text: str) -> str:
     """Words with a capital and a full stop."""
-    return f"{said[0].upper()}{said[1:]}."
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def is_off(ratio: float | None) -> bool:
@@ -149,11 +151,14 @@ def is_off(ratio: float | None) -> bool:
 
 def format_comparison(comparison: Mapping[str, Any]) -> list[str]:
     """What is said of runs side by side."""
-    apart = comparison["loss_apart"]
-    if apart is None:
+    loss_difference = comparison["loss_apart"]
+    if loss_difference is None:
         return list(comparison["said"])
-    most = f"{100 * apart['largest_relative']:.2g} %"
-    return [*comparison["said"], f"Over the {apart['steps']} steps that all did, losses are at most {most} apart."]
+    largest = f"{100 * loss_difference['largest_relative']:.2g} %"
+    return [
+        *comparison["said"],
+        f"Over the {loss_difference['steps']} steps that all did, losses are at most {largest} apart.",
+    ]
 
 
 def seconds_left(facts: Mapping[str, Any]) -> float | None:
@@ -169,9 +174,9 @@ def last_value(curve: list[float | None] | None) -> float | None:
     return next((value for value in reversed(curve or []) if value is not None), None)
 
 
-def measured_row(facts: Mapping[str, Any], what: str) -> Mapping[str, Any] | None:
+def measured_row(facts: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """The row of a step's measure, where there is one."""
-    return next((row for row in facts["comparison"] if row["what"] == what and not row["role"]), None)
+    return next((row for row in facts["comparison"] if row["what"] == name and not row["role"]), None)
 
 
 def round_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -182,19 +187,27 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
     return [_round(*row) for row in _columns(swarm["rounds"])] if swarm["rounds"] else _told(swarm["told"])
 
 
-def _columns(own: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    moved = own["bytes"]["sent"], own["bytes"]["received"]
+def _columns(rounds: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    traffic = rounds["bytes"]["sent"], rounds["bytes"]["received"]
     return zip(
-        own["round"], own["steps"], *moved, own["seconds"]["training"], own["whole"], own["refused"], strict=True
+        rounds["round"],
+        rounds["steps"],
+        *traffic,
+        rounds["seconds"]["training"],
+        rounds["whole"],
+        rounds["refused"],
+        strict=True,
     )
 
 
-def _round(at: int, steps: int, sent: int, received: int, training: float, whole: float, refused: str) -> str:
-    moved = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
-    why = f"; refused: {refused}" if refused else ""
+def _round(
+    index: int, num_steps: int, sent: int, received: int, training_seconds: float, total_seconds: float, refused: str
+) -> str:
+    traffic = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
+    refusal = f"; refused: {refused}" if refused else ""
     return (
-        f"round {at}: {steps} steps, {moved}, "
-        f"{format_percent(training / (whole or 1.0))} of {format_seconds(whole)} training{why}"
+        f"round {index}: {num_steps} steps, {traffic}, "
+        f"{format_percent(training_seconds / (total_seconds or 1.0))} of {format_seconds(total_seconds)} training{refusal}"
     )
 
 
@@ -214,17 +227,21 @@ def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     swarm = facts.get("swarm")
     if swarm is None:
         return []
-    own, told = swarm["rounds"], swarm["told"] or ()
-    done = own["round"][-1] + 1 if own else sum(row["seconds"] is not None for row in told)
-    of = f"of {swarm['planned']:,}" if swarm["planned"] else ""
-    if own:
-        sizes = [(what, format_number(own[f"{what}_bytes"], "B"), "") for what in ("sent", "received")]
-        return [("rounds", f"{done:,}", of), *sizes, ("training", format_number(own["utilisation"], ""), "of the time")]
-    size, tokens = (sum(sum(row[what].values()) for row in told) for what in ("bytes", "tokens"))
-    refused = sum(sum(row["refused"].values()) for row in told)
+    rounds, updates = swarm["rounds"], swarm["told"] or ()
+    rounds_done = rounds["round"][-1] + 1 if rounds else sum(row["seconds"] is not None for row in updates)
+    of_planned = f"of {swarm['planned']:,}" if swarm["planned"] else ""
+    if rounds:
+        sizes = [(key, format_number(rounds[f"{key}_bytes"], "B"), "") for key in ("sent", "received")]
+        return [
+            ("rounds", f"{rounds_done:,}", of_planned),
+            *sizes,
+            ("training", format_number(rounds["utilisation"], ""), "of the time"),
+        ]
+    total_bytes, tokens = (sum(sum(row[key].values()) for row in updates) for key in ("bytes", "tokens"))
+    refused = sum(sum(row["refused"].values()) for row in updates)
     sums = [
-        ("told by nodes", format_number(size, "B"), ""),
+        ("told by nodes", format_number(total_bytes, "B"), ""),
         ("tokens", f"{tokens:,}", ""),
         ("refused", f"{refused:,}", "times"),
     ]
-    return [("rounds", f"{done:,}", of), *sums]
+    return [("rounds", f"{rounds_done:,}", of_planned), *sums]

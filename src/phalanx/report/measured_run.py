@@ -36,46 +36,48 @@ def read_measured_run(directory: Path) -> MeasuredRun:
             raise _not_json(file, line.decode(errors="replace"))
         if "step_seconds" in record:
             records.append(record)
-    ranks = records[-1].get("ranks") if records else None
-    if ranks is None:
+    world_size = records[-1].get("ranks") if records else None
+    if world_size is None:
         raise UserError("run directory", str(directory), "does not say how many ranks it had", "run it anew")
-    last: list[JsonRecord] = []
+    last_start: list[JsonRecord] = []
     for record in reversed(records):
-        if (record.get("ranks"), record.get("resumed_at_step")) != (ranks, records[-1].get("resumed_at_step")):
+        if (record.get("ranks"), record.get("resumed_at_step")) != (world_size, records[-1].get("resumed_at_step")):
             break
-        last.append(record)
+        last_start.append(record)
     measured = _measured_step(directory)
-    slow = measured.get("step")  # and those that were looked at closely
-    settled = [record for record in last[::-1][WARM_UP:] if record["step"] != slow and "profiled" not in record]
-    if len(settled) < LEAST_STEPS:
+    measured_step = measured.get("step")  # and those that were looked at closely
+    steady = [
+        record for record in last_start[::-1][WARM_UP:] if record["step"] != measured_step and "profiled" not in record
+    ]
+    if len(steady) < LEAST_STEPS:
         problem = (
-            f"has {len(last)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, and "
+            f"has {len(last_start)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, and "
             f"{LEAST_STEPS} more are needed"
         )
         raise UserError("run directory", str(directory), problem, "raise training.steps")
     run = load_run(directory / RUN_FILE, environment={})
     run = run.model_copy(
-        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks // run.cluster.nodes})}
+        update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
     )
-    mfu, flops = settled[-1].get("mfu"), training_flops_per_token(run.model, run.training.seq_len)
-    peak = settled[-1]["tokens_per_second"] * flops / ranks / mfu if mfu else None
-    seconds = statistics.median(record["step_seconds"] for record in settled)
-    tensors = measured.get("peak_bytes", {}).get("total")
-    return MeasuredRun(directory.name, run, ranks, seconds, settled[-1]["peak_memory_bytes"], peak, tensors)
+    mfu, flops = steady[-1].get("mfu"), training_flops_per_token(run.model, run.training.seq_len)
+    peak = steady[-1]["tokens_per_second"] * flops / world_size / mfu if mfu else None
+    seconds = statistics.median(record["step_seconds"] for record in steady)
+    tensor_bytes = measured.get("peak_bytes", {}).get("total")
+    return MeasuredRun(directory.name, run, world_size, seconds, steady[-1]["peak_memory_bytes"], peak, tensor_bytes)
 
 
 def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
     """A run with how long its ranks computed in a step and waited, as far as they noted it, and the collectives that
     they looked at closely."""
-    recorded = read_run(directory)
-    device = next((record.device for record in recorded.ranks.values()), None)
-    measured, found = replace(measured, device=device, exchanges=collective_times(recorded)), step_times(recorded)
-    if found is None or not found.waits_are_known:
+    run_data = read_run(directory)
+    device = next((record.device for record in run_data.ranks.values()), None)
+    measured, times = replace(measured, device=device, exchanges=collective_times(run_data)), step_times(run_data)
+    if times is None or not times.waits_are_known:
         return measured
     return replace(
         measured,
-        computing_seconds=float(np.median(found.compute.max(1))),
-        waiting_seconds=float(np.median(found.communication.min(1))),
+        computing_seconds=float(np.median(times.compute.max(1))),
+        waiting_seconds=float(np.median(times.communication.min(1))),
     )
 
 

@@ -94,8 +94,8 @@ class RunData:
     @property
     def profiled_steps(self) -> list[int]:
         """The steps of which every rank that there is noted when everything was."""
-        each = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
-        return sorted(set.intersection(*each)) if each else []
+        steps_per_rank = [{line["step"] for line in record.steps if "spans" in line} for record in self.ranks.values()]
+        return sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
 
 
 def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
@@ -125,22 +125,22 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
-    failure, under_way = read_first_failure(directory / "failures"), is_running(directory)
+    failure, is_active = read_first_failure(directory / "failures"), is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
-        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {STATE_DESCRIPTIONS[under_way]}")
-    happened = read_events(directory)
-    if survived := describe_failures(happened, but_last=failure is not None):
-        often = "once" if len(survived) == 1 else f"{len(survived)} times"
-        problems.append(f"it broke off {often} and went on, the last time at {survived[-1]}")
-    if returns := describe_rollbacks(happened):
-        often = "once" if len(returns) == 1 else f"{len(returns)} times"
-        problems.append(f"it went back {often}, the last time at {returns[-1]}")
-    if aside := describe_damaged_checkpoints(happened):
-        problems.append(f"checkpoints were damaged, the last noticed at {aside[-1]}")
+        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {STATE_DESCRIPTIONS[is_active]}")
+    events = read_events(directory)
+    if failures := describe_failures(events, exclude_last=failure is not None):
+        count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
+        problems.append(f"it broke off {count_text} and went on, the last time at {failures[-1]}")
+    if rollbacks := describe_rollbacks(events):
+        count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
+        problems.append(f"it went back {count_text}, the last time at {rollbacks[-1]}")
+    if damaged_checkpoints := describe_damaged_checkpoints(events):
+        problems.append(f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}")
     measured = read_measurements(directory / "measured", began_after, world_size, problems)
     return RunData(
         directory,
@@ -152,60 +152,67 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         measured,
         problems,
         failure,
-        under_way,
+        is_active,
         rounds,
-        happened,
+        events,
     )
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     events = read_json_lines(directory / JOURNAL_FILE, problems, {"what", "at"})
-    run, under_way = _run(directory / "run.toml", 0, problems), is_running(directory)
-    found = RunData(directory, run, 0, 0, {}, [], {}, problems, None, under_way, swarm_journal=events)
-    if run is not None and found.step < run.training.steps:
-        problems.append(f"step {found.step} of {run.training.steps}: {STATE_DESCRIPTIONS[under_way]}")
-    return found
+    run, is_active = _run(directory / "run.toml", 0, problems), is_running(directory)
+    run_data = RunData(directory, run, 0, 0, {}, [], {}, problems, None, is_active, swarm_journal=events)
+    if run is not None and run_data.step < run.training.steps:
+        problems.append(f"step {run_data.step} of {run.training.steps}: {STATE_DESCRIPTIONS[is_active]}")
+    return run_data
 
 
 def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
-    why = "is not of this version"
+    problem = "is not of this version"
     try:
         run = with_last_used_layout(load_run(file, environment={}), file.parent)
         if run.layout.pp > 1:
-            why = "names a schedule that is gone"
+            problem = "names a schedule that is gone"
             representative_schedule(run.layout)
         if world_size:
-            why = f"is not of these {world_size} ranks"
+            problem = f"is not of these {world_size} ranks"
             check_layout(run, world_size)
     except UserError as error:
-        first = str(error).partition("\n")[0]
-        problems.append(f"run.toml {why}, so that nothing can be predicted: {first}")
+        first_line = str(error).partition("\n")[0]
+        problems.append(f"run.toml {problem}, so that nothing can be predicted: {first_line}")
         return None
     return run
 
 
-def _machine(own: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]) -> ClusterSpec:
+def _machine(
+    cluster: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]
+) -> ClusterSpec:
     """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
     cores each measured their share of the peak."""
-    found = own.model_copy(update={"nproc_per_node": max(1, world_size // own.nodes)})
+    machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
     record = next(iter(ranks.values()), None)
-    if own.preset is None and record is not None and record.device == "cpu":
-        known = {"memory_bytes": own.memory_bytes or record.memory_bytes, "cores": own.cores or record.cores}
-        same = {name: getattr(found, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")}
-        found = load_machine("cpu").model_copy(update=known | same)
-    if own.peak_flops is None and peak_flops is not None:
-        peak = peak_flops * found.ranks_per_core
-        found = found.model_copy(update={"peak_flops": peak, "matmul_flops": own.matmul_flops or peak})
-    return found
+    if cluster.preset is None and record is not None and record.device == "cpu":
+        measured_fields = {
+            "memory_bytes": cluster.memory_bytes or record.memory_bytes,
+            "cores": cluster.cores or record.cores,
+        }
+        unchanged_fields = {
+            name: getattr(machine, name) for name in ("nodes", "nproc_per_node", "peak_flops", "calibration")
+        }
+        machine = load_machine("cpu").model_copy(update=measured_fields | unchanged_fields)
+    if cluster.peak_flops is None and peak_flops is not None:
+        peak = peak_flops * machine.ranks_per_core
+        machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": cluster.matmul_flops or peak})
+    return machine
 
 
 def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
     """FLOP/s of a rank, as it was measured or known when the run began."""
-    told = next((line for line in reversed(steps) if line.get("mfu")), None)
-    if told is None:
+    record = next((line for line in reversed(steps) if line.get("mfu")), None)
+    if record is None:
         return None
     flops = training_flops_per_token(run.model, run.training.seq_len)
-    peak = told["tokens_per_second"] * flops / told["mfu"] / told.get("ranks", world_size)
+    peak = record["tokens_per_second"] * flops / record["mfu"] / record.get("ranks", world_size)
     return float(f"{peak:.6g}")  # the same from one step to the other
 
 
@@ -213,9 +220,9 @@ def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:
     """The steps that count: noted by every rank, not the first of the start, and not looked at closely, which takes
     longer; where those are too few, not metered."""
     lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP] for record in records]
-    for slow in ("spans", "memory"):
-        each = [{line["step"] for line in of_rank if slow not in line} for of_rank in lines]
-        found = sorted(set.intersection(*each)) if each else []
-        if len(found) >= LEAST_STEPS:
+    for slow_key in ("spans", "memory"):
+        steps_per_rank = [{line["step"] for line in rank_lines if slow_key not in line} for rank_lines in lines]
+        steps = sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
+        if len(steps) >= LEAST_STEPS:
             break
-    return found
+    return steps

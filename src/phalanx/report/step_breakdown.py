@@ -52,9 +52,9 @@ class StepTimes:
         """Of a step, which is over when the last rank's is: the median."""
         return float(np.median(self.whole.max(1)))
 
-    def share(self, seconds: Table, begun: int = 0) -> float:
+    def share(self, seconds: Table, start: int = 0) -> float:
         """Of a step, where there is a number of seconds for each: the median of those from a row on."""
-        return float(np.median(seconds[begun:]) / np.median(self.whole.max(1)[begun:]))
+        return float(np.median(seconds[start:]) / np.median(self.whole.max(1)[start:]))
 
     @property
     def computing(self) -> Table:
@@ -77,10 +77,10 @@ class StepTimes:
         return self.whole - self.data - self.compute - self.communication - self.pipeline - self.optimizer
 
 
-def step_times(recorded: RunData) -> StepTimes | None:
+def step_times(run_data: RunData) -> StepTimes | None:
     """Of the steps that count; None where there are none."""
-    records = [recorded.ranks[rank] for rank in sorted(recorded.ranks)]
-    steps = steady_steps(records, recorded.began_after)
+    records = [run_data.ranks[rank] for rank in sorted(run_data.ranks)]
+    steps = steady_steps(records, run_data.began_after)
     if not steps:
         return None
     lines = [_by_step(record, steps) for record in records]
@@ -111,16 +111,16 @@ def computed_seconds(line: Line) -> float:
 
 
 def _by_step(record: RankRecord, steps: Sequence[int]) -> list[Line]:
-    found = {line["step"]: line for line in record.steps}
-    return [found[step] for step in steps]
+    line_by_step = {line["step"]: line for line in record.steps}
+    return [line_by_step[step] for step in steps]
 
 
 def _passes(line: Line) -> float:
     return sum(sum(kinds.values()) for kinds in line["stages"].values())
 
 
-def _waited(line: Line, what: str) -> float:
-    return float(line.get("wait_seconds", {}).get(what, 0.0))
+def _waited(line: Line, phase: str) -> float:
+    return float(line.get("wait_seconds", {}).get(phase, 0.0))
 
 
 def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table:
@@ -128,17 +128,17 @@ def flops_per_rank(run: RunSpec, world_size: int, ranks: Sequence[int]) -> Table
     return np.array([rank_flops(run, world_size, rank) for rank in ranks])
 
 
-def stage_times(recorded: RunData, steps: Sequence[int]) -> dict[int, dict[str, float]]:
+def stage_times(run_data: RunData, steps: Sequence[int]) -> dict[int, dict[str, float]]:
     """Seconds of each kind of pass of each stage in a step: the median over steps of the mean over copies of it."""
-    found: dict[int, dict[str, list[list[float]]]] = {}
-    for record in recorded.ranks.values():
+    samples: dict[int, dict[str, list[list[float]]]] = {}
+    for record in run_data.ranks.values():
         for line in _by_step(record, steps):
             for stage, kinds in line["stages"].items():
                 for kind, seconds in kinds.items():
-                    found.setdefault(int(stage), {}).setdefault(kind, []).append(seconds)
+                    samples.setdefault(int(stage), {}).setdefault(kind, []).append(seconds)
     return {
         stage: {kind: float(np.median(seconds)) for kind, seconds in kinds.items()}
-        for stage, kinds in sorted(found.items())
+        for stage, kinds in sorted(samples.items())
     }
 
 
@@ -150,12 +150,14 @@ def simulate_measured(
     schedule = layout_schedule(run.layout, micro_batches := plan_batch(run, world_size).gradient_accumulation_steps)
 
     def times(*kinds: str) -> list[float]:
-        each = [sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)]
-        return [float(np.mean(each))] * len(each) if balanced else each
+        stage_seconds = [
+            sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)
+        ]
+        return [float(np.mean(stage_seconds))] * len(stage_seconds) if balanced else stage_seconds
 
-    halved = any("I" in kinds for kinds in stages.values())
+    has_split_backward = any("I" in kinds for kinds in stages.values())
     # A step of a halved schedule may have whole backward passes too: their time goes to the halves as these have it.
-    return simulate(schedule, ActionTimes(times("F"), times("B", "I"), times("W") if halved else 0.0))
+    return simulate(schedule, ActionTimes(times("F"), times("B", "I"), times("W") if has_split_backward else 0.0))
 
 
 def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:

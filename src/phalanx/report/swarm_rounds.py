@@ -37,23 +37,23 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     """
     if not rounds:
         return
-    said = _predicted(run, run.swarm, rounds, world_size) if run is not None and run.swarm is not None else {}
-    for role, what, unit, value in _measured(rounds):
-        yield Comparison(role, what, unit, said.get((role, what)), value)
+    predictions = _predicted(run, run.swarm, rounds, world_size) if run is not None and run.swarm is not None else {}
+    for role, name, unit, value in _measured(rounds):
+        yield Comparison(role, name, unit, predictions.get((role, name)), value)
 
 
 def _measured(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:
     total, count = _summed(rounds), len(rounds)
-    news = total.received_bytes - total.whole_bytes
+    update_bytes = total.received_bytes - total.whole_bytes
     yield EACH, "sent", "B", total.sent_bytes / count
-    yield EACH, "received", "B", news / count
+    yield EACH, "received", "B", update_bytes / count
     yield EACH, "whole round", "s", total.seconds / count
-    for what, name in SECONDS.items():
-        yield EACH, what, "s", getattr(total, name) / count
+    for name, field in SECONDS.items():
+        yield EACH, name, "s", getattr(total, field) / count
     yield EACH, "utilisation", "", total.train_seconds / total.seconds
     yield EACH, "state held", "B", rounds[-1].held_bytes
     yield ALL, "sent", "B", total.sent_bytes
-    yield ALL, "received", "B", news
+    yield ALL, "received", "B", update_bytes
     yield ALL, "all weights, to begin with", "B", total.whole_bytes
     yield ALL, "communication", "B", total.sent_bytes + total.received_bytes
 
@@ -64,38 +64,51 @@ def _predicted(
     """What formulas say of these rounds, by role and name. A node's experts may change from one to the next; fragments
     of the model come in turn, and are alike here. What several ranks of a node hold is the layout's affair."""
     total, count = _summed(rounds), len(rounds)
-    nodes = [node_share(run.model, swarm.method, spent.experts) for spent in rounds]
-    each = [round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication) for node in nodes]
-    up, down = (sum(sent) / swarm.fragments for sent in ([one.up for one in each], [one.down for one in each]))
-    whole = sum(spent.whole_bytes > 0 for spent in rounds) * WEIGHT_BYTES * count_parameters(run.model).total
-    said = {(EACH, "sent"): up / count, (EACH, "received"): down / count, (ALL, "sent"): up, (ALL, "received"): down}
-    said |= {(ALL, "all weights, to begin with"): whole, (ALL, "communication"): up + down + whole}
+    nodes = [node_share(run.model, swarm.method, record.experts) for record in rounds]
+    bytes_per_round = [round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication) for node in nodes]
+    up, down = (
+        sum(sent) / swarm.fragments
+        for sent in ([traffic.up for traffic in bytes_per_round], [traffic.down for traffic in bytes_per_round])
+    )
+    full_model_bytes = (
+        sum(record.whole_bytes > 0 for record in rounds) * WEIGHT_BYTES * count_parameters(run.model).total
+    )
+    predictions = {
+        (EACH, "sent"): up / count,
+        (EACH, "received"): down / count,
+        (ALL, "sent"): up,
+        (ALL, "received"): down,
+    }
+    predictions |= {
+        (ALL, "all weights, to begin with"): full_model_bytes,
+        (ALL, "communication"): up + down + full_model_bytes,
+    }
     if world_size == 1:
-        said[EACH, "state held"] = state_bytes(nodes[-1], swarm.frozen_expert_codec)
+        predictions[EACH, "state held"] = state_bytes(nodes[-1], swarm.frozen_expert_codec)
     if total.steps and total.sent_bytes and total.received_bytes:
         speeds = total.sent_bytes / total.send_seconds, total.received_bytes / total.receive_seconds
         mean = RoundBytes(up / count, down / count)
-        time = round_time(mean, *speeds, swarm.steps_per_round, total.train_seconds / total.steps, swarm.delay)
-        said |= {(EACH, "whole round"): time.total, (EACH, "utilisation"): time.utilisation}
-    return said
+        estimate = round_time(mean, *speeds, swarm.steps_per_round, total.train_seconds / total.steps, swarm.delay)
+        predictions |= {(EACH, "whole round"): estimate.total, (EACH, "utilisation"): estimate.utilisation}
+    return predictions
 
 
 def _summed(rounds: Sequence[RoundRecord]) -> RoundRecord:
     """What rounds come to together, but for what is of each."""
     names = ("steps", "tokens", "seconds", "whole_bytes", *SECONDS.values(), *BYTES.values())
-    return RoundRecord(rounds[-1].round, **{name: sum(getattr(spent, name) for spent in rounds) for name in names})
+    return RoundRecord(rounds[-1].round, **{name: sum(getattr(record, name) for record in rounds) for name in names})
 
 
 def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
     """A node's rounds one by one, and what they come to so far."""
     total = _summed(rounds)
     return {
-        "round": [spent.round for spent in rounds],
-        "steps": [spent.steps for spent in rounds],
-        "whole": [spent.seconds for spent in rounds],
-        "seconds": {what: [getattr(spent, name) for spent in rounds] for what, name in SECONDS.items()},
-        "bytes": {what: [getattr(spent, name) for spent in rounds] for what, name in BYTES.items()},
-        "refused": [spent.refused for spent in rounds],
+        "round": [record.round for record in rounds],
+        "steps": [record.steps for record in rounds],
+        "whole": [record.seconds for record in rounds],
+        "seconds": {name: [getattr(record, field) for record in rounds] for name, field in SECONDS.items()},
+        "bytes": {name: [getattr(record, field) for record in rounds] for name, field in BYTES.items()},
+        "refused": [record.refused for record in rounds],
         "sent_bytes": total.sent_bytes,
         "received_bytes": total.received_bytes,
         "utilisation": total.train_seconds / total.seconds,
@@ -105,13 +118,13 @@ def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
 def updates_per_round(events: Sequence[Facts]) -> list[Facts]:
     """Of each round that a coordinator opened: who told, in bytes and tokens, who was refused how often, and how long
     it was open; None while it is."""
-    found: dict[int, Facts] = {}
+    rows: dict[int, Facts] = {}
     for event in events:
-        row = found.get(event.get("round", -1))
+        row = rows.get(event.get("round", -1))
         if event["what"] == "opened":
-            nobody: Facts = {"bytes": {}, "tokens": {}, "refused": Counter()}
-            found[event["round"]] = {"round": event["round"], "nodes": len(event["text"]), **nobody, "seconds": None}
-            began = event["at"]
+            empty: Facts = {"bytes": {}, "tokens": {}, "refused": Counter()}
+            rows[event["round"]] = {"round": event["round"], "nodes": len(event["text"]), **empty, "seconds": None}
+            opened_at = event["at"]
         elif row is None:
             continue
         elif event["what"] == "accepted":
@@ -119,5 +132,5 @@ def updates_per_round(events: Sequence[Facts]) -> list[Facts]:
         elif event["what"] == "refused":
             row["refused"][event["node"]] += 1
         elif event["what"] == "committed":
-            row["seconds"] = event["at"] - began
-    return list(found.values())
+            row["seconds"] = event["at"] - opened_at
+    return list(rows.values())

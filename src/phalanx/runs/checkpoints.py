@@ -70,8 +70,8 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first; unfinished ones (.tmp) do not count."""
-    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, reverse=True)
+    paths = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, reverse=True)
 
 
 def is_finished(run_directory: Path, steps: int) -> bool:
@@ -106,20 +106,20 @@ def read_checksums(checkpoint: Path) -> dict[str, str]:
     matches = [_LINE.fullmatch(line) for line in lines[:-1]]
     if lines[-1] or not matches or not all(matches):
         raise ValueError(f"{SUMS} is not in its format")
-    sums = {match[2]: match[1] for match in matches if match}
+    checksums = {match[2]: match[1] for match in matches if match}
     present = {path.name for path in checkpoint.iterdir()} - {SUMS}
-    if present != set(sums):
-        raise ValueError(f"files differ from {SUMS}: {', '.join(sorted(present ^ set(sums)))}")
-    return sums
+    if present != set(checksums):
+        raise ValueError(f"files differ from {SUMS}: {', '.join(sorted(present ^ set(checksums)))}")
+    return checksums
 
 
-def find_damaged_files(checkpoint: Path, sums: Mapping[str, str]) -> str | None:
+def find_damaged_files(checkpoint: Path, checksums: Mapping[str, str]) -> str | None:
     """What is wrong with those files of a checkpoint whose checksums these are."""
     try:
-        wrong = [name for name, digest in sums.items() if sha256(checkpoint / name) != digest]
+        mismatched_files = [name for name, digest in checksums.items() if sha256(checkpoint / name) != digest]
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    return f"checksum of {', '.join(wrong)} is wrong" if wrong else None
+    return f"checksum of {', '.join(mismatched_files)} is wrong" if mismatched_files else None
 
 
 def latest_valid(directory: Path) -> tuple[Path | None, dict[str, str]]:
@@ -136,9 +136,9 @@ def latest_valid(directory: Path) -> tuple[Path | None, dict[str, str]]:
 
 def recover_interrupted_rewrites(directory: Path) -> None:
     """Of checkpoints that were to be written anew by somebody who was stopped at it, take the old ones."""
-    for before in directory.glob(f"step-*{PREVIOUS_SUFFIX}"):
-        if not before.with_suffix("").exists():
-            before.rename(before.with_suffix(""))
+    for backup in directory.glob(f"step-*{PREVIOUS_SUFFIX}"):
+        if not backup.with_suffix("").exists():
+            backup.rename(backup.with_suffix(""))
 
 
 def require_valid_checkpoint(run_directory: Path) -> Path:
@@ -158,10 +158,10 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
 def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> None:
     """Take damaged checkpoints out of the way (step-N.damaged), and let `latest` name the one that is used."""
     for name in damaged:
-        aside = directory / f"{name}{DAMAGED_SUFFIX}"
-        if aside.exists():
-            shutil.rmtree(aside)
-        (directory / name).rename(aside)
+        quarantine_path = directory / f"{name}{DAMAGED_SUFFIX}"
+        if quarantine_path.exists():
+            shutil.rmtree(quarantine_path)
+        (directory / name).rename(quarantine_path)
     if intact is not None:
         _update_latest(intact)
 
@@ -169,12 +169,12 @@ def quarantine(directory: Path, damaged: Iterable[str], intact: Path | None) -> 
 def check_not_all_damaged(directory: Path) -> None:
     """Raise UserError where checkpoints were set aside, for a run that finds no other: a disk that is ill for a while
     must not make it begin anew."""
-    aside = sorted(path.name for path in directory.glob(f"*{DAMAGED_SUFFIX}"))
-    if aside:
+    quarantined = sorted(path.name for path in directory.glob(f"*{DAMAGED_SUFFIX}"))
+    if quarantined:
         raise UserError(
             "run directory",
             str(directory.parent),
-            f"has no intact checkpoint: {', '.join(aside)}",
+            f"has no intact checkpoint: {', '.join(quarantined)}",
             "look after the disk, and take the ending off those that are well; "
             "to begin anew, remove them or choose another name",
         )
@@ -214,15 +214,15 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def publish(unfinished: Path, sums: dict[str, str]) -> Path:
+def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
     """Turn a complete step-*.tmp into a checkpoint: checksums, rename, `latest`. One that is in its place is kept
     beside it, as step-*.before."""
-    write_synced(unfinished / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    write_synced(unfinished / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())))
     sync(unfinished)
-    final, before = unfinished.with_suffix(""), unfinished.with_suffix(PREVIOUS_SUFFIX)
+    final, backup = unfinished.with_suffix(""), unfinished.with_suffix(PREVIOUS_SUFFIX)
     if final.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        final.rename(before)
+        shutil.rmtree(backup, ignore_errors=True)
+        final.rename(backup)
     unfinished.rename(final)
     sync(final.parent)
     _update_latest(final)
@@ -246,13 +246,13 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
             f"is less than the {manifest['step']} steps that the run has done",
             "raise it, or start a new run",
         )
-    before, now = manifest["model"], run.model.model_dump(mode="json")
-    moe_before, moe_now = before["moe"] or {}, now["moe"] or {}
-    pairs = [(f"model.{name}", before[name], now[name]) for name in SHAPE]
-    pairs += [(f"model.moe.{name}", moe_before.get(name), moe_now.get(name)) for name in EXPERTS_SHAPE]
+    saved_model, current_model = manifest["model"], run.model.model_dump(mode="json")
+    saved_moe, current_moe = saved_model["moe"] or {}, current_model["moe"] or {}
+    pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE]
+    pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERTS_SHAPE]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
-    for field, saved, wanted in pairs:
-        if saved != wanted:
+    for field, saved, configured in pairs:
+        if saved != configured:
             raise UserError(
-                field, wanted, f"is not the checkpoint's ({saved!r})", "resume with that, or start a new run"
+                field, configured, f"is not the checkpoint's ({saved!r})", "resume with that, or start a new run"
             )

@@ -44,8 +44,8 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
-    for left in (FAILURES, HANGS):  # by an earlier start
-        shutil.rmtree(directory / left, ignore_errors=True)
+    for subdirectory in (FAILURES, HANGS):  # by an earlier start
+        shutil.rmtree(directory / subdirectory, ignore_errors=True)
     return directory
 
 
@@ -55,15 +55,15 @@ def directory_not_writable(directory: Path, error: OSError) -> UserError:
     )
 
 
-def latest_manifest(found: list[Path]) -> dict[str, Any]:
+def latest_manifest(checkpoints: list[Path]) -> dict[str, Any]:
     """The manifest of the newest of some checkpoints that has one: a damaged one may not.
 
     Raises UserError if none was written by phalanx.
     """
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         with suppress(UserError):
             return read_manifest(checkpoint)
-    return read_manifest(found[0])
+    return read_manifest(checkpoints[0])
 
 
 def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 class DivergenceError(RuntimeError):
     """Training cannot go on from here: all ranks found so together, and `blamed` are those that it is due to."""
 
-    def __init__(self, said: str, blamed: Sequence[int] = ()) -> None:
-        super().__init__(said)
-        self.suspect_ranks = list(blamed)
+    def __init__(self, message: str, suspect_ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.suspect_ranks = list(suspect_ranks)
 
 
 class CorruptionError(DivergenceError):

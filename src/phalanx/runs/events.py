@@ -34,13 +34,13 @@ REQUIRED_FIELDS = {
 """What each kind says, beside when it was."""
 
 
-def append_event(directory: Path, what: str, **facts: Any) -> None:
+def append_event(directory: Path, event_type: str, **fields: Any) -> None:
     """Add a line to a run's events."""
-    line = json.dumps({"time": time.time(), "what": what, "host": socket.gethostname(), **facts})
+    record = json.dumps({"time": time.time(), "what": event_type, "host": socket.gethostname(), **fields})
     with suppress(OSError), (directory / EVENTS_FILE).open("ab+") as file:  # the disk may be what failed
         file.seek(-min(1, file.tell()), os.SEEK_END)
-        whole = file.read() in (b"", b"\n")  # a full disk leaves half a line
-        file.write((line if whole else "\n" + line).encode() + b"\n")
+        ends_with_newline = file.read() in (b"", b"\n")  # a full disk leaves half a line
+        file.write((record if ends_with_newline else "\n" + record).encode() + b"\n")
 
 
 def mtime_or_none(file: Path) -> float | None:
@@ -50,12 +50,12 @@ def mtime_or_none(file: Path) -> float | None:
     return None
 
 
-def active_seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> float:
+def active_seconds_until(events: Sequence[Mapping[str, Any]], event_type: str) -> float:
     """From a run's first event to the last of a kind, without the time in which nobody was there: between an end and
     the next start, and from the last sign of life (`alive_until`) to a start by another launcher."""
-    last = max((at for at, event in enumerate(events) if event["what"] == what), default=0)
+    last_index = max((index for index, event in enumerate(events) if event["what"] == event_type), default=0)
     total, launcher = 0.0, None
-    for before, after in pairwise(events[: last + 1]):
+    for before, after in pairwise(events[: last_index + 1]):
         launcher = _launcher(before) if before["what"] == STARTED else launcher
         end = float(after["time"])
         if after["what"] == STARTED and after.get("alive_until") is not None and _launcher(after) != launcher:
@@ -65,8 +65,8 @@ def active_seconds_until(events: Sequence[Mapping[str, Any]], what: str) -> floa
     return total
 
 
-def _launcher(began: Mapping[str, Any]) -> tuple[Any, Any]:
-    return began.get("host"), began.get("launcher")
+def _launcher(start_event: Mapping[str, Any]) -> tuple[Any, Any]:
+    return start_event.get("host"), start_event.get("launcher")
 
 
 def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
@@ -74,33 +74,35 @@ def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
     events = read_events(directory)
     if not events:
         return 0, 0.0
-    happened = [event["what"] for event in events if event["what"] in LIFECYCLE_EVENTS]
-    unnoted = sum(after == STARTED == before for before, after in pairwise(happened))  # then a start follows another
-    under_way = 0.0 if happened[-1:] == [FINISHED] else time.time() - float(events[-1]["time"])
-    return len(describe_failures(events, but_last=False)) + unnoted, active_seconds_until(
+    event_types = [event["what"] for event in events if event["what"] in LIFECYCLE_EVENTS]
+    unrecorded_failures = sum(
+        after == STARTED == before for before, after in pairwise(event_types)
+    )  # then a start follows another
+    seconds_since_last_event = 0.0 if event_types[-1:] == [FINISHED] else time.time() - float(events[-1]["time"])
+    return len(describe_failures(events, exclude_last=False)) + unrecorded_failures, active_seconds_until(
         events, events[-1]["what"]
-    ) + under_way
+    ) + seconds_since_last_event
 
 
-def describe_failures(events: Sequence[Mapping[str, Any]], but_last: bool) -> list[str]:
+def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -> list[str]:
     """A line on each failure of a run: when, which rank, why, and what was found out of it; `but_last` leaves out the
     one that it broke off by, if it has not begun since."""
-    since = [event for event in events if event["what"] in (STARTED, FAILED)]
-    told: list[Mapping[str, Any]] = []
-    for before, event in pairwise([{"what": STARTED}, *since]):
+    starts_and_failures = [event for event in events if event["what"] in (STARTED, FAILED)]
+    failures: list[Mapping[str, Any]] = []
+    for before, event in pairwise([{"what": STARTED}, *starts_and_failures]):
         if event["what"] != FAILED:
             continue
         if before["what"] == FAILED and not (_is_here(before) and _is_here(event)):  # one, noted on several nodes
-            told[-1] = max(told[-1], event, key=_is_here)
+            failures[-1] = max(failures[-1], event, key=_is_here)
         else:
-            told.append(event)
-    ended = bool(since) and since[-1]["what"] == FAILED
-    return [_told(event) for event in (told[:-1] if but_last and ended else told)]
+            failures.append(event)
+    ends_with_failure = bool(starts_and_failures) and starts_and_failures[-1]["what"] == FAILED
+    return [_told(event) for event in (failures[:-1] if exclude_last and ends_with_failure else failures)]
 
 
-def _is_here(failed: Mapping[str, Any]) -> bool:
+def _is_here(failure: Mapping[str, Any]) -> bool:
     """Whether a failure was noted by the node on which it began."""
-    return bool(failed.get("here", True))
+    return bool(failure.get("here", True))
 
 
 def _told(event: Mapping[str, Any]) -> str:
@@ -110,14 +112,18 @@ def _told(event: Mapping[str, Any]) -> str:
 
 def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line on each time that a run went back: when, why, from which step and to which."""
-    back = [event for event in events if event["what"] == ROLLED_BACK]
-    return [f"{_when(event)}: {event['reason']}; from step {event['after']} to step {event['to']}" for event in back]
+    rollbacks = [event for event in events if event["what"] == ROLLED_BACK]
+    return [
+        f"{_when(event)}: {event['reason']}; from step {event['after']} to step {event['to']}" for event in rollbacks
+    ]
 
 
 def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line on each checkpoint that was set aside: when, and what is wrong with it."""
-    aside = [event for event in events if event["what"] == QUARANTINED]
-    return [f"{_when(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}" for event in aside]
+    quarantined = [event for event in events if event["what"] == QUARANTINED]
+    return [
+        f"{_when(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}" for event in quarantined
+    ]
 
 
 def _when(event: Mapping[str, Any]) -> str:

@@ -27,9 +27,9 @@ Frame = tuple[str, int, str]
 """Of a stack: file, line, function."""
 
 
-def format_frame(place: Sequence[Any] | None) -> str:
+def format_frame(frame: Sequence[Any] | None) -> str:
     """ "trainer.py:83 (reduce)", with the folder that it is in."""
-    return "an unknown line" if not place else f"{'/'.join(str(place[0]).split('/')[-2:])}:{place[1]} ({place[2]})"
+    return "an unknown line" if not frame else f"{'/'.join(str(frame[0]).split('/')[-2:])}:{frame[1]} ({frame[2]})"
 
 
 class RecordedCollective(TypedDict):
@@ -99,12 +99,12 @@ def describe_fault(directory: Path, rank: int) -> str | None:
         lines = fault_file(directory, rank).read_text(errors="replace").splitlines()
     except OSError:
         return None
-    said = next((line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)), None)
-    begun = next((at for at, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
-    place = next(filter(None, map(_FRAME.fullmatch, lines[begun + 1 :])), None)
-    if said is None or place is None:
-        return said
-    return f"{said} in {format_frame(place.groups())}"
+    message = next((line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)), None)
+    start = next((index for index, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
+    frame_match = next(filter(None, map(_FRAME.fullmatch, lines[start + 1 :])), None)
+    if message is None or frame_match is None:
+        return message
+    return f"{message} in {format_frame(frame_match.groups())}"
 
 
 def failure_file(directory: Path, rank: int) -> Path:
@@ -139,26 +139,26 @@ def remove_dumps_from_rank(directory: Path, rank: int) -> None:
 def _write(file: Path, text: str) -> None:
     """Where others find it whole or not at all."""
     file.parent.mkdir(exist_ok=True)
-    aside = file.with_suffix(".partial")
-    aside.write_text(text)
-    aside.replace(file)
+    partial_file = file.with_suffix(".partial")
+    partial_file.write_text(text)
+    partial_file.replace(file)
 
 
 def read_dumps(directory: Path) -> dict[int, HangDump]:
     """Of every rank that left one."""
-    found = [one for one in _read(directory / HANGS) if one.keys() >= TOLD and one["format"] == FORMAT]
-    return {int(one["rank"]): one for one in found}  # type: ignore[misc]
+    records = [record for record in _read(directory / HANGS) if record.keys() >= TOLD and record["format"] == FORMAT]
+    return {int(record["rank"]): record for record in records}  # type: ignore[misc]
 
 
 def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
     """What every rank that failed, or whoever started it, wrote of that."""
-    found = [one for one in _read(directory / FAILURES) if {"rank", "time", "reason"} <= one.keys()]
-    return {int(one["rank"]): dict(one) for one in found}
+    records = [record for record in _read(directory / FAILURES) if {"rank", "time", "reason"} <= record.keys()]
+    return {int(record["rank"]): dict(record) for record in records}
 
 
 def _read(folder: Path) -> list[Mapping[str, Any]]:
-    found = []
+    records = []
     for file in sorted(folder.glob("rank-*.json")):
         with suppress(ValueError, OSError):  # the disk may have been full
-            found.append(json.loads(file.read_text()))
-    return [record for record in found if isinstance(record, dict)]
+            records.append(json.loads(file.read_text()))
+    return [record for record in records if isinstance(record, dict)]

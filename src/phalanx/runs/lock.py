@@ -20,7 +20,10 @@ SHUTDOWN_GRACE_SECONDS = 5.0
 
 
 def acquire_run_lock(
-    directory: Path, patience_seconds: float = SHUTDOWN_GRACE_SECONDS, ender: int | None = None, name: str = LOCK_FILE
+    directory: Path,
+    timeout_seconds: float = SHUTDOWN_GRACE_SECONDS,
+    owner_pid: int | None = None,
+    name: str = LOCK_FILE,
 ) -> IO[str] | None:
     """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
     They are told of the process to end (`ender`), if that is not this one.
@@ -29,28 +32,28 @@ def acquire_run_lock(
     """
     file = (directory / name).open("a+")
     try:
-        _wait_until(lambda: _try_lock(file), directory, patience_seconds)
+        _wait_until(lambda: _try_lock(file), directory, timeout_seconds)
     except OSError:
         return None
     file.truncate(0)
-    file.write(f"{ender or os.getpid()} on {socket.gethostname()}")
+    file.write(f"{owner_pid or os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
 
 
 def is_running(directory: Path) -> bool | None:
     """Whether a run is under way there; None where that cannot be known: it runs on another host, or is an old one."""
-    looks = _looks(directory)
-    if any(held for held, _ in looks):
+    lock_states = _looks(directory)
+    if any(is_held for is_held, _ in lock_states):
         return True
-    return False if looks and all(_holder(said)[1] == socket.gethostname() for _, said in looks) else None
+    return False if lock_states and all(_holder(owner)[1] == socket.gethostname() for _, owner in lock_states) else None
 
 
-def check_not_running(directory: Path, patience_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
+def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if somebody is at work in a run directory for longer than `patience_seconds`."""
-    if patience_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
-        print(f"phalanx: waiting for up to {patience_seconds:g} s: {_whose(directory)}", file=sys.stderr)
-    _wait_until(lambda: not is_running(directory), directory, patience_seconds)
+    if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
+        print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_whose(directory)}", file=sys.stderr)
+    _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
 
 
 def _try_lock(file: IO[str]) -> bool:
@@ -62,10 +65,10 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-def _wait_until(free: Callable[[], bool], directory: Path, seconds: float) -> None:
+def _wait_until(is_free: Callable[[], bool], directory: Path, timeout_seconds: float) -> None:
     """Raise UserError if it does not become so soon, as where somebody was just killed, or only looked."""
-    deadline = time.monotonic() + seconds
-    while not free():
+    deadline = time.monotonic() + timeout_seconds
+    while not is_free():
         if time.monotonic() > deadline:
             raise _in_use(directory)
         time.sleep(0.1)
@@ -73,18 +76,18 @@ def _wait_until(free: Callable[[], bool], directory: Path, seconds: float) -> No
 
 def _looks(directory: Path) -> list[tuple[bool, str]]:
     """At each lock that somebody ever held."""
-    looks = (_look(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
-    return [look for look in looks if look is not None]
+    lock_states = (_look(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
+    return [state for state in lock_states if state is not None]
 
 
 def _look(file: Path) -> tuple[bool, str] | None:
     """Whether somebody holds a lock, and who did it last; None where nobody ever did."""
-    with suppress(OSError), file.open() as opened:
+    with suppress(OSError), file.open() as lock_file:
         try:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True, opened.read()
-        return False, opened.read()
+            return True, lock_file.read()
+        return False, lock_file.read()
     return None
 
 
@@ -102,6 +105,6 @@ def _at_work(directory: Path) -> tuple[str, str]:
     return _holder(max(_looks(directory), default=(False, ""))[1])
 
 
-def _holder(said: str) -> tuple[str, str]:
-    process, _, host = said.partition(" on ")
+def _holder(owner: str) -> tuple[str, str]:
+    process, _, host = owner.partition(" on ")
     return process, host

@@ -111,17 +111,17 @@ def rank_record_file(directory: Path, rank: int) -> Path:
 
 
 def downsample_memory(
-    history: Sequence[tuple[float, Mapping[str, int]]], points: int = POINTS
+    history: Sequence[tuple[float, Mapping[str, int]]], max_points: int = POINTS
 ) -> list[dict[str, float]]:
     """Memory over time at no more than so many moments: of each stretch of time the one at which all parts together
     were most."""
     if not history:
         return []
-    first, last = history[0][0], history[-1][0]
-    width = (last - first) / points or 1.0
-    kept: dict[int, tuple[float, Mapping[str, int]]] = {}
-    for at, held in history:
-        stretch = min(int((at - first) / width), points - 1)
-        if stretch not in kept or sum(held.values()) > sum(kept[stretch][1].values()):
-            kept[stretch] = at, held
-    return [{"at": at, **held} for at, held in kept.values()]
+    start_time, end_time = history[0][0], history[-1][0]
+    width = (end_time - start_time) / max_points or 1.0
+    peaks: dict[int, tuple[float, Mapping[str, int]]] = {}
+    for timestamp, bytes_by_part in history:
+        interval = min(int((timestamp - start_time) / width), max_points - 1)
+        if interval not in peaks or sum(bytes_by_part.values()) > sum(peaks[interval][1].values()):
+            peaks[interval] = timestamp, bytes_by_part
+    return [{"at": timestamp, **bytes_by_part} for timestamp, bytes_by_part in peaks.values()]

@@ -15,7 +15,7 @@ PriorityFunction = Callable[[Action, int], tuple[float, ...]]
 def list_schedule(
     stages_of: Mapping[int, Sequence[int]],
     m: int,
-    preference: PriorityFunction,
+    priority: PriorityFunction,
     limits: Sequence[int],
     times: ActionTimes,
 ) -> Schedule:
@@ -26,40 +26,40 @@ def list_schedule(
     """
     rank_of = {stage: rank for rank, stages in stages_of.items() for stage in stages}
     next_micro: dict[tuple[int, ActionKind], int] = {}
-    ends: dict[Action, Time] = {}
-    held = dict.fromkeys(stages_of, 0)
-    free: dict[int, Time] = dict.fromkeys(stages_of, 0)
+    end_times: dict[Action, Time] = {}
+    num_in_flight = dict.fromkeys(stages_of, 0)
+    rank_free_times: dict[int, Time] = dict.fromkeys(stages_of, 0)
     orders: dict[int, list[Action]] = {rank: [] for rank in sorted(stages_of)}
 
     def arrived(action: Action, now: Time) -> bool:
-        at = ready_time(action, rank_of, ends, times)
-        return at is not None and at <= now
+        ready_at = ready_time(action, rank_of, end_times, times)
+        return ready_at is not None and ready_at <= now
 
     def room(stage: int, rank: int) -> bool:
         # A place is kept for each later stage of the rank: what was begun can always be ended.
-        return held[rank] + sum(later > stage for later in stages_of[rank]) < limits[rank]
+        return num_in_flight[rank] + sum(other > stage for other in stages_of[rank]) < limits[rank]
 
     def possible(rank: int, now: Time) -> list[Action]:
-        found = (
+        candidates = (
             Action(stage, kind, next_micro.get((stage, kind), 0))
             for stage in stages_of[rank]
             for kind in ("F", "I", "W")
             if kind != "F" or room(stage, rank)
         )
-        return [action for action in found if action.micro < m and arrived(action, now)]
+        return [action for action in candidates if action.micro < m and arrived(action, now)]
 
-    moments: list[Time] = [0]
-    while moments:
-        now = heapq.heappop(moments)
+    event_times: list[Time] = [0]
+    while event_times:
+        now = heapq.heappop(event_times)
         for rank, order in orders.items():
-            if free[rank] > now or not (choices := possible(rank, now)):
+            if rank_free_times[rank] > now or not (choices := possible(rank, now)):
                 continue
-            action = min(choices, key=lambda choice: preference(choice, held[rank]))
+            action = min(choices, key=lambda choice: priority(choice, num_in_flight[rank]))
             order.append(action)
             next_micro[action.stage, action.kind] = action.micro + 1
-            held[rank] += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
-            free[rank] = ends[action] = now + times.of_action(action)
-            for moment in {free[rank], free[rank] + times.transfer}:
-                if moment not in moments:
-                    heapq.heappush(moments, moment)
+            num_in_flight[rank] += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
+            rank_free_times[rank] = end_times[action] = now + times.of_action(action)
+            for event_time in {rank_free_times[rank], rank_free_times[rank] + times.transfer}:
+                if event_time not in event_times:
+                    heapq.heappush(event_times, event_time)
     return Schedule.from_rows(orders.values())

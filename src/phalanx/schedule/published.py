@@ -38,11 +38,11 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """
     if m % p:
         raise UserError("micro-batches", m, f"is not a multiple of the {p} ranks", "interleaved runs them p at a time")
-    rounds = [(chunk, first + i) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
+    chunk_micro_pairs = [(chunk, start + i) for start in range(0, m, p) for chunk in range(v) for i in range(p)]
 
     def order(rank: int) -> Iterator[ScheduleStep]:
-        forward = [Action(chunk * p + rank, "F", micro) for chunk, micro in rounds]
-        backward = [Action((v - 1 - chunk) * p + rank, "B", micro) for chunk, micro in rounds]
+        forward = [Action(chunk * p + rank, "F", micro) for chunk, micro in chunk_micro_pairs]
+        backward = [Action((v - 1 - chunk) * p + rank, "B", micro) for chunk, micro in chunk_micro_pairs]
         return _in_turn(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
 
     return Schedule.from_rows(map(order, range(p)))
@@ -81,13 +81,13 @@ def zb_v(p: int, m: int) -> Schedule:
 
     def order(rank: int) -> Iterator[ScheduleStep]:
         down, up = rank, 2 * p - 1 - rank
-        forward = {down: deque(_each(down, "F", micros)), up: deque(_each(up, "F", micros))}
-        input = {down: deque(_each(down, "I", micros)), up: deque(_each(up, "I", micros))}
-        weight: dict[int, deque[Action]] = {down: deque(), up: deque()}
+        forward = {down: deque(_each(down, "F", num_micros)), up: deque(_each(up, "F", num_micros))}
+        input_grads = {down: deque(_each(down, "I", num_micros)), up: deque(_each(up, "I", num_micros))}
+        weight_grads: dict[int, deque[Action]] = {down: deque(), up: deque()}
 
         def halves(stage: int) -> Iterator[ScheduleStep]:
-            yield (half := input[stage].popleft())
-            yield half._replace(kind="W")
+            yield (input_half := input_grads[stage].popleft())
+            yield input_half._replace(kind="W")
 
         yield from (forward[down].popleft() for _ in range(2 * (p - rank) - 1))
         for _ in range(rank):
@@ -104,16 +104,16 @@ def zb_v(p: int, m: int) -> Schedule:
             yield from halves(up)
         for _ in range(rank):  # weight halves wait, input halves go on
             for stage in (down, up):
-                weight[stage].append(input[stage][0]._replace(kind="W"))
-                yield input[stage].popleft()
-        while input[down]:
-            weight[down].append(input[down][0]._replace(kind="W"))
-            yield input[down].popleft()
-            yield weight[down].popleft()
-        yield from (*weight[up], *weight[down])
+                weight_grads[stage].append(input_grads[stage][0]._replace(kind="W"))
+                yield input_grads[stage].popleft()
+        while input_grads[down]:
+            weight_grads[down].append(input_grads[down][0]._replace(kind="W"))
+            yield input_grads[down].popleft()
+            yield weight_grads[down].popleft()
+        yield from (*weight_grads[up], *weight_grads[down])
 
     # Written for at least 2p - 1 micro-batches; of fewer, those that are not there are left out.
-    micros = max(m, 2 * p - 1)
+    num_micros = max(m, 2 * p - 1)
     return Schedule.from_rows((step for step in order(rank) if _micro(step) < m) for rank in range(p))
 
 
@@ -128,25 +128,25 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
     def order(rank: int) -> Iterator[ScheduleStep]:
         down, up = rank, 2 * p - 1 - rank
-        after, counts = p - 1 - rank, defaultdict[tuple[int, str], int](int)
-        waiting: deque[Action] = deque()
+        num_later_ranks, counts = p - 1 - rank, defaultdict[tuple[int, str], int](int)
+        deferred_weight_grads: deque[Action] = deque()
 
         def do(stage: int, kind: ActionKind) -> Action:
-            key = (stage, "F" if kind == "F" else "B")
-            counts[key] += 1
-            return Action(stage, kind, counts[key] - 1)
+            direction = (stage, "F" if kind == "F" else "B")
+            counts[direction] += 1
+            return Action(stage, kind, counts[direction] - 1)
 
         def half(stage: int) -> Action:
-            waiting.append((action := do(stage, "I"))._replace(kind="W"))
+            deferred_weight_grads.append((action := do(stage, "I"))._replace(kind="W"))
             return action
 
         def weight() -> Iterator[ScheduleStep]:
-            if waiting:
-                yield waiting.popleft()
+            if deferred_weight_grads:
+                yield deferred_weight_grads.popleft()
 
-        yield from (do(down, "F") for _ in range(2 * after))
+        yield from (do(down, "F") for _ in range(2 * num_later_ranks))
         yield from (do(stage, "F") for _ in range(rank + 1) for stage in (down, up))
-        for _ in range(after):
+        for _ in range(num_later_ranks):
             yield half(up)
             yield from weight()
             yield do(up, "F")
@@ -154,17 +154,20 @@ def dualpipe_v(p: int, m: int) -> Schedule:
             pair = OverlappedPair(do(down, "F"), do(up, "B"))
             yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # apart, the last rank's are done sooner
             yield OverlappedPair(do(up, "F"), do(down, "B"))
-        for _ in range(after):
+        for _ in range(num_later_ranks):
             yield do(up, "B")
             yield OverlappedPair(do(up, "F"), do(down, "B"))
         # From half of the rest on weight halves wait, on even ranks beginning with the stage below.
-        rest = [stage for _ in range(rank + 1) for stage in (up, down)]
-        whole = (rank + 1) // 2 * 2 + (1 - rank % 2)
-        yield from (do(stage, "B") if at < whole else half(stage) for at, stage in enumerate(rest))
-        for _ in range(after):
+        remaining_stages = [stage for _ in range(rank + 1) for stage in (up, down)]
+        num_full_backwards = (rank + 1) // 2 * 2 + (1 - rank % 2)
+        yield from (
+            do(stage, "B") if index < num_full_backwards else half(stage)
+            for index, stage in enumerate(remaining_stages)
+        )
+        for _ in range(num_later_ranks):
             yield from weight()
             yield half(down)
-        while waiting:
+        while deferred_weight_grads:
             yield from weight()
 
     return Schedule.from_rows(map(order, range(p)))
@@ -174,14 +177,14 @@ def _each(stage: int, kind: ActionKind, m: int) -> list[Action]:
     return [Action(stage, kind, i) for i in range(m)]
 
 
-def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Iterator[ScheduleStep]:
+def _in_turn(forward: list[Action], backward: list[Action], num_ahead: int) -> Iterator[ScheduleStep]:
     """Some forward passes ahead, then one of each in turn while there are both."""
-    ahead = min(ahead, len(forward))
-    yield from forward[:ahead]
-    for after, before in zip(forward[ahead:], backward, strict=False):
-        yield after
-        yield before
-    yield from backward[len(forward) - ahead :]
+    num_ahead = min(num_ahead, len(forward))
+    yield from forward[:num_ahead]
+    for next_forward, next_backward in zip(forward[num_ahead:], backward, strict=False):
+        yield next_forward
+        yield next_backward
+    yield from backward[len(forward) - num_ahead :]
 
 
 def _micro(step: ScheduleStep) -> int:
@@ -195,10 +198,10 @@ def book_overlap(p: int, m: int) -> Timeline:
     s + i and backward in tick 2p - 2 - s + i. 1F1B is what comes nearest to it (`one_f_one_b`)."""
 
     def at(s: int, tick: int) -> ScheduleStep | None:
-        forward, backward = tick - s, tick - (2 * p - 2 - s)
-        before = Action(s, "F", forward) if 0 <= forward < m else None
-        after = Action(s, "B", backward) if 0 <= backward < m else None
-        return OverlappedPair(before, after) if before and after else before or after
+        forward_micro, backward_micro = tick - s, tick - (2 * p - 2 - s)
+        forward = Action(s, "F", forward_micro) if 0 <= forward_micro < m else None
+        backward = Action(s, "B", backward_micro) if 0 <= backward_micro < m else None
+        return OverlappedPair(forward, backward) if forward and backward else forward or backward
 
     ticks = range(2 * p + m - 2)
     return Timeline(
@@ -209,5 +212,8 @@ def book_overlap(p: int, m: int) -> Timeline:
 def active_fraction_per_tick(timeline: Timeline) -> list[float]:
     """The share of ranks that do something in each tick."""
     ticks = range(int(timeline.makespan))
-    ranks = timeline.spans
-    return [sum(any(start <= t < end for _, start, end in spans) for spans in ranks) / len(ranks) for t in ticks]
+    spans_by_rank = timeline.spans
+    return [
+        sum(any(start <= t < end for _, start, end in spans) for spans in spans_by_rank) / len(spans_by_rank)
+        for t in ticks
+    ]

@@ -75,7 +75,7 @@ def load_schedule_csv(path: str, ranks: int) -> Schedule:
     schedule = Schedule.from_rows(read_csv(text, path))
     if schedule.ranks != ranks:
         raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set layout.pp = {schedule.ranks}")
-    if wrong := violations(schedule):
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise UserError(field, path, f"cannot run: {wrong[0]}{more}", f"see phalanx pipeline check {path}")
+    if problems := violations(schedule):
+        suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(field, path, f"cannot run: {problems[0]}{suffix}", f"see phalanx pipeline check {path}")
     return schedule

@@ -81,11 +81,11 @@ class Schedule:
     @cached_property
     def rank_of(self) -> dict[int, int]:
         """The rank of every stage (of the first rank that has it)."""
-        found: dict[int, int] = {}
+        rank_of_stage: dict[int, int] = {}
         for rank in range(len(self.orders)):
             for action in self.actions(rank):
-                found.setdefault(action.stage, rank)
-        return dict(sorted(found.items()))
+                rank_of_stage.setdefault(action.stage, rank)
+        return dict(sorted(rank_of_stage.items()))
 
     @property
     def end_ranks(self) -> tuple[int, int]:
@@ -133,7 +133,7 @@ class Schedule:
     def links(self) -> frozenset[tuple[int, int]]:
         """Pairs of ranks of which the first sends to the second."""
         ranks = range(self.ranks)
-        return frozenset((rank, to) for rank in ranks for _, to in self.messages(rank) if rank != to)
+        return frozenset((rank, receiver) for rank in ranks for _, receiver in self.messages(rank) if rank != receiver)
 
     def output_message(self, action: Action) -> Action | None:
         """What another stage needs of an action, if anything."""
@@ -159,15 +159,15 @@ def dependencies(action: Action, stages: int) -> list[tuple[Action, ...]]:
         return [(Action(stage - 1, "F", micro),)] if stage else []
     if kind == "W":
         return [(Action(stage, "I", micro),)]
-    after = [(Action(stage + 1, "B", micro), Action(stage + 1, "I", micro))] if stage + 1 < stages else []
-    return [(Action(stage, "F", micro),), *after]
+    from_next_stage = [(Action(stage + 1, "B", micro), Action(stage + 1, "I", micro))] if stage + 1 < stages else []
+    return [(Action(stage, "F", micro),), *from_next_stage]
 
 
 def to_csv(schedule: Schedule) -> str:
     """The schedule as `torch.distributed.pipelining` reads it ("compute_only"): a row per rank."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(schedule.orders)
-    return text.getvalue()
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(schedule.orders)
+    return buffer.getvalue()
 
 
 def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None]]:
@@ -185,18 +185,18 @@ def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None
     return rows
 
 
-def _step(cell: str, place: str) -> ScheduleStep | None:
+def _step(cell: str, location: str) -> ScheduleStep | None:
     if not cell:
         return None
     if pair := OVERLAPPED.match(cell):
-        forward, backward = (_step(part.strip(), place) for part in pair.groups())
+        forward, backward = (_step(part.strip(), location) for part in pair.groups())
         if isinstance(forward, Action) and isinstance(backward, Action):
             return OverlappedPair(forward, backward)
     if parts := ACTION.match(cell):
         stage, kind, micro = parts.groups()
         return Action(int(stage), cast(ActionKind, kind), int(micro))
     raise UserError(
-        place,
+        location,
         cell,
         "is no action",
         "write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",

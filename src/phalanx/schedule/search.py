@@ -29,13 +29,15 @@ def search_schedule(
     """
     if limit < 1:
         raise UserError("memory limit", str(limit), "is less than one micro-batch", "allow 1 or more")
-    known = [split_backward_passes(schedule) for schedule in _published(p, m, chunks)]
-    fitting = [one for one in known if max(peak_activations(one, rank) for rank in range(p)) <= limit]
+    published = [split_backward_passes(schedule) for schedule in _published(p, m, chunks)]
+    candidates = [
+        candidate for candidate in published if max(peak_activations(candidate, rank) for rank in range(p)) <= limit
+    ]
     stages = {rank: [rank, 2 * p - 1 - rank][:chunks] for rank in range(p)}
-    places = [math.floor(limit * chunks)] * p
-    fitting += [list_schedule(stages, m, _by(kinds), places, times) for kinds in ("IFW", "FIW", "IWF")]
-    best = min(fitting, key=lambda schedule: simulate(schedule, times).makespan)
-    return _improved(best, times, places[0], moves)
+    limits = [math.floor(limit * chunks)] * p
+    candidates += [list_schedule(stages, m, _by(kinds), limits, times) for kinds in ("IFW", "FIW", "IWF")]
+    best = min(candidates, key=lambda schedule: simulate(schedule, times).makespan)
+    return _improved(best, times, limits[0], moves)
 
 
 def split_backward_passes(schedule: Schedule) -> Schedule:
@@ -72,87 +74,87 @@ class _Graph:
     """1 for an action that begins to hold activations, -1 for one that gives them back."""
 
 
-def _improved(schedule: Schedule, times: ActionTimes, places: int, moves: int) -> Schedule:
+def _improved(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: int) -> Schedule:
     """Move one action of one rank at a time; worse orders are kept with a probability that falls to none."""
-    draw = random.Random(0)
-    numbered = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
-    graph = _graph(schedule, numbered, times)
-    count = iter(range(len(numbered)))
-    orders = [[next(count) for _ in order] for order in schedule.orders]
+    rng = random.Random(0)
+    all_actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
+    graph = _graph(schedule, all_actions, times)
+    indices = iter(range(len(all_actions)))
+    orders = [[next(indices) for _ in order] for order in schedule.orders]
     cost = _cost(graph, orders)
-    best, best_orders = cost, [*orders]
-    unit = min(filter(None, graph.seconds), default=1.0)
+    best_cost, best_orders = cost, [*orders]
+    min_seconds = min(filter(None, graph.seconds), default=1.0)
     for move in range(moves):
-        warmth = 0.2 * unit * (1 - move / moves) ** 2
-        rank = draw.randrange(len(orders))
-        before, orders[rank] = orders[rank], _moved(orders[rank], draw, 2 * len(orders))
-        worse = math.inf
-        if _most_held(graph, orders[rank]) <= places:
-            tried = _cost(graph, orders)
-            worse = _difference(tried, cost, len(orders))
-        if worse <= 0 or draw.random() < math.exp(-worse / (warmth + 1e-12)):
-            cost = tried
-            if cost < best:
-                best, best_orders = cost, [*orders]
+        temperature = 0.2 * min_seconds * (1 - move / moves) ** 2
+        rank = rng.randrange(len(orders))
+        old_order, orders[rank] = orders[rank], _moved(orders[rank], rng, 2 * len(orders))
+        cost_increase = math.inf
+        if _most_held(graph, orders[rank]) <= max_in_flight:
+            new_cost = _cost(graph, orders)
+            cost_increase = _difference(new_cost, cost, len(orders))
+        if cost_increase <= 0 or rng.random() < math.exp(-cost_increase / (temperature + 1e-12)):
+            cost = new_cost
+            if cost < best_cost:
+                best_cost, best_orders = cost, [*orders]
         else:
-            orders[rank] = before
-    return Schedule.from_rows([numbered[at] for at in order] for order in best_orders)
+            orders[rank] = old_order
+    return Schedule.from_rows([all_actions[index] for index in order] for order in best_orders)
 
 
-def _graph(schedule: Schedule, numbered: list[Action], times: ActionTimes) -> _Graph:
-    number = {action: at for at, action in enumerate(numbered)}
+def _graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _Graph:
+    index_of = {action: index for index, action in enumerate(all_actions)}
     rank_of = schedule.rank_of
 
     def needs(action: Action) -> Iterator[tuple[int, float]]:
-        for needed in schedule.dependencies(action):
-            (there,) = (one for one in needed if one in number)
-            near = rank_of[there.stage] == rank_of[action.stage]
-            yield number[there], 0.0 if near else float(times.transfer)
+        for alternatives in schedule.dependencies(action):
+            (dependency,) = (alternative for alternative in alternatives if alternative in index_of)
+            is_same_rank = rank_of[dependency.stage] == rank_of[action.stage]
+            yield index_of[dependency], 0.0 if is_same_rank else float(times.transfer)
 
     return _Graph(
-        [list(needs(action)) for action in numbered],
-        [float(times.of_action(action)) for action in numbered],
-        [{"F": 1, "W": -1}.get(action.kind, 0) for action in numbered],
+        [list(needs(action)) for action in all_actions],
+        [float(times.of_action(action)) for action in all_actions],
+        [{"F": 1, "W": -1}.get(action.kind, 0) for action in all_actions],
     )
 
 
-def _moved(order: list[int], draw: random.Random, reach: int) -> list[int]:
+def _moved(order: list[int], rng: random.Random, max_distance: int) -> list[int]:
     """The order with one action elsewhere, often its neighbour's place."""
-    here = draw.randrange(len(order))
-    far = draw.randint(1, reach) if draw.random() < 0.5 else 1
-    there = min(max(here + draw.choice((-far, far)), 0), len(order) - 1)
-    rest = order[:here] + order[here + 1 :]
-    return [*rest[:there], order[here], *rest[there:]]
+    source = rng.randrange(len(order))
+    distance = rng.randint(1, max_distance) if rng.random() < 0.5 else 1
+    target = min(max(source + rng.choice((-distance, distance)), 0), len(order) - 1)
+    remaining = order[:source] + order[source + 1 :]
+    return [*remaining[:target], order[source], *remaining[target:]]
 
 
 def _most_held(graph: _Graph, order: list[int]) -> int:
-    return max(accumulate(graph.holds[at] for at in order))
+    return max(accumulate(graph.holds[index] for index in order))
 
 
 def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
     """The makespan, and the sum of the ranks' ends, which tells orders of one makespan apart; infinite for an order in
     which ranks wait for each other for ever."""
-    ends: list[float | None] = [None] * len(graph.seconds)
-    at, clock = [0] * len(orders), [0.0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
+    end_times: list[float | None] = [None] * len(graph.seconds)
+    next_index, clocks = [0] * len(orders), [0.0] * len(orders)
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                action, start = order[at[rank]], clock[rank]
-                for needed, before in graph.needs[action]:
-                    if (end := ends[needed]) is None:
+            while next_index[rank] < len(order):
+                action, start = order[next_index[rank]], clocks[rank]
+                for dependency, delay in graph.needs[action]:
+                    if (end := end_times[dependency]) is None:
                         break
-                    start = max(start, end + before)
+                    start = max(start, end + delay)
                 else:
-                    clock[rank] = ends[action] = start + graph.seconds[action]
-                    at[rank] += 1
-                    moved = True
+                    clocks[rank] = end_times[action] = start + graph.seconds[action]
+                    next_index[rank] += 1
+                    progressed = True
                     continue
                 break
-    stuck = any(done < len(order) for done, order in zip(at, orders, strict=True))
-    return (math.inf, math.inf) if stuck else (max(clock), sum(clock))
+    is_deadlocked = any(num_done < len(order) for num_done, order in zip(next_index, orders, strict=True))
+    return (math.inf, math.inf) if is_deadlocked else (max(clocks), sum(clocks))
 
 
-def _difference(tried: tuple[float, float], cost: tuple[float, float], ranks: int) -> float:
-    return tried[0] - cost[0] + 0.3 * (tried[1] - cost[1]) / ranks
+def _difference(new_cost: tuple[float, float], cost: tuple[float, float], ranks: int) -> float:
+    return new_cost[0] - cost[0] + 0.3 * (new_cost[1] - cost[1]) / ranks

@@ -29,10 +29,10 @@ class ActionTimes:
 
     def of_action(self, action: Action) -> Time:
         """What an action takes."""
-        forward, input, weight = (
+        forward, input_grad, weight_grad = (
             _of(times, action.stage) for times in (self.forward, self.input_grad, self.weight_grad)
         )
-        return {"F": forward, "I": input, "W": weight, "B": input + weight}[action.kind]
+        return {"F": forward, "I": input_grad, "W": weight_grad, "B": input_grad + weight_grad}[action.kind]
 
     def of_step(self, step: ScheduleStep) -> Time:
         """What a step takes."""
@@ -101,46 +101,46 @@ def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
     """
     check_schedule(schedule)
     times = times or ActionTimes()
-    ends: dict[Action, Time] = {}
+    end_times: dict[Action, Time] = {}
     spans: list[list[Span]] = [[] for _ in schedule.orders]
-    left = [list(order)[::-1] for order in schedule.orders]
-    while any(left):
-        for rank, steps in enumerate(left):
+    remaining = [list(order)[::-1] for order in schedule.orders]
+    while any(remaining):
+        for rank, steps in enumerate(remaining):
             while steps:
-                came = [ready_time(action, schedule.rank_of, ends, times) for action in actions(steps[-1])]
-                known = [time for time in came if time is not None]
-                if len(known) < len(came):
+                ready_times = [ready_time(action, schedule.rank_of, end_times, times) for action in actions(steps[-1])]
+                known_times = [time for time in ready_times if time is not None]
+                if len(known_times) < len(ready_times):
                     break
                 step = steps.pop()
-                start = max(*known, spans[rank][-1].end if spans[rank] else 0)
+                start = max(*known_times, spans[rank][-1].end if spans[rank] else 0)
                 spans[rank].append(Span(step, start, start + times.of_step(step)))
-                ends.update(dict.fromkeys(actions(step), spans[rank][-1].end))
+                end_times.update(dict.fromkeys(actions(step), spans[rank][-1].end))
     return Timeline(tuple(map(tuple, spans)))
 
 
 def ready_time(
-    action: Action, rank_of: Mapping[int, int], ends: Mapping[Action, Time], times: ActionTimes
+    action: Action, rank_of: Mapping[int, int], end_times: Mapping[Action, Time], times: ActionTimes
 ) -> Time | None:
     """When everything that an action needs is on its rank; None while that is not known."""
     latest: Time = 0
-    for needed in dependencies(action, len(rank_of)):
-        found = next((one for one in needed if one in ends), None)
-        if found is None:
+    for alternatives in dependencies(action, len(rank_of)):
+        dependency = next((alternative for alternative in alternatives if alternative in end_times), None)
+        if dependency is None:
             return None
-        near = rank_of[found.stage] == rank_of[action.stage]
-        latest = max(latest, ends[found] + (0 if near else times.transfer))
+        is_same_rank = rank_of[dependency.stage] == rank_of[action.stage]
+        latest = max(latest, end_times[dependency] + (0 if is_same_rank else times.transfer))
     return latest
 
 
 def micro_batches_held(schedule: Schedule, rank: int) -> list[int]:
     """After each step of a rank, the micro-batches whose activations its stages hold: from the forward pass to the end
     of the backward pass (of its weight half, where it is halved); those of each stage counted."""
-    held, found = 0, []
+    num_in_flight, counts = 0, []
     for step in schedule.orders[rank]:
-        held += sum(action.kind == "F" for action in actions(step))
-        found.append(held)  # before what ends with this step gives its own back
-        held -= sum(action.kind in "BW" for action in actions(step))
-    return found
+        num_in_flight += sum(action.kind == "F" for action in actions(step))
+        counts.append(num_in_flight)  # before what ends with this step gives its own back
+        num_in_flight -= sum(action.kind in "BW" for action in actions(step))
+    return counts
 
 
 def peak_activations(schedule: Schedule, rank: int) -> Fraction:

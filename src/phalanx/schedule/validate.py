@@ -24,10 +24,10 @@ class Violation:
 
 def check_schedule(schedule: Schedule) -> None:
     """Raise UserError with the first violations of a schedule, if it has any."""
-    if found := violations(schedule):
-        shown = "; ".join(map(str, found[:3])) + ("; ..." if len(found) > 3 else "")
+    if problems := violations(schedule):
+        listing = "; ".join(map(str, problems[:3])) + ("; ..." if len(problems) > 3 else "")
         fix = "see them all: phalanx pipeline check FILE.csv"
-        raise UserError("schedule", None, f"{len(found)} violations: {shown}", fix)
+        raise UserError("schedule", None, f"{len(problems)} violations: {listing}", fix)
 
 
 def violations(schedule: Schedule) -> list[Violation]:
@@ -44,63 +44,70 @@ def lockstep_violations(grid: Grid) -> list[Violation]:
         for tick, step in enumerate(row):
             for action in actions(step) if step else ():
                 ticks.setdefault(action, tick)
-    found = [*_misplaced(schedule), *_counts(schedule)]
+    problems = [*_misplaced(schedule), *_counts(schedule)]
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
-            for needed in schedule.dependencies(action):
-                there = [one for one in needed if one in ticks]
-                if there and min(ticks[one] for one in there) >= ticks[action]:
-                    at = f"in tick {ticks[action]}, before {there[0]} is done, in tick {ticks[there[0]]}"
-                    found.append(Violation(rank, action, f"runs {at}"))
-    return found
+            for alternatives in schedule.dependencies(action):
+                scheduled = [alternative for alternative in alternatives if alternative in ticks]
+                if scheduled and min(ticks[alternative] for alternative in scheduled) >= ticks[action]:
+                    reason = f"in tick {ticks[action]}, before {scheduled[0]} is done, in tick {ticks[scheduled[0]]}"
+                    problems.append(Violation(rank, action, f"runs {reason}"))
+    return problems
 
 
 def _misplaced(schedule: Schedule) -> Iterator[Violation]:
     """Stages that more than one rank has."""
     for rank in range(schedule.ranks):
-        strange = {a.stage: a for a in reversed(list(schedule.actions(rank))) if schedule.rank_of[a.stage] != rank}
-        for stage, action in sorted(strange.items()):
+        foreign_actions = {
+            a.stage: a for a in reversed(list(schedule.actions(rank))) if schedule.rank_of[a.stage] != rank
+        }
+        for stage, action in sorted(foreign_actions.items()):
             yield Violation(rank, action, f"is of a stage that rank {schedule.rank_of[stage]} has")
 
 
 def _counts(schedule: Schedule) -> Iterator[Violation]:
     """Actions that are missing or done more than once: a forward pass, and a whole backward pass or its two halves."""
-    counted = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    counts = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     for stage in range(schedule.stages):
         rank = schedule.rank_of.get(stage, 0)
         for micro in range(schedule.micro_batches):
-            times = {kind: counted[Action(stage, kind, micro)] for kind in ("F", "B", "I", "W")}
-            halved = bool(times["I"] or times["W"])
-            expected = {"F": 1, "B": int(not halved), "I": int(halved), "W": int(halved)}
-            for kind, wanted in expected.items():
-                if times[kind] != wanted:
-                    action, given = Action(stage, kind, micro), times[kind]  # type: ignore[arg-type]
-                    again = "is done beside its halves" if given and not wanted else f"is done {given} times"
-                    yield Violation(rank, action, "is missing" if not given else again)
+            kind_counts = {kind: counts[Action(stage, kind, micro)] for kind in ("F", "B", "I", "W")}
+            is_split = bool(kind_counts["I"] or kind_counts["W"])
+            expected = {"F": 1, "B": int(not is_split), "I": int(is_split), "W": int(is_split)}
+            for kind, expected_count in expected.items():
+                if kind_counts[kind] != expected_count:
+                    action, count = Action(stage, kind, micro), kind_counts[kind]  # type: ignore[arg-type]
+                    problem = "is done beside its halves" if count and not expected_count else f"is done {count} times"
+                    yield Violation(rank, action, "is missing" if not count else problem)
 
 
 def _stuck(schedule: Schedule) -> Iterator[Violation]:
     """Run every rank as far as it comes; what the ranks wait for then."""
     done: set[Action] = set()
-    all_of_them = {action for rank in range(schedule.ranks) for action in schedule.actions(rank)}
-    at = [0] * schedule.ranks
+    all_actions = {action for rank in range(schedule.ranks) for action in schedule.actions(rank)}
+    next_index = [0] * schedule.ranks
 
     def lacks(rank: int) -> list[tuple[Action, Action]]:
         """Pairs of an action and what it waits for."""
-        step = actions(schedule.orders[rank][at[rank]])
-        missing = [(action, needed) for action in step for needed in schedule.dependencies(action)]
-        unmet = [(action, needed) for action, needed in missing if not done.intersection(needed)]
-        return [(action, next(one for one in needed if one in all_of_them)) for action, needed in unmet]
+        step = actions(schedule.orders[rank][next_index[rank]])
+        requirements = [(action, dependency) for action in step for dependency in schedule.dependencies(action)]
+        unmet = [(action, dependency) for action, dependency in requirements if not done.intersection(dependency)]
+        return [
+            (action, next(candidate for candidate in dependency if candidate in all_actions))
+            for action, dependency in unmet
+        ]
 
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order) and not lacks(rank):
-                done.update(actions(order[at[rank]]))
-                at[rank] += 1
-                moved = True
+            while next_index[rank] < len(order) and not lacks(rank):
+                done.update(actions(order[next_index[rank]]))
+                next_index[rank] += 1
+                progressed = True
     for rank, order in enumerate(schedule.orders):
-        if at[rank] < len(order):
-            for action, needed in lacks(rank):
-                yield Violation(rank, action, f"(number {at[rank] + 1} in its row) waits for ever for {needed}")
+        if next_index[rank] < len(order):
+            for action, dependency in lacks(rank):
+                yield Violation(
+                    rank, action, f"(number {next_index[rank] + 1} in its row) waits for ever for {dependency}"
+                )

@@ -37,34 +37,40 @@ class Spec(BaseModel):
         return parse_table(type(self), {**self.model_dump(mode="json"), **changes})
 
 
-def parse_table(kind: type[S], table: dict[str, Any], where: str = "") -> S:
+def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "") -> S:
     """Validate a table (as read from TOML or JSON) into a description; `where` prefixes the field names of errors.
 
     Raises UserErrors that names every wrong field, its value, and what is allowed.
     """
     try:
         # JSON mode is strict about types and still takes a list for a tuple, which is what TOML gives.
-        return kind.model_validate_json(json.dumps(table, default=str))
+        return spec_class.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise UserErrorGroup([_validation_error(kind, table, where, dict(item)) for item in error.errors()]) from None
+        raise UserErrorGroup(
+            [_validation_error(spec_class, table, path_prefix, dict(item)) for item in error.errors()]
+        ) from None
 
 
 INNER = "function-", "constrained-", "literal["
 """How places begin that pydantic names inside a field."""
 
 
-def _validation_error(kind: type[Spec], table: dict[str, Any], where: str, item: dict[str, Any]) -> UserError:
+def _validation_error(
+    spec_class: type[Spec], table: dict[str, Any], path_prefix: str, item: dict[str, Any]
+) -> UserError:
     path = [str(part) for part in item["loc"] if not str(part).startswith(INNER)]
-    field = ".".join([where, *path] if where else path) or where or kind.__name__
+    field = ".".join([path_prefix, *path] if path_prefix else path) or path_prefix or spec_class.__name__
     context = item.get("ctx", {})
-    inner = context.get("error")
-    if isinstance(inner, UserError):
-        prefix = ".".join([where, *path] if where else path)
+    cause = context.get("error")
+    if isinstance(cause, UserError):
+        prefix = ".".join([path_prefix, *path] if path_prefix else path)
         prefix = f"{prefix}." if prefix else ""
-        return UserError(f"{prefix}{inner.field}", inner.value, inner.problem, inner.fix)
+        return UserError(f"{prefix}{cause.field}", cause.value, cause.problem, cause.fix)
     value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
     if item["type"] == "extra_forbidden":
-        return UserError(field, value, "is not a known field", did_you_mean(path[-1], known_fields(kind, path[:-1])))
+        return UserError(
+            field, value, "is not a known field", did_you_mean(path[-1], known_fields(spec_class, path[:-1]))
+        )
     field = re.sub(r"\.(\d+)", r"[\1]", field)
     problem = item["msg"][0].lower() + item["msg"][1:]
     problem = problem.replace("input should be", "must be").replace("field required", "is missing")
@@ -72,10 +78,10 @@ def _validation_error(kind: type[Spec], table: dict[str, Any], where: str, item:
     return UserError(field, value, problem, _suggest_fix(item["type"], field.rpartition(".")[2], value, context))
 
 
-def _suggest_fix(kind: str, name: str, value: object, context: dict[str, Any]) -> str:
+def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, Any]) -> str:
     """What to do about a mistake of a pydantic error type in the field `name`."""
-    if kind == "literal_error":
-        return did_you_mean(str(value), re.findall(r"'([^']*)'", context["expected"]), otherwise="use one of them")
+    if error_type == "literal_error":
+        return did_you_mean(str(value), re.findall(r"'([^']*)'", context["expected"]), fallback="use one of them")
     return {
         "missing": f"give {name} a value",
         "int_type": f"write a whole number, such as {name} = 4",
@@ -93,30 +99,30 @@ def _suggest_fix(kind: str, name: str, value: object, context: dict[str, Any]) -
         "too_long": "leave some out",
         "finite_number": "write a finite number",
         "string_pattern_mismatch": "use letters, digits, dots, dashes and underscores",
-    }.get(kind, "")
+    }.get(error_type, "")
 
 
-def known_fields(kind: type[Spec], path: list[str]) -> list[str]:
+def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:
     """The field names of the table at `path` inside a description."""
     for part in path:
-        annotation = kind.model_fields[part].annotation if part in kind.model_fields else None
-        inner = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, Spec)]
-        if not inner:
+        annotation = spec_class.model_fields[part].annotation if part in spec_class.model_fields else None
+        nested = [t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, Spec)]
+        if not nested:
             return []
-        kind = inner[0]
-    return list(kind.model_fields)
+        spec_class = nested[0]
+    return list(spec_class.model_fields)
 
 
-def did_you_mean(word: str, known: list[str], otherwise: str = "") -> str:
+def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
     """A sentence that offers the nearest known word, whatever its case and dashed endings; failing that `otherwise`, or
     a list of them all."""
-    asked = word.lower()
-    near = sorted((name for name in known if f"{asked}-".startswith(f"{name.lower()}-")), key=len)[-1:]
-    near = near or [name for name in known if name.lower().startswith(f"{asked}-")]
-    near = near or difflib.get_close_matches(asked, known, n=1, cutoff=0.8)
-    near = near or [ours for theirs, ours in ELSEWHERE.items() if asked.startswith(theirs) and ours in known][:1]
-    offered = " or ".join(map(repr, near))
-    return f"did you mean {offered}?" if near else otherwise or "known here: " + ", ".join(sorted(known))
+    query = word.lower()
+    matches = sorted((name for name in known if f"{query}-".startswith(f"{name.lower()}-")), key=len)[-1:]
+    matches = matches or [name for name in known if name.lower().startswith(f"{query}-")]
+    matches = matches or difflib.get_close_matches(query, known, n=1, cutoff=0.8)
+    matches = matches or [field for alias, field in ELSEWHERE.items() if query.startswith(alias) and field in known][:1]
+    suggestion = " or ".join(map(repr, matches))
+    return f"did you mean {suggestion}?" if matches else fallback or "known here: " + ", ".join(sorted(known))
 
 
 def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:

@@ -48,54 +48,60 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
     dp = parallel_dims(run.layout, world_size).dp_size
     training = run.training
     sequences = training.tokens_per_step // training.seq_len
-    base = training.base_dp_size or dp
-    scales = training.batch_scaling != "keep"
+    base_dp = training.base_dp_size or dp
+    has_scaling = training.batch_scaling != "keep"
     require(
-        scales == (training.base_dp_size is not None),
+        has_scaling == (training.base_dp_size is not None),
         "training.base_dp_size",
         training.base_dp_size,
-        f'{"is needed" if scales else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
+        f'{"is needed" if has_scaling else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
         "set both base_ranks and scaling (linear or sqrt), or neither",
     )
     require(
-        training.base_dp_size is None or sequences % base == 0,
+        training.base_dp_size is None or sequences % base_dp == 0,
         "training.base_dp_size",
-        base,
+        base_dp,
         f"do not divide the {sequences} sequences of a step",
         f"use one of {', '.join(map(str, divisors(sequences)))}",
     )
     if training.base_dp_size is not None:
-        sequences = sequences // base * dp
-    nearest = max(1, round(sequences / dp)) * dp * training.seq_len
+        sequences = sequences // base_dp * dp
+    nearest_tokens = max(1, round(sequences / dp)) * dp * training.seq_len
     require(
         sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
         "training.tokens_per_step",
         training.tokens_per_step,
         f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
-        f"use training.tokens_per_step = {nearest}",
+        f"use training.tokens_per_step = {nearest_tokens}",
     )
-    share = -(-sequences // dp)
-    tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
-    limit = max(1, tokens // training.seq_len)
+    sequences_per_rank = -(-sequences // dp)
+    micro_batch_tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
+    max_micro_batch = max(1, micro_batch_tokens // training.seq_len)
     if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
-        limit = max(1, min(limit, share // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp)))
-    fits = divisors(share) if sequences % dp == 0 else list(range(1, share + 1))
-    micro_batch = run.layout.micro_batch_size or max((n for n in fits if n <= limit), default=1)
+        max_micro_batch = max(
+            1, min(max_micro_batch, sequences_per_rank // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp))
+        )
+    allowed = divisors(sequences_per_rank) if sequences % dp == 0 else list(range(1, sequences_per_rank + 1))
+    micro_batch = run.layout.micro_batch_size or max((n for n in allowed if n <= max_micro_batch), default=1)
     require(
-        micro_batch in fits,
+        micro_batch in allowed,
         "layout.micro_batch_size",
         micro_batch,
-        f"does not divide the {share} sequences that each rank has per step",
-        f"use one of {', '.join(map(str, fits))}",
+        f"does not divide the {sequences_per_rank} sequences that each rank has per step",
+        f"use one of {', '.join(map(str, allowed))}",
     )
     require(
-        not run.layout.ddp_static_graph or dp == 1 or micro_batch == share,
+        not run.layout.ddp_static_graph or dp == 1 or micro_batch == sequences_per_rank,
         "layout.ddp_static_graph",
         True,
-        f"fails in PyTorch (issue 143580) with accumulation, here of {share // micro_batch} micro-batches",
-        f"remove it, or set layout.micro_batch_size = {share}",
+        f"fails in PyTorch (issue 143580) with accumulation, here of {sequences_per_rank // micro_batch} micro-batches",
+        f"remove it, or set layout.micro_batch_size = {sequences_per_rank}",
     )
-    ratio = {"keep": 1.0, "linear": dp / base, "sqrt": (dp / base) ** 0.5}[training.batch_scaling]
+    ratio = {"keep": 1.0, "linear": dp / base_dp, "sqrt": (dp / base_dp) ** 0.5}[training.batch_scaling]
     return BatchPlan(
-        sequences, dp, micro_batch, gradient_accumulation_steps=-(-share // micro_batch), learning_rate_scale=ratio
+        sequences,
+        dp,
+        micro_batch,
+        gradient_accumulation_steps=-(-sequences_per_rank // micro_batch),
+        learning_rate_scale=ratio,
     )

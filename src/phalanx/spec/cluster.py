@@ -103,8 +103,8 @@ class ClusterSpec(Spec):
     @property
     def rank_memory_bytes(self) -> int | None:
         """Memory that one rank may fill."""
-        shared = (self.nproc_per_node or 1) if self.cores else 1
-        return self.memory_bytes and self.memory_bytes // shared
+        sharing_ranks = (self.nproc_per_node or 1) if self.cores else 1
+        return self.memory_bytes and self.memory_bytes // sharing_ranks
 
     @property
     def fast_link_domain_size(self) -> int:

@@ -39,23 +39,23 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
 
     Only groups of kind `pp`, `ends` and `losses` span pipeline stages; `ends` are returned as whole pipelines.
     """
-    hybrid = run.layout.data_parallel == "hsdp"
+    is_hybrid = run.layout.data_parallel == "hsdp"
     match kind:
         case "data":
-            return process_groups(dims, *(("dp_shard", "cp") if hybrid else ("dp_replicate", "dp_shard", "cp")))
+            return process_groups(dims, *(("dp_shard", "cp") if is_hybrid else ("dp_replicate", "dp_shard", "cp")))
         case "replicas":
             return process_groups(dims, "dp_replicate")
         case "same_experts" | "expert_replicas":
-            stages = _copies_of_stages(dims, dims.dp_replicate if hybrid else 1)
+            stages = _copies_of_stages(dims, dims.dp_replicate if is_hybrid else 1)
             if kind == "same_experts":
-                return [ranks[first :: dims.ep] for copies in stages for ranks in copies for first in range(dims.ep)]
+                return [ranks[start :: dims.ep] for copies in stages for ranks in copies for start in range(dims.ep)]
             return [ranks for copies in stages for ranks in zip(*copies, strict=True)]
         case "copies" | "parts":
             size = kv_head_replication(run.model, dims.tp)
-            tensor = process_groups(dims, "tp")
+            tp_groups = process_groups(dims, "tp")
             if kind == "parts":
-                return [ranks[first::size] for ranks in tensor for first in range(size)]
-            return [ranks[first : first + size] for ranks in tensor for first in range(0, dims.tp, size)]
+                return [ranks[start::size] for ranks in tp_groups for start in range(size)]
+            return [ranks[start : start + size] for ranks in tp_groups for start in range(0, dims.tp, size)]
         case "ep":
             return expert_parallel_groups(dims)
         case "ends":
@@ -66,11 +66,11 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
             return process_groups(dims, kind)
 
 
-def _copies_of_stages(dims: ParallelDims, count: int) -> list[list[Group]]:
+def _copies_of_stages(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
     """Return, for each stage, the ranks of each of its `count` copies."""
-    size = dims.dp_size * dims.cp * dims.tp // count
+    size = dims.dp_size * dims.cp * dims.tp // num_copies
     return [
-        [ranks[first : first + size] for first in range(0, len(ranks), size)] for ranks in pipeline_stage_groups(dims)
+        [ranks[start : start + size] for start in range(0, len(ranks), size)] for ranks in pipeline_stage_groups(dims)
     ]
 
 

@@ -39,17 +39,17 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is on every axis; a server is at none, but is given one."""
-        found, outside = {}, rank - self.servers
+        coordinates, remaining = {}, rank - self.servers
         for axis in reversed(self.axes):
-            outside, found[axis] = divmod(outside, getattr(self, axis))
-        return found
+            remaining, coordinates[axis] = divmod(remaining, getattr(self, axis))
+        return coordinates
 
     def expert_rank(self, rank: int) -> int:
         """Which of `ep` runs of a layer's experts a rank has."""
-        within, place = 0, self.coordinates(rank)
+        index, coordinates = 0, self.coordinates(rank)
         for axis in STAGE_AXES:
-            within = within * getattr(self, axis) + place[axis]
-        return within % self.ep
+            index = index * getattr(self, axis) + coordinates[axis]
+        return index % self.ep
 
     @property
     def dp_size(self) -> int:
@@ -84,9 +84,9 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         )
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
-        above_one = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
+        used_axes = " x ".join(axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1)
         raise UserError(
-            f"layout.{above_one}",
+            f"layout.{used_axes}",
             model_ranks,
             f"does not divide the ranks that compute ({world_size - servers})",
             f"use a multiple of {model_ranks} ranks, or lower a degree",
@@ -104,15 +104,17 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
         if layout.dp_shard == 1 and layout.offload != "none":
             fix = f'use another of {allowed}, or layout.data_parallel = "zero1"'
             raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
-    share_experts = dp * layout.cp * layout.tp
-    copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
-    if share_experts // copies % layout.ep:
-        allowed = ", ".join(map(str, divisors(share_experts // copies)))
-        problem = f"does not divide the {share_experts // copies} ranks that share a copy of a stage's experts"
+    expert_ranks = dp * layout.cp * layout.tp
+    num_copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
+    if expert_ranks // num_copies % layout.ep:
+        allowed = ", ".join(map(str, divisors(expert_ranks // num_copies)))
+        problem = f"does not divide the {expert_ranks // num_copies} ranks that share a copy of a stage's experts"
         raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
-    shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
-    outside = layout.rank_order == "pipeline_outer"
-    return ParallelDims(dp // shard, shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, outside)
+    dp_shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
+    pipeline_outermost = layout.rank_order == "pipeline_outer"
+    return ParallelDims(
+        dp // dp_shard, dp_shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, pipeline_outermost
+    )
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
@@ -132,27 +134,29 @@ def uses_model_parallelism(layout: Layout) -> bool:
     return any(getattr(layout, axis) > 1 for axis in MODEL_PARALLEL_AXES)
 
 
-def process_groups(sizes: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
+def process_groups(dims: ParallelDims, *axes: str) -> list[tuple[int, ...]]:
     """The ranks of every group over these axes: those that differ in nothing else. Servers are in none."""
-    shape = [getattr(sizes, axis) for axis in sizes.axes]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for index, place in enumerate(product(*map(range, shape))):
-        others = tuple(at for axis, at in zip(sizes.axes, place, strict=True) if axis not in axes)
-        found.setdefault(others, []).append(sizes.servers + index)
-    return [tuple(ranks) for ranks in found.values()]
+    shape = [getattr(dims, axis) for axis in dims.axes]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, coordinates in enumerate(product(*map(range, shape))):
+        other_coordinates = tuple(
+            coordinate for axis, coordinate in zip(dims.axes, coordinates, strict=True) if axis not in axes
+        )
+        groups.setdefault(other_coordinates, []).append(dims.servers + index)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
-def pipeline_stage_groups(sizes: ParallelDims) -> list[tuple[int, ...]]:
+def pipeline_stage_groups(dims: ParallelDims) -> list[tuple[int, ...]]:
     """The ranks at every place of the pipeline."""
-    return process_groups(sizes, *STAGE_AXES)
+    return process_groups(dims, *STAGE_AXES)
 
 
-def expert_parallel_groups(sizes: ParallelDims) -> list[tuple[int, ...]]:
+def expert_parallel_groups(dims: ParallelDims) -> list[tuple[int, ...]]:
     """The ranks of every group that have different experts: neighbours among those of a stage."""
-    if sizes.ep == 1:
+    if dims.ep == 1:
         return []
     return [
-        ranks[first : first + sizes.ep]
-        for ranks in pipeline_stage_groups(sizes)
-        for first in range(0, len(ranks), sizes.ep)
+        ranks[start : start + dims.ep]
+        for ranks in pipeline_stage_groups(dims)
+        for start in range(0, len(ranks), dims.ep)
     ]

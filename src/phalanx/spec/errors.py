@@ -18,8 +18,8 @@ class UserError(ValueError):
         return type(self), (self.field, self.value, self.problem, self.fix)
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {self.value!r}"
-        return f"{self.field}{shown}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
+        value_text = "" if self.value is None else f" = {self.value!r}"
+        return f"{self.field}{value_text}: {self.problem}" + (f"\n  fix: {self.fix}" if self.fix else "")
 
 
 class LocalNodeError(UserError):

@@ -47,23 +47,23 @@ def format_gib(size: float) -> str:
 
 def format_count(value: int) -> str:
     """Format a large count: "1.84 million"."""
-    for word, least in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if value >= least:
-            return f"{format_digits(value / least)} {word}"
+    for word, min_value in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= min_value:
+            return f"{format_digits(value / min_value)} {word}"
     return f"{value:,}"
 
 
 def format_seconds(value: float) -> str:
     """Format a duration with three digits: "12.3 ms"; from two minutes on as on a clock: "1:02:03"."""
     if value >= 120:
-        minutes, rest = divmod(round(value), 60)
+        minutes, seconds = divmod(round(value), 60)
         hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
     if not value:
         return "0 s"
-    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 0.0)):
-        if value >= 0.9995 * least:
-            return f"{format_digits(value / (least or 1e-6))} {unit}"
+    for unit, min_seconds in (("s", 1.0), ("ms", 1e-3), ("µs", 0.0)):
+        if value >= 0.9995 * min_seconds:
+            return f"{format_digits(value / (min_seconds or 1e-6))} {unit}"
     return f"{value:.3g} s"
 
 

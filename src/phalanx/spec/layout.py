@@ -124,9 +124,9 @@ class Layout(Spec):
     """Gathers that run ahead of the one that is needed (zero3, hsdp)."""
 
 
-def assign_parameters_to_servers(sizes: Mapping[str, int], servers: int) -> dict[str, int]:
+def assign_parameters_to_servers(sizes: Mapping[str, int], num_servers: int) -> dict[str, int]:
     """Which server owns which parameter: the largest first, each to the server that has least so far."""
-    load = [0] * servers
+    load = [0] * num_servers
     owner = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner[name] = load.index(min(load))
@@ -153,14 +153,14 @@ def check_inapplicable_options(layout: Layout) -> None:
         if value != Layout.model_fields[field].default:
             problem, fix = f"has no meaning in a pipeline (layout.pp = {layout.pp})", "remove it"
             raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
-    for field, data in VALID_DATA_STRATEGIES.items():
+    for field, strategies in VALID_DATA_STRATEGIES.items():
         value = getattr(layout, field)
-        if value != Layout.model_fields[field].default and layout.data_parallel not in data:
+        if value != Layout.model_fields[field].default and layout.data_parallel not in strategies:
             raise UserError(
                 f"layout.{field}",
                 value,
                 f'has no meaning with layout.data_parallel = "{layout.data_parallel}"',
-                f"remove it, or set layout.data_parallel to {' or '.join(data)}",
+                f"remove it, or set layout.data_parallel to {' or '.join(strategies)}",
             )
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (

@@ -133,13 +133,13 @@ class ModelSpec(Spec):
         if type(heads) is int and heads > 0:
             table["num_kv_heads"] = table.get("num_kv_heads") or heads
             if type(width) is int and not table.get("head_dim"):
-                fits = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
+                allowed = [d for d in divisors(width) if d <= 2 * heads] if width > 0 else []
                 require(
                     width % heads == 0,
                     "num_heads",
                     heads,
                     f"does not divide model.hidden_size ({width})",
-                    f"use one of {', '.join(map(str, fits))}, or set model.head_dim",
+                    f"use one of {', '.join(map(str, allowed))}, or set model.head_dim",
                 )
                 table["head_dim"] = width // heads
         return table
@@ -157,8 +157,8 @@ class ModelSpec(Spec):
         if self.activation == "swiglu":
             require(not self.bias, "bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
         if self.position_embedding == "rope":
-            even = self.head_dim % 2 == 0
-            require(even, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
+            is_even = self.head_dim % 2 == 0
+            require(is_even, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
         require(
             not self.upcycle_reinit_fraction or (self.from_hf is not None and self.moe is not None),
             "upcycle_reinit_fraction",

@@ -166,13 +166,13 @@ class RunSpec(Spec):
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         training, optimizer = self.training, self.optimizer
-        whole = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
+        nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
         require(
             training.tokens_per_step % training.seq_len == 0,
             "training.tokens_per_step",
             training.tokens_per_step,
             f"is not a multiple of training.seq_len ({training.seq_len})",
-            f"use {whole}",
+            f"use {nearest_multiple}",
         )
         require(
             self.model.from_hf is None or self.data.tokenizer != "bpe",

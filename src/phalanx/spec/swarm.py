@@ -176,8 +176,8 @@ class SwarmSpec(Spec):
             f"is no multiple of every ({self.every}), at which experts come together",
             f"use {self.every}",
         )
-        split = self.method in SPLIT
-        for field, used in {
+        splits_experts = self.method in SPLIT
+        for field, is_set in {
             "replication": self.replication > 1,
             "rotate_every": self.rotate_every > 0,
             "frozen": self.frozen_expert_codec != "fp32",
@@ -185,7 +185,7 @@ class SwarmSpec(Spec):
             "balance.local_expert_weight": self.balance.local_expert_weight < 1,
         }.items():
             require(
-                split or not used,
+                splits_experts or not is_set,
                 field,
                 "set",
                 f"has no meaning for {self.method}, whose nodes train all experts",

@@ -37,29 +37,29 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
     are cut by vocabulary. What works on single tokens is whole, and with sequence parallelism meets only this rank's
     tokens (arXiv 2205.05198, section 4.2.2). Experts are cut like MLPs, or with expert parallelism between experts.
     """
-    tp, (*_, layer, kind) = layout.tp, name.split(".")
-    cut_once, owner = TensorSharding(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
+    tp, (*_, module, leaf) = layout.tp, name.split(".")
+    row_sharding, owner = TensorSharding(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
     per_head = spec.qk_norm == "head"
     if owner == "experts" and layout.ep > 1:
         return TensorSharding(0, 1, "ep", is_partial_sum=True)
     if tp == 1:
         return TensorSharding(None, 1)
     if owner == "experts":
-        return TensorSharding(2 if kind == "down" else 1, 1)
-    if layout.tp_attention == "gathered" and layer in ("q_norm", "k_norm"):
+        return TensorSharding(2 if leaf == "down" else 1, 1)
+    if layout.tp_attention == "gathered" and module in ("q_norm", "k_norm"):
         return TensorSharding(None, tp, is_partial_sum=True)
-    if layer in ("wk", "wv") and layout.tp_attention == "gathered":
-        return cut_once
-    if layer in ("wk", "wv") or (layer == "k_norm" and not per_head):
-        copies = kv_head_replication(spec, tp)
-        return TensorSharding(None if copies == tp else 0, copies, is_partial_sum=copies > 1)
-    if layer in ("wq", "up", "embedding", "head") or (layer == "gate" and owner != "router"):
-        return cut_once
-    if layer == "q_norm" and not per_head:
-        return cut_once
-    if layer in ("wo", "down") and kind == "weight":
+    if module in ("wk", "wv") and layout.tp_attention == "gathered":
+        return row_sharding
+    if module in ("wk", "wv") or (module == "k_norm" and not per_head):
+        replication = kv_head_replication(spec, tp)
+        return TensorSharding(None if replication == tp else 0, replication, is_partial_sum=replication > 1)
+    if module in ("wq", "up", "embedding", "head") or (module == "gate" and owner != "router"):
+        return row_sharding
+    if module == "q_norm" and not per_head:
+        return row_sharding
+    if module in ("wo", "down") and leaf == "weight":
         return TensorSharding(1, 1)
-    return TensorSharding(None, tp, is_partial_sum=layout.sequence_parallel or layer in ("q_norm", "k_norm"))
+    return TensorSharding(None, tp, is_partial_sum=layout.sequence_parallel or module in ("q_norm", "k_norm"))
 
 
 def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
@@ -83,20 +83,20 @@ def kv_head_replication(spec: ModelSpec, tp: int) -> int:
 
 def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
     """Those of a rank where `ranks` share them: the first have as many as it takes, the last maybe fewer or none."""
-    each = -(-rows // ranks)
-    return max(0, min(each, rows - rank * each))
+    rows_per_rank = -(-rows // ranks)
+    return max(0, min(rows_per_rank, rows - rank * rows_per_rank))
 
 
 def check_divisibility(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""
-    spec, layout, sequence = run.model, run.layout, run.training.seq_len
+    spec, layout, seq_len = run.model, run.layout, run.training.seq_len
     for axis in ("tp", "cp", "ep") if run.training.compile else ():
         if getattr(layout, axis) > 1:
             problem = f"does not go with layout.{axis} = {getattr(layout, axis)} yet"
             raise UserError("training.compile", True, problem, "set it to false")
     if layout.tp > 1:
-        _check_tensor(spec, layout, sequence)
+        _check_tensor(spec, layout, seq_len)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
         _check_capacity(layout, spec.moe.capacity_factor)
     if layout.ep > 1:
@@ -106,19 +106,19 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
         problem = f"does not go with layout.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
         raise UserError("layout.gradient_compression", "powersgd", problem, "remove it")
     if layout.cp > 1:
-        _check_context(spec, layout, sequence)
+        _check_context(spec, layout, seq_len)
 
 
-def _check_capacity(layout: Layout, factor: float) -> None:
+def _check_capacity(layout: Layout, capacity_factor: float) -> None:
     if layout.cp > 1 or (layout.tp > 1 and layout.sequence_parallel):
-        shared = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
-        needed = ", which layout.ep needs with layout.tp," if layout.cp == 1 < layout.ep else ""
-        problem = f"is a matter of whole sequences, whose tokens {shared}{needed} shares"
+        sharing_option = "layout.cp" if layout.cp > 1 else "layout.sequence_parallel"
+        requirement = ", which layout.ep needs with layout.tp," if layout.cp == 1 < layout.ep else ""
+        problem = f"is a matter of whole sequences, whose tokens {sharing_option}{requirement} shares"
         raise UserError(
             "model.moe.capacity_factor",
-            factor,
+            capacity_factor,
             problem,
-            "remove it, or one of the other two" if needed else "remove one of the two",
+            "remove it, or one of the other two" if requirement else "remove one of the two",
         )
 
 
@@ -136,8 +136,10 @@ def _check_experts(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
     """Experts of ranks with different data meet at every micro-batch."""
-    cut, layout = plan_batch(run, world_size), run.layout
-    if (layout.cp * layout.tp) % layout.ep and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
+    batch_plan, layout = plan_batch(run, world_size), run.layout
+    if (layout.cp * layout.tp) % layout.ep and batch_plan.global_batch_size % (
+        batch_plan.dp_size * batch_plan.micro_batch_size
+    ):
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
@@ -146,37 +148,40 @@ def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
         )
 
 
-def _check_context(spec: ModelSpec, layout: Layout, sequence: int) -> None:
-    cp, pieces = layout.cp, layout.cp * (2 if layout.cp_method == "ring" else 1)
-    share = layout.tp if layout.sequence_parallel else 1
-    whole = lcm(pieces, cp * share)
-    if sequence % whole:
-        problem = f"needs training.seq_len ({sequence}) to be a multiple of {whole}"
-        near = max(1, round(sequence / whole)) * whole
-        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {near}, or a smaller degree")
+def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
+    cp, num_chunks = layout.cp, layout.cp * (2 if layout.cp_method == "ring" else 1)
+    tp_share = layout.tp if layout.sequence_parallel else 1
+    required_multiple = lcm(num_chunks, cp * tp_share)
+    if seq_len % required_multiple:
+        problem = f"needs training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
+        nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
+        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
     heads, kv = spec.num_heads // layout.tp, max(1, spec.num_kv_heads // layout.tp)
     if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
         problem = f"ranks cannot share the {heads} heads ({kv} of keys and values) that each tensor-parallel rank has"
         raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
 
 
-def _check_tensor(spec: ModelSpec, layout: Layout, sequence: int) -> None:
+def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     tp = layout.tp
-    dense = any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
+    has_dense_layer = any(not spec.is_moe_layer(layer) for layer in range(spec.num_layers))
     widths = {"model.num_heads": spec.num_heads} if layout.tp_attention == "split" else {}
-    widths |= {"model.ffn_hidden_size": spec.ffn_hidden_size} if dense else {}
+    widths |= {"model.ffn_hidden_size": spec.ffn_hidden_size} if has_dense_layer else {}
     if spec.moe and layout.ep == 1:
         widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
     elif spec.moe and spec.moe.num_shared_experts:
         widths["model.moe.expert_ffn_size x shared_experts"] = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
     if layout.sequence_parallel:
-        widths["training.seq_len"] = sequence
+        widths["training.seq_len"] = seq_len
     for field, size in widths.items():
         if size % tp:
             fix = f"use a tensor-parallel degree that divides {field}"
-            also = {"training.seq_len": "sequence_parallel = false", "model.num_heads": 'tp_attention = "gathered"'}
-            if field in also:
-                fix += f", or layout.{also[field]}"
+            alternatives = {
+                "training.seq_len": "sequence_parallel = false",
+                "model.num_heads": 'tp_attention = "gathered"',
+            }
+            if field in alternatives:
+                fix += f", or layout.{alternatives[field]}"
             raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
     if layout.tp_attention == "gathered":
         _check_gathered_heads(spec, layout)

@@ -16,10 +16,10 @@ def check_torch_supports(layout: Layout) -> None:
     installed = version("torch")
     major, minor, *_ = installed.split(".")
     if layout.first_bucket_mb is not None and (int(major), int(minor)) < FIRST_BUCKET_TORCH_VERSION:
-        needed = ".".join(map(str, FIRST_BUCKET_TORCH_VERSION))
+        required = ".".join(map(str, FIRST_BUCKET_TORCH_VERSION))
         raise UserError(
             "layout.first_bucket_mb",
             layout.first_bucket_mb,
             f"torch {installed} cannot size it",
-            f"use torch {needed}, or remove it",
+            f"use torch {required}, or remove it",
         )

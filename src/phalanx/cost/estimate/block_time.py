@@ -27,16 +27,20 @@ class BlockTime:
     """Of both passes, tensor, context and expert parallelism's exchanges, as far as they are seen."""
 
 
-def block_seconds(c: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
+def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
     """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
     tokens = jobs.tokens
-    attention = _attention(c, jobs, tokens)
-    dense = _block_time(c, jobs, tokens, attention, _mlp(c, jobs, tokens), np.zeros(1), extra=0)
-    routed = jobs.experts > 0
-    sent = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
-    shown = np.where(jobs.overlap_ep > 0, c.overlap_leak, 1.0)
-    exchange = np.where(routed, 2 * all_to_all_seconds(c, jobs, sent) * shown, 0.0)
-    return dense, _block_time(c, jobs, tokens, attention, _experts(c, jobs, tokens), exchange, extra=20)
+    attention = _attention(constants, jobs, tokens)
+    dense = _block_time(
+        constants, jobs, tokens, attention, _mlp(constants, jobs, tokens), np.zeros(1), extra_operations=0
+    )
+    has_experts = jobs.experts > 0
+    sent_bytes = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
+    exposed_fraction = np.where(jobs.overlap_ep > 0, constants.overlap_leak, 1.0)
+    exchange = np.where(has_experts, 2 * all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
+    return dense, _block_time(
+        constants, jobs, tokens, attention, _experts(constants, jobs, tokens), exchange, extra_operations=20
+    )
 
 
 @dataclass(frozen=True)
@@ -50,95 +54,137 @@ class _LayerTimes:
     core: tuple[Column, Column] = (np.zeros(1), np.zeros(1))
 
 
-def _attention(c: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
-    D, inner = jobs.width, jobs.heads * jobs.value_dim / jobs.tp
-    into = linear_seconds(c, jobs, tokens, np.maximum(jobs.attention_parameters / D / jobs.tp - inner, 64), D)
-    out = linear_seconds(c, jobs, tokens, D, inner)
-    forward, inputs, weights = (a + b for a, b in zip(into, out, strict=True))
-    separate_norms = (jobs.mlp_matrices > 2) & (jobs.fused_elementwise == 0) & (jobs.compiled == 0)
-    parted = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    compiled = _compiled(c, jobs)
-    wide = (c.width_passes * compiled + np.where(separate_norms, c.norm_passes, 0.0)) / parted
-    passes = memory_pass_seconds(
-        c, jobs, jobs.compute_dtype_bytes * tokens * D * (wide + c.shared_passes * compiled / jobs.tp)
+def _attention(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+    D, inner_width = jobs.width, jobs.heads * jobs.value_dim / jobs.tp
+    input_projection = linear_seconds(
+        constants, jobs, tokens, np.maximum(jobs.attention_parameters / D / jobs.tp - inner_width, 64), D
     )
-    return _LayerTimes(forward, inputs, weights, passes, attention_seconds(c, jobs))
+    output_projection = linear_seconds(constants, jobs, tokens, D, inner_width)
+    forward, inputs, weights = (a + b for a, b in zip(input_projection, output_projection, strict=True))
+    separate_norms = (jobs.mlp_matrices > 2) & (jobs.fused_elementwise == 0) & (jobs.compiled == 0)
+    sequence_shards = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    compile_factor = _compiled(constants, jobs)
+    width_passes = (
+        constants.width_passes * compile_factor + np.where(separate_norms, constants.norm_passes, 0.0)
+    ) / sequence_shards
+    pass_seconds = memory_pass_seconds(
+        constants,
+        jobs,
+        jobs.compute_dtype_bytes * tokens * D * (width_passes + constants.shared_passes * compile_factor / jobs.tp),
+    )
+    return _LayerTimes(forward, inputs, weights, pass_seconds, attention_seconds(constants, jobs))
 
 
-def _compiled(c: TimeConstants, jobs: JobTable) -> Column:
+def _compiled(constants: TimeConstants, jobs: JobTable) -> Column:
     """Of the passes over memory, the part that torch.compile leaves."""
-    left: Column = np.where(jobs.compiled > 0, c.compiled, 1.0)
-    return left
+    fraction: Column = np.where(jobs.compiled > 0, constants.compiled, 1.0)
+    return fraction
 
 
-def _mlp(c: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
-    up = linear_seconds(c, jobs, tokens, jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, jobs.width)
-    down = linear_seconds(c, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
-    compiled = _compiled(c, jobs)
-    inner = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * c.inner_passes * compiled
+def _mlp(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+    up = linear_seconds(constants, jobs, tokens, jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, jobs.width)
+    down = linear_seconds(constants, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
+    compile_factor = _compiled(constants, jobs)
+    inner_passes = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * constants.inner_passes * compile_factor
     forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
     return _LayerTimes(
-        forward, inputs, weights, memory_pass_seconds(c, jobs, jobs.compute_dtype_bytes * tokens * inner)
+        forward, inputs, weights, memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * tokens * inner_passes)
     )
 
 
-def _experts(c: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+def _experts(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
     """Whole experts; tensor-parallel ranks share the tokens that go to them."""
-    count, D = np.maximum(jobs.experts, 1), jobs.width
-    here, ffn, shared = count / jobs.ep, np.maximum(jobs.expert_ffn, 1), np.maximum(jobs.shared_ffn, 1) / jobs.tp
-    copies = tokens * jobs.top_k / jobs.tp
-    each = copies * jobs.ep / count
-    up, down = linear_seconds(c, jobs, each, 2 * ffn, D, here), linear_seconds(c, jobs, each, D, ffn, here)
-    also_up, also_down = linear_seconds(c, jobs, tokens, 2 * shared, D), linear_seconds(c, jobs, tokens, D, shared)
-    routed, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
-    forward, inputs, weights = (
-        np.where(routed, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
-        for a, b, p, q in zip(up, down, also_up, also_down, strict=True)
+    num_experts, D = np.maximum(jobs.experts, 1), jobs.width
+    local_experts, ffn, shared_ffn = (
+        num_experts / jobs.ep,
+        np.maximum(jobs.expert_ffn, 1),
+        np.maximum(jobs.shared_ffn, 1) / jobs.tp,
     )
-    compiled = _compiled(c, jobs)
-    inner = 2 * (copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp) * c.inner_passes * compiled
-    passes = memory_pass_seconds(c, jobs, jobs.compute_dtype_bytes * (inner + copies * D * c.route_passes))
-    return _LayerTimes(forward, inputs, weights, passes)
+    token_copies = tokens * jobs.top_k / jobs.tp
+    tokens_per_expert = token_copies * jobs.ep / num_experts
+    up, down = (
+        linear_seconds(constants, jobs, tokens_per_expert, 2 * ffn, D, local_experts),
+        linear_seconds(constants, jobs, tokens_per_expert, D, ffn, local_experts),
+    )
+    shared_up, shared_down = (
+        linear_seconds(constants, jobs, tokens, 2 * shared_ffn, D),
+        linear_seconds(constants, jobs, tokens, D, shared_ffn),
+    )
+    has_experts, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
+    forward, inputs, weights = (
+        np.where(has_experts, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
+        for a, b, p, q in zip(up, down, shared_up, shared_down, strict=True)
+    )
+    compile_factor = _compiled(constants, jobs)
+    inner_passes = (
+        2
+        * (token_copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp)
+        * constants.inner_passes
+        * compile_factor
+    )
+    pass_seconds = memory_pass_seconds(
+        constants, jobs, jobs.compute_dtype_bytes * (inner_passes + token_copies * D * constants.route_passes)
+    )
+    return _LayerTimes(forward, inputs, weights, pass_seconds)
 
 
 def _block_time(
-    c: TimeConstants,
+    constants: TimeConstants,
     jobs: JobTable,
     tokens: Column,
     attention: _LayerTimes,
-    rest: _LayerTimes,
-    sent: Column,
-    extra: int,
+    mlp: _LayerTimes,
+    exchange_seconds: Column,
+    extra_operations: int,
 ) -> BlockTime:
-    core, core_back = attention.core
-    operations = c.operations * np.where(jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0))
+    core, core_backward = attention.core
+    operations = constants.operations * np.where(
+        jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0)
+    )
     operations = operations + 4 * (jobs.tp > 1)
-    gaps = operations * c.gap_seconds / 2
-    passes, weights = attention.passes + rest.passes, attention.weights + rest.weights
-    forward = attention.forward + rest.forward + core + passes + gaps
-    backward = attention.inputs + rest.inputs + weights + core_back + passes * c.backward_passes + 2 * gaps
+    gap_seconds = operations * constants.gap_seconds / 2
+    pass_seconds, weights = attention.passes + mlp.passes, attention.weights + mlp.weights
+    forward = attention.forward + mlp.forward + core + pass_seconds + gap_seconds
+    backward = (
+        attention.inputs
+        + mlp.inputs
+        + weights
+        + core_backward
+        + pass_seconds * constants.backward_passes
+        + 2 * gap_seconds
+    )
 
-    ring, ring_back = _context_parallel(c, jobs, tokens, core)
-    between = _tensor_parallel(c, jobs, tokens)
-    hidden = np.where(
+    cp_forward, cp_backward = _context_parallel(constants, jobs, tokens, core)
+    tp_seconds = _tensor_parallel(constants, jobs, tokens)
+    hidden_seconds = np.where(
         (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
-        (1 - c.overlap_leak) * np.minimum(between, weights),
+        (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
         0.0,
     )
-    ahead, back = between + sent + ring, between - hidden + sent + ring_back
+    forward_exchange, backward_exchange = (
+        tp_seconds + exchange_seconds + cp_forward,
+        tp_seconds - hidden_seconds + exchange_seconds + cp_backward,
+    )
 
-    flash = jobs.attention >= AttentionKernel.FLASH_1
-    products = SELECTIVE_MATMUL_FRACTION * (attention.forward + rest.forward)
-    partly = np.where(jobs.zero_stage >= 3, products, 0.0) + passes
-    again = np.select(
+    is_flash = jobs.attention >= AttentionKernel.FLASH_1
+    recomputed_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
+    recomputed_operations = np.where(jobs.zero_stage >= 3, recomputed_products, 0.0) + pass_seconds
+    recompute_seconds = np.select(
         [jobs.recompute == kind for kind in RECOMPUTED],
-        [forward + ahead, np.where(flash, 0.0, core), partly, attention.forward + core],
+        [forward + forward_exchange, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
         0.0,
     )
-    host = (operations + extra) * c.launch_seconds * by_generation(jobs, 1.0, c.launch_1, c.launch_2)
-    both = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
+    host_seconds = (
+        (operations + extra_operations)
+        * constants.launch_seconds
+        * by_generation(jobs, 1.0, constants.launch_1, constants.launch_2)
+    )
+    host_backward_ratio = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
     return BlockTime(
-        smooth_max(forward + ahead, host), smooth_max(backward + back + again, host * both), weights, ahead + back
+        smooth_max(forward + forward_exchange, host_seconds),
+        smooth_max(backward + backward_exchange + recompute_seconds, host_seconds * host_backward_ratio),
+        weights,
+        forward_exchange + backward_exchange,
     )
 
 
@@ -147,21 +193,27 @@ def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
     return (device**sharpness + other**sharpness) ** (1 / sharpness)
 
 
-def _tensor_parallel(c: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
+def _tensor_parallel(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
     """Of one pass: an all-reduce after attention and one after the MLP, or with sequence parallelism an all-gather and
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
-    size = jobs.compute_dtype_bytes * tokens * jobs.width
-    one = ring_seconds(c, jobs, size, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel)
-    return jobs.tp_reductions_per_block * one * np.where(jobs.overlap_tp > 0, c.overlap_leak, 1.0)
+    size_bytes = jobs.compute_dtype_bytes * tokens * jobs.width
+    reduction_seconds = ring_seconds(
+        constants, jobs, size_bytes, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel
+    )
+    return jobs.tp_reductions_per_block * reduction_seconds * np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
 
 
-def _context_parallel(c: TimeConstants, jobs: JobTable, tokens: Column, core: Column) -> tuple[Column, Column]:
+def _context_parallel(constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column) -> tuple[Column, Column]:
     """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
     2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
     (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
-    keys = jobs.compute_dtype_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    queries = jobs.compute_dtype_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    hidden = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
-    ring = np.maximum(ring_seconds(c, jobs, keys * jobs.cp, jobs.cp, jobs.tp) - hidden, 0.0)
-    swap = ring_seconds(c, jobs, keys + queries, jobs.cp, jobs.tp, calls=2.0)
-    return np.where(jobs.ulysses > 0, swap, ring), np.where(jobs.ulysses > 0, swap, 2 * ring)
+    kv_bytes = jobs.compute_dtype_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    query_bytes = jobs.compute_dtype_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    hidden_seconds = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
+    ring_attention_seconds = np.maximum(
+        ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, jobs.tp) - hidden_seconds, 0.0
+    )
+    ulysses_seconds = ring_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, jobs.tp, calls=2.0)
+    return np.where(jobs.ulysses > 0, ulysses_seconds, ring_attention_seconds), np.where(
+        jobs.ulysses > 0, ulysses_seconds, 2 * ring_attention_seconds
+    )

@@ -10,18 +10,18 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.kinds import Column
 
 
-def fast_link_bandwidth(c: TimeConstants, jobs: JobTable) -> Column:
+def fast_link_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
     """Bytes per second of one device's fast links, as collectives reach them."""
-    return jobs.link_bytes_per_second * np.where(jobs.hardware_generation > 1, c.link_2, c.link)
+    return jobs.link_bytes_per_second * np.where(jobs.hardware_generation > 1, constants.link_2, constants.link)
 
 
-def network_bandwidth(c: TimeConstants, jobs: JobTable) -> Column:
+def network_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
     """Bytes per second of one device's share of the network, as collectives reach it."""
-    return jobs.network_bytes_per_second * c.network / jobs.oversubscription
+    return jobs.network_bytes_per_second * constants.network / jobs.oversubscription
 
 
 def ring_seconds(
-    c: TimeConstants,
+    constants: TimeConstants,
     jobs: JobTable,
     size_bytes: Column,
     ranks: Column,
@@ -36,24 +36,32 @@ def ring_seconds(
     its domain, the network cards of its members in a node serve it together. Every step of a ring waits for the one
     before it; all-reduces go by trees between nodes (NCCL, src/graph/tuning.cc).
     """
-    inside = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
-    nodes = ranks / inside
-    leaves = ranks * stride > jobs.fast_link_ranks_per_stage
-    speed = np.where(
-        leaves,
-        np.minimum(fast_link_bandwidth(c, jobs), inside * network_bandwidth(c, jobs)),
-        fast_link_bandwidth(c, jobs),
+    ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
+    num_domains = ranks / ranks_in_domain
+    leaves_domain = ranks * stride > jobs.fast_link_ranks_per_stage
+    bytes_per_second = np.where(
+        leaves_domain,
+        np.minimum(fast_link_bandwidth(constants, jobs), ranks_in_domain * network_bandwidth(constants, jobs)),
+        fast_link_bandwidth(constants, jobs),
     )
     if reduces:
-        steps = 2 * c.network_hop_seconds * np.log2(np.maximum(nodes, 1)) + c.hop_seconds * np.minimum(inside - 1, 7)
+        hops_seconds = 2 * constants.network_hop_seconds * np.log2(
+            np.maximum(num_domains, 1)
+        ) + constants.hop_seconds * np.minimum(ranks_in_domain - 1, 7)
     else:
-        steps = c.network_hop_seconds * (nodes - 1) + c.hop_seconds * (ranks - nodes) * 0.3
-    latency = np.where(leaves, c.network_seconds + steps, c.link_seconds + c.hop_seconds * (ranks - 1))
-    moved = (2 if reduces else 1) * (ranks - 1) / ranks * size_bytes / speed
-    return np.where(ranks > 1, moved + calls * latency, 0.0)
+        hops_seconds = (
+            constants.network_hop_seconds * (num_domains - 1) + constants.hop_seconds * (ranks - num_domains) * 0.3
+        )
+    latency_seconds = np.where(
+        leaves_domain,
+        constants.network_seconds + hops_seconds,
+        constants.link_seconds + constants.hop_seconds * (ranks - 1),
+    )
+    transfer_seconds = (2 if reduces else 1) * (ranks - 1) / ranks * size_bytes / bytes_per_second
+    return np.where(ranks > 1, transfer_seconds + calls * latency_seconds, 0.0)
 
 
-def all_to_all_seconds(c: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
+def all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds in which each expert-parallel rank sends `size_bytes` of tokens, evenly to all.
 
     Experts are not split: expert-parallel ranks lie beside one another, whatever tensor parallelism is. What leaves the
@@ -61,24 +69,26 @@ def all_to_all_seconds(c: TimeConstants, jobs: JobTable, size_bytes: Column) -> 
     experts are there: of n nodes, k experts drawn at random are on n (1 - (1 - 1/n)^k).
     """
     ranks = jobs.ep
-    inside = np.clip(jobs.fast_link_ranks_per_stage, 1, ranks)
-    nodes, top_k = ranks / inside, np.maximum(jobs.top_k, 1)
-    distinct = np.minimum(nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k, 1.0)
-    far = (
+    ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage, 1, ranks)
+    num_domains, top_k = ranks / ranks_in_domain, np.maximum(jobs.top_k, 1)
+    distinct_fraction = np.minimum(num_domains * (1 - (1 - 1 / num_domains) ** top_k) / top_k, 1.0)
+    network_seconds = (
         size_bytes
-        * (ranks - inside)
+        * (ranks - ranks_in_domain)
         / ranks
-        * np.where(jobs.dedup_node_dispatch > 0, distinct, 1.0)
-        / network_bandwidth(c, jobs)
+        * np.where(jobs.dedup_node_dispatch > 0, distinct_fraction, 1.0)
+        / network_bandwidth(constants, jobs)
     )
-    near = size_bytes * (inside - 1) / inside / fast_link_bandwidth(c, jobs)
-    latency = c.link_seconds + np.where(ranks > inside, c.network_seconds, 0.0)
-    return np.where(ranks > 1, latency + np.maximum(far, near), 0.0)
+    fast_link_seconds = size_bytes * (ranks_in_domain - 1) / ranks_in_domain / fast_link_bandwidth(constants, jobs)
+    latency_seconds = constants.link_seconds + np.where(ranks > ranks_in_domain, constants.network_seconds, 0.0)
+    return np.where(ranks > 1, latency_seconds + np.maximum(network_seconds, fast_link_seconds), 0.0)
 
 
-def p2p_seconds(c: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
+def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds of one message to the next stage, which is in another node unless all stages share a domain."""
-    apart = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
-    leaves = (apart * jobs.pp > jobs.fast_link_domain) & (2 * apart >= jobs.fast_link_domain)
-    near = c.link_seconds + size_bytes / fast_link_bandwidth(c, jobs)
-    return np.where(leaves, c.network_seconds + size_bytes / network_bandwidth(c, jobs), near)
+    stage_stride = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
+    leaves_domain = (stage_stride * jobs.pp > jobs.fast_link_domain) & (2 * stage_stride >= jobs.fast_link_domain)
+    fast_link_seconds = constants.link_seconds + size_bytes / fast_link_bandwidth(constants, jobs)
+    return np.where(
+        leaves_domain, constants.network_seconds + size_bytes / network_bandwidth(constants, jobs), fast_link_seconds
+    )

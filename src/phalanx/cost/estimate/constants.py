@@ -194,9 +194,9 @@ def memory_constants() -> MemoryConstants:
     return MemoryConstants(**_fitted()["memory"])
 
 
-def names(kind: type[TimeConstants] | type[MemoryConstants]) -> list[str]:
+def names(constants_class: type[TimeConstants] | type[MemoryConstants]) -> list[str]:
     """Of all constants of a kind."""
-    return [constant.name for constant in fields(kind)]
+    return [constant.name for constant in fields(constants_class)]
 
 
 def _fitted() -> dict[str, dict[str, float]]:

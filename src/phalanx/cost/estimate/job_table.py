@@ -181,19 +181,19 @@ class JobTable:
     @property
     def embedding_and_head_share_rank(self) -> NDArray[np.bool_]:
         """Whether one rank has both embedding and head: without a pipeline, and where it is a V."""
-        together: NDArray[np.bool_] = (self.pp == 1) | (self.schedule == ScheduleKind.ZB_V)
-        return together
+        shares_rank: NDArray[np.bool_] = (self.pp == 1) | (self.schedule == ScheduleKind.ZB_V)
+        return shares_rank
 
     @property
     def has_middle_stages(self) -> NDArray[np.bool_]:
         """Whether a pipeline has ranks with neither embedding nor head."""
-        between: NDArray[np.bool_] = self.pp > np.where(self.embedding_and_head_share_rank, 1, 2)
-        return between
+        has_middle: NDArray[np.bool_] = self.pp > np.where(self.embedding_and_head_share_rank, 1, 2)
+        return has_middle
 
-    def select(self, chosen: NDArray[np.int64] | NDArray[np.bool_]) -> JobTable:
+    def select(self, selection: NDArray[np.int64] | NDArray[np.bool_]) -> JobTable:
         """Some of them, by index or by mask."""
-        size = self.count
-        return JobTable(**{f.name: np.broadcast_to(getattr(self, f.name), size)[chosen] for f in fields(self)})
+        num_jobs = self.count
+        return JobTable(**{f.name: np.broadcast_to(getattr(self, f.name), num_jobs)[selection] for f in fields(self)})
 
 
 def job_table(rows: Sequence[Mapping[str, float]]) -> JobTable:

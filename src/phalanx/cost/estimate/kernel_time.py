@@ -18,13 +18,21 @@ def by_generation(jobs: JobTable, first: float, second: float, third: float) -> 
     return np.choose(jobs.hardware_generation.astype(np.int64), [first, second, third])
 
 
-def memory_pass_seconds(c: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
+def memory_pass_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds to read or write so many bytes of device memory."""
-    return size_bytes / (jobs.hbm_bytes_per_second * by_generation(jobs, c.hbm_0, c.hbm_1, c.hbm_2))
+    return size_bytes / (
+        jobs.hbm_bytes_per_second * by_generation(jobs, constants.hbm_0, constants.hbm_1, constants.hbm_2)
+    )
 
 
 def matmul_seconds(
-    c: TimeConstants, jobs: JobTable, m: Column, n: Column, k: Column, batch: Column | float = 1.0, linear: bool = True
+    constants: TimeConstants,
+    jobs: JobTable,
+    m: Column,
+    n: Column,
+    k: Column,
+    batch: Column | float = 1.0,
+    linear: bool = True,
 ) -> Column:
     """Seconds of `batch` products of [m, k] with [k, n]: waves of tiles over the multiprocessors, or the memory that
     they pass over, whichever takes longer (a roofline; tiles: NVIDIA, Matrix Multiplication Background, section 4).
@@ -32,41 +40,50 @@ def matmul_seconds(
     `linear` products run at the precision of training, attention's own always in 16 bits. The library takes the tile
     that is fastest; a last wave that is not full costs `c.tail` of a full one.
     """
-    eight_bits = jobs.low_precision * linear
-    sixteen = jobs.matmul_flops * by_generation(jobs, c.gemm_0, c.gemm_1, c.gemm_2)
-    speed = np.where(eight_bits > 0, jobs.low_matmul_flops * c.low_precision, sixteen)
-    tiled = jobs.num_sms > 0
-    units = np.where(tiled, jobs.num_sms, 1.0)
-    best: Column = np.asarray(np.inf)
-    for rows, columns, smaller in TILES:
-        waves = np.ceil(m / rows) * np.ceil(n / columns) * batch / units
-        started = np.maximum(waves, c.wave_tail)
+    is_8bit = jobs.low_precision * linear
+    flops_16bit = jobs.matmul_flops * by_generation(jobs, constants.gemm_0, constants.gemm_1, constants.gemm_2)
+    flops_per_second = np.where(is_8bit > 0, jobs.low_matmul_flops * constants.low_precision, flops_16bit)
+    is_tiled = jobs.num_sms > 0
+    num_units = np.where(is_tiled, jobs.num_sms, 1.0)
+    min_seconds: Column = np.asarray(np.inf)
+    for rows, columns, size_step in TILES:
+        waves = np.ceil(m / rows) * np.ceil(n / columns) * batch / num_units
+        started_waves = np.maximum(waves, constants.wave_tail)
         waves = np.where(
-            tiled, started + c.wave_tail * (np.ceil(waves) - started), m * n * batch / (rows * columns * units)
+            is_tiled,
+            started_waves + constants.wave_tail * (np.ceil(waves) - started_waves),
+            m * n * batch / (rows * columns * num_units),
         )
-        one_wave = 2 * rows * columns * (k + c.depth) * units / (speed * c.small_tile**smaller)
-        best = np.minimum(best, waves * one_wave)
-    moved = memory_pass_seconds(c, jobs, jobs.compute_dtype_bytes * (m * k + k * n + m * n) * batch)
-    return np.maximum(best, moved) + c.gap_seconds
+        wave_seconds = (
+            2
+            * rows
+            * columns
+            * (k + constants.depth)
+            * num_units
+            / (flops_per_second * constants.small_tile**size_step)
+        )
+        min_seconds = np.minimum(min_seconds, waves * wave_seconds)
+    memory_seconds = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * (m * k + k * n + m * n) * batch)
+    return np.maximum(min_seconds, memory_seconds) + constants.gap_seconds
 
 
 def linear_seconds(
-    c: TimeConstants, jobs: JobTable, m: Column, n: Column, k: Column, batch: Column | float = 1.0
+    constants: TimeConstants, jobs: JobTable, m: Column, n: Column, k: Column, batch: Column | float = 1.0
 ) -> tuple[Column, Column, Column]:
     """Seconds of a linear layer of [n, k] on m tokens: forward, gradient of its input, gradient of its weight.
 
     From the second micro-batch on, the gradient of the weight is added to what there is: read and written once more.
     """
-    later = 1 - 1 / jobs.micro_batches
-    added = later * memory_pass_seconds(c, jobs, 2 * jobs.gradient_bytes * n * k * batch)
+    later_fraction = 1 - 1 / jobs.micro_batches
+    accumulate_seconds = later_fraction * memory_pass_seconds(constants, jobs, 2 * jobs.gradient_bytes * n * k * batch)
     return (
-        matmul_seconds(c, jobs, m, n, k, batch),
-        matmul_seconds(c, jobs, m, k, n, batch),
-        matmul_seconds(c, jobs, k, n, m, batch) + added,
+        matmul_seconds(constants, jobs, m, n, k, batch),
+        matmul_seconds(constants, jobs, m, k, n, batch),
+        matmul_seconds(constants, jobs, k, n, m, batch) + accumulate_seconds,
     )
 
 
-def attention_seconds(c: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
+def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
     """Seconds of attention's core on a rank's heads and queries, forward and backward: without its projections.
 
     Flash kernels do half of the T x T pairs (causal) and 2.5 times the FLOPs in the backward pass (arXiv 2307.08691,
@@ -75,33 +92,42 @@ def attention_seconds(c: TimeConstants, jobs: JobTable) -> tuple[Column, Column]
     T, heads = jobs.sequence, jobs.heads / jobs.tp
     pairs = jobs.micro_batch * heads * T * T / jobs.cp
     flops = 2 * pairs * (jobs.head_dim + jobs.value_dim)
-    share = np.select(
+    peak_fraction = np.select(
         [
             jobs.attention == AttentionKernel.FLASH_1,
             jobs.hardware_generation == 0,
             jobs.hardware_generation == 2,
             jobs.attention == AttentionKernel.FLASH_3,
         ],
-        [c.flash_1, c.flash_2, c.flash_4, c.flash_3],
-        c.flash_2_later,
+        [constants.flash_1, constants.flash_2, constants.flash_4, constants.flash_3],
+        constants.flash_2_later,
     )
-    narrow = np.where(jobs.head_dim <= 64, 1.3, 1.0)
-    flash = flops / 2 * (1 + c.flash_start / T) / (share * jobs.peak_flops) * narrow + c.gap_seconds
+    narrow_head_factor = np.where(jobs.head_dim <= 64, 1.3, 1.0)
+    flash_seconds = (
+        flops / 2 * (1 + constants.flash_start / T) / (peak_fraction * jobs.peak_flops) * narrow_head_factor
+        + constants.gap_seconds
+    )
 
-    rows, aligned = T / jobs.cp, jobs.head_dim % 8 == 0
-    products = matmul_seconds(c, jobs, rows, T, jobs.head_dim, jobs.micro_batch * heads, linear=False)
-    products = products + matmul_seconds(c, jobs, rows, jobs.value_dim, T, jobs.micro_batch * heads, linear=False)
-    products = np.where(aligned, products, products / c.misaligned)
-    separate = np.where(
+    rows, is_aligned = T / jobs.cp, jobs.head_dim % 8 == 0
+    product_seconds = matmul_seconds(constants, jobs, rows, T, jobs.head_dim, jobs.micro_batch * heads, linear=False)
+    product_seconds = product_seconds + matmul_seconds(
+        constants, jobs, rows, jobs.value_dim, T, jobs.micro_batch * heads, linear=False
+    )
+    product_seconds = np.where(is_aligned, product_seconds, product_seconds / constants.misaligned)
+    separate_factor = np.where(
         (jobs.attention == AttentionKernel.SEPARATE) | (jobs.attention == AttentionKernel.RING_PLAIN),
-        c.score_separate,
+        constants.score_separate,
         1.0,
     )
-    scores = memory_pass_seconds(c, jobs, jobs.compute_dtype_bytes * pairs * c.score_passes * separate)
+    score_seconds = memory_pass_seconds(
+        constants, jobs, jobs.compute_dtype_bytes * pairs * constants.score_passes * separate_factor
+    )
 
-    written = products + scores
-    written_back = 2 * products + scores * c.score_backward
+    unfused_forward = product_seconds + score_seconds
+    unfused_backward = 2 * product_seconds + score_seconds * constants.score_backward
     is_flash, is_ring = jobs.attention >= AttentionKernel.FLASH_1, jobs.attention == AttentionKernel.RING_PLAIN
-    forward = np.where(is_ring, written / 2, np.where(is_flash, flash, written))
-    flash_back = np.where(is_ring, (written + written_back) / 2, 2.5 * c.flash_backward * flash)
-    return forward, np.where(is_flash, flash_back, written_back)
+    forward = np.where(is_ring, unfused_forward / 2, np.where(is_flash, flash_seconds, unfused_forward))
+    flash_backward = np.where(
+        is_ring, (unfused_forward + unfused_backward) / 2, 2.5 * constants.flash_backward * flash_seconds
+    )
+    return forward, np.where(is_flash, flash_backward, unfused_backward)

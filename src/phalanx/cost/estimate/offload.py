@@ -27,23 +27,23 @@ HOST = 0.8
 
 def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
     """Bytes per parameter of parameters, gradients and optimizer state that stay on the device."""
-    away = jobs.offload > 0
-    kept: tuple[Column, Column, Column] = (
-        np.where(away & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
-        np.where(away & (jobs.zero_stage >= 2), 0.0, jobs.gradient_bytes),
-        np.where(away, 0.0, jobs.state_bytes),
+    is_offloaded = jobs.offload > 0
+    resident: tuple[Column, Column, Column] = (
+        np.where(is_offloaded & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
+        np.where(is_offloaded & (jobs.zero_stage >= 2), 0.0, jobs.gradient_bytes),
+        np.where(is_offloaded, 0.0, jobs.state_bytes),
     )
-    return kept
+    return resident
 
 
 def host_bytes(jobs: JobTable) -> Column:
     """Bytes of CPU memory for each parameter of which a rank trains its share. Of ZeRO-3 only optimizer state is in
     files, of the others all."""
     gradients = np.where(jobs.zero_stage >= 2, jobs.gradient_bytes, 0.0)
-    beside_files = np.where(jobs.zero_stage >= 3, gradients + master_weight_bytes(jobs.compute_dtype_bytes), 0.0)
-    kinds = [jobs.offload == OffloadTarget.CPU, jobs.offload == OffloadTarget.FILES]
-    held: Column = np.select(kinds, [gradients + _trained_state_bytes(jobs), beside_files], 0.0)
-    return held
+    bytes_with_files = np.where(jobs.zero_stage >= 3, gradients + master_weight_bytes(jobs.compute_dtype_bytes), 0.0)
+    targets = [jobs.offload == OffloadTarget.CPU, jobs.offload == OffloadTarget.FILES]
+    bytes_per_parameter: Column = np.select(targets, [gradients + _trained_state_bytes(jobs), bytes_with_files], 0.0)
+    return bytes_per_parameter
 
 
 def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
@@ -51,25 +51,29 @@ def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
     return np.where((jobs.offload > 0) & (jobs.zero_stage >= 3), parameters * jobs.parameter_bytes / _pinned(jobs), 0.0)
 
 
-def offload_seconds(c: TimeConstants, jobs: JobTable, owned: Column) -> Column:
+def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> Column:
     """Seconds of a step in which a rank only moves or steps the `owned` parameters that rest elsewhere.
 
     Files are read ahead and written behind (`parallel.offload`): of disk and CPU, the slower one counts. No CPU is
     taken to be faster than the device: to offload what would fit never pays.
     """
     host = HOST * jobs.host_bytes_per_second
-    step = np.maximum(_host_passes(jobs) / host, memory_pass_seconds(c, jobs, _host_passes(jobs)))
-    disk = np.where(jobs.offload == OffloadTarget.FILES, _disk_bytes(jobs) / jobs.disk_bytes_per_second, 0.0)
-    return np.where(jobs.offload > 0, owned * (_copies_seconds(jobs) + np.maximum(step, disk)), 0.0)
+    step_seconds = np.maximum(_host_passes(jobs) / host, memory_pass_seconds(constants, jobs, _host_passes(jobs)))
+    disk_seconds = np.where(jobs.offload == OffloadTarget.FILES, _disk_bytes(jobs) / jobs.disk_bytes_per_second, 0.0)
+    return np.where(jobs.offload > 0, owned * (_copies_seconds(jobs) + np.maximum(step_seconds, disk_seconds)), 0.0)
 
 
 def _copies_seconds(jobs: JobTable) -> Column:
     """Per parameter: gradients down, of ZeRO-2 and 3 at every micro-batch (the first into pinned memory, which ZeRO-3
     does not wait for), and what the rows have become up."""
     pinned, staged = _pinned(jobs), np.minimum(_pinned(jobs), STAGED_BYTES_PER_SECOND)
-    later = (jobs.micro_batches - 1) / staged
-    down = np.select([jobs.zero_stage >= 3, jobs.zero_stage >= 2], [later, later + 1 / pinned], 1 / staged)
-    copies: Column = jobs.gradient_bytes * down + np.where(jobs.zero_stage >= 3, 0.0, jobs.parameter_bytes / staged)
+    later_seconds = (jobs.micro_batches - 1) / staged
+    seconds_per_gradient_byte = np.select(
+        [jobs.zero_stage >= 3, jobs.zero_stage >= 2], [later_seconds, later_seconds + 1 / pinned], 1 / staged
+    )
+    copies: Column = jobs.gradient_bytes * seconds_per_gradient_byte + np.where(
+        jobs.zero_stage >= 3, 0.0, jobs.parameter_bytes / staged
+    )
     return copies
 
 
@@ -77,11 +81,19 @@ def _host_passes(jobs: JobTable) -> Column:
     """Bytes of CPU memory read and written per parameter in a step: gradients added to those before, their norm, their
     scaling and casting; the step itself, which reads and writes rows and state and reads the gradients (PyTorch's
     fused); and rows cast for the model."""
-    g, row, sharded = jobs.gradient_bytes, master_weight_bytes(jobs.compute_dtype_bytes), jobs.zero_stage >= 3
-    added = np.where(jobs.zero_stage >= 2, 3 * g * (jobs.micro_batches - 1), 0.0)
-    prepared = np.select([sharded, jobs.zero_stage >= 2], [3 * g, 4 * g + row], g + row)
-    cast = np.where(sharded, 0.0, row + jobs.parameter_bytes)
-    passes: Column = added + prepared + 2 * _trained_state_bytes(jobs) + row + cast
+    gradient_bytes, row_bytes, is_zero3 = (
+        jobs.gradient_bytes,
+        master_weight_bytes(jobs.compute_dtype_bytes),
+        jobs.zero_stage >= 3,
+    )
+    accumulated = np.where(jobs.zero_stage >= 2, 3 * gradient_bytes * (jobs.micro_batches - 1), 0.0)
+    prepared = np.select(
+        [is_zero3, jobs.zero_stage >= 2],
+        [3 * gradient_bytes, 4 * gradient_bytes + row_bytes],
+        gradient_bytes + row_bytes,
+    )
+    cast_bytes = np.where(is_zero3, 0.0, row_bytes + jobs.parameter_bytes)
+    passes: Column = accumulated + prepared + 2 * _trained_state_bytes(jobs) + row_bytes + cast_bytes
     return passes
 
 
@@ -90,16 +102,16 @@ def _disk_bytes(jobs: JobTable) -> Column:
     more to be gathered; of ZeRO-2 also gradients, read and written at every micro-batch (as measured:
     docs/benchmarks/offload.md). Of ZeRO-3 the optimizer's state."""
     gradients = np.where(jobs.zero_stage >= 2, 2 * jobs.gradient_bytes * jobs.micro_batches, 0.0)
-    rows = 2 * _trained_state_bytes(jobs) + master_weight_bytes(jobs.compute_dtype_bytes) + gradients
-    return np.where(jobs.zero_stage >= 3, 2 * jobs.state_bytes, rows)
+    row_bytes = 2 * _trained_state_bytes(jobs) + master_weight_bytes(jobs.compute_dtype_bytes) + gradients
+    return np.where(jobs.zero_stage >= 3, 2 * jobs.state_bytes, row_bytes)
 
 
 def _trained_state_bytes(jobs: JobTable) -> Column:
     """Bytes of rows and optimizer state per parameter. Without offload the rows are the model's own, unless that
     computes in fewer bytes."""
-    row = master_weight_bytes(jobs.compute_dtype_bytes)
-    apart = (jobs.zero_stage < 3) & (jobs.parameter_bytes < row)
-    return jobs.state_bytes + np.where(apart, 0.0, row)
+    row_bytes = master_weight_bytes(jobs.compute_dtype_bytes)
+    has_rows_in_state = (jobs.zero_stage < 3) & (jobs.parameter_bytes < row_bytes)
+    return jobs.state_bytes + np.where(has_rows_in_state, 0.0, row_bytes)
 
 
 def _pinned(jobs: JobTable) -> Column:

@@ -93,8 +93,8 @@ class ActivationBytes:
 
     def within_blocks(self, done: float = 0.0) -> int:
         """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
-        again = self.recomputed + done * (self.recomputed_first - self.recomputed)
-        return round(max((1 - done) * self._in_blocks, again)) + self.mlp_gradients
+        recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
+        return round(max((1 - done) * self._in_blocks, recomputed)) + self.mlp_gradients
 
     def between_blocks(self, done: float) -> int:
         """Between two blocks of the backward pass, when the one is done with and the next not begun."""
@@ -121,14 +121,17 @@ class StageBlocks:
 
 def pipeline_stages(layers: Sequence[range], schedule: Schedule) -> list[StageBlocks]:
     """Of a pipeline with these layers in each."""
-    last = len(layers) - 1
-    return [StageBlocks(mine, index == 0, index == last, schedule.splits_backward) for index, mine in enumerate(layers)]
+    last_index = len(layers) - 1
+    return [
+        StageBlocks(stage_layers, index == 0, index == last_index, schedule.splits_backward)
+        for index, stage_layers in enumerate(layers)
+    ]
 
 
 def activation_bytes(
     spec: ModelSpec,
     batch: int,
-    sequence: int,
+    seq_len: int,
     precision: Precision,
     layout: Layout | None = None,
     autocast: bool = False,
@@ -150,96 +153,101 @@ def activation_bytes(
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
     layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
-    run = ForwardShape(batch, sequence, precision, layout, autocast and precision == "bf16", masked)
-    stream = _stream_bytes(spec, run)
-    inputs = Counter(inputs=saved_by_inputs(spec, run, stage.first)) + _saved_at_stage_boundaries(spec, run, stage)
-    kept, alive = _saved_by_blocks(spec, run, stage.layers, inputs)
-    halves = _deferred_weight_grads(spec, run, stage) if stage.splits_backward else []
+    shape = ForwardShape(batch, seq_len, precision, layout, autocast and precision == "bf16", masked)
+    stream_bytes = _stream_bytes(spec, shape)
+    inputs = Counter(inputs=saved_by_inputs(spec, shape, stage.first)) + _saved_at_stage_boundaries(spec, shape, stage)
+    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs)
+    deferred = _deferred_weight_grads(spec, shape, stage) if stage.splits_backward else []
     # What later layers, and the head, have put off.
-    alive = [size + sum(halves[index + 1 :]) for index, size in enumerate(alive)]
-    flowing, loss_gradients = mlp_backward_bytes(spec, stage.layers[-1], run, stage.splits_backward), 0
+    recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
+    mlp_gradients, loss_gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, stage.splits_backward), 0
     if stage.last:
-        kept += Counter(norms=saved_by_norm(spec, run)) + saved_by_head(spec, run)
-        flowing += stream  # elsewhere the stream's gradient is a message
-        loss_gradients = _loss_gradient_bytes(spec, run)
+        saved += Counter(norms=saved_by_norm(spec, shape)) + saved_by_head(spec, shape)
+        mlp_gradients += stream_bytes  # elsewhere the stream's gradient is a message
+        loss_gradients = _loss_gradient_bytes(spec, shape)
     return ActivationBytes(
-        **kept,
+        **saved,
         loss_gradients=loss_gradients,
-        mlp_gradients=flowing,
-        residual_gradient=stream,
-        recomputed=max(alive, default=0),
-        recomputed_first=alive[0] if alive else 0,
-        deferred_weight_grads=sum(halves),
+        mlp_gradients=mlp_gradients,
+        residual_gradient=stream_bytes,
+        recomputed=max(recompute_peaks, default=0),
+        recomputed_first=recompute_peaks[0] if recompute_peaks else 0,
+        deferred_weight_grads=sum(deferred),
     )
 
 
-def _stream_bytes(spec: ModelSpec, run: ForwardShape) -> int:
+def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the residual stream on this rank."""
-    return run.residual_tokens * spec.hidden_size * run.residual_bytes
+    return shape.residual_tokens * spec.hidden_size * shape.residual_bytes
 
 
-def _norm_saves_stream(spec: ModelSpec, run: ForwardShape) -> bool:
+def _norm_saves_stream(spec: ModelSpec, shape: ForwardShape) -> bool:
     """Return whether a norm saves the residual stream itself; otherwise it saves an fp32 copy."""
-    return spec.norm == "layernorm" or run.residual_bytes == run.high_precision_bytes
+    return spec.norm == "layernorm" or shape.residual_bytes == shape.high_precision_bytes
 
 
-def _saved_at_stage_boundaries(spec: ModelSpec, run: ForwardShape, stage: StageBlocks) -> Counter[str]:
+def _saved_at_stage_boundaries(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
     """Return the input and output of a pipeline stage, where no block saves them."""
-    stream = _stream_bytes(spec, run)
-    kept: Counter[str] = Counter()
-    if not stage.first and not _norm_saves_stream(spec, run) and run.layout.activation_checkpointing != "full":
-        kept += Counter(tp_boundaries=stream)
+    stream_bytes = _stream_bytes(spec, shape)
+    saved: Counter[str] = Counter()
+    if not stage.first and not _norm_saves_stream(spec, shape) and shape.layout.activation_checkpointing != "full":
+        saved += Counter(tp_boundaries=stream_bytes)
     if not stage.last:
-        kept += Counter(tp_boundaries=stream)
-    return kept
+        saved += Counter(tp_boundaries=stream_bytes)
+    return saved
 
 
 def _saved_by_blocks(
-    spec: ModelSpec, run: ForwardShape, layers: range, inputs: Counter[str]
+    spec: ModelSpec, shape: ForwardShape, layers: range, inputs: Counter[str]
 ) -> tuple[Counter[str], list[int]]:
     """Return `inputs` with the tensors saved by all blocks, and per block the bytes alive while it is recomputed.
 
     The list is empty without activation checkpointing.
     """
-    kept, alive = inputs.copy(), list[int]()
-    stream = _stream_bytes(spec, run)
-    again = Counter(checkpoints=stream)
-    normed = Counter(norms=saved_by_norm(spec, run))
-    attended = saved_by_attention(spec, run)
+    saved, recompute_peaks = inputs.copy(), list[int]()
+    stream_bytes = _stream_bytes(spec, shape)
+    checkpoint = Counter(checkpoints=stream_bytes)
+    norm_saved = Counter(norms=saved_by_norm(spec, shape))
+    attention_saved = saved_by_attention(spec, shape)
     for layer in layers:
-        mixed = (
-            saved_by_experts(spec, spec.moe, run) if spec.moe and spec.is_moe_layer(layer) else saved_by_mlp(spec, run)
+        mlp_saved = (
+            saved_by_experts(spec, spec.moe, shape)
+            if spec.moe and spec.is_moe_layer(layer)
+            else saved_by_mlp(spec, shape)
         )
-        if run.layout.activation_checkpointing == "full":
-            kept += again
+        if shape.layout.activation_checkpointing == "full":
+            saved += checkpoint
             # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
-            there = stream if _norm_saves_stream(spec, run) else 0
-            alive.append((kept + normed + attended + normed + mixed).total() - there)
-        elif run.layout.activation_checkpointing == "selective":
-            kept += normed + again
+            already_saved = stream_bytes if _norm_saves_stream(spec, shape) else 0
+            recompute_peaks.append(
+                (saved + norm_saved + attention_saved + norm_saved + mlp_saved).total() - already_saved
+            )
+        elif shape.layout.activation_checkpointing == "selective":
+            saved += norm_saved + checkpoint
             # Likewise the projections their input, unless autocast makes copies of it.
-            alive.append((kept + attended).total() - (0 if run.autocast else stream))
-            kept += normed + mixed
+            recompute_peaks.append((saved + attention_saved).total() - (0 if shape.autocast else stream_bytes))
+            saved += norm_saved + mlp_saved
         else:
-            kept += normed + attended + normed + mixed
-    return kept, alive
+            saved += norm_saved + attention_saved + norm_saved + mlp_saved
+    return saved, recompute_peaks
 
 
-def _deferred_weight_grads(spec: ModelSpec, run: ForwardShape, stage: StageBlocks) -> list[int]:
+def _deferred_weight_grads(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> list[int]:
     """Return the bytes saved between the halves of a split backward pass, per block and for the head."""
-    halves = [deferred_weight_grad_bytes(spec, layer, run) for layer in stage.layers]
-    return halves + ([deferred_head_grad_bytes(spec, run)] if stage.last else [])
+    deferred = [deferred_weight_grad_bytes(spec, layer, shape) for layer in stage.layers]
+    return deferred + ([deferred_head_grad_bytes(spec, shape)] if stage.last else [])
 
 
-def _loss_gradient_bytes(spec: ModelSpec, run: ForwardShape) -> int:
+def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the gradients of log-probabilities and logits at the start of the backward pass."""
     # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
-    each = (
-        2 * run.high_precision_bytes
-        if run.tp == 1
-        else run.high_precision_bytes + (run.compute_bytes if run.compute_bytes < run.high_precision_bytes else 0)
+    bytes_per_logit = (
+        2 * shape.high_precision_bytes
+        if shape.tp == 1
+        else shape.high_precision_bytes
+        + (shape.compute_bytes if shape.compute_bytes < shape.high_precision_bytes else 0)
     )
-    return run.tokens * run.largest_share(spec.vocab_size) * each
+    return shape.tokens * shape.largest_share(spec.vocab_size) * bytes_per_logit
 
 
 @dataclass(frozen=True)
@@ -253,36 +261,36 @@ class PeakInFlightBytes:
 
 
 def peak_in_flight_bytes(
-    schedule: Schedule, rank: int, kept: Sequence[ActivationBytes], inside: int
+    schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: int
 ) -> PeakInFlightBytes:
     """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
     pass's halves; and what is on its way `inside` blocks."""
-    mine = {stage: kept[stage] for stage in schedule.stages_of(rank)}
+    stage_activations = {stage: saved[stage] for stage in schedule.stages_of(rank)}
     sizes = {
         stage: (
-            of.total,
-            max(of.at_backward_start, of.within_blocks() + inside),
-            of.deferred_weight_grads,
-            of.within_blocks(1.0) + inside,
+            activations.total,
+            max(activations.at_backward_start, activations.within_blocks() + inside),
+            activations.deferred_weight_grads,
+            activations.within_blocks(1.0) + inside,
         )
-        for stage, of in mine.items()
+        for stage, activations in stage_activations.items()
     }
-    held, trained, most = 0, False, [0, 0]
+    live, has_gradients, peaks = 0, False, [0, 0]
     for stage, kind, _ in schedule.actions(rank):
-        total, peak, put_off, at_end = sizes[stage]
-        there = held + (total if kind == "F" else 0 if kind == "W" else peak - total)
+        total, peak, deferred, end_peak = sizes[stage]
+        current = live + (total if kind == "F" else 0 if kind == "W" else peak - total)
         if kind == "W":
-            trained = True
-        if there > most[trained]:
-            most[trained] = there
+            has_gradients = True
+        if current > peaks[has_gradients]:
+            peaks[has_gradients] = current
         if kind == "F":
-            held += total
+            live += total
         elif kind == "I":
-            held += put_off - total
+            live += deferred - total
         elif kind == "W":
-            held -= put_off
+            live -= deferred
         else:
-            held, trained = held - total, True
-            if held + at_end > most[True]:
-                most[True] = held + at_end
-    return PeakInFlightBytes(*most)
+            live, has_gradients = live - total, True
+            if live + end_peak > peaks[True]:
+                peaks[True] = live + end_peak
+    return PeakInFlightBytes(*peaks)

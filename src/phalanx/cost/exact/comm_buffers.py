@@ -144,7 +144,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
 
 
 def zero_buffers(
-    rank: RankTensors, layout: Layout, bytes_per_element: int, whole_gradients: bool, num_full_buffers: int
+    rank: RankTensors, layout: Layout, bytes_per_element: int, full_gradients: bool, num_full_buffers: int
 ) -> list[CommBufferPeak]:
     """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
@@ -156,7 +156,7 @@ def zero_buffers(
         ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
     next_bucket_elements = [
-        0 if whole_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
+        0 if full_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
     ]
     fractions = [size / sum(owned) for size in accumulate(owned)]
     # Alone a rank sends nothing, and copies nothing.

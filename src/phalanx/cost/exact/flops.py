@@ -40,35 +40,37 @@ class ForwardFlops:
 
 
 @lru_cache
-def forward_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> ForwardFlops:
+def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> ForwardFlops:
     """FLOPs of the forward pass on one token.
 
     2 per matrix-product parameter (Kaplan et al., arXiv 2001.08361, section 2.1), and attention's two products with the
     other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B). PaLM counts every pair of tokens; `causal`
     counts the lower triangle only, half of them.
     """
-    attention = sum(
-        num_elements(s) for name, s in parameter_shapes(spec).items() if ".attention." in name and len(s) > 1
+    attention_parameters = sum(
+        num_elements(shape)
+        for name, shape in parameter_shapes(spec).items()
+        if ".attention." in name and len(shape) > 1
     )
-    projections, head = 2.0 * attention, 2.0 * spec.vocab_size * spec.hidden_size
-    core = 4 * spec.num_layers * spec.num_heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
-    return ForwardFlops(projections, core, 2 * count_parameters(spec).matmul - projections - head, head)
+    projections, head = 2.0 * attention_parameters, 2.0 * spec.vocab_size * spec.hidden_size
+    core_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len * (0.5 if causal else 1.0)
+    return ForwardFlops(projections, core_flops, 2 * count_parameters(spec).matmul - projections - head, head)
 
 
-def forward_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
+def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """FLOPs of the forward pass on one token: a third of training's."""
-    parts = forward_flops(spec, sequence, causal)
-    return parts.blocks + parts.head
+    flops = forward_flops(spec, seq_len, causal)
+    return flops.blocks + flops.head
 
 
-def training_flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
+def training_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
     """FLOPs to train on one token: forward, and twice as many backward (Kaplan et al.), nothing computed twice."""
-    return 3 * forward_flops_per_token(spec, sequence, causal)
+    return 3 * forward_flops_per_token(spec, seq_len, causal)
 
 
 def recomputed_flops_per_token(
     spec: ModelSpec,
-    sequence: int,
+    seq_len: int,
     recompute: ActivationCheckpointing,
     *,
     flash: bool = True,
@@ -81,63 +83,74 @@ def recomputed_flops_per_token(
     only products, which trainers on FSDP do again (`sharded`). What kernels do again inside themselves, such as flash
     attention's scores, is nowhere counted.
     """
-    parts = forward_flops(spec, sequence, causal)
+    flops = forward_flops(spec, seq_len, causal)
     return {
         ActivationCheckpointing.NONE: 0.0,
-        ActivationCheckpointing.SELECTIVE: 0.0 if flash else parts.core,
-        ActivationCheckpointing.OPERATIONS: SELECTIVE_MATMUL_FRACTION * (parts.projections + parts.mlp)
+        ActivationCheckpointing.SELECTIVE: 0.0 if flash else flops.core,
+        ActivationCheckpointing.OPERATIONS: SELECTIVE_MATMUL_FRACTION * (flops.projections + flops.mlp)
         if sharded
         else 0.0,
-        ActivationCheckpointing.FULL: parts.blocks,
-        ActivationCheckpointing.ATTENTION: parts.projections + parts.core,
+        ActivationCheckpointing.FULL: flops.blocks,
+        ActivationCheckpointing.ATTENTION: flops.projections + flops.core,
     }[recompute]
 
 
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     """FLOPs of a rank's forward and backward passes in one update, of its shares of tensors and attention, with what it
     computes again; experts balanced."""
-    sizes, cut, spec, layout = parallel_dims(run.layout, world_size), plan_batch(run, world_size), run.model, run.layout
-    if rank < sizes.servers:
+    dims, batch_plan, spec, layout = (
+        parallel_dims(run.layout, world_size),
+        plan_batch(run, world_size),
+        run.model,
+        run.layout,
+    )
+    if rank < dims.servers:
         return 0.0
-    at = sizes.coordinates(rank)
-    each, more = divmod(cut.global_batch_size, cut.dp_size)
-    rows = each + (at["dp_replicate"] * sizes.dp_shard + at["dp_shard"] < more)
-    tokens = rows * run.training.seq_len / sizes.cp
-    held = rank_tensors(run, world_size, at["tp"])[at["pp"]]
-    layers = layers_per_rank(run)[at["pp"]] if sizes.pp > 1 else range(spec.num_layers)
-    products, of_attention = 0.0, 0.0
-    for name, shape in held.all.items():
+    coordinates = dims.coordinates(rank)
+    rows_per_rank, remainder = divmod(batch_plan.global_batch_size, batch_plan.dp_size)
+    rows = rows_per_rank + (coordinates["dp_replicate"] * dims.dp_shard + coordinates["dp_shard"] < remainder)
+    tokens = rows * run.training.seq_len / dims.cp
+    tensors = rank_tensors(run, world_size, coordinates["tp"])[coordinates["pp"]]
+    layers = layers_per_rank(run)[coordinates["pp"]] if dims.pp > 1 else range(spec.num_layers)
+    product_flops, attention_flops = 0.0, 0.0
+    for name, shape in tensors.all.items():
         if name.startswith("blocks.") and len(shape) > 1:
             flops = (
                 2
                 * tokens_through_parameter(name, run, tokens)
                 * num_elements(shape[1:] if ".experts." in name else shape)
             )
-            products, of_attention = products + flops, of_attention + flops * (".attention." in name)
+            product_flops, attention_flops = product_flops + flops, attention_flops + flops * (".attention." in name)
     causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
-    heads = -(-spec.num_heads // sizes.tp)
-    core = 4 * heads * spec.head_dim * run.training.seq_len * (0.5 if causal else 1.0) * tokens * len(layers)
-    again = {"none": 0.0, "selective": of_attention + core, "full": products + core}[layout.activation_checkpointing]
-    head = lm_head_shape(run, held, at["pp"])
-    return 3 * (products + core) + again + (6 * tokens * num_elements(head) if head else 0)
+    heads = -(-spec.num_heads // dims.tp)
+    core_flops = 4 * heads * spec.head_dim * run.training.seq_len * (0.5 if causal else 1.0) * tokens * len(layers)
+    recomputed_flops = {"none": 0.0, "selective": attention_flops + core_flops, "full": product_flops + core_flops}[
+        layout.activation_checkpointing
+    ]
+    head_shape = lm_head_shape(run, tensors, coordinates["pp"])
+    return (
+        3 * (product_flops + core_flops)
+        + recomputed_flops
+        + (6 * tokens * num_elements(head_shape) if head_shape else 0)
+    )
 
 
 def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
     """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given,
     balanced."""
     layout, moe = run.layout, run.model.moe
-    here = tokens / layout.tp if layout.sequence_parallel else tokens
+    local_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
     if moe is not None and ".experts." in name:
-        return (here if layout.ep > 1 else tokens) * moe.top_k * min(1.0, moe.capacity_factor or 1.0)
-    return here if ".router." in name else tokens
+        return (local_tokens if layout.ep > 1 else tokens) * moe.top_k * min(1.0, moe.capacity_factor or 1.0)
+    return local_tokens if ".router." in name else tokens
 
 
-def lm_head_shape(run: RunSpec, held: RankTensors, place: int) -> Shape | None:
+def lm_head_shape(run: RunSpec, tensors: RankTensors, pp_rank: int) -> Shape | None:
     """Of what the ranks at this place of the pipeline compute logits with, which may be the embedding; None where they
     do not."""
-    if run.layout.pp > 1 and representative_schedule(run.layout).end_ranks[1] != place:
+    if run.layout.pp > 1 and representative_schedule(run.layout).end_ranks[1] != pp_rank:
         return None
-    return held.tied_embedding_copy or held.dense.get("head.weight") or held.dense["embedding.weight"]
+    return tensors.tied_embedding_copy or tensors.dense.get("head.weight") or tensors.dense["embedding.weight"]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:

@@ -40,18 +40,18 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
     layout = run.layout
     if layout.pp == 1:
         return
-    cut = plan_batch(run, world_size)
+    batch_plan = plan_batch(run, world_size)
     layers_per_stage(run)
     try:
-        schedule = layout_schedule(layout, cut.gradient_accumulation_steps)
+        schedule = layout_schedule(layout, batch_plan.gradient_accumulation_steps)
     except UserError as error:
         if layout.schedule_file is not None:
             raise
-        problem = f"cannot run a step of {cut.gradient_accumulation_steps} micro-batches: that {error.problem}"
+        problem = f"cannot run a step of {batch_plan.gradient_accumulation_steps} micro-batches: that {error.problem}"
         fix = "change layout.micro_batch_size or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix) from None
     name = layout.schedule_file or layout.schedule
-    if name not in ANY_NUMBER and cut.global_batch_size % (cut.dp_size * cut.micro_batch_size):
+    if name not in ANY_NUMBER and batch_plan.global_batch_size % (batch_plan.dp_size * batch_plan.micro_batch_size):
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,

@@ -35,37 +35,37 @@ class PersistentMemory:
 
 
 def memory_peaks(
-    kept: PersistentMemory, activations: ActivationBytes, exchange: int, sent: list[CommBufferPeak]
+    persistent: PersistentMemory, activations: ActivationBytes, exchange: int, buffer_peaks: list[CommBufferPeak]
 ) -> Iterator[int]:
     """When the backward pass begins, at every moment of sending, when it ends, and at the update. `exchange` is what
     ranks that share a model have on its way inside blocks."""
-    begin = max(activations.at_backward_start, activations.within_blocks() + exchange)
-    yield kept.always + kept.before + begin + _gathered(sent)
-    for each in sent:
-        there = max(kept.before, round(each.backward_fraction * kept.gradients))
-        inside = activations.within_blocks(each.backward_fraction) + exchange
+    start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
+    yield persistent.always + persistent.before + start_bytes + _gathered(buffer_peaks)
+    for peak in buffer_peaks:
+        gradient_bytes = max(persistent.before, round(peak.backward_fraction * persistent.gradients))
+        inside_bytes = activations.within_blocks(peak.backward_fraction) + exchange
         yield (
-            kept.always
-            + there
-            + (activations.between_blocks(each.backward_fraction) if each.between else inside)
-            + each.bytes
+            persistent.always
+            + gradient_bytes
+            + (activations.between_blocks(peak.backward_fraction) if peak.between else inside_bytes)
+            + peak.bytes
         )
-    last = max(kept.before, kept.gradients)
-    yield kept.always + last + activations.within_blocks(1.0) + exchange
-    yield kept.always + last + kept.update
+    end_gradient_bytes = max(persistent.before, persistent.gradients)
+    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0) + exchange
+    yield persistent.always + end_gradient_bytes + persistent.update
 
 
 def pipeline_memory_peaks(
-    kept: PersistentMemory, passes: PeakInFlightBytes, links: int, sent: list[CommBufferPeak]
+    persistent: PersistentMemory, passes: PeakInFlightBytes, links: int, buffer_peaks: list[CommBufferPeak]
 ) -> Iterator[int]:
     """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end. `links` is what is
     on its way between stages."""
-    working = links + _gathered(sent)
-    yield kept.always + passes.forward_only + working
-    yield kept.always + kept.summed + passes.with_gradients + working
-    for each in sent:
-        yield kept.always + kept.summed + each.bytes
-    yield kept.always + kept.gradients + kept.update
+    working_bytes = links + _gathered(buffer_peaks)
+    yield persistent.always + passes.forward_only + working_bytes
+    yield persistent.always + persistent.summed + passes.with_gradients + working_bytes
+    for peak in buffer_peaks:
+        yield persistent.always + persistent.summed + peak.bytes
+    yield persistent.always + persistent.gradients + persistent.update
 
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
@@ -74,18 +74,18 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
     AdamW needs nothing."""
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
-    kept, owned = STATE_BYTES[run.training.precision], dict[str, int]()
+    state_bytes, owned_elements = STATE_BYTES[run.training.precision], dict[str, int]()
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         ranks = 1 if strategy == "ddp" else shards
-        owned |= {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
+        owned_elements |= {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
     if run.optimizer.name == "sgd":
-        return kept * sum(owned.values()) if run.optimizer.weight_decay else 0
+        return state_bytes * sum(owned_elements.values()) if run.optimizer.weight_decay else 0
     groups = Counter[Shape]()
     for name, shape in {**rank.dense, **rank.expert}.items():
-        groups[shape] += owned[name] if is_muon_parameter(name, shape) else 0
-    computed = 8 if run.training.precision == "fp64" else 2
-    return (kept + 5 * computed) * max(groups.values(), default=0)
+        groups[shape] += owned_elements[name] if is_muon_parameter(name, shape) else 0
+    compute_bytes = 8 if run.training.precision == "fp64" else 2
+    return (state_bytes + 5 * compute_bytes) * max(groups.values(), default=0)
 
 
-def _gathered(sent: list[CommBufferPeak]) -> int:
-    return max((each.bytes for each in sent if each.backward_fraction == 0), default=0)
+def _gathered(buffer_peaks: list[CommBufferPeak]) -> int:
+    return max((peak.bytes for peak in buffer_peaks if peak.backward_fraction == 0), default=0)

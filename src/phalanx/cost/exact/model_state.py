@@ -33,9 +33,9 @@ class StateBytes:
     def __mul__(self, count: int) -> StateBytes:
         return StateBytes(self.parameters * count, self.gradients * count, self.optimizer * count)
 
-    def __add__(self, more: StateBytes) -> StateBytes:
-        optimizer = self.optimizer + more.optimizer
-        return StateBytes(self.parameters + more.parameters, self.gradients + more.gradients, optimizer)
+    def __add__(self, other: StateBytes) -> StateBytes:
+        optimizer = self.optimizer + other.optimizer
+        return StateBytes(self.parameters + other.parameters, self.gradients + other.gradients, optimizer)
 
 
 PUBLISHED_MIXED_PRECISION_ADAM = StateBytes(parameters=2, gradients=2, optimizer=12)
@@ -49,16 +49,16 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
     Parameters, gradients and state are fp32 for bf16 and fp32 alike: the bf16 copies that the products read
     are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
     """
-    number = STATE_BYTES[precision]
-    return StateBytes(number, number, STATES[optimizer] * number)
+    bytes_per_element = STATE_BYTES[precision]
+    return StateBytes(bytes_per_element, bytes_per_element, STATES[optimizer] * bytes_per_element)
 
 
 def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:
     """Bytes of a model's whole state. With muon, AdamW trains what is not a matrix inside a block."""
     if optimizer != "muon":
         return state_bytes(optimizer, precision) * count.total
-    rest = count.total - count.block_matrices
-    return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * rest
+    adamw_parameters = count.total - count.block_matrices
+    return state_bytes("muon", precision) * count.block_matrices + state_bytes("adamw", precision) * adamw_parameters
 
 
 def checkpoint_bytes(run: RunSpec) -> int:
@@ -67,10 +67,10 @@ def checkpoint_bytes(run: RunSpec) -> int:
     return state.parameters + state.optimizer
 
 
-def checkpoint_space_needed_bytes(run: RunSpec, there: int) -> int:
+def checkpoint_space_needed_bytes(run: RunSpec, existing: int) -> int:
     """Bytes that the checkpoints of a run still need beside those that are there: the oldest goes when a new one has
     come."""
-    return max(1, run.checkpoint.keep + 1 - there) * checkpoint_bytes(run)
+    return max(1, run.checkpoint.keep + 1 - existing) * checkpoint_bytes(run)
 
 
 def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
@@ -80,7 +80,7 @@ def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
     return spec.name
 
 
-def sharded_state_bytes(strategy: Strategy, precision: Precision, whole: int, owned: int, states: int) -> StateBytes:
+def sharded_state_bytes(strategy: Strategy, precision: Precision, total: int, owned: int, states: int) -> StateBytes:
     """State that one rank keeps of a model of `whole` parameters, of which it owns `owned`, and keeps `states` numbers
     of optimizer state.
 
@@ -97,14 +97,14 @@ def sharded_state_bytes(strategy: Strategy, precision: Precision, whole: int, ow
     state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
     the model's own.
     """
-    computed, kept = COMPUTE_BYTES[precision], STATE_BYTES[precision]
-    trained_apart = kept * owned if precision == "bf16" else 0
+    compute_size, state_size = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    master_row_bytes = state_size * owned if precision == "bf16" else 0
     match strategy:
         case "zero1":
-            return StateBytes(computed * whole, computed * whole, trained_apart + kept * states)
+            return StateBytes(compute_size * total, compute_size * total, master_row_bytes + state_size * states)
         case "zero2":
-            return StateBytes(computed * whole, computed * owned, trained_apart + kept * states)
+            return StateBytes(compute_size * total, compute_size * owned, master_row_bytes + state_size * states)
         case "zero3" | "hsdp":
-            return StateBytes(kept * owned, kept * owned, kept * states)
+            return StateBytes(state_size * owned, state_size * owned, state_size * states)
         case "ddp" | "parameter_server":
-            return StateBytes(kept * whole, kept * whole, kept * states)
+            return StateBytes(state_size * total, state_size * total, state_size * states)

@@ -33,44 +33,44 @@ def layers_per_rank(run: RunSpec) -> list[list[int]]:
 
     Raises UserError if there are more stages than layers.
     """
-    found: list[list[int]] = [[] for _ in range(run.layout.pp)]
+    rank_layers: list[list[int]] = [[] for _ in range(run.layout.pp)]
     rank_of = representative_schedule(run.layout).rank_of
     for stage, layers in enumerate(layers_per_stage(run)):
-        found[rank_of[stage]] += layers
-    return found
+        rank_layers[rank_of[stage]] += layers
+    return rank_layers
 
 
 @lru_cache  # the planner asks for the same cuts many times
-def _counts(spec: ModelSpec, sequence: int, stages: int) -> tuple[int, ...]:
-    return tuple(balance_stages(layer_flops(spec, sequence), stages))
+def _counts(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
+    return tuple(balance_stages(layer_flops(spec, seq_len), stages))
 
 
 def contiguous_ranges(counts: Sequence[int]) -> list[range]:
     """The layers of every stage, from how many each has."""
-    return [range(begin, end) for begin, end in pairwise([0, *accumulate(counts)])]
+    return [range(start, end) for start, end in pairwise([0, *accumulate(counts)])]
 
 
 @lru_cache  # likewise
-def layer_flops(spec: ModelSpec, sequence: int, causal: bool = True) -> tuple[float, ...]:
+def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[float, ...]:
     """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
     `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
-    attention = 12 * spec.num_heads * spec.head_dim * sequence * (0.5 if causal else 1.0)
-    blocks = [attention] * spec.num_layers
+    attention_flops = 12 * spec.num_heads * spec.head_dim * seq_len * (0.5 if causal else 1.0)
+    blocks = [attention_flops] * spec.num_layers
     for name, shape in parameter_shapes(spec).items():
         owner, _, rest = name.partition(".")
         if owner == "blocks" and len(shape) >= 2:
             layer, _, tensor = rest.partition(".")
-            used = spec.moe.top_k / spec.moe.num_experts if spec.moe and ".experts." in f".{tensor}" else 1.0
-            blocks[int(layer)] += 6 * num_elements(shape) * used
+            active_fraction = spec.moe.top_k / spec.moe.num_experts if spec.moe and ".experts." in f".{tensor}" else 1.0
+            blocks[int(layer)] += 6 * num_elements(shape) * active_fraction
     return 2.0 * spec.hidden_size, *blocks, 6.0 * spec.vocab_size * spec.hidden_size
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
     """What each stage costs, of so many blocks: the first has the embedding, the last the head."""
-    found = [sum(costs[1 + layer] for layer in mine) for mine in contiguous_ranges(layers)]
-    found[0] += costs[0]
-    found[-1] += costs[-1]
-    return found
+    totals = [sum(costs[1 + layer] for layer in stage_layers) for stage_layers in contiguous_ranges(layers)]
+    totals[0] += costs[0]
+    totals[-1] += costs[-1]
+    return totals
 
 
 def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
@@ -88,38 +88,42 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
             f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched schedules), "
             "or a deeper model",
         )
-    first, *blocks, last = costs
-    blocks[0] += first
-    blocks[-1] += last
-    before = [0.0, *accumulate(blocks)]
-    limit = _least_limit(before, stages)
+    embedding_cost, *blocks, head_cost = costs
+    blocks[0] += embedding_cost
+    blocks[-1] += head_cost
+    prefix_costs = [0.0, *accumulate(blocks)]
+    limit = _least_limit(prefix_costs, stages)
     # reach[end]: the cut of the first `end` blocks into the stages so far whose squares add up to least, and its ends.
     reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for later in reversed(range(stages)):
-        following: dict[int, tuple[float, list[int]]] = {}
-        for begin, (so_far, ends) in reach.items():
-            for end in range(begin + 1, layers - later + 1):
-                cost = before[end] - before[begin]
+    for stages_left in reversed(range(stages)):
+        next_reach: dict[int, tuple[float, list[int]]] = {}
+        for start, (squares, ends) in reach.items():
+            for end in range(start + 1, layers - stages_left + 1):
+                cost = prefix_costs[end] - prefix_costs[start]
                 if cost > limit:
                     break
-                if so_far + cost**2 < following.get(end, (inf, []))[0]:
-                    following[end] = so_far + cost**2, [*ends, end]
-        reach = following
-    return [end - begin for begin, end in pairwise([0, *reach[layers][1]])]
+                if squares + cost**2 < next_reach.get(end, (inf, []))[0]:
+                    next_reach[end] = squares + cost**2, [*ends, end]
+        reach = next_reach
+    return [end - start for start, end in pairwise([0, *reach[layers][1]])]
 
 
-def _least_limit(before: Sequence[float], stages: int) -> float:
+def _least_limit(prefix_costs: Sequence[float], stages: int) -> float:
     """The least that the costliest of so many stages can cost, of blocks whose costs add up to `before` each; a little
     more, for sums that are rounded."""
-    last = len(before) - 1
+    num_blocks = len(prefix_costs) - 1
 
     def enough(limit: float) -> bool:
         """Whether no stage costs more, each having as many blocks as it can."""
         end = 0
         for _ in range(stages):
-            end = bisect_right(before, before[end] + limit) - 1
-        return end == last
+            end = bisect_right(prefix_costs, prefix_costs[end] + limit) - 1
+        return end == num_blocks
 
-    sums = {before[end] - before[begin] for begin in range(last) for end in range(begin + 1, last + 1)}
+    sums = {
+        prefix_costs[end] - prefix_costs[start]
+        for start in range(num_blocks)
+        for end in range(start + 1, num_blocks + 1)
+    }
     limits = sorted(size * (1 + 1e-12) for size in sums)
     return limits[bisect_left(limits, True, key=enough)]

@@ -94,12 +94,12 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     Raises UserError if the layout cannot run on so many ranks.
     """
     check_layout(run, world_size)
-    places = _stage_memories(run, world_size)
+    stage_memories = _stage_memories(run, world_size)
     if run.layout.data_parallel == "parameter_server":
-        return {"server": _largest_server(run, world_size), "worker": places[0]}
+        return {"server": _largest_server(run, world_size), "worker": stage_memories[0]}
     if run.layout.pp == 1:
-        return {"rank": places[0]}
-    return {f"pp{place}": held for place, held in enumerate(places)}
+        return {"rank": stage_memories[0]}
+    return {f"pp{pp_rank}": memory for pp_rank, memory in enumerate(stage_memories)}
 
 
 def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
@@ -113,84 +113,98 @@ def _state(run: RunSpec, rank: RankTensors) -> StateBytes:
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
-        whole, _ = _owned_counts(shapes, run, 1)
+        full_count, _ = _owned_counts(shapes, run, 1)
         owned, states = _owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
-        total += sharded_state_bytes(strategy, precision, whole, owned, 0 if strategy == "parameter_server" else states)
-    number = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
-    copied = 0 if rank.tied_embedding_copy is None else number * num_elements(rank.tied_embedding_copy)
-    return StateBytes(total.parameters + copied, total.gradients, total.optimizer)
+        total += sharded_state_bytes(
+            strategy, precision, full_count, owned, 0 if strategy == "parameter_server" else states
+        )
+    bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
+    copied_bytes = 0 if rank.tied_embedding_copy is None else bytes_per_element * num_elements(rank.tied_embedding_copy)
+    return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)
 
 
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
-    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
-    data, cut = (
-        sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
+    layout, dims = run.layout, parallel_dims(run.layout, world_size)
+    data_dims, batch_plan = (
+        dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
         plan_batch(run, world_size),
     )
-    strategy = effective_strategy(layout, data.dp_shard)
-    passes = _in_flight(run, cut, strategy) if layout.pp > 1 else []
-    exchange = activation_exchange_bytes(run, cut.micro_batch_size)
-    alike: dict[object, tuple[tuple[StateBytes, int, int], list[CommBufferPeak]]] = {}
-    found = []
-    for place, rank in enumerate(rank_tensors(run, world_size)):
-        kinds = rank.signature
-        if kinds not in alike:
-            alike[kinds] = (
+    strategy = effective_strategy(layout, data_dims.dp_shard)
+    in_flight_peaks = _in_flight(run, batch_plan, strategy) if layout.pp > 1 else []
+    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
+    cache: dict[object, tuple[tuple[StateBytes, int, int], list[CommBufferPeak]]] = {}
+    memories = []
+    for pp_rank, rank in enumerate(rank_tensors(run, world_size)):
+        signature = rank.signature
+        if signature not in cache:
+            cache[signature] = (
                 _resident_and_offloaded(run, rank, strategy),
-                comm_buffer_peaks(rank, run, strategy, data, cut.gradient_accumulation_steps),
+                comm_buffer_peaks(rank, run, strategy, data_dims, batch_plan.gradient_accumulation_steps),
             )
-        (state, offloaded, in_files), sent = alike[kinds]
-        kept = _persistent_memory(run, rank, strategy, state, cut.gradient_accumulation_steps, alone=data.dp_size == 1)
+        (state, offloaded, on_disk), buffer_peaks = cache[signature]
+        persistent = _persistent_memory(
+            run, rank, strategy, state, batch_plan.gradient_accumulation_steps, has_no_replicas=data_dims.dp_size == 1
+        )
         if layout.pp == 1:
-            activations = _activations(run, cut, strategy)
-            beside, most, at = exchange, activations.peak, memory_peaks(kept, activations, exchange, sent)
-        else:  # what is exchanged inside blocks is among what is in flight
-            beside, most = (
-                pipeline_buffer_bytes(run, cut.micro_batch_size, place),
-                max(passes[place].forward_only, passes[place].with_gradients),
+            activations = _activations(run, batch_plan, strategy)
+            comm_bytes, activation_peak, peaks = (
+                exchange,
+                activations.peak,
+                memory_peaks(persistent, activations, exchange, buffer_peaks),
             )
-            at = pipeline_memory_peaks(kept, passes[place], beside, sent)
-        parts = RankMemory(
+        else:  # what is exchanged inside blocks is among what is in flight
+            comm_bytes, activation_peak = (
+                pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank),
+                max(in_flight_peaks[pp_rank].forward_only, in_flight_peaks[pp_rank].with_gradients),
+            )
+            peaks = pipeline_memory_peaks(persistent, in_flight_peaks[pp_rank], comm_bytes, buffer_peaks)
+        memory = RankMemory(
             state.parameters,
             state.gradients,
             state.optimizer,
-            most,
-            beside + max((each.bytes for each in sent), default=0),
+            activation_peak,
+            comm_bytes + max((peak.bytes for peak in buffer_peaks), default=0),
             offloaded,
-            in_files,
+            on_disk,
         )
-        found.append(replace(parts, non_concurrent_bytes=parts.total - max(at)))
-    return found
+        memories.append(replace(memory, non_concurrent_bytes=memory.total - max(peaks)))
+    return memories
 
 
 def _persistent_memory(
-    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, alone: bool
+    run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, has_no_replicas: bool
 ) -> PersistentMemory:
     """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
     up in place; others drop gradients when they were used. What DDP drops for parts that a step leaves unused, the
     micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
     layout, gradients = run.layout, state.gradients
-    buckets = strategy == "ddp" and not alone and layout.pp == 1
-    sets = max(buckets, accumulation > 1) + (buckets and layout.ddp_find_unused_parameters and accumulation > 1)
-    summed = gradients
+    has_buckets = strategy == "ddp" and not has_no_replicas and layout.pp == 1
+    num_gradient_sets = max(has_buckets, accumulation > 1) + (
+        has_buckets and layout.ddp_find_unused_parameters and accumulation > 1
+    )
+    summed_bytes = gradients
     if strategy in ("zero3", "hsdp") and layout.pp > 1:
-        summed = STATE_BYTES[run.training.precision] * sum(
+        summed_bytes = STATE_BYTES[run.training.precision] * sum(
             map(num_elements, [*rank.dense.values(), *rank.expert.values()])
         )
     if rank.tied_embedding_copy is not None:  # its gradient, until that is sent to who trains it
-        summed += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
-    before = gradients if strategy == "parameter_server" else sets * gradients
+        summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
+    before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
-        state.parameters + state.optimizer, gradients, before, summed, optimizer_step_bytes(run, rank, strategy)
+        state.parameters + state.optimizer,
+        gradients,
+        before_bytes,
+        summed_bytes,
+        optimizer_step_bytes(run, rank, strategy),
     )
 
 
 def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
-    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
+    layout, dims = run.layout, parallel_dims(run.layout, world_size)
     strategy = effective_strategy(
-        layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
+        layout, dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
     return max(_resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
 
@@ -201,31 +215,43 @@ def _resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy)
     if layout.offload == "none":
         return state, 0, 0
     owned = _owned_counts(rank.dense, run, rank.shards)[0] + _owned_counts(rank.expert, run, rank.expert_shards)[0]
-    copied = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
-    kept, offloaded = _offload(strategy, state, copied)
+    row_bytes = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
+    resident, offloaded = _offload(strategy, state, row_bytes)
     # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
-    in_files = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
-    return kept, offloaded, in_files if layout.offload == "nvme" else 0
+    on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
+    return resident, offloaded, on_disk if layout.offload == "nvme" else 0
 
 
-def _activations(run: RunSpec, cut: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None) -> ActivationBytes:
+def _activations(
+    run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None
+) -> ActivationBytes:
     """Of a micro-batch, in a pipeline on one of its stages."""
     autocast = strategy in ("ddp", "parameter_server")
-    sizes = run.model, cut.micro_batch_size, run.training.seq_len, run.training.precision, run.layout, autocast
-    return activation_bytes(*sizes, run.data.mask_documents, stage)
+    arguments = (
+        run.model,
+        batch_plan.micro_batch_size,
+        run.training.seq_len,
+        run.training.precision,
+        run.layout,
+        autocast,
+    )
+    return activation_bytes(*arguments, run.data.mask_documents, stage)
 
 
-def _in_flight(run: RunSpec, cut: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
+def _in_flight(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
     """What a rank at each place of the pipeline has of activations."""
-    schedule, kept = layout_schedule(run.layout, cut.gradient_accumulation_steps), dict[object, ActivationBytes]()
-    of_stages = []
+    schedule, cache = (
+        layout_schedule(run.layout, batch_plan.gradient_accumulation_steps),
+        dict[object, ActivationBytes](),
+    )
+    stage_activations = []
     for stage in pipeline_stages(layers_per_stage(run), schedule):
-        alike = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
-        if alike not in kept:
-            kept[alike] = _activations(run, cut, strategy, stage)
-        of_stages.append(kept[alike])
-    inside = activation_exchange_bytes(run, cut.micro_batch_size)
-    return [peak_in_flight_bytes(schedule, place, of_stages, inside) for place in range(run.layout.pp)]
+        signature = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
+        if signature not in cache:
+            cache[signature] = _activations(run, batch_plan, strategy, stage)
+        stage_activations.append(cache[signature])
+    exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
+    return [peak_in_flight_bytes(schedule, pp_rank, stage_activations, exchange) for pp_rank in range(run.layout.pp)]
 
 
 def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
@@ -247,10 +273,10 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
 def effective_strategy(layout: Layout, shards: int) -> Strategy:
     """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
     pipeline ZeRO-2 keeps whole gradients."""
-    data = layout.data_parallel
-    if data in ("zero3", "hsdp") and shards == 1:
-        data = "ddp" if layout.offload == "none" else "zero2"
-    return "zero1" if layout.pp > 1 and data == "zero2" else data
+    strategy = layout.data_parallel
+    if strategy in ("zero3", "hsdp") and shards == 1:
+        strategy = "ddp" if layout.offload == "none" else "zero2"
+    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
 
 
 def _owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
@@ -267,10 +293,10 @@ def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimize
     return STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
 
 
-def _offload(strategy: Strategy, state: StateBytes, copied: int) -> tuple[StateBytes, int]:
+def _offload(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
     """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`copied`
     where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
     if strategy in ("zero3", "hsdp"):
         return StateBytes(0, 0, 0), state.total
-    kept = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
-    return kept, state.total - kept.total + copied
+    resident = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
+    return resident, state.total - resident.total + row_bytes

@@ -55,37 +55,41 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     Raises UserError if the ranks cannot be divided so.
     """
     spec, layout = run.model, run.layout
-    sizes = parallel_dims(layout, world_size)
-    data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
-    copies = sizes.dp_replicate if layout.data_parallel == "hsdp" else 1
-    same = sizes.dp_size * sizes.cp * sizes.tp // sizes.ep // copies
-    whole = parameter_shapes(spec)
-    share_of = cache(partial(tensor_sharding, spec, layout))
-    shares = {name: share_of(strip_block_index(name)) for name in whole}
-    shapes = {name: _share(layout, share, whole[name], tp_rank) for name, share in shares.items()}
-    apart = {name for name, share in shares.items() if share.mesh_axis == "ep"}
-    apart_shards = same if layout.data_parallel in SHARDED_STRATEGIES else 1
+    dims = parallel_dims(layout, world_size)
+    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
+    expert_replicas = dims.dp_size * dims.cp * dims.tp // dims.ep // num_copies
+    full_shapes = parameter_shapes(spec)
+    sharding_of = cache(partial(tensor_sharding, spec, layout))
+    shardings = {name: sharding_of(strip_block_index(name)) for name in full_shapes}
+    shapes = {name: _share(layout, sharding, full_shapes[name], tp_rank) for name, sharding in shardings.items()}
+    expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
+    expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
         RankTensors(
-            {name: shapes[name] for name in names if name not in apart},
-            data.dp_shard,
-            {name: shapes[name] for name in names if name in apart},
-            apart_shards,
+            {name: shapes[name] for name in names if name not in expert_names},
+            data_dims.dp_shard,
+            {name: shapes[name] for name in names if name in expert_names},
+            expert_shards,
             tuple(names),
-            shapes["embedding.weight"] if copied else None,
+            shapes["embedding.weight"] if has_copy else None,
         )
-        for names, copied in _names(run, list(shapes))
+        for names, has_copy in _names(run, list(shapes))
     ]
 
 
-def _share(layout: Layout, share: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
+def _share(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
     """Of one of the ranks that share a tensor; of those that share experts all have as many."""
-    if share.dim is None:
+    if sharding.dim is None:
         return shape
-    parts, place = (
-        (layout.tp // share.replication, tp_rank // share.replication) if share.mesh_axis == "tp" else (layout.ep, 0)
+    num_shards, index = (
+        (layout.tp // sharding.replication, tp_rank // sharding.replication)
+        if sharding.mesh_axis == "tp"
+        else (layout.ep, 0)
     )
-    return tuple(rows_on_rank(place, size, parts) if axis == share.dim else size for axis, size in enumerate(shape))
+    return tuple(
+        rows_on_rank(index, size, num_shards) if axis == sharding.dim else size for axis, size in enumerate(shape)
+    )
 
 
 def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
@@ -94,14 +98,14 @@ def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
         return [(names, False)]
     schedule, layers = representative_schedule(run.layout), layers_per_stage(run)
     first, last = schedule.end_ranks
-    ends = {"embedding": first, "positions": first, "norm": last, "head": last}
-    rank_of = {str(layer): schedule.rank_of[stage] for stage, mine in enumerate(layers) for layer in mine}
+    end_rank_of_part = {"embedding": first, "positions": first, "norm": last, "head": last}
+    rank_of = {str(layer): schedule.rank_of[stage] for stage, members in enumerate(layers) for layer in members}
 
     def owner(name: str) -> int:
         part, layer, *_ = name.split(".")
-        return rank_of[layer] if part == "blocks" else ends[part]
+        return rank_of[layer] if part == "blocks" else end_rank_of_part[part]
 
-    of_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
+    names_by_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
     for name in names:
-        of_rank[owner(name)].append(name)
-    return [(mine, run.model.tie_embeddings and rank == last != first) for rank, mine in enumerate(of_rank)]
+        names_by_rank[owner(name)].append(name)
+    return [(members, run.model.tie_embeddings and rank == last != first) for rank, members in enumerate(names_by_rank)]

@@ -24,23 +24,23 @@ def num_reduced_scalars(run: RunSpec) -> int:
     return NUM_SCALARS + experts * sum(map(run.model.is_moe_layer, range(run.model.num_layers)))
 
 
-def scalar_reduction_traffic(run: RunSpec, world_size: int, place: int) -> list[Traffic]:
+def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> list[Traffic]:
     """What a rank at this place of the pipeline sends for them in one update. (What parameter servers are
     told comes with gradients: `verify.served`.)"""
-    layout, sizes, cut = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
-    summed, number = 8 * num_reduced_scalars(run), max(4, COMPUTE_BYTES[run.training.precision])
-    found = [_one("losses", summed, sizes.dp_size * sizes.cp * sizes.pp), _one("tp", summed, sizes.tp)]
-    norms = _norms(run, rank_tensors(run, world_size)[place])
-    found += [_one(among, number, ranks) for among, ranks in norms]
-    found.append(_one("pp", number, sizes.pp))
+    layout, dims, batch_plan = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
+    scalar_bytes, bytes_per_element = 8 * num_reduced_scalars(run), max(4, COMPUTE_BYTES[run.training.precision])
+    rows = [_one("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp), _one("tp", scalar_bytes, dims.tp)]
+    norms = _norms(run, rank_tensors(run, world_size)[pp_rank])
+    rows += [_one(group_kind, bytes_per_element, ranks) for group_kind, ranks in norms]
+    rows.append(_one("pp", bytes_per_element, dims.pp))
     if run.model.moe and layout.sequence_parallel:  # each rank's routers saw some of the tokens
-        stages = len(representative_schedule(layout).stages_of(place)) if layout.pp > 1 else 1
-        found += cut.gradient_accumulation_steps * stages * [_one("tp", number, sizes.tp)]
-    return [row for row in found if row.bytes]
+        num_stages = len(representative_schedule(layout).stages_of(pp_rank)) if layout.pp > 1 else 1
+        rows += batch_plan.gradient_accumulation_steps * num_stages * [_one("tp", bytes_per_element, dims.tp)]
+    return [row for row in rows if row.bytes]
 
 
-def _one(among: GroupKind, size: int, ranks: int) -> Traffic:
-    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), WHY, among)
+def _one(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
+    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), WHY, group_kind)
 
 
 def _norms(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
@@ -48,13 +48,13 @@ def _norms(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
     (`parallel.gradient.global_norm`)."""
     layout = run.layout
     sharded = layout.data_parallel in SHARDED_STRATEGIES
-    kinds: set[tuple[tuple[GroupKind, int], ...]] = set()
+    group_sets: set[tuple[tuple[GroupKind, int], ...]] = set()
     for name in rank.names:
-        share, split = tensor_sharding(run.model, layout, name), list[tuple[GroupKind, int]]()
-        if share.dim is not None:
-            ranks = layout.ep if share.mesh_axis == "ep" else layout.tp // share.replication
-            split.append(("parts" if share.replication > 1 else share.mesh_axis, ranks))
+        sharding, split = tensor_sharding(run.model, layout, name), list[tuple[GroupKind, int]]()
+        if sharding.dim is not None:
+            ranks = layout.ep if sharding.mesh_axis == "ep" else layout.tp // sharding.replication
+            split.append(("parts" if sharding.replication > 1 else sharding.mesh_axis, ranks))
         if sharded:
             split.append(("same_experts", rank.expert_shards) if name in rank.expert else ("data", rank.shards))
-        kinds.add(tuple(split))
-    return [each for kind in kinds for each in kind]
+        group_sets.add(tuple(split))
+    return [group for groups in group_sets for group in groups]

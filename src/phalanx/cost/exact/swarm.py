@@ -21,10 +21,10 @@ MOMENTS_BYTES = 8
 """Of each parameter that a node steps: two moments of AdamW in fp32."""
 
 
-def encoded_bytes(numbers: int, codec: Codec) -> int:
+def encoded_bytes(num_elements: int, codec: Codec) -> int:
     """Of one tensor: its numbers, and a scale for each block of them, the last of which may be shorter."""
-    blocks = -(-numbers // BLOCK) if codec in SCALED else 0
-    return -(-BITS[codec] * numbers // 8) + SCALE_BYTES * blocks
+    blocks = -(-num_elements // BLOCK) if codec in SCALED else 0
+    return -(-BITS[codec] * num_elements // 8) + SCALE_BYTES * blocks
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def node_share(model: ModelSpec, method: Method, owned: int = 0) -> NodeShare:
     count = count_parameters(model)
     if method not in SPLIT or model.moe is None:
         return NodeShare(count.total, 0, 0, steps=method != "ddp")
-    own = count.experts * owned // model.moe.num_experts
-    return NodeShare(count.total - count.experts, own, count.experts - own)
+    owned_parameters = count.experts * owned // model.moe.num_experts
+    return NodeShare(count.total - count.experts, owned_parameters, count.experts - owned_parameters)
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,24 @@ class RoundBytes:
 def round_bytes(node: NodeShare, method: Method, codec: Codec = "fp32", replication: int = 1) -> RoundBytes:
     """Of SPES up b (M_s + m M_e / E) and down b M; of the others b M both ways. SPES+ does not send a node what it
     alone trains."""
-    each = BITS[codec] / 8 + (SCALE_BYTES / BLOCK if codec in SCALED else 0)
-    kept = node.trained_experts if method == "spes+" and replication == 1 else 0
-    return RoundBytes(each * node.trained, each * (node.total - kept))
+    bytes_per_element = BITS[codec] / 8 + (SCALE_BYTES / BLOCK if codec in SCALED else 0)
+    unsent_parameters = node.trained_experts if method == "spes+" and replication == 1 else 0
+    return RoundBytes(bytes_per_element * node.trained, bytes_per_element * (node.total - unsent_parameters))
 
 
 def spes_traffic_saving(model: ModelSpec, nodes: int) -> tuple[float, float]:
     """Of what DiLoCo sends, the part that SPES does not: of both ways M_e (1 - 1/N) / 2M, and of the way up twice
     that."""
     count = count_parameters(model)
-    up = count.experts * (1 - 1 / nodes) / count.total
-    return up / 2, up
+    upload_saving = count.experts * (1 - 1 / nodes) / count.total
+    return upload_saving / 2, upload_saving
 
 
 def state_bytes(node: NodeShare, frozen: Codec = "fp32") -> int:
     """Of weights, gradients and moments of AdamW on a node, in fp32; experts that it does not train may rest in fewer
     bits."""
-    each = WEIGHT_BYTES + GRADIENT_BYTES + (MOMENTS_BYTES if node.steps else 0)
-    return each * node.trained + encoded_bytes(node.frozen_experts, frozen)
+    bytes_per_parameter = WEIGHT_BYTES + GRADIENT_BYTES + (MOMENTS_BYTES if node.steps else 0)
+    return bytes_per_parameter * node.trained + encoded_bytes(node.frozen_experts, frozen)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class RoundTime:
 
 
 def round_time(
-    sent: RoundBytes,
+    traffic: RoundBytes,
     up_bytes_per_second: float,
     down_bytes_per_second: float,
     steps: int,
@@ -128,5 +128,5 @@ def round_time(
 ) -> RoundTime:
     """Of `steps`, of which a node does `delay` while its update is under way (Streaming DiLoCo, arXiv 2501.18512,
     section 2.3)."""
-    wire = sent.seconds(up_bytes_per_second, down_bytes_per_second)
-    return RoundTime(steps * step_seconds, wire, min(wire, delay * step_seconds))
+    wire_seconds = traffic.seconds(up_bytes_per_second, down_bytes_per_second)
+    return RoundTime(steps * step_seconds, wire_seconds, min(wire_seconds, delay * step_seconds))

@@ -47,58 +47,74 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
     """The same, with what goes among different ranks in different rows; by default of the first rank of each role, the
     fullest, or of ranks that share tensors as `rank` does."""
     check_layout(run, world_size)
-    layout, sizes, shapes = run.layout, parallel_dims(run.layout, world_size), parameter_shapes(run.model)
+    layout, dims, shapes = run.layout, parallel_dims(run.layout, world_size), parameter_shapes(run.model)
     if layout.data_parallel == "parameter_server":
-        return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], sizes.dp_size)
-    at = sizes.coordinates(rank)
-    of_places, shard = rank_tensors(run, world_size, at["tp"]), at["dp_shard"] * sizes.cp + at["cp"]
-    sent = [
-        [row for row in [*_data_parallel_traffic(run, world_size, held, shard), *between] if row.bytes]
-        for held, between in zip(of_places, _model_parallel_traffic(run, world_size, of_places), strict=True)
+        return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], dims.dp_size)
+    coordinates = dims.coordinates(rank)
+    stage_tensors, shard_index = (
+        rank_tensors(run, world_size, coordinates["tp"]),
+        coordinates["dp_shard"] * dims.cp + coordinates["cp"],
+    )
+    traffic = [
+        [row for row in [*_data_parallel_traffic(run, world_size, tensors, shard_index), *model_parallel] if row.bytes]
+        for tensors, model_parallel in zip(
+            stage_tensors, _model_parallel_traffic(run, world_size, stage_tensors), strict=True
+        )
     ]
-    return {"rank": sent[0]} if layout.pp == 1 else {f"pp{place}": rows for place, rows in enumerate(sent)}
+    return {"rank": traffic[0]} if layout.pp == 1 else {f"pp{pp_rank}": rows for pp_rank, rows in enumerate(traffic)}
 
 
-def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, shard: int) -> list[Traffic]:
+def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, shard_index: int) -> list[Traffic]:
     """What ranks with the same part of a model and other data send, of parameters and gradients; of those that share
     rows, the one with this number."""
-    layout, sizes = run.layout, parallel_dims(run.layout, world_size)
-    data, cut = (
-        sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
+    layout, dims = run.layout, parallel_dims(run.layout, world_size)
+    data_dims, batch_plan = (
+        dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
         plan_batch(run, world_size),
     )
     # In a pipeline gradients are summed once a step.
-    times = cut.gradient_accumulation_steps if layout.pp == 1 else 1
-    apart = (
+    num_reductions = batch_plan.gradient_accumulation_steps if layout.pp == 1 else 1
+    expert_shards = (
         rank.expert_shards
         if layout.data_parallel in SHARDED_STRATEGIES
-        else sizes.dp_size * sizes.cp * sizes.tp // sizes.ep
+        else dims.dp_size * dims.cp * dims.tp // dims.ep
     )
-    ranks = data.dp_shard if layout.data_parallel in SHARDED_STRATEGIES else data.dp_size
+    ranks = data_dims.dp_shard if layout.data_parallel in SHARDED_STRATEGIES else data_dims.dp_size
     dense = _sharded_traffic(
-        rank.dense, run, ranks, data.dp_replicate, times, count_collectives(run, rank, data.dp_shard)
+        rank.dense, run, ranks, data_dims.dp_replicate, num_reductions, count_collectives(run, rank, data_dims.dp_shard)
     )
-    of_experts = count_collectives(run, rank, data.dp_shard, for_experts=True)
+    expert_calls = count_collectives(run, rank, data_dims.dp_shard, for_experts=True)
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
-        for row in _sharded_traffic(rank.expert, run, apart, data.dp_replicate, times, of_experts)
+        for row in _sharded_traffic(
+            rank.expert, run, expert_shards, data_dims.dp_replicate, num_reductions, expert_calls
+        )
     ]
-    return [*dense, *experts, *_partial_gradient_traffic(rank, run, shard)]
+    return [*dense, *experts, *_partial_gradient_traffic(rank, run, shard_index)]
 
 
 def _sharded_traffic(
-    shapes: Shapes, run: RunSpec, ranks: int, replicas: int, times: int, calls: CollectiveCounts
+    shapes: Shapes, run: RunSpec, ranks: int, replicas: int, num_reductions: int, calls: CollectiveCounts
 ) -> list[Traffic]:
     """Among `ranks` that share a copy of these tensors (ddp: each have one), of which there are so many replicas."""
     layout, precision = run.layout, run.training.precision
-    computed, kept = COMPUTE_BYTES[precision], STATE_BYTES[precision]
-    whole = _padded(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
+    compute_bytes, state_bytes = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    total = _padded(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
     if layout.data_parallel == "ddp":
-        sent = {"none": kept * whole, "bf16": 2 * whole, "powersgd": kept * _powersgd(shapes, layout.powersgd_rank)}
-        return _with_calls(calls.blocks, step_traffic("ddp", kept * whole, sent[layout.gradient_compression], ranks))
+        sent_by_compression = {
+            "none": state_bytes * total,
+            "bf16": 2 * total,
+            "powersgd": state_bytes * _powersgd(shapes, layout.powersgd_rank),
+        }
+        return _with_calls(
+            calls.blocks,
+            step_traffic("ddp", state_bytes * total, sent_by_compression[layout.gradient_compression], ranks),
+        )
     muon = [] if uses_model_parallelism(layout) else _muon_traffic(shapes, run, ranks)
     if layout.data_parallel in ("zero1", "zero2"):
-        traffic = step_traffic(layout.data_parallel, computed * whole, computed * whole, ranks, times)
+        traffic = step_traffic(
+            layout.data_parallel, compute_bytes * total, compute_bytes * total, ranks, num_reductions
+        )
         return [*_with_calls(calls.blocks, traffic), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
     in_blocks = _padded(blocks, ranks)
@@ -106,17 +122,20 @@ def _sharded_traffic(
     reshard = layout.reshard_after_forward and layout.pp == 1
     traffic = [
         row
-        for count, reshards, of in ((in_blocks, reshard, calls.blocks), (whole - in_blocks, False, calls.root))
+        for count, is_resharded, num_calls in (
+            (in_blocks, reshard, calls.blocks),
+            (total - in_blocks, False, calls.root),
+        )
         for row in _with_calls(
-            of,
+            num_calls,
             step_traffic(
                 layout.data_parallel,
-                computed * count,
-                kept * count,
+                compute_bytes * count,
+                state_bytes * count,
                 ranks,
-                times,
+                num_reductions,
                 replicas=replicas,
-                reshard_after_forward=reshards,
+                reshard_after_forward=is_resharded,
             ),
         )
     ]
@@ -127,62 +146,73 @@ def _with_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
     return [replace(row, calls=count * row.calls) for row in traffic]
 
 
-def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard: int) -> list[Traffic]:
+def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int) -> list[Traffic]:
     """Gradients of which each of the ranks that share products has a term: of one group of ranks at once."""
-    layout, precision, sizes = run.layout, run.training.precision, dict[tuple[int, GroupKind], int]()
-    number = COMPUTE_BYTES[precision] if layout.data_parallel in ("zero1", "zero2") else STATE_BYTES[precision]
+    layout, precision, bytes_by_group = run.layout, run.training.precision, dict[tuple[int, GroupKind], int]()
+    bytes_per_element = (
+        COMPUTE_BYTES[precision] if layout.data_parallel in ("zero1", "zero2") else STATE_BYTES[precision]
+    )
     for name, shape in rank.dense.items():
-        share = tensor_sharding(run.model, layout, name)
-        if share.is_partial_sum:
-            ranks: tuple[int, GroupKind] = share.replication, "tp" if share.replication == layout.tp else "copies"
-            rows = rows_on_rank(shard, shape[0], rank.shards) if rank.shards > 1 else shape[0]
-            sizes[ranks] = sizes.get(ranks, 0) + number * num_elements((rows, *shape[1:]))
-    why = "gradients of which ranks that share products have terms"
-    return [Traffic("all_reduce", sent_bytes("all_reduce", size, n), why, among) for (n, among), size in sizes.items()]
+        sharding = tensor_sharding(run.model, layout, name)
+        if sharding.is_partial_sum:
+            group: tuple[int, GroupKind] = sharding.replication, "tp" if sharding.replication == layout.tp else "copies"
+            rows = rows_on_rank(shard_index, shape[0], rank.shards) if rank.shards > 1 else shape[0]
+            bytes_by_group[group] = bytes_by_group.get(group, 0) + bytes_per_element * num_elements((rows, *shape[1:]))
+    purpose = "gradients of which ranks that share products have terms"
+    return [
+        Traffic("all_reduce", sent_bytes("all_reduce", size, n), purpose, group_kind)
+        for (n, group_kind), size in bytes_by_group.items()
+    ]
 
 
-def _model_parallel_traffic(run: RunSpec, world_size: int, of_places: list[RankTensors]) -> list[list[Traffic]]:
+def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
     """What ranks that share a model send at each place of the pipeline, of activations and their gradients."""
-    layout, spec, cut = run.layout, run.model, plan_batch(run, world_size)
-    data = parallel_dims(layout, world_size).with_cp_as_data_parallel(
+    layout, spec, batch_plan = run.layout, run.model, plan_batch(run, world_size)
+    data_dims = parallel_dims(layout, world_size).with_cp_as_data_parallel(
         sharded=layout.data_parallel in SHARDED_STRATEGIES
     )
-    of = ForwardShape(
-        cut.micro_batch_size,
+    shape = ForwardShape(
+        batch_plan.micro_batch_size,
         run.training.seq_len,
         run.training.precision,
         layout,
-        effective_strategy(layout, data.dp_shard) == "ddp",
+        effective_strategy(layout, data_dims.dp_shard) == "ddp",
         run.data.mask_documents,
     )
     if layout.pp == 1:
         return [
             _scaled(
-                cut.gradient_accumulation_steps,
-                stage_activation_traffic(spec, of, StageBlocks(range(spec.num_layers), True, True)),
+                batch_plan.gradient_accumulation_steps,
+                stage_activation_traffic(spec, shape, StageBlocks(range(spec.num_layers), True, True)),
             )
         ]
-    schedule = layout_schedule(layout, cut.gradient_accumulation_steps)
-    stages, message = (
+    schedule = layout_schedule(layout, batch_plan.gradient_accumulation_steps)
+    stages, message_bytes = (
         pipeline_stages(layers_per_stage(run), schedule),
-        of.residual_tokens * spec.hidden_size * of.residual_bytes,
+        shape.residual_tokens * spec.hidden_size * shape.residual_bytes,
     )
     first, last = schedule.end_ranks
-    tied = spec.tie_embeddings and first != last
-    found = []
-    for place in range(layout.pp):
-        mine = schedule.stages_of(place)
-        rows = [row for stage in mine for row in stage_activation_traffic(spec, of, stages[stage])]
-        sends = sum(to != place for _, to in schedule.messages(place))
+    sends_tied_embedding = spec.tie_embeddings and first != last
+    stage_traffic = []
+    for pp_rank in range(layout.pp):
+        local_stages = schedule.stages_of(pp_rank)
+        rows = [row for stage in local_stages for row in stage_activation_traffic(spec, shape, stages[stage])]
+        num_sends = sum(receiver != pp_rank for _, receiver in schedule.messages(pp_rank))
         rows = [
-            *_scaled(cut.gradient_accumulation_steps, rows),
-            Traffic("send", sends * message, "activations and their gradients, from stage to stage", "pp", sends),
+            *_scaled(batch_plan.gradient_accumulation_steps, rows),
+            Traffic(
+                "send",
+                num_sends * message_bytes,
+                "activations and their gradients, from stage to stage",
+                "pp",
+                num_sends,
+            ),
         ]
-        if tied and (0 in mine or schedule.stages - 1 in mine):
-            size = num_elements(of_places[first].dense["embedding.weight"]) * of.residual_bytes
+        if sends_tied_embedding and (0 in local_stages or schedule.stages - 1 in local_stages):
+            size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
             rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients", "ends"))
-        found.append(rows)
-    return found
+        stage_traffic.append(rows)
+    return stage_traffic
 
 
 def _scaled(count: int, traffic: list[Traffic]) -> list[Traffic]:
@@ -195,8 +225,8 @@ def _powersgd(shapes: Shapes, rank: int) -> int:
     total = 0
     for shape in shapes.values():
         n, m = shape[0], num_elements(shape) // shape[0]
-        thin = (n + m) * min(n, m, rank)
-        total += thin if len(shape) > 1 and 2 * (n + m) * rank < n * m else n * m
+        thin_elements = (n + m) * min(n, m, rank)
+        total += thin_elements if len(shape) > 1 and 2 * (n + m) * rank < n * m else n * m
     return total
 
 
@@ -205,33 +235,37 @@ def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
     the rows of what comes of it back (`train.muon`). Experts are whole matrices already."""
     if run.optimizer.name != "muon" or ranks == 1:
         return []
-    alike = Counter(shape for name, shape in shapes.items() if len(shape) == 2 and is_muon_parameter(name, shape))
-    gathered = sum(count * max_shard_elements(shape, ranks) for shape, count in alike.items())
-    returned = sum(-(-count // ranks) * num_elements(shape) for shape, count in alike.items())
+    shape_counts = Counter(
+        shape for name, shape in shapes.items() if len(shape) == 2 and is_muon_parameter(name, shape)
+    )
+    gathered = sum(count * max_shard_elements(shape, ranks) for shape, count in shape_counts.items())
+    returned = sum(-(-count // ranks) * num_elements(shape) for shape, count in shape_counts.items())
     size = COMPUTE_BYTES["fp64" if run.training.precision == "fp64" else "bf16"] * (gathered + returned)
-    why = "Muon's momenta, to whole matrices and back"
-    return [Traffic("all_to_all", sent_bytes("all_to_all", size, ranks), why, calls=2 * len(alike))]
+    purpose = "Muon's momenta, to whole matrices and back"
+    return [Traffic("all_to_all", sent_bytes("all_to_all", size, ranks), purpose, calls=2 * len(shape_counts))]
 
 
-def _parameter_server_traffic(shapes: Shapes, layout: Layout, kept: int, workers: int) -> dict[str, list[Traffic]]:
+def _parameter_server_traffic(
+    shapes: Shapes, layout: Layout, bytes_per_element: int, workers: int
+) -> dict[str, list[Traffic]]:
     """Servers broadcast what they own (asynchronously they send it to each worker), workers send gradients back."""
-    servers, whole = layout.num_servers, kept * sum(map(num_elements, shapes.values()))
-    owned = kept * max(server_loads(shapes, servers))
-    down = Traffic("broadcast", owned, "weights", "servers")
-    up = Traffic("broadcast", whole, "weights", "servers", servers)
+    servers, total_bytes = layout.num_servers, bytes_per_element * sum(map(num_elements, shapes.values()))
+    owned_bytes = bytes_per_element * max(server_loads(shapes, servers))
+    down = Traffic("broadcast", owned_bytes, "weights", "servers")
+    up = Traffic("broadcast", total_bytes, "weights", "servers", servers)
     if layout.max_staleness is not None:
-        down = Traffic("send", workers * owned, "weights", "servers", workers)
-        up = Traffic("recv", whole, "weights", "servers", servers)
+        down = Traffic("send", workers * owned_bytes, "weights", "servers", workers)
+        up = Traffic("recv", total_bytes, "weights", "servers", servers)
     return {
-        "server": [down, Traffic("recv", workers * owned, "gradients", "servers", workers)],
-        "worker": [up, Traffic("send", whole, "gradients", "servers", servers)],
+        "server": [down, Traffic("recv", workers * owned_bytes, "gradients", "servers", workers)],
+        "worker": [up, Traffic("send", total_bytes, "gradients", "servers", servers)],
     }
 
 
-def server_loads(shapes: Shapes, servers: int) -> list[int]:
+def server_loads(shapes: Shapes, num_servers: int) -> list[int]:
     """Numbers that each server owns."""
-    sizes, loads = {name: num_elements(shape) for name, shape in shapes.items()}, [0] * servers
-    for name, server in assign_parameters_to_servers(sizes, servers).items():
+    sizes, loads = {name: num_elements(shape) for name, shape in shapes.items()}, [0] * num_servers
+    for name, server in assign_parameters_to_servers(sizes, num_servers).items():
         loads[server] += sizes[name]
     return loads
 
@@ -244,6 +278,8 @@ def _merge_rows(traffic: list[Traffic]) -> list[Traffic]:
     """Rows of the same operation and purpose added up."""
     total: dict[tuple[str, str], Traffic] = {}
     for row in traffic:
-        more = total.get((row.operation, row.purpose), Traffic(row.operation, 0, row.purpose, calls=0))
-        total[row.operation, row.purpose] = replace(more, bytes=more.bytes + row.bytes, calls=more.calls + row.calls)
+        previous = total.get((row.operation, row.purpose), Traffic(row.operation, 0, row.purpose, calls=0))
+        total[row.operation, row.purpose] = replace(
+            previous, bytes=previous.bytes + row.bytes, calls=previous.calls + row.calls
+        )
     return list(total.values())

@@ -22,7 +22,7 @@ def optimal_num_checkpoints(layers: int) -> int:
     return min(range(1, layers + 1), key=held)
 
 
-def recompute_overhead(again: float = 1.0, backward: float = 2.0) -> float:
+def recompute_overhead(extra_forwards: float = 1.0, backward: float = 2.0) -> float:
     """Compute that is added to a step, as a share of it: `again` forward passes more, where a backward pass takes as
     long as `backward` of them. Of one forward pass: a third."""
-    return again / (1 + backward)
+    return extra_forwards / (1 + backward)

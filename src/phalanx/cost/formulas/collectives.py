@@ -64,27 +64,27 @@ def ring_all_reduce(values: Sequence[Sequence[float]]) -> RingResult:
     J. Parallel Distrib. Comput. 69, 2009). Each rank sends 2 (N-1)/N of the elements; no algorithm needs fewer.
     """
     ranks = len(values)
-    held = [_chunks(own, ranks) for own in values]
-    sizes = [len(chunk) for chunk in held[0]]
+    chunks_by_rank = [_chunks(local_values, ranks) for local_values in values]
+    sizes = [len(chunk) for chunk in chunks_by_rank[0]]
     scatter, gather = reduce_scatter_sends(ranks), all_gather_sends(ranks)
     owner = list(range(ranks))
     for send in scatter:  # one by one is as good as at once: in a step, no rank receives the chunk that it sends
-        source, target = held[send.source], held[send.target]
+        source, target = chunks_by_rank[send.source], chunks_by_rank[send.target]
         target[send.chunk] = [a + b for a, b in zip(source[send.chunk], target[send.chunk], strict=True)]
         owner[send.chunk] = send.target
     for send in gather:
-        held[send.target][send.chunk] = held[send.source][send.chunk]
+        chunks_by_rank[send.target][send.chunk] = chunks_by_rank[send.source][send.chunk]
     return RingResult(
-        sums=[[x for chunk in chunks for x in chunk] for chunks in held],
+        sums=[[x for chunk in chunks for x in chunk] for chunks in chunks_by_rank],
         owner=owner,
         steps=(len(scatter) // ranks, len(gather) // ranks),
         sent=[(_elements_sent(scatter, rank, sizes), _elements_sent(gather, rank, sizes)) for rank in range(ranks)],
     )
 
 
-def _chunks(own: Sequence[float], count: int) -> list[list[float]]:
-    bounds = [chunk * len(own) // count for chunk in range(count + 1)]
-    return [list(own[begin:end]) for begin, end in pairwise(bounds)]
+def _chunks(values: Sequence[float], count: int) -> list[list[float]]:
+    bounds = [chunk * len(values) // count for chunk in range(count + 1)]
+    return [list(values[start:end]) for start, end in pairwise(bounds)]
 
 
 def _elements_sent(sends: list[RingMessage], rank: int, sizes: list[int]) -> int:
@@ -97,12 +97,12 @@ def bus_factor(operation: Collective, ranks: int) -> float:
     It makes speeds over different numbers of ranks comparable with a link's: it is the part of the size that a rank
     sends. Size is of the whole tensor, gathered or yet unscattered; for all_to_all, of what one rank holds.
     """
-    others = (ranks - 1) / ranks
+    sent_fraction = (ranks - 1) / ranks
     factors: dict[Collective, float] = {
-        "all_reduce": 2 * others,
-        "all_gather": others,
-        "reduce_scatter": others,
-        "all_to_all": others,
+        "all_reduce": 2 * sent_fraction,
+        "all_gather": sent_fraction,
+        "reduce_scatter": sent_fraction,
+        "all_to_all": sent_fraction,
         "broadcast": float(ranks > 1),
     }
     return factors[operation]
@@ -158,16 +158,16 @@ def step_traffic(
     All is linear in P and G: parts of a model that are treated differently add up.
     """
 
-    def exchange(operation: Collective, size_bytes: float, times: int, why: str) -> Traffic:
-        return Traffic(operation, times * sent_bytes(operation, size_bytes, ranks), why, calls=times)
+    def exchange(operation: Collective, size_bytes: float, num_calls: int, purpose: str) -> Traffic:
+        return Traffic(operation, num_calls * sent_bytes(operation, size_bytes, ranks), purpose, calls=num_calls)
 
     match strategy:
         case "ddp":
             return [exchange("all_reduce", gradient_bytes, 1, "gradients, summed once per update")]
         case "zero1" | "zero2":
-            times = 1 if strategy == "zero1" else accumulation
+            num_calls = 1 if strategy == "zero1" else accumulation
             return [
-                exchange("reduce_scatter", gradient_bytes, times, "gradients, to the rank that updates them"),
+                exchange("reduce_scatter", gradient_bytes, num_calls, "gradients, to the rank that updates them"),
                 exchange("all_gather", parameter_bytes, 1, "updated parameters"),
             ]
         case "zero3" | "hsdp":
@@ -178,8 +178,8 @@ def step_traffic(
                 exchange("reduce_scatter", gradient_bytes, accumulation, "gradients, to the rank that keeps them")
             ]
             if strategy == "hsdp":
-                between = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)
-                traffic += [Traffic("all_reduce", between, "this rank's gradients, between replicas", "replicas")]
+                replica_bytes = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)
+                traffic += [Traffic("all_reduce", replica_bytes, "this rank's gradients, between replicas", "replicas")]
             return traffic
         case "parameter_server":
             return [

@@ -70,15 +70,19 @@ def all_reduce_latency_seconds(
     with N ranks on n nodes. Where each has one rank only, a ring's hop between nodes takes as long as a tree's.
     """
     require_at_least_one(nodes=nodes, ranks_per_node=ranks_per_node)
-    inside = HOP_MICROSECONDS[link][algorithm][protocol]
-    between = HOP_MICROSECONDS["net"]["tree" if ranks_per_node == 1 else algorithm][protocol]
+    hop_in_node = HOP_MICROSECONDS[link][algorithm][protocol]
+    hop_between_nodes = HOP_MICROSECONDS["net"]["tree" if ranks_per_node == 1 else algorithm][protocol]
     base = BASE_MICROSECONDS[algorithm][protocol]
     if algorithm == "tree":
-        return 1e-6 * (base + 2 * ((ranks_per_node - 1) * inside + (nodes.bit_length() - 1) * between))
+        return 1e-6 * (base + 2 * ((ranks_per_node - 1) * hop_in_node + (nodes.bit_length() - 1) * hop_between_nodes))
     if nodes > 1:
-        inside = max(inside, NET_OVERHEAD_MICROSECONDS[cpu] * (3 if protocol == "Simple" else 1))
-    across = ring_steps("all_reduce", nodes)
-    return 1e-6 * (base + (ring_steps("all_reduce", nodes * ranks_per_node) - across) * inside + across * between)
+        hop_in_node = max(hop_in_node, NET_OVERHEAD_MICROSECONDS[cpu] * (3 if protocol == "Simple" else 1))
+    steps_between_nodes = ring_steps("all_reduce", nodes)
+    return 1e-6 * (
+        base
+        + (ring_steps("all_reduce", nodes * ranks_per_node) - steps_between_nodes) * hop_in_node
+        + steps_between_nodes * hop_between_nodes
+    )
 
 
 def all_reduce_bytes_per_second(
@@ -123,7 +127,7 @@ def all_reduce_seconds(
     """Latency, longer on a ring's plateau, and the buffer's bytes over the bandwidth, as NCCL adds them."""
     latency = all_reduce_latency_seconds(algorithm, protocol, nodes, ranks_per_node, link=link, cpu=cpu)
     speed = all_reduce_bytes_per_second(algorithm, protocol, nodes, ranks_per_node, bus_bytes_per_second, generation)
-    long = size_bytes >= 64 * channels * nodes * ranks_per_node
-    if algorithm == "ring" and protocol == "Simple" and nodes > 1 and long:
+    is_long = size_bytes >= 64 * channels * nodes * ranks_per_node
+    if algorithm == "ring" and protocol == "Simple" and nodes > 1 and is_long:
         latency *= PLATEAU
     return latency + size_bytes / speed

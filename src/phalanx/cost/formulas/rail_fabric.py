@@ -34,11 +34,11 @@ def all_to_all(size_bytes: float, nodes: int, devices_per_node: int, pxn: bool =
     first. Without it, it leaves by the sender's own NIC and crosses the spine, as (g-1)/g of all that leaves does.
     """
     require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
-    others = bus_factor("all_to_all", devices_per_node)
+    remote_fraction = bus_factor("all_to_all", devices_per_node)
     return FabricLoad(
         nic_bytes=size_bytes * bus_factor("all_to_all", nodes),
-        nvlink_bytes=size_bytes * others / (1 if pxn else nodes),
-        spine_share=others if nodes > 1 and not pxn else 0.0,
+        nvlink_bytes=size_bytes * remote_fraction / (1 if pxn else nodes),
+        spine_share=remote_fraction if nodes > 1 and not pxn else 0.0,
     )
 
 
@@ -46,8 +46,8 @@ def flat_ring_all_reduce(size_bytes: float, nodes: int, devices_per_node: int) -
     """g rings over all N ranks: each rank sends 2 (N-1)/N of S/g in every ring, in one of them to another node."""
     require_at_least_one(nodes=nodes, devices_per_node=devices_per_node)
     hop = size_bytes / devices_per_node * bus_factor("all_reduce", nodes * devices_per_node)
-    inside = devices_per_node - 1 if nodes > 1 else devices_per_node
-    return FabricLoad(nic_bytes=hop if nodes > 1 else 0.0, nvlink_bytes=hop * inside, spine_share=0.0)
+    num_inside_hops = devices_per_node - 1 if nodes > 1 else devices_per_node
+    return FabricLoad(nic_bytes=hop if nodes > 1 else 0.0, nvlink_bytes=hop * num_inside_hops, spine_share=0.0)
 
 
 def hierarchical_all_reduce(size_bytes: float, nodes: int, devices_per_node: int) -> FabricLoad:

@@ -76,11 +76,11 @@ def optimal_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float
     """
     require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     write = write_seconds / mtbf_seconds
-    best, last = min(1.0, sqrt(2 * write)), inf
-    while best < last:
-        last, slope = best, -expm1(-(best + write))
-        best = last - (last - slope) / slope
-    return last * mtbf_seconds
+    root, previous = min(1.0, sqrt(2 * write)), inf
+    while root < previous:
+        previous, slope = root, -expm1(-(root + write))
+        root = previous - (previous - slope) / slope
+    return previous * mtbf_seconds
 
 
 def availability_interval_seconds(write_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
@@ -103,8 +103,8 @@ def goodput(interval_seconds: float, write_seconds: float, mtbf_seconds: float, 
     require_positive(interval_seconds=interval_seconds, mtbf_seconds=mtbf_seconds)
     require_non_negative(write_seconds=write_seconds, restart_seconds=restart_seconds)
     cycle = (interval_seconds + write_seconds) / mtbf_seconds
-    lost = exp(-(restart_seconds / mtbf_seconds) - cycle)
-    return interval_seconds / mtbf_seconds * lost / -expm1(-cycle)
+    survival = exp(-(restart_seconds / mtbf_seconds) - cycle)
+    return interval_seconds / mtbf_seconds * survival / -expm1(-cycle)
 
 
 @dataclass(frozen=True)

@@ -89,8 +89,8 @@ def document(width: float, height: float, marks: Iterable[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">'
     )
-    white = f'<rect class="page" width="{width:g}" height="{height:g}" fill="#ffffff"/>'
-    return "\n".join([head, white, *marks, "</svg>\n"])
+    background = f'<rect class="page" width="{width:g}" height="{height:g}" fill="#ffffff"/>'
+    return "\n".join([head, background, *marks, "</svg>\n"])
 
 
 def page(title: str, svg: str) -> str:
@@ -111,9 +111,9 @@ def element(mark: Shape) -> str:
             f'<text class="{mark.kind}" x="{mark.x:.6g}" y="{mark.y:.6g}" text-anchor="{mark.anchor}" '
             f'font-size="{mark.size:g}" fill="{mark.fill}"{weight}>{escape(mark.said)}</text>'
         )
-    place = f'x="{mark.x:.6g}" y="{mark.y:.6g}" width="{mark.width:.6g}" height="{mark.height:.6g}"'
-    said = f"<title>{escape(mark.tooltip)}</title>" if mark.tooltip else ""
-    return f'<rect class="{mark.kind}" {place} fill="{mark.fill}">{said}</rect>'
+    geometry = f'x="{mark.x:.6g}" y="{mark.y:.6g}" width="{mark.width:.6g}" height="{mark.height:.6g}"'
+    tooltip = f"<title>{escape(mark.tooltip)}</title>" if mark.tooltip else ""
+    return f'<rect class="{mark.kind}" {geometry} fill="{mark.fill}">{tooltip}</rect>'
 
 
 def draw(figure: Any, width: float, height: float, marks: Iterable[Shape]) -> None:

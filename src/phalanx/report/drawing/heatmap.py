@@ -46,43 +46,43 @@ class Heatmap:
 
 def colour(number: float, limits: tuple[float, float]) -> str:
     """On a logarithmic scale: traffic of ranks that share products is often a thousand times that of others."""
-    least, most = limits
-    place = log10(number / least) / log10(most / least) if most > least else 1.0
-    at = min(max(place, 0.0), 1.0) * (len(COLOURS) - 1)
-    below = min(int(at), len(COLOURS) - 2)
-    one, other = (_channels(COLOURS[index]) for index in (below, below + 1))
-    mixed = (round(a + (b - a) * (at - below)) for a, b in zip(one, other, strict=True))
+    low, high = limits
+    fraction = log10(number / low) / log10(high / low) if high > low else 1.0
+    position = min(max(fraction, 0.0), 1.0) * (len(COLOURS) - 1)
+    lower = min(int(position), len(COLOURS) - 2)
+    lower_channels, upper_channels = (_channels(COLOURS[index]) for index in (lower, lower + 1))
+    mixed = (round(a + (b - a) * (position - lower)) for a, b in zip(lower_channels, upper_channels, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
 def _channels(text: str) -> tuple[int, ...]:
-    return tuple(int(text[at : at + 2], 16) for at in (1, 3, 5))
+    return tuple(int(text[start : start + 2], 16) for start in (1, 3, 5))
 
 
 def svg(heat: Heatmap) -> str:
     """A picture that stands alone; under the mouse a cell says who sends how much. Those of no bytes are not drawn."""
-    none = f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{NOTHING}"/>'
-    marks = [none, *_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
+    background = f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{NOTHING}"/>'
+    marks = [background, *_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
     return document(LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM, marks)
 
 
 def _cells(heat: Heatmap) -> Iterator[str]:
-    each, limits = SIDE / len(heat.bytes), heat.limits
+    cell_side, limits = SIDE / len(heat.bytes), heat.limits
     for source, target in np.argwhere(heat.bytes > 0).tolist():
         number = float(heat.bytes[source, target])
-        said = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
+        tooltip = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
         yield (
-            f'<rect class="cell" x="{LEFT + target * each:.6g}" y="{TOP + source * each:.6g}" width="{each:.6g}" '
-            f'height="{each:.6g}" fill="{colour(number, limits)}"><title>{escape(said)}</title></rect>'
+            f'<rect class="cell" x="{LEFT + target * cell_side:.6g}" y="{TOP + source * cell_side:.6g}" width="{cell_side:.6g}" '
+            f'height="{cell_side:.6g}" fill="{colour(number, limits)}"><title>{escape(tooltip)}</title></rect>'
         )
 
 
 def _lines(heat: Heatmap) -> Iterator[str]:
     """Around all cells, and between nodes."""
     count = len(heat.bytes)
-    for at in {0, count, *(range(0, count, heat.node) if heat.node > 1 else ())}:
-        x, y = LEFT + at * SIDE / count, TOP + at * SIDE / count
-        style = f'stroke="{INK}" stroke-width="{1 if at in (0, count) else 0.6:g}"'
+    for index in {0, count, *(range(0, count, heat.node) if heat.node > 1 else ())}:
+        x, y = LEFT + index * SIDE / count, TOP + index * SIDE / count
+        style = f'stroke="{INK}" stroke-width="{1 if index in (0, count) else 0.6:g}"'
         yield f'<path class="node" d="M{x:.6g} {TOP:g}v{SIDE:g}M{LEFT:g} {y:.6g}h{SIDE:g}" {style} fill="none"/>'
 
 
@@ -91,35 +91,35 @@ def _labels(heat: Heatmap) -> Iterator[str]:
     yield f'<text x="{LEFT:g}" y="20" font-size="14" font-weight="bold">{escape(heat.title)}</text>'
     yield f'<text x="{LEFT + SIDE / 2:g}" y="40" text-anchor="middle">to {escape(heat.unit)}</text>'
     middle = TOP + SIDE / 2
-    turned = f'transform="rotate(-90 18 {middle:g})"'
-    yield f'<text x="18" y="{middle:g}" text-anchor="middle" {turned}>from {escape(heat.unit)}</text>'
-    for at in axis_ticks(len(heat.bytes), heat.node):
-        place = (at + 0.5) * SIDE / len(heat.bytes)
-        yield f'<text class="tick" x="{LEFT + place:.6g}" y="{TOP - 6:g}" text-anchor="middle">{at}</text>'
-        yield f'<text class="tick" x="{LEFT - 6:g}" y="{TOP + place + 4:.6g}" text-anchor="end">{at}</text>'
+    rotation = f'transform="rotate(-90 18 {middle:g})"'
+    yield f'<text x="18" y="{middle:g}" text-anchor="middle" {rotation}>from {escape(heat.unit)}</text>'
+    for index in axis_ticks(len(heat.bytes), heat.node):
+        offset = (index + 0.5) * SIDE / len(heat.bytes)
+        yield f'<text class="tick" x="{LEFT + offset:.6g}" y="{TOP - 6:g}" text-anchor="middle">{index}</text>'
+        yield f'<text class="tick" x="{LEFT - 6:g}" y="{TOP + offset + 4:.6g}" text-anchor="end">{index}</text>'
 
 
-def axis_ticks(count: int, node: int, most: int = 20) -> range:
+def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
     """At most so many rows to number: all, or the first of every node or of several, or round numbers."""
-    if count <= most:
+    if count <= max_ticks:
         return range(count)
     step = node if node > 1 else 5
-    while count / step > most:
+    while count / step > max_ticks:
         step *= 2
     return range(0, count, step)
 
 
 def _legend(heat: Heatmap) -> Iterator[str]:
     """A bar of colours with its bytes: the least at the bottom."""
-    (least, most), x, each = heat.limits, LEFT + SIDE + 24, SIDE / STEPS
+    (low, high), x, step_height = heat.limits, LEFT + SIDE + 24, SIDE / STEPS
     for step in range(STEPS):
-        number = least * (most / least) ** ((step + 0.5) / STEPS)
-        y = TOP + SIDE - (step + 1) * each
-        fill = colour(number, (least, most))
-        yield f'<rect class="legend" x="{x:g}" y="{y:.6g}" width="18" height="{each + 0.5:.6g}" fill="{fill}"/>'
-    for part in (0, 0.25, 0.5, 0.75, 1) if most > least else (1,):
-        y = TOP + SIDE * (1 - part) + 4
-        yield f'<text class="bytes" x="{x + 24:g}" y="{y:.6g}">{format_bytes(least * (most / least) ** part)}</text>'
+        number = low * (high / low) ** ((step + 0.5) / STEPS)
+        y = TOP + SIDE - (step + 1) * step_height
+        fill = colour(number, (low, high))
+        yield f'<rect class="legend" x="{x:g}" y="{y:.6g}" width="18" height="{step_height + 0.5:.6g}" fill="{fill}"/>'
+    for fraction in (0, 0.25, 0.5, 0.75, 1) if high > low else (1,):
+        y = TOP + SIDE * (1 - fraction) + 4
+        yield f'<text class="bytes" x="{x + 24:g}" y="{y:.6g}">{format_bytes(low * (high / low) ** fraction)}</text>'
     yield f'<text x="{x:g}" y="{TOP - 24:g}">bytes per</text><text x="{x:g}" y="{TOP - 10:g}">step (log)</text>'
 
 
@@ -137,16 +137,16 @@ def _draw(heat: Heatmap, figure: Any) -> None:
 
     figure.set_size_inches(8.5, 7.5)
     figure.set_layout_engine("constrained")
-    axes, count, (least, most) = figure.subplots(), len(heat.bytes), heat.limits
+    axes, count, (low, high) = figure.subplots(), len(heat.bytes), heat.limits
     shades = LinearSegmentedColormap.from_list("bytes", COLOURS)
     sent = np.ma.masked_less_equal(heat.bytes, 0)
-    cells = axes.imshow(sent, cmap=shades, norm=LogNorm(least if most > least else most / 10, most))
+    cells = axes.imshow(sent, cmap=shades, norm=LogNorm(low if high > low else high / 10, high))
     axes.set_facecolor(NOTHING)
-    for at in range(heat.node, count, heat.node) if heat.node > 1 else ():
-        axes.axhline(at - 0.5, color=INK, linewidth=0.6)
-        axes.axvline(at - 0.5, color=INK, linewidth=0.6)
-    shown = axis_ticks(count, heat.node)
-    axes.set(title=heat.title, xlabel=f"to {heat.unit}", ylabel=f"from {heat.unit}", xticks=shown, yticks=shown)
+    for index in range(heat.node, count, heat.node) if heat.node > 1 else ():
+        axes.axhline(index - 0.5, color=INK, linewidth=0.6)
+        axes.axvline(index - 0.5, color=INK, linewidth=0.6)
+    ticks = axis_ticks(count, heat.node)
+    axes.set(title=heat.title, xlabel=f"to {heat.unit}", ylabel=f"from {heat.unit}", xticks=ticks, yticks=ticks)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     figure.colorbar(cells, label="bytes per step", format=FuncFormatter(lambda number, _: format_bytes(number)))

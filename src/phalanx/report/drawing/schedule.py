@@ -26,22 +26,22 @@ def executed_spans(timeline: Timeline) -> Iterator[tuple[int, Action, float, flo
     """Rank, action, start and end; an overlapped pair shares its time."""
     for rank, spans in enumerate(timeline.spans):
         for step, start, end in spans:
-            both = actions(step)
-            each = float(end - start) / len(both)
-            for place, action in enumerate(both):
-                yield rank, action, float(start) + place * each, float(start) + (place + 1) * each
+            step_actions = actions(step)
+            duration = float(end - start) / len(step_actions)
+            for index, action in enumerate(step_actions):
+                yield rank, action, float(start) + index * duration, float(start) + (index + 1) * duration
 
 
 def kinds(timeline: Timeline) -> list[str]:
     """The kinds of actions in it, in the legend's order."""
-    found = {action.kind for _, action, _, _ in executed_spans(timeline)}
-    return [kind for kind in LEGEND if kind in found]
+    used_kinds = {action.kind for _, action, _, _ in executed_spans(timeline)}
+    return [kind for kind in LEGEND if kind in used_kinds]
 
 
 def shades(timeline: Timeline) -> dict[int, int]:
     """0 for the first stage of every rank, 1 for its others."""
-    first = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
-    return {action.stage: int(action.stage != first[rank]) for rank, action, _, _ in executed_spans(timeline)}
+    first_stages = [min(action.stage for span in spans for action in actions(span.step)) for spans in timeline.spans]
+    return {action.stage: int(action.stage != first_stages[rank]) for rank, action, _, _ in executed_spans(timeline)}
 
 
 def lines(timeline: Timeline, width: int) -> list[Text]:
@@ -50,11 +50,13 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
     shade = shades(timeline)
     rows = [[(" ", "")] * (round(float(timeline.makespan) * scale)) for _ in timeline.spans]
     for rank, action, start, end in executed_spans(timeline):
-        first, last = round(start * scale), round(end * scale)
+        start_column, end_column = round(start * scale), round(end * scale)
         label = f"{action.kind}{action.micro}"
-        shown = (label if len(label) <= last - first else action.kind)[: last - first].ljust(last - first)
+        shown = (label if len(label) <= end_column - start_column else action.kind)[: end_column - start_column].ljust(
+            end_column - start_column
+        )
         style = f"black on {COLOURS[action.kind][shade[action.stage]]}"
-        rows[rank][first:last] = [(character, style) for character in shown]
+        rows[rank][start_column:end_column] = [(character, style) for character in shown]
     return [Text.assemble(*row, no_wrap=True) for row in rows]
 
 
@@ -65,7 +67,7 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
         for rank in range(len(timeline.spans))
     ]
     for rank, action, start, end in executed_spans(timeline):
-        begin, unit = start * float(microseconds), float(microseconds)
+        timestamp, unit = start * float(microseconds), float(microseconds)
         events.append(
             {
                 "ph": "X",
@@ -73,7 +75,7 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
                 "cat": LEGEND[action.kind],
                 "pid": rank,
                 "tid": action.stage,
-                "ts": begin,
+                "ts": timestamp,
                 "dur": (end - start) * unit,
                 "args": {"stage": action.stage, "micro_batch": action.micro},
             }

@@ -73,147 +73,154 @@ class Breakdown:
     """That a device has for a rank."""
 
 
-def save_picture(shown: Breakdown, file: Path) -> None:
+def save_picture(breakdown: Breakdown, file: Path) -> None:
     """Write a picture: its format is the file's ending, .svg, .html or .png.
 
     Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
     """
-    found = layout_shapes(shown)
-    height = _bottom(found) + LEFT
+    shapes = layout_shapes(breakdown)
+    height = _bottom(shapes) + LEFT
     canvas.save_picture(
         file,
         "--picture",
-        f"{shown.title}: {shown.layout}",
-        lambda: canvas.document(WIDTH, height, map(canvas.element, found)),
-        lambda figure: canvas.draw(figure, WIDTH, height, found),
+        f"{breakdown.title}: {breakdown.layout}",
+        lambda: canvas.document(WIDTH, height, map(canvas.element, shapes)),
+        lambda figure: canvas.draw(figure, WIDTH, height, shapes),
     )
 
 
-def layout_shapes(shown: Breakdown) -> list[Shape]:
+def layout_shapes(breakdown: Breakdown) -> list[Shape]:
     """All that is in the picture, from top to bottom."""
-    found: list[Shape] = [
-        Label("title", LEFT, 32, shown.title, size=15, bold=True),
-        Label("layout", LEFT, 52, shown.layout, size=12),
+    shapes: list[Shape] = [
+        Label("title", LEFT, 32, breakdown.title, size=15, bold=True),
+        Label("layout", LEFT, 52, breakdown.layout, size=12),
     ]
-    found += _time(shown, _bottom(found) + GAP)
-    found += _memory(shown, _bottom(found) + GAP)
-    return found
+    shapes += _time(breakdown, _bottom(shapes) + GAP)
+    shapes += _memory(breakdown, _bottom(shapes) + GAP)
+    return shapes
 
 
-def _time(shown: Breakdown, top: float) -> Iterator[Shape]:
+def _time(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     """A step of the layout, and of others for comparison."""
-    bars = [Bar("this layout", shown.seconds)]
-    bars += [Bar(f"{place}. {bar.name}", bar.parts) for place, bar in shown.others.items()]
-    unit, times = ("s", 1.0) if max(bar.total for bar in bars) >= 1 else ("ms", 1e3)
-    bars = [Bar(bar.name, {part: times * seconds for part, seconds in bar.parts.items()}) for bar in bars]
-    own, longest = bars[0], max(bar.total for bar in bars)
+    bars = [Bar("this layout", breakdown.seconds)]
+    bars += [Bar(f"{position}. {bar.name}", bar.parts) for position, bar in breakdown.others.items()]
+    unit, unit_scale = ("s", 1.0) if max(bar.total for bar in bars) >= 1 else ("ms", 1e3)
+    bars = [Bar(bar.name, {part: unit_scale * seconds for part, seconds in bar.parts.items()}) for bar in bars]
+    main_bar, longest = bars[0], max(bar.total for bar in bars)
 
-    def words(part: str, time: float, of: float) -> tuple[str, str]:
-        return f"{time / of:.1%}", f"{shown.meaning[part]}: {time:.3f} {unit}, {time / of:.1%}"
+    def words(part: str, time: float, total: float) -> tuple[str, str]:
+        return f"{time / total:.1%}", f"{breakdown.meaning[part]}: {time:.3f} {unit}, {time / total:.1%}"
 
     yield Label("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
     for bar in bars:
-        mine, top = bar is own, top + LINE + 2
-        more = "" if mine else f" ({bar.total / own.total - 1:+.1%})"
-        yield Label("name", LEFT, top, bar.name, bold=mine)
-        yield Label("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{more}", "end", bold=mine)
-        thick, top = THICK if mine else THIN, top + 5
-        yield from _bar("time", bar, top, thick, BARS / longest, words)
-        top += thick
+        is_main, top = bar is main_bar, top + LINE + 2
+        difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
+        yield Label("name", LEFT, top, bar.name, bold=is_main)
+        yield Label("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{difference}", "end", bold=is_main)
+        thickness, top = THICK if is_main else THIN, top + 5
+        yield from _bar("time", bar, top, thickness, BARS / longest, words)
+        top += thickness
     yield from _axis(longest, top)
-    columns = (unit, "share", *(f"more in {place}" for place in shown.others))
+    columns = (unit, "share", *(f"more in {position}" for position in breakdown.others))
     rows = {
-        part: (f"{time:.3f}", f"{time / own.total:.1%}", *(f"{bar.parts[part] - time:+z.3f}" for bar in bars[1:]))
-        for part, time in own.parts.items()
+        part: (f"{time:.3f}", f"{time / main_bar.total:.1%}", *(f"{bar.parts[part] - time:+z.3f}" for bar in bars[1:]))
+        for part, time in main_bar.parts.items()
     }
-    yield from _legend(shown.meaning, columns, rows, top + 2 * LINE + 10)
+    yield from _legend(breakdown.meaning, columns, rows, top + 2 * LINE + 10)
 
 
-def _memory(shown: Breakdown, top: float) -> Iterator[Shape]:
+def _memory(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     """What the layout's stages hold, beside what the device has for a rank."""
-    most = max(shown.memory_bytes, shown.counted_bytes, *(bar.total for bar in shown.bytes))
-    scale = BARS / most
+    max_bytes = max(breakdown.memory_bytes, breakdown.counted_bytes, *(bar.total for bar in breakdown.bytes))
+    scale = BARS / max_bytes
 
-    def words(part: str, held: float, of: float) -> tuple[str, str]:
-        return f"{held / GIB:.1f}", f"{part}: {held / GIB:.2f} GiB, {held / of:.1%}"
+    def words(part: str, size_bytes: float, total: float) -> tuple[str, str]:
+        return f"{size_bytes / GIB:.1f}", f"{part}: {size_bytes / GIB:.2f} GiB, {size_bytes / total:.1%}"
 
     yield Label("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
-    begin = top = top + 2 * LINE
+    section_top = top = top + 2 * LINE
     names = []
-    for bar in shown.bytes:
+    for bar in breakdown.bytes:
         top += LINE + 2
         names.append(Label("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
         yield from _bar("memory", bar, top + 5, THICK, scale, words)
         top += 5 + THICK
-    yield from _line("limit", shown.memory_bytes, "that the device has for a rank", scale, begin - LINE, top)
-    yield from _line("counted", shown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, begin, top)
+    yield from _line("limit", breakdown.memory_bytes, "that the device has for a rank", scale, section_top - LINE, top)
+    yield from _line(
+        "counted", breakdown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, section_top, top
+    )
     for name in names:
         yield Region("behind", name.x, name.y - 11, len(name.said) * LETTER, 14, "#ffffff")
         yield name
-    yield from _axis(most / GIB, top)
-    parts = {part: part for part in shown.bytes[0].parts}
-    rows = {part: tuple(f"{bar.parts[part] / GIB:.2f}" for bar in shown.bytes) for part in parts}
-    yield from _legend(parts, tuple(bar.name for bar in shown.bytes), rows, top + 2 * LINE + 10)
+    yield from _axis(max_bytes / GIB, top)
+    parts = {part: part for part in breakdown.bytes[0].parts}
+    rows = {part: tuple(f"{bar.parts[part] / GIB:.2f}" for bar in breakdown.bytes) for part in parts}
+    yield from _legend(parts, tuple(bar.name for bar in breakdown.bytes), rows, top + 2 * LINE + 10)
 
 
 def _bar(
-    kind: str, bar: Bar, y: float, thick: float, scale: float, words: Callable[[str, float, float], tuple[str, str]]
+    kind: str,
+    bar: Bar,
+    y: float,
+    thickness: float,
+    scale: float,
+    describe_part: Callable[[str, float, float], tuple[str, str]],
 ) -> Iterator[Shape]:
     """A bar's parts side by side; `words` are what a part has written on it, where there is room, and what it says
     under the mouse."""
     x = LEFT
     for part, value in bar.parts.items():
-        width, (label, said) = value * scale, words(part, value, bar.total)
-        yield Region(kind, x, y, width - 1 if width > 2 else width, thick, COLOURS[part], said)
+        width, (label, tooltip) = value * scale, describe_part(part, value, bar.total)
+        yield Region(kind, x, y, width - 1 if width > 2 else width, thickness, COLOURS[part], tooltip)
         if width > (len(label) + 1) * LETTER:
-            yield Label(f"{kind}-label", x + width / 2, y + thick / 2 + 4, label, "middle", fill=_on(COLOURS[part]))
+            yield Label(f"{kind}-label", x + width / 2, y + thickness / 2 + 4, label, "middle", fill=_on(COLOURS[part]))
         x += width
 
 
-def _line(kind: str, held: float, said: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
+def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bottom: float) -> Iterator[Shape]:
     """An amount of memory from top to bottom, with words at its top, on the side where there is room."""
-    x = LEFT + held * scale
+    x = LEFT + size_bytes * scale
     left = x > WIDTH / 2
     yield Region(kind, x - 1, top - 10, 2, bottom - top + 14, INK if kind == "limit" else GREY)
-    yield Label(kind, x - 6 if left else x + 6, top, f"{held / GIB:.1f} GiB {said}", "end" if left else "start")
+    yield Label(kind, x - 6 if left else x + 6, top, f"{size_bytes / GIB:.1f} GiB {text}", "end" if left else "start")
 
 
-def _axis(most: float, y: float) -> Iterator[Shape]:
+def _axis(max_value: float, y: float) -> Iterator[Shape]:
     """Numbers under bars of which the longest is `most`."""
-    for number in axis_ticks(most):
-        x = LEFT + number / most * BARS
+    for number in axis_ticks(max_value):
+        x = LEFT + number / max_value * BARS
         yield Region("tick", x - 0.5, y + 3, 1, 4, GREY)
         yield Label("number", x, y + 19, f"{number:g}", "middle", fill=GREY)
 
 
-def axis_ticks(most: float, count: int = 10) -> list[float]:
+def axis_ticks(max_value: float, count: int = 10) -> list[float]:
     """Round numbers from 0 on, about so many."""
-    rough = most / count
+    rough = max_value / count
     power = 10.0 ** floor(log10(rough))
-    step = next(times * power for times in (1, 2, 5, 10) if times * power >= rough)
-    return [number * step for number in range(int(most / step) + 1)]
+    step = next(multiple * power for multiple in (1, 2, 5, 10) if multiple * power >= rough)
+    return [number * step for number in range(int(max_value / step) + 1)]
 
 
 def _legend(
     names: Mapping[str, str], columns: tuple[str, ...], rows: Mapping[str, tuple[str, ...]], top: float
 ) -> Iterator[Shape]:
     """Of each part its colour, what it means, and its numbers: also of those too small to be seen."""
-    for at, column in enumerate(columns):
-        yield Label("column", COLUMN + at * NEXT, top, column, "end", fill=GREY)
+    for index, column in enumerate(columns):
+        yield Label("column", COLUMN + index * NEXT, top, column, "end", fill=GREY)
     for part, numbers in rows.items():
         top += LINE
         yield Region("legend", LEFT, top - 10, 12, 12, COLOURS[part])
         yield Label("part", LEFT + 20, top, names[part])
-        for at, number in enumerate(numbers):
-            yield Label("figure", COLUMN + at * NEXT, top, number, "end")
+        for index, number in enumerate(numbers):
+            yield Label("figure", COLUMN + index * NEXT, top, number, "end")
 
 
 def _on(fill: str) -> str:
     """A colour that is read on another."""
-    red, green, blue = (int(fill[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(fill[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"
 
 
-def _bottom(found: list[Shape]) -> float:
+def _bottom(shapes: list[Shape]) -> float:
     """Where a picture ends so far."""
-    return max(mark.y + (mark.height if isinstance(mark, Region) else 0.0) for mark in found)
+    return max(mark.y + (mark.height if isinstance(mark, Region) else 0.0) for mark in shapes)

@@ -14,18 +14,18 @@ LANES = ("steps", "passes", "waits", "collectives")
 """Of each rank, from top to bottom; collectives at the same time have lanes of their own below."""
 
 
-def chrome_trace(recorded: RunData) -> dict[str, Any]:
+def chrome_trace(run_data: RunData) -> dict[str, Any]:
     """The Trace Event Format, times in microseconds since the first event; `otherData` says how far off clocks may
     be."""
-    events = [event for record in recorded.ranks.values() for event in _rank(record)]
-    first = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    shifted = [event | {"ts": event["ts"] - first} if "ts" in event else event for event in events]
-    errors = {str(rank): record.error_seconds for rank, record in recorded.ranks.items()}
+    events = [event for record in run_data.ranks.values() for event in _rank(record)]
+    first_timestamp = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    shifted = [event | {"ts": event["ts"] - first_timestamp} if "ts" in event else event for event in events]
+    errors = {str(rank): record.error_seconds for rank, record in run_data.ranks.items()}
     return {
         "traceEvents": shifted,
         "displayTimeUnit": "ms",
         "otherData": {
-            "run": recorded.name,
+            "run": run_data.name,
             "clock": "of rank 0",
             "clock_error_seconds": max(errors.values(), default=0.0),
             "clock_error_seconds_of_ranks": errors,
@@ -51,45 +51,45 @@ def _step(record: RankRecord, line: Line) -> Iterator[Event]:
     """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
     rank, step = record.rank, line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
-    begun, seconds = line["start"] + offset, line["seconds"]
-    yield _event(rank, 0, f"step {step}", begun, sum(seconds.values()), step=step, clock_error_seconds=error)
-    for phase, lasted in seconds.items():
-        yield _event(rank, 0, phase, begun, lasted, step=step)
-        begun += lasted
+    start, seconds = line["start"] + offset, line["seconds"]
+    yield _event(rank, 0, f"step {step}", start, sum(seconds.values()), step=step, clock_error_seconds=error)
+    for phase, duration in seconds.items():
+        yield _event(rank, 0, phase, start, duration, step=step)
+        start += duration
     for kind, stage, micro, a, b in line.get("spans", ()):
-        about = {"kind": LEGEND.get(kind, kind), "stage": stage, "micro_batch": micro}
-        yield _event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **about)
-    for what, a, b in line.get("waits", ()):
-        yield _event(rank, 2, what, a + offset, b - a)
+        args = {"kind": LEGEND.get(kind, kind), "stage": stage, "micro_batch": micro}
+        yield _event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **args)
+    for wait, a, b in line.get("waits", ()):
+        yield _event(rank, 2, wait, a + offset, b - a)
     for lane, call in _apart(call for call in line.get("collectives", ()) if call["end"] is not None):
-        about = {name: call[name] for name in ("group", "bytes", "exposed", "executed_as")}
-        yield _event(rank, 3 + lane, call["operation"], call["start"] + offset, call["end"] - call["start"], **about)
-    for moment in line.get("memory", ()):
-        held = {part: size for part, size in moment.items() if part != "at"}
-        yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (moment["at"] + offset), "args": held}
+        args = {name: call[name] for name in ("group", "bytes", "exposed", "executed_as")}
+        yield _event(rank, 3 + lane, call["operation"], call["start"] + offset, call["end"] - call["start"], **args)
+    for sample in line.get("memory", ()):
+        bytes_by_part = {part: size for part, size in sample.items() if part != "at"}
+        yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (sample["at"] + offset), "args": bytes_by_part}
 
 
 def _apart(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
     """Each call with the first lane that is free when it begins."""
-    free: list[float] = []
+    free_at: list[float] = []
     for call in sorted(calls, key=lambda call: float(call["start"])):
-        lane = next((lane for lane, until in enumerate(free) if until <= call["start"]), len(free))
-        free[lane : lane + 1] = [call["end"]]
+        lane = next((lane for lane, end in enumerate(free_at) if end <= call["start"]), len(free_at))
+        free_at[lane : lane + 1] = [call["end"]]
         yield lane, call
 
 
-def _event(rank: int, lane: int, name: str, begun_seconds: float, seconds: float, **about: Any) -> Event:
+def _event(rank: int, lane: int, name: str, start_seconds: float, seconds: float, **args: Any) -> Event:
     return {
         "ph": "X",
         "name": name,
         "cat": LANES[min(lane, 3)],
         "pid": rank,
         "tid": lane,
-        "ts": 1e6 * begun_seconds,
+        "ts": 1e6 * start_seconds,
         "dur": 1e6 * seconds,
-        "args": about,
+        "args": args,
     }
 
 
-def _meta(rank: int, what: str, lane: int = 0, **about: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": about}
+def _meta(rank: int, metadata: str, lane: int = 0, **args: Any) -> Event:
+    return {"ph": "M", "name": metadata, "pid": rank, "tid": lane, "args": args}

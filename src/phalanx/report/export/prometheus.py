@@ -76,8 +76,8 @@ class RankMetrics:
 
     def refresh(self) -> None:
         """Take in what is new."""
-        anew, lines = self.follower.read_new()
-        if anew:
+        replaced, lines = self.follower.read_new()
+        if replaced:
             self.opening, self.step = {}, {}
         for line in lines:
             if line.get("format") == FORMAT:
@@ -102,41 +102,43 @@ class RunMetrics:
         with suppress(UserError):  # a run file of another version
             run = load_run(self.directory / "run.toml", environment={})
         name = run.name if run else self.directory.resolve().name
-        said = [*self._of_ranks(), *self._of_steps(), *self._of_run(checkpoints), *(_planned(run) if run else ())]
-        return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in said])
+        samples = [*self._of_ranks(), *self._of_steps(), *self._of_run(checkpoints), *(_planned(run) if run else ())]
+        return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in samples])
 
     def _of_steps(self) -> Iterator[Sample]:
-        anew, lines = self._metrics.read_new()
-        if anew:
+        replaced, lines = self._metrics.read_new()
+        if replaced:
             self._step, self._evaluation = {}, {}
         for line in lines:
             self._step = line if "step_seconds" in line else self._step
             self._evaluation = line if "held_out_loss" in line else self._evaluation
         if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator, which does none
             return
-        for names, line in ((NEWEST, self._step or {"step": 0}), (EVALUATED, self._evaluation)):
-            for found, (name, _, _) in names.items():
-                if found in line:
-                    yield name, {}, math.nan if line[found] is None else line[found]
+        for families, line in ((NEWEST, self._step or {"step": 0}), (EVALUATED, self._evaluation)):
+            for key, (name, _, _) in families.items():
+                if key in line:
+                    yield name, {}, math.nan if line[key] is None else line[key]
         started = self._started()
         yield "phalanx_start_timestamp_seconds", {}, started
-        noted = [rank.follower.path for rank in self._ranks.values() if rank.step]  # also where metrics.every is not 1
-        times = [_modified(file) for file in ([self._metrics.path] if self._step else []) + noted]
+        record_files = [
+            rank.follower.path for rank in self._ranks.values() if rank.step
+        ]  # also where metrics.every is not 1
+        times = [_modified(file) for file in ([self._metrics.path] if self._step else []) + record_files]
         yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
 
     def _started(self) -> float:
         """When it last was: when its ranks began, or until they do, when it was asked for."""
-        began = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
-        return max([*began, _modified(self.directory / "run.toml")])
+        start_times = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
+        return max([*start_times, _modified(self.directory / "run.toml")])
 
     def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
-        under_way = is_running(self.directory)
-        if under_way is not None:
-            yield "phalanx_under_way", {}, under_way
-        for newest in checkpoints[:1]:
+        active = is_running(self.directory)
+        if active is not None:
+            yield "phalanx_under_way", {}, active
+        for checkpoint in checkpoints[:1]:
             with suppress(OSError):  # it may be gone by now
-                yield "phalanx_checkpoint_timestamp_seconds", {}, newest.stat().st_mtime
-                yield "phalanx_checkpoint_step", {}, int(newest.name.removeprefix("step-"))
+                yield "phalanx_checkpoint_timestamp_seconds", {}, checkpoint.stat().st_mtime
+                yield "phalanx_checkpoint_step", {}, int(checkpoint.name.removeprefix("step-"))
         yield "phalanx_starts_total", {}, sum(event["what"] == STARTED for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
         yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
@@ -144,19 +146,23 @@ class RunMetrics:
     def _of_ranks(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
             self._ranks.setdefault(file, RankMetrics(JsonlTail(file))).refresh()
-        opened = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
-        if 0 not in opened:
+        ranks = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
+        if 0 not in ranks:
             return
-        first = opened[0]
-        for number, rank in sorted(opened.items()):
-            if all(rank.opening[name] == first.opening[name] for name in ("step", "ranks")):  # of the last start
+        rank0 = ranks[0]
+        for number, rank in sorted(ranks.items()):
+            if all(rank.opening[name] == rank0.opening[name] for name in ("step", "ranks")):  # of the last start
                 yield from _of_rank({"rank": str(number)}, rank.opening, rank.step)
 
 
 def _planned(run: RunSpec) -> Iterator[Sample]:
-    steps, every = run.training.steps, run.checkpoint.every
+    steps, checkpoint_interval = run.training.steps, run.checkpoint.every
     yield "phalanx_planned_steps", {}, steps
-    yield "phalanx_checkpoint_interval_steps", {}, 0 if every == "auto" else every or steps  # one at the end there is
+    yield (
+        "phalanx_checkpoint_interval_steps",
+        {},
+        0 if checkpoint_interval == "auto" else checkpoint_interval or steps,
+    )  # one at the end there is
 
 
 def _modified(file: Path) -> float:
@@ -167,28 +173,28 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def _of_rank(label: dict[str, str], opening: Line, line: Line) -> Iterator[Sample]:
-    yield "phalanx_rank_info", {**label, "host": opening["host"], "device": opening["device"]}, 1
-    yield "phalanx_device_memory_bytes", label, opening["memory_bytes"]
+def _of_rank(labels: dict[str, str], header: Line, line: Line) -> Iterator[Sample]:
+    yield "phalanx_rank_info", {**labels, "host": header["host"], "device": header["device"]}, 1
+    yield "phalanx_device_memory_bytes", labels, header["memory_bytes"]
     if not line:
         return
-    yield "phalanx_rank_step", label, line["step"]
-    yield "phalanx_compute_seconds", label, computed_seconds(line)
-    yield "phalanx_peak_memory_bytes", label, line["peak_memory_bytes"]
+    yield "phalanx_rank_step", labels, line["step"]
+    yield "phalanx_compute_seconds", labels, computed_seconds(line)
+    yield "phalanx_peak_memory_bytes", labels, line["peak_memory_bytes"]
     for phase, seconds in line["seconds"].items():
-        yield "phalanx_phase_seconds", {**label, "phase": phase}, seconds
+        yield "phalanx_phase_seconds", {**labels, "phase": phase}, seconds
     for phase, seconds in line.get("wait_seconds", {}).items():
-        yield "phalanx_wait_seconds", {**label, "phase": phase}, seconds
+        yield "phalanx_wait_seconds", {**labels, "phase": phase}, seconds
 
 
 def exposition(samples: Sequence[Sample]) -> str:
     """Samples as text, those of a name together below its help and type."""
     lines = []
     for name, (kind, text) in FAMILIES.items():
-        own = [sample for sample in samples if sample[0] == name]
-        if own:
+        family_samples = [sample for sample in samples if sample[0] == name]
+        if family_samples:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        for _, labels, value in own:
+        for _, labels, value in family_samples:
             pairs = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
             lines.append(f"{name}{{{pairs}}} {_number(value)}")
     return "".join(f"{line}\n" for line in lines)

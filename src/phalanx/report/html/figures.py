@@ -71,7 +71,11 @@ def _axis(title: str = "", **more: Any) -> Figure:
 
 def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     """Loss, that of held-out text as diamonds, above the speed, of all runs; None where no step was done."""
-    data = [trace for at, facts in enumerate(runs) for trace in _curves(facts, _safe(names[at]), at, len(runs) == 1)]
+    data = [
+        trace
+        for index, facts in enumerate(runs)
+        for trace in _curves(facts, _safe(names[index]), index, len(runs) == 1)
+    ]
     if not data:
         return None
     return _figure(
@@ -83,48 +87,48 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     )
 
 
-def _curves(facts: Facts, name: str, at: int, alone: bool) -> Iterator[Figure]:
-    curve, line = facts["curves"], {"mode": "lines", "line": {"color": RUNS[at % len(RUNS)], "width": 2}}
+def _curves(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
+    curve, line = facts["curves"], {"mode": "lines", "line": {"color": RUNS[index % len(RUNS)], "width": 2}}
     if "loss" in curve:
-        said = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
-        yield _line(curve["step"], curve["loss"], said) | line | {"name": "text trained on" if alone else name}
+        template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
+        yield _line(curve["step"], curve["loss"], template) | line | {"name": "text trained on" if is_single else name}
     if "tokens_per_second" in curve:
-        said = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
-        yield _line(curve["step"], curve["tokens_per_second"], said) | line | {"yaxis": "y2", "showlegend": False}
+        template = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
+        yield _line(curve["step"], curve["tokens_per_second"], template) | line | {"yaxis": "y2", "showlegend": False}
     if curve["held_out"]:
         steps, losses = map(list, zip(*curve["held_out"], strict=True))
-        dots = {"color": RUNS[(at + alone) % len(RUNS)], "size": 8, "symbol": "diamond"}
+        marker = {"color": RUNS[(index + is_single) % len(RUNS)], "size": 8, "symbol": "diamond"}
         yield _line(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
             "mode": "markers",
-            "marker": dots,
+            "marker": marker,
             "name": "held-out text",
-            "showlegend": alone,
+            "showlegend": is_single,
         }
 
 
-def _line(x: list[Any], y: list[Any], said: str) -> Figure:
-    return {"type": "scatter", "x": x, "y": y, "hovertemplate": said}
+def _line(x: list[Any], y: list[Any], template: str) -> Figure:
+    return {"type": "scatter", "x": x, "y": y, "hovertemplate": template}
 
 
 def ranks(facts: Facts) -> Figure | None:
     """Where each rank's step went, a bar each in seconds."""
-    found = facts["ranks"]
-    if not found:
+    rank_facts = facts["ranks"]
+    if not rank_facts:
         return None
-    names = [f"rank {rank['rank']}" for rank in found]
+    names = [f"rank {rank['rank']}" for rank in rank_facts]
     data = [
         {
             "type": "bar",
             "orientation": "h",
             "y": names,
-            "x": [rank[part] for rank in found],
+            "x": [rank[part] for rank in rank_facts],
             "name": formatting.NAMES.get(part, part),
             "marker": {"color": step_breakdown.COLOURS[colour]},
-            "customdata": [format_seconds(max(0.0, rank[part])) for rank in found],
+            "customdata": [format_seconds(max(0.0, rank[part])) for rank in rank_facts],
             "hovertemplate": "%{y}: %{customdata}",
         }
         for part, colour in WHERE.items()
-        if any(rank[part] > 0 for rank in found)
+        if any(rank[part] > 0 for rank in rank_facts)
     ]
     return _figure(
         data,
@@ -138,19 +142,19 @@ def ranks(facts: Facts) -> Figure | None:
 
 def passes(facts: Facts) -> Figure | None:
     """The passes of one step on one axis of time: as planned, as simulated with measured times, as measured."""
-    found = facts["timeline"]
-    if not found or not found["measured"]:
+    timeline = facts["timeline"]
+    if not timeline or not timeline["measured"]:
         return None
-    shown = {said: found[name] for name, said in TIMELINES.items() if found.get(name)}
-    rows = {said: sorted({span[0] for span in spans}) for said, spans in shown.items()}
-    whole, top = sum(map(len, rows.values())) + TITLE * len(rows), 1.0
+    shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
+    rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
+    num_rows, top = sum(map(len, rows.values())) + TITLE * len(rows), 1.0
     data: list[Figure] = []
     layout: Figure = {"annotations": []}
-    for place, (said, spans) in enumerate(shown.items(), 1):
-        top, axis = top - TITLE / whole, str(place) if place > 1 else ""
+    for index, (title, spans) in enumerate(shown.items(), 1):
+        top, axis = top - TITLE / num_rows, str(index) if index > 1 else ""
         layout["annotations"].append(
             {
-                "text": said,
+                "text": title,
                 "xref": "paper",
                 "yref": "paper",
                 "x": 0,
@@ -160,14 +164,14 @@ def passes(facts: Facts) -> Figure | None:
                 "showarrow": False,
             }
         )
-        domain = [max(0.0, top - len(rows[said]) / whole), top]
-        layout[f"yaxis{axis}"] = _axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[said])
+        domain = [max(0.0, top - len(rows[title]) / num_rows), top]
+        layout[f"yaxis{axis}"] = _axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
         data += _passes(spans, f"y{axis}")
         top = domain[0]
     seconds = _axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
     return _figure(
         data,
-        AROUND + round(ROW * whole),
+        AROUND + round(ROW * num_rows),
         xaxis=seconds,
         bargap=0.15,
         barmode="overlay",
@@ -179,26 +183,34 @@ def passes(facts: Facts) -> Figure | None:
 
 def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
     """A trace for each kind of pass."""
-    first: dict[int, int] = {}
+    first_stage: dict[int, int] = {}
     for rank, _, stage, *_ in spans:
-        first[rank] = min(stage, first.get(rank, stage))
-    for kind, said in schedule.LEGEND.items():
-        own = sorted((span for span in spans if span[1] == kind), key=lambda span: span[2] != first[span[0]])
-        if own:
+        first_stage[rank] = min(stage, first_stage.get(rank, stage))
+    for kind, label in schedule.LEGEND.items():
+        kind_spans = sorted(
+            (span for span in spans if span[1] == kind), key=lambda span: span[2] != first_stage[span[0]]
+        )
+        if kind_spans:
             yield {
                 "type": "bar",
                 "orientation": "h",
-                "name": said,
+                "name": label,
                 "yaxis": axis,
-                "y": [rank for rank, *_ in own],
-                "base": [begun for *_, begun, _ in own],
-                "x": [ended - begun for *_, begun, ended in own],
-                "marker": {"color": [schedule.COLOURS[kind][int(stage != first[rank])] for rank, _, stage, *_ in own]},
-                "text": [str(micro) for _, _, _, micro, *_ in own] if len(spans) <= LABELLED else None,
+                "y": [rank for rank, *_ in kind_spans],
+                "base": [start for *_, start, _ in kind_spans],
+                "x": [finish - start for *_, start, finish in kind_spans],
+                "marker": {
+                    "color": [
+                        schedule.COLOURS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
+                    ]
+                },
+                "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= LABELLED else None,
                 "textposition": "inside",
                 "insidetextanchor": "middle",
-                "customdata": [[stage, micro, format_seconds(end - begun)] for _, _, stage, micro, begun, end in own],
-                "hovertemplate": f"{said}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
+                "customdata": [
+                    [stage, micro, format_seconds(end - start)] for _, _, stage, micro, start, end in kind_spans
+                ],
+                "hovertemplate": f"{label}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
                 "<extra></extra>",
             }
 
@@ -209,22 +221,26 @@ def rounds(facts: Facts) -> Figure | None:
     swarm = facts.get("swarm")
     if swarm is None or not (swarm["rounds"] or swarm["told"]):
         return None
-    own, told = swarm["rounds"], swarm["told"]
-    if told:
-        names = sorted({name for row in told for name in row["bytes"]})
-        sent = {_safe(name): [row["bytes"].get(name, 0) for row in told] for name in names}
-        data = list(_stacked([row["round"] for row in told], sent, {}, "B"))
+    node_rounds, updates = swarm["rounds"], swarm["told"]
+    if updates:
+        names = sorted({name for row in updates for name in row["bytes"]})
+        sent = {_safe(name): [row["bytes"].get(name, 0) for row in updates] for name in names}
+        data = list(_stacked([row["round"] for row in updates], sent, {}, "B"))
         return _figure(data, 260, barmode="stack", bargap=0.25, xaxis=_axis("round"), yaxis=_axis("bytes", **SI_BYTES))
-    data = list(_stacked(own["round"], own["seconds"], ROUND, "s"))
-    for what, kind in (("sent", "sending"), ("received", "receiving")):
-        said = [format_bytes(value) for value in own["bytes"][what]]
-        line = _line(own["round"], own["bytes"][what], f"round %{{x}}: %{{customdata}}<extra>{what}</extra>")
-        look = {
+    data = list(_stacked(node_rounds["round"], node_rounds["seconds"], ROUND, "s"))
+    for direction, kind in (("sent", "sending"), ("received", "receiving")):
+        labels = [format_bytes(value) for value in node_rounds["bytes"][direction]]
+        line = _line(
+            node_rounds["round"],
+            node_rounds["bytes"][direction],
+            f"round %{{x}}: %{{customdata}}<extra>{direction}</extra>",
+        )
+        style = {
             "mode": "lines",
             "line": {"color": step_breakdown.COLOURS[ROUND[kind]], "width": 2},
             "showlegend": False,
         }
-        data.append(line | look | {"customdata": said, "yaxis": "y2", "name": what})
+        data.append(line | style | {"customdata": labels, "yaxis": "y2", "name": direction})
     return _figure(
         data,
         420,
@@ -239,8 +255,8 @@ def rounds(facts: Facts) -> Figure | None:
 def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
     """A bar for each round, of its parts; those that are nothing throughout are left out."""
     shown = {name: values for name, values in parts.items() if any(values)}
-    for at, (name, values) in enumerate(shown.items()):
-        colour = step_breakdown.COLOURS[colours[name]] if colours else RUNS[at % len(RUNS)]
+    for index, (name, values) in enumerate(shown.items()):
+        colour = step_breakdown.COLOURS[colours[name]] if colours else RUNS[index % len(RUNS)]
         yield {
             "type": "bar",
             "x": x,
@@ -254,41 +270,41 @@ def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> 
 
 def memory(facts: Facts) -> Figure | None:
     """What a rank held over the step that was metered, by part."""
-    found = facts["memory"]
-    if not found:
+    samples = facts["memory"]
+    if not samples:
         return None
-    other = step_breakdown.COLOURS["waiting"]
+    default_colour = step_breakdown.COLOURS["waiting"]
     data = [
-        _line(found["seconds"], held, f"%{{customdata}}<extra>{_safe(part)}</extra>")
+        _line(samples["seconds"], part_bytes, f"%{{customdata}}<extra>{_safe(part)}</extra>")
         | {
             "name": _safe(part),
             "stackgroup": "held",
             "mode": "lines",
             "line": {"width": 0.5, "shape": "hv"},
-            "fillcolor": MEMORY.get(part, other),
-            "marker": {"color": MEMORY.get(part, other)},
-            "customdata": [format_bytes(value) for value in held],
+            "fillcolor": MEMORY.get(part, default_colour),
+            "marker": {"color": MEMORY.get(part, default_colour)},
+            "customdata": [format_bytes(value) for value in part_bytes],
         }
-        for part, held in found["bytes"].items()
-        if any(held)
+        for part, part_bytes in samples["bytes"].items()
+        if any(part_bytes)
     ]
     return _figure(data, 320, xaxis=_axis("seconds"), yaxis=_axis("bytes", rangemode="tozero", **SI_BYTES))
 
 
 def traffic(facts: Facts) -> Figure | None:
     """Bytes that a step sends from each rank to each."""
-    found = facts["traffic"]
-    if not found or not any(map(any, found["bytes"])):
+    matrix = facts["traffic"]
+    if not matrix or not any(map(any, matrix["bytes"])):
         return None
-    sent = [value for row in found["bytes"] for value in row if value]
-    least, most = log10(min(sent)), log10(max(sent))
-    steps = [least + (most - least) * at / 4 for at in range(5)] if most > least else [most]
+    sent = [value for row in matrix["bytes"] for value in row if value]
+    low, high = log10(min(sent)), log10(max(sent))
+    steps = [low + (high - low) * index / 4 for index in range(5)] if high > low else [high]
     bar = {"tickmode": "array", "tickvals": steps, "ticktext": [format_bytes(10**step) for step in steps]}
-    shown = [[log10(value) if value else None for value in row] for row in found["bytes"]]
-    said = [[format_bytes(value) for value in row] for row in found["bytes"]]
-    cells = _cells(shown, said, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _bar() | bar}
-    if most == least:
-        cells |= {"zmin": least - 1, "zmax": least}
+    shown = [[log10(value) if value else None for value in row] for row in matrix["bytes"]]
+    texts = [[format_bytes(value) for value in row] for row in matrix["bytes"]]
+    cells = _cells(shown, texts, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _bar() | bar}
+    if high == low:
+        cells |= {"zmin": low - 1, "zmax": low}
     count = len(shown)
     side = max(140, min(480, 48 * count))
     return {"widest": side + 170} | _figure(
@@ -301,13 +317,13 @@ def traffic(facts: Facts) -> Figure | None:
 
 def experts(facts: Facts) -> Figure | None:
     """How many times its fair share of a layer's tokens each expert was chosen for."""
-    found = facts["experts"]
-    if not found or not found["tokens"]:
+    loads = facts["experts"]
+    if not loads or not loads["tokens"]:
         return None
-    tokens = found["tokens"]
+    tokens = loads["tokens"]
     shares = [[value * len(layer) / (sum(layer) or 1) for value in layer] for layer in tokens]
     cells = _cells(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
-    cells |= {"colorbar": _bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in found["layers"]], "zmin": 0}
+    cells |= {"colorbar": _bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in loads["layers"]], "zmin": 0}
     if len(tokens[0]) <= 16 and len(tokens) <= 32:
         cells |= {"texttemplate": "%{z:.2f}"}
     return _figure(
@@ -318,15 +334,15 @@ def experts(facts: Facts) -> Figure | None:
     )
 
 
-def _cells(values: list[list[Any]], said: list[list[Any]], words_under_mouse: str) -> Figure:
+def _cells(values: list[list[Any]], labels: list[list[Any]], hover_template: str) -> Figure:
     return {
         "type": "heatmap",
         "z": values,
-        "customdata": said,
+        "customdata": labels,
         "colorscale": SHADES,
         "xgap": 1,
         "ygap": 1,
-        "hovertemplate": f"{words_under_mouse}<extra></extra>",
+        "hovertemplate": f"{hover_template}<extra></extra>",
     }
 
 

@@ -28,60 +28,62 @@ DRAWN: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
 out."""
 
 
-def page(whole: Facts, every_seconds: float | None = None) -> str:
+def page(report: Facts, every_seconds: float | None = None) -> str:
     """HTML of one or several runs (`compare.report_data`); with `every_seconds` a live one, which asks for `main.html`
     where it came from so often."""
     from plotly.offline import get_plotlyjs
 
-    here = Path(__file__).parent
-    names = ", ".join(facts["run"]["name"] for facts in whole["runs"])
+    folder = Path(__file__).parent
+    names = ", ".join(facts["run"]["name"] for facts in report["runs"])
     live = f' data-every="{every_seconds:g}"' if every_seconds else ""
     state = '<p class="quiet" id="state">live</p>\n' if every_seconds else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(names)} - Phalanx</title>\n<style>\n{(here / 'page.css').read_text()}</style></head>\n"
-        f"<body{live}>\n{state}{main(whole)}\n<script>{get_plotlyjs()}</script>\n"
-        f"<script>\n{(here / 'page.js').read_text()}</script></body></html>\n"
+        f"<title>{escape(names)} - Phalanx</title>\n<style>\n{(folder / 'page.css').read_text()}</style></head>\n"
+        f"<body{live}>\n{state}{main(report)}\n<script>{get_plotlyjs()}</script>\n"
+        f"<script>\n{(folder / 'page.js').read_text()}</script></body></html>\n"
     )
 
 
-def main(whole: Facts) -> str:
+def main(report: Facts) -> str:
     """The page without what draws it: all that changes while a run goes on."""
-    runs, comparison = whole["runs"], whole["comparison"]
+    runs, comparison = report["runs"], report["comparison"]
     names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
-    drawn: dict[str, Figure] = {}
+    figures_by_id: dict[str, Figure] = {}
     parts = [_header(facts, name) for facts, name in zip(runs, names, strict=True)]
     parts = [_beside_one_another(parts)]
     if comparison:
         parts.append(_comparison(comparison))
     parts.append(_section("", names, [_verdict(facts) for facts in runs]))
     parts.append(_section("Predicted beside measured", names, [_table(facts) for facts in runs]))
-    parts += [_figures(place, runs, names, drawn) for place in ("ranks", "timeline")]
+    parts += [_figures(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
     curves = figures.curves(runs, names)
     if curves:
-        drawn["curves"] = curves
+        figures_by_id["curves"] = curves
         held_out = '<p class="quiet">Diamonds are held-out text.</p>' if comparison else ""
         parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_place('curves', curves)}</section>")
-    parts += [_figures(place, runs, names, drawn) for place in ("rounds", "memory", "traffic", "experts")]
-    several = ' class="several"' if comparison else ""
-    return f"<main{several}>\n{''.join(parts)}\n{_json('facts', whole)}\n{_json('figures', drawn)}\n</main>"
+    parts += [_figures(section, runs, names, figures_by_id) for section in ("rounds", "memory", "traffic", "experts")]
+    css_class = ' class="several"' if comparison else ""
+    return f"<main{css_class}>\n{''.join(parts)}\n{_json('facts', report)}\n{_json('figures', figures_by_id)}\n</main>"
 
 
 def _json(name: str, value: Any) -> str:
     """Data in the page; no text in it can end its element."""
-    said = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{said}</script>'
+    text = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def _place(name: str, figure: Figure) -> str:
     """Where a figure is drawn, below its legend."""
     colours = "".join(
-        f'<li><span style="background:{colour}"></span>{said}</li>' for said, colour in figures.legend(figure).items()
+        f'<li><span style="background:{colour}"></span>{label}</li>' for label, colour in figures.legend(figure).items()
     )  # their names are escaped already, for plotly
-    listed = f'<ul class="legend">{colours}</ul>' if colours else ""
-    widest = f";max-width:{figure['widest']}px" if "widest" in figure else ""
-    return f'{listed}<div class="figure" id="{name}" style="height:{figure["layout"]["height"]}px{widest}"></div>'
+    legend_list = f'<ul class="legend">{colours}</ul>' if colours else ""
+    max_width = f";max-width:{figure['widest']}px" if "widest" in figure else ""
+    return (
+        f'{legend_list}<div class="figure" id="{name}" style="height:{figure["layout"]["height"]}px{max_width}"></div>'
+    )
 
 
 def _beside_one_another(cells: Sequence[str]) -> str:
@@ -91,24 +93,26 @@ def _beside_one_another(cells: Sequence[str]) -> str:
 def _section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
     """The same of every run; with its name where there are several."""
     if len(cells) > 1:
-        cells = [f"<h3>{escape(name)}</h3>{said}" for name, said in zip(names, cells, strict=True)]
+        cells = [f"<h3>{escape(name)}</h3>{cell}" for name, cell in zip(names, cells, strict=True)]
     heading = f"<h2>{title}</h2>" if title else ""
     return f"<section>{heading}{_beside_one_another(cells)}</section>\n"
 
 
-def _figures(section: str, runs: Sequence[Facts], names: Sequence[str], drawn: dict[str, Figure]) -> str:
+def _figures(section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
     """A section of a figure for each run; they are put in `drawn` by the places that they have in the page."""
-    title, figure, absent = DRAWN[section]
-    found = [figure(facts) for facts in runs]
-    if not any(found) and (not absent or all("swarm" in facts for facts in runs)):  # which look at no step closely
+    title, make_figure, placeholder = DRAWN[section]
+    run_figures = [make_figure(facts) for facts in runs]
+    if not any(run_figures) and (
+        not placeholder or all("swarm" in facts for facts in runs)
+    ):  # which look at no step closely
         return ""
     cells = []
-    for at, (facts, own) in enumerate(zip(runs, found, strict=True)):
-        if own is None:
-            cells.append(f'<p class="quiet">{absent or "Nothing of this is known."}</p>')
+    for index, (facts, run_figure) in enumerate(zip(runs, run_figures, strict=True)):
+        if run_figure is None:
+            cells.append(f'<p class="quiet">{placeholder or "Nothing of this is known."}</p>')
             continue
-        drawn[f"{section}-{at}"] = own
-        cells.append(f'<p class="quiet">{escape(_note(section, facts))}</p>{_place(f"{section}-{at}", own)}')
+        figures_by_id[f"{section}-{index}"] = run_figure
+        cells.append(f'<p class="quiet">{escape(_note(section, facts))}</p>{_place(f"{section}-{index}", run_figure)}')
     return _section(title, names, cells)
 
 
@@ -121,18 +125,18 @@ def _note(section: str, facts: Facts) -> str:
             error = facts["run"]["clock_error_seconds"]
             clocks = f" Clocks of ranks are within {format_seconds(error)} of each other." if error else ""
             simulated = facts["timeline"].get("simulated")
-            said = (
+            simulated_note = (
                 " Simulated is without sends: what is measured beyond it is sending and waiting." if simulated else ""
             )
-            slower = ", which took longer for its memory was metered" if facts["timeline"]["metered"] else ""
-            return f"Step {facts['timeline']['step']}{slower}; numbers are micro-batches.{said}{clocks}"
+            metered_note = ", which took longer for its memory was metered" if facts["timeline"]["metered"] else ""
+            return f"Step {facts['timeline']['step']}{metered_note}; numbers are micro-batches.{simulated_note}{clocks}"
         case "memory":
             return (
                 f"Step {facts['memory']['step']} on rank {facts['memory']['rank']}, which held most; tensors by part."
             )
         case "traffic":
-            each = [f"{axis} {format_bytes(value)}" for axis, value in facts["traffic"]["axes"].items()]
-            return f"Bytes of a step as planned, on a logarithmic scale. By axis: {', '.join(each)}."
+            bytes_per_axis = [f"{axis} {format_bytes(value)}" for axis, value in facts["traffic"]["axes"].items()]
+            return f"Bytes of a step as planned, on a logarithmic scale. By axis: {', '.join(bytes_per_axis)}."
         case "rounds":
             return formatting.ROUND_TABLE_NOTE if facts["swarm"]["rounds"] else "Bytes that nodes told, by node."
         case _:
@@ -140,46 +144,52 @@ def _note(section: str, facts: Facts) -> str:
 
 
 def _header(facts: Facts, name: str) -> str:
-    about = "".join(f"<li>{escape(said)}</li>" for said in formatting.run_summary(facts["run"]))
+    summary = "".join(f"<li>{escape(line)}</li>" for line in formatting.run_summary(facts["run"]))
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in facts["problems"])
-    listed = f'<ul class="problems">{problems}</ul>' if problems else ""
-    return f'<h1>{escape(name)}</h1><ul class="facts">{about}</ul>{listed}<dl class="tiles">{_tiles(facts)}</dl>'
+    problem_list = f'<ul class="problems">{problems}</ul>' if problems else ""
+    return (
+        f'<h1>{escape(name)}</h1><ul class="facts">{summary}</ul>{problem_list}<dl class="tiles">{_tiles(facts)}</dl>'
+    )
 
 
 def _tiles(facts: Facts) -> str:
     """The numbers that are looked for first."""
-    found = []
-    for what, title in TILES.items():
-        row = formatting.measured_row(facts, what)
+    tiles = []
+    for name, title in TILES.items():
+        row = formatting.measured_row(facts, name)
         if row and row["measured"] is not None:
-            beside = (
+            detail = (
                 f"predicted {formatting.format_number(row['predicted'], row['unit'])}"
                 if row["predicted"] is not None
                 else ""
             )
-            found.append((title, formatting.format_number(row["measured"], row["unit"]), beside))
+            tiles.append((title, formatting.format_number(row["measured"], row["unit"]), detail))
     loss, held_out = formatting.last_value(facts["curves"].get("loss")), facts["curves"]["held_out"]
     if loss is not None:
-        found.append(("loss", f"{loss:.3f}", f"held out {held_out[-1][1]:.3f}" if held_out and held_out[-1][1] else ""))
-    found += formatting.round_totals(facts)
+        tiles.append(("loss", f"{loss:.3f}", f"held out {held_out[-1][1]:.3f}" if held_out and held_out[-1][1] else ""))
+    tiles += formatting.round_totals(facts)
     return "".join(
-        f"<div><dt>{title}</dt><dd>{value}<small>{beside}</small></dd></div>" for title, value, beside in found
+        f"<div><dt>{title}</dt><dd>{value}<small>{detail}</small></dd></div>" for title, value, detail in tiles
     )
 
 
 def _verdict(facts: Facts) -> str:
     """What costs most, why, and what to change first; then the rest."""
-    verdict, rest = facts["verdict"], facts["findings"][1:]
+    verdict, other_findings = facts["verdict"], facts["findings"][1:]
     if verdict is None and "swarm" in facts:
         return ""
     if verdict is None:
         return '<p class="quiet">There is no verdict: too few steps were noted.</p>'
-    others = "".join(f"<li>{_finding(finding)}</li>" for finding in rest)
-    more = f'<details><summary>{len(rest)} more</summary><ul class="findings">{others}</ul></details>' if rest else ""
+    items = "".join(f"<li>{_finding(finding)}</li>" for finding in other_findings)
+    details = (
+        f'<details><summary>{len(other_findings)} more</summary><ul class="findings">{items}</ul></details>'
+        if other_findings
+        else ""
+    )
     return (
         f'<div class="verdict"><h2>{escape(formatting.bottleneck_headline(verdict))}</h2>'
         f"<p>{escape(formatting.as_sentence(verdict['evidence']))}</p>"
-        f"<p><b>Change first:</b> {escape(verdict['suggestion'])}.</p>{more}</div>"
+        f"<p><b>Change first:</b> {escape(verdict['suggestion'])}.</p>{details}</div>"
     )
 
 
@@ -194,8 +204,8 @@ def _finding(finding: Facts) -> str:
 def _table(facts: Facts) -> str:
     """A table for each group of rows."""
     if not facts["comparison"]:
-        said = "A coordinator trains nothing." if facts["run"].get("leads") else "Nothing was measured yet."
-        return f'<p class="quiet">{said}</p>'
+        message = "A coordinator trains nothing." if facts["run"].get("leads") else "Nothing was measured yet."
+        return f'<p class="quiet">{message}</p>'
     columns = "<th>predicted</th><th>measured</th><th>ratio</th>"
     tables = "".join(
         f"<table><thead><tr><th>{escape(title)}</th>{columns}</tr></thead>"
@@ -213,23 +223,23 @@ def _row(row: Mapping[str, Any]) -> str:
         if low
         else ""
     )
-    off = ' class="off"' if formatting.is_off(row["ratio"]) else ""
+    css_class = ' class="off"' if formatting.is_off(row["ratio"]) else ""
     return (
         f"<tr><td>{escape(formatting.row_label(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"
-        f"<td{off}>{formatting.format_ratio(row['ratio'])}</td></tr>"
+        f"<td{css_class}>{formatting.format_ratio(row['ratio'])}</td></tr>"
     )
 
 
 def _comparison(comparison: Facts) -> str:
     """What differs, in sentences, and the measures of all runs, with ratios to the first."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
+    sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
     head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
     body = "".join(
         f"<tr><td>{escape(formatting.NAMES.get(row['what'], row['what']))}</td>{_measures(row)}</tr>"
         for row in comparison["rows"]
     )
     table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f"<section><h2>Side by side</h2>{said}{table}</section>\n"
+    return f"<section><h2>Side by side</h2>{sentences}{table}</section>\n"
 
 
 def _measures(row: Facts) -> str:

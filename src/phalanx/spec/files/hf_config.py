@@ -26,10 +26,10 @@ def model_table(config: Table) -> Table:
 
     Raises UserError for a model type that Phalanx does not have, or a variant of one that it cannot express.
     """
-    kind = config.get("model_type")
-    _known("model_type", kind, KNOWN)
+    model_type = config.get("model_type")
+    _known("model_type", model_type, KNOWN)
     try:
-        return _gpt2(config) if kind == "gpt2" else _llama_like(str(kind), config)
+        return _gpt2(config) if model_type == "gpt2" else _llama_like(str(model_type), config)
     except KeyError as error:
         raise UserError("config.json", None, f"{error} is missing", "give that of a whole model") from None
 
@@ -55,7 +55,7 @@ def _gpt2(config: Table) -> Table:
     }
 
 
-def _llama_like(kind: str, config: Table) -> Table:
+def _llama_like(model_type: str, config: Table) -> Table:
     _plain(config, hidden_act="silu", attention_bias=False, mlp_bias=False, clip_qkv=None)
     table = {
         "vocab_size": config["vocab_size"],
@@ -66,35 +66,37 @@ def _llama_like(kind: str, config: Table) -> Table:
         "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "ffn_hidden_size": config["intermediate_size"],
         # Within a sliding window attention is full attention: the window is the context we have.
-        "max_seq_len": min(config["max_position_embeddings"], _window(kind, config) or math.inf),
+        "max_seq_len": min(config["max_position_embeddings"], _window(model_type, config) or math.inf),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope": _rope(config),
-        "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(kind, "none"),
+        "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
         "tie_embeddings": config.get("tie_word_embeddings", False),
     }
-    if kind in ("mixtral", "olmoe", "qwen3_moe"):
-        table["moe"] = _moe(kind, config)
+    if model_type in ("mixtral", "olmoe", "qwen3_moe"):
+        table["moe"] = _moe(model_type, config)
     return table
 
 
-def _window(kind: str, config: Table) -> int | None:
+def _window(model_type: str, config: Table) -> int | None:
     """Tokens that attention looks back over; None is all."""
-    if kind.startswith("qwen3") and not config.get("use_sliding_window"):
+    if model_type.startswith("qwen3") and not config.get("use_sliding_window"):
         return None
-    return config.get("sliding_window", 4096 if kind == "mistral" else None)
+    return config.get("sliding_window", 4096 if model_type == "mistral" else None)
 
 
-def _moe(kind: str, config: Table) -> Table:
-    dense = config.get("mlp_only_layers") or []
-    _plain(config, decoder_sparse_step=1, mlp_only_layers=list(range(len(dense))))
+def _moe(model_type: str, config: Table) -> Table:
+    dense_layers = config.get("mlp_only_layers") or []
+    _plain(config, decoder_sparse_step=1, mlp_only_layers=list(range(len(dense_layers))))
     # Both names are written for every kind, by one version of transformers or another.
     experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return {
         "num_experts": experts,
         "top_k": config["num_experts_per_tok"],
-        "expert_ffn_size": config["moe_intermediate_size"] if kind == "qwen3_moe" else config["intermediate_size"],
-        "num_leading_dense_layers": len(dense),
-        "normalize_top_k": True if kind == "mixtral" else bool(config.get("norm_topk_prob", False)),
+        "expert_ffn_size": config["moe_intermediate_size"]
+        if model_type == "qwen3_moe"
+        else config["intermediate_size"],
+        "num_leading_dense_layers": len(dense_layers),
+        "normalize_top_k": True if model_type == "mixtral" else bool(config.get("norm_topk_prob", False)),
         "balance_loss_coef": config.get("router_aux_loss_coef", 0.01),
         "z_loss_coef": 0.0,
     }
@@ -102,40 +104,40 @@ def _moe(kind: str, config: Table) -> Table:
 
 def _rope(config: Table) -> Table:
     # transformers 5 writes rope_parameters; earlier ones rope_theta beside rope_scaling.
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    _known("rope_type", kind, SCALINGS)
+    rope_config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope_config.get("rope_type", rope_config.get("type", "default"))
+    _known("rope_type", rope_type, SCALINGS)
     _plain(config, partial_rotary_factor=1.0)
-    _plain(given, partial_rotary_factor=1.0)
-    theta = given.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    table: Table = {"theta": float(theta), "scaling": SCALINGS[kind]}
-    if kind == "default":
+    _plain(rope_config, partial_rotary_factor=1.0)
+    theta = rope_config.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    table: Table = {"theta": float(theta), "scaling": SCALINGS[rope_type]}
+    if rope_type == "default":
         return table
-    table["factor"] = float(given["factor"])
-    if kind in ("llama3", "yarn"):
+    table["factor"] = float(rope_config["factor"])
+    if rope_type in ("llama3", "yarn"):
         # Some models keep it beside the table, and transformers heeds that one first.
-        beside, inside = (place.get("original_max_position_embeddings") for place in (config, given))
-        table["original_context"] = beside or inside or config["max_position_embeddings"]
-    if kind == "yarn":
-        sharpened = 0.1 * math.log(table["factor"]) + 1.0
-        _plain(given, truncate=True, attention_factor=sharpened, mscale_all_dim=0)
+        top_level, nested = (source.get("original_max_position_embeddings") for source in (config, rope_config))
+        table["original_context"] = top_level or nested or config["max_position_embeddings"]
+    if rope_type == "yarn":
+        attention_factor = 0.1 * math.log(table["factor"]) + 1.0
+        _plain(rope_config, truncate=True, attention_factor=attention_factor, mscale_all_dim=0)
     for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-        if given.get(field) is not None:
-            table[field] = float(given[field])
+        if rope_config.get(field) is not None:
+            table[field] = float(rope_config[field])
     return table
 
 
-def _known(field: str, value: object, names: Any) -> None:
-    if value not in names:
-        raise UserError(f"config.json {field}", value, "is not supported", f"supported: {', '.join(names)}")
+def _known(field: str, value: object, supported: Any) -> None:
+    if value not in supported:
+        raise UserError(f"config.json {field}", value, "is not supported", f"supported: {', '.join(supported)}")
 
 
 def _plain(config: Table, **expected: object) -> None:
     """Raise UserError for a field that is there with another value than expected."""
     for field, value in expected.items():
-        given = config.get(field)
-        if given is not None and given != value:
-            raise UserError(f"config.json {field}", given, "is not supported", f"use a model with {value}")
+        actual = config.get(field)
+        if actual is not None and actual != value:
+            raise UserError(f"config.json {field}", actual, "is not supported", f"use a model with {value}")
 
 
 def hf_config(spec: ModelSpec) -> Table:
@@ -145,11 +147,11 @@ def hf_config(spec: ModelSpec) -> Table:
     """
     if spec.position_embedding == "learned":
         return _to_gpt2(spec)
-    kind = _architecture(spec)
+    model_type = _architecture(spec)
     rope = _to_rope(spec.rope)
     config: Table = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,
@@ -169,61 +171,65 @@ def hf_config(spec: ModelSpec) -> Table:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return config | _to_moe(kind, spec)
+    return config | _to_moe(model_type, spec)
 
 
 def _architecture(spec: ModelSpec) -> str:
     """The Hugging Face model type with this shape."""
     _exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
     if spec.moe is None:
-        kinds = {"none": "llama", "head": "qwen3"}
+        model_types = {"none": "llama", "head": "qwen3"}
     else:
-        kinds = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
+        model_types = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
         _exportable("model.moe", spec.moe, num_shared_experts=0, router_score="softmax", bias_update_rate=0.0)
         if spec.qk_norm != "head":
             _exportable("model.moe", spec.moe, num_leading_dense_layers=0)
         if spec.qk_norm == "none":
             _exportable("model.moe", spec.moe, normalize_top_k=True)
-    if spec.qk_norm not in kinds:
+    if spec.qk_norm not in model_types:
         raise UserError(
             "model.qk_norm",
             spec.qk_norm,
             "is in no Hugging Face model of ours without experts",
             "only a model with model.moe can be exported so",
         )
-    return kinds[spec.qk_norm]
+    return model_types[spec.qk_norm]
 
 
 def _exportable(table: str, spec: Any, **expected: object) -> None:
     """Raise UserError for a field with another value than any Hugging Face architecture of ours has."""
     for field, value in expected.items():
-        given = getattr(spec, field)
-        if given != value:
+        actual = getattr(spec, field)
+        if actual != value:
             problem = "is in no Hugging Face architecture of ours with the rest of this shape"
-            raise UserError(f"{table}.{field}", given, problem, f"only {value!r} can be exported")
+            raise UserError(f"{table}.{field}", actual, problem, f"only {value!r} can be exported")
 
 
-def _to_moe(kind: str, spec: ModelSpec) -> Table:
+def _to_moe(model_type: str, spec: ModelSpec) -> Table:
     moe = spec.moe
     if moe is None:
         return {}
     config: Table = {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.balance_loss_coef}
-    if kind == "mixtral":
+    if model_type == "mixtral":
         return config | {
             "num_local_experts": moe.num_experts,
             "intermediate_size": moe.expert_ffn_size,
             "sliding_window": None,
         }
     config |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize_top_k}
-    if kind == "olmoe":
+    if model_type == "olmoe":
         return config | {"intermediate_size": moe.expert_ffn_size}
-    dense = list(range(moe.num_leading_dense_layers))
-    return config | {"moe_intermediate_size": moe.expert_ffn_size, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    dense_layers = list(range(moe.num_leading_dense_layers))
+    return config | {
+        "moe_intermediate_size": moe.expert_ffn_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense_layers,
+    }
 
 
 def _to_rope(rope: RopeSpec) -> Table:
-    kind = next(name for name, scaling in SCALINGS.items() if scaling == rope.scaling)
-    table: Table = {"rope_type": kind, "rope_theta": rope.theta}
+    rope_type = next(name for name, scaling in SCALINGS.items() if scaling == rope.scaling)
+    table: Table = {"rope_type": rope_type, "rope_theta": rope.theta}
     if rope.scaling == "none":
         return table
     table["factor"] = rope.factor
@@ -237,13 +243,13 @@ def _to_rope(rope: RopeSpec) -> Table:
 
 
 def _to_gpt2(spec: ModelSpec) -> Table:
-    fused = {
+    gpt2_shape = {
         "num_kv_heads": spec.num_heads,
         "head_dim": spec.hidden_size // spec.num_heads,
         "moe": None,
         "qk_norm": "none",
     }
-    _exportable("model", spec, norm="layernorm", bias=True, **fused)
+    _exportable("model", spec, norm="layernorm", bias=True, **gpt2_shape)
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -254,7 +260,7 @@ def _to_gpt2(spec: ModelSpec) -> Table:
         "n_inner": spec.ffn_hidden_size,
         "n_positions": spec.max_seq_len,
         "n_ctx": spec.max_seq_len,
-        "activation_function": next(name for name, ours in GELUS.items() if ours == spec.activation),
+        "activation_function": next(name for name, activation in GELUS.items() if activation == spec.activation),
         "layer_norm_epsilon": spec.norm_eps,
         "tie_word_embeddings": spec.tie_embeddings,
         "torch_dtype": "float32",

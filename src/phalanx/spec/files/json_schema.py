@@ -20,8 +20,8 @@ def run_schema() -> Schema:
     """The schema of RunSpec as TOML writes it, with the names of the presets."""
     schema = RunSpec.model_json_schema(ref_template="#/definitions/{model}")
     definitions = schema.pop("$defs")
-    for kind, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
-        definitions[kind]["properties"]["preset"]["enum"] = preset_names(folder)
+    for spec_name, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
+        definitions[spec_name]["properties"]["preset"]["enum"] = preset_names(folder)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **_as_toml(schema),
@@ -42,10 +42,10 @@ def _as_toml(table: Schema) -> Schema:
 
 def _field(field: Schema) -> Schema:
     """A field's schema without a title that repeats its key, a table for a default, or null, which TOML lacks."""
-    shown = isinstance(field.get("default", {}), bool | int | float | str | list)
-    field = {key: value for key, value in field.items() if key != "title" and (key != "default" or shown)}
-    kinds = [kind for kind in field.pop("anyOf", []) if kind != {"type": "null"}]
-    return {**kinds[0], **field} if kinds else field
+    keeps_default = isinstance(field.get("default", {}), bool | int | float | str | list)
+    field = {key: value for key, value in field.items() if key != "title" and (key != "default" or keeps_default)}
+    options = [option for option in field.pop("anyOf", []) if option != {"type": "null"}]
+    return {**options[0], **field} if options else field
 
 
 if __name__ == "__main__":

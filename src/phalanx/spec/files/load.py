@@ -47,46 +47,46 @@ def load_run(
     """
     table = read_toml(path)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
-        kept = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
-        table["cluster"] = {**{field: cluster[field] for field in kept}, "preset": machine}
-    written = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
-    from_environment = {}
+        kept_fields = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
+        table["cluster"] = {**{field: cluster[field] for field in kept_fields}, "preset": machine}
+    file_layout = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
+    variable_of_field = {}
     for name, text in sorted(environment.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            from_environment[".".join(keys)] = name
+            variable_of_field[".".join(keys)] = name
             _set_path(table, keys, text, name)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip():
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
             raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
-        from_environment.pop(key.strip(), None)
+        variable_of_field.pop(key.strip(), None)
         _set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
-    _drop_inapplicable_options(table.get("layout", {}), written)
+    _drop_inapplicable_options(table.get("layout", {}), file_layout)
     try:
         return run_from_table(table)
     except UserError as error:
-        for one in error.errors if isinstance(error, UserErrorGroup) else [error]:
-            if one.field in from_environment:
-                one.problem += f" (set by {from_environment[one.field]})"
+        for user_error in error.errors if isinstance(error, UserErrorGroup) else [error]:
+            if user_error.field in variable_of_field:
+                user_error.problem += f" (set by {variable_of_field[user_error.field]})"
         raise
 
 
-def _drop_inapplicable_options(layout: Any, written: Table) -> None:
+def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
     """Another strategy than the run file's, or a degree set back to 1, leaves behind those of its choices that mean
     nothing now."""
     if not isinstance(layout, dict):
         return
-    kept = [field for field in written if layout.get(field) == written[field]]
-    if layout.get("data_parallel") != written.get("data_parallel"):
-        data = str(layout.get("data_parallel", Layout.model_fields["data_parallel"].default))
-        for field in kept:
-            if data not in VALID_DATA_STRATEGIES.get(field, (data,)):
+    unchanged_fields = [field for field in file_layout if layout.get(field) == file_layout[field]]
+    if layout.get("data_parallel") != file_layout.get("data_parallel"):
+        strategy = str(layout.get("data_parallel", Layout.model_fields["data_parallel"].default))
+        for field in unchanged_fields:
+            if strategy not in VALID_DATA_STRATEGIES.get(field, (strategy,)):
                 del layout[field]
     for field, axis in REQUIRES_DEGREE.items():
-        if field in kept and layout.get(axis, 1) == 1 and written.get(axis, 1) != 1:
+        if field in unchanged_fields and layout.get(axis, 1) == 1 and file_layout.get(axis, 1) != 1:
             layout.pop(field, None)
-    if layout.get("offload") != written.get("offload") and "offload_directory" in kept:
+    if layout.get("offload") != file_layout.get("offload") and "offload_directory" in unchanged_fields:
         layout.pop("offload_directory")
 
 
@@ -123,9 +123,9 @@ def write_effective_layout(directory: Path, layout: Layout | None) -> None:
     if layout is None:
         file.unlink(missing_ok=True)
     else:
-        aside = file.with_suffix(".partial")
-        aside.write_text(layout.model_dump_json(exclude_defaults=True))
-        aside.replace(file)  # whole, or not there
+        temp_file = file.with_suffix(".partial")
+        temp_file.write_text(layout.model_dump_json(exclude_defaults=True))
+        temp_file.replace(file)  # whole, or not there
 
 
 def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
@@ -150,8 +150,8 @@ def _with_warmup(optimizer: Any, training: Any) -> Any:
     steps = training.get("steps") if isinstance(training, dict) else None
     if not isinstance(optimizer, dict) or "warmup_steps" in optimizer or not isinstance(steps, int) or steps < 1:
         return optimizer
-    usual = int(OptimizerSpec.model_fields["warmup_steps"].default)
-    return {**optimizer, "warmup_steps": steps // 2} if steps < 2 * usual else optimizer
+    default_steps = int(OptimizerSpec.model_fields["warmup_steps"].default)
+    return {**optimizer, "warmup_steps": steps // 2} if steps < 2 * default_steps else optimizer
 
 
 def load_machine(name: str) -> ClusterSpec:
@@ -161,9 +161,9 @@ def load_machine(name: str) -> ClusterSpec:
 
 def cluster_overrides(cluster: ClusterSpec) -> Table:
     """What makes this cluster of its preset, or of the defaults."""
-    usual = load_machine(cluster.preset) if cluster.preset else ClusterSpec()
-    same = usual.model_dump(mode="json")
-    table = {key: value for key, value in cluster.model_dump(mode="json").items() if value != same[key]}
+    base = load_machine(cluster.preset) if cluster.preset else ClusterSpec()
+    base_table = base.model_dump(mode="json")
+    table = {key: value for key, value in cluster.model_dump(mode="json").items() if value != base_table[key]}
     return {**({"preset": cluster.preset} if cluster.preset else {}), **table}
 
 
@@ -188,44 +188,44 @@ def resolve_model(table: Table) -> Table:
     return _deep_merge(model_table(_read_json(config)), table)
 
 
-def resolve_preset(table: Table, kind: str, field: str) -> Table:
+def resolve_preset(table: Table, folder: str, field: str) -> Table:
     """Lay a table over the preset that it names, if any; `kind` is the presets' folder."""
     name = table.get("preset")
     if name is None:
         return table
-    if kind == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
-        described = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), kind, field)
-        return _deep_merge(described, {key: value for key, value in table.items() if key != "preset"})
-    known = preset_names(kind)
-    if name not in known:
-        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known))
-    return _deep_merge(tomllib.loads(_presets(kind).joinpath(f"{name}.toml").read_text()), table)
+    if folder == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
+        machine_table = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), folder, field)
+        return _deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
+    known_presets = preset_names(folder)
+    if name not in known_presets:
+        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
+    return _deep_merge(tomllib.loads(_presets(folder).joinpath(f"{name}.toml").read_text()), table)
 
 
-def preset_names(kind: str) -> list[str]:
+def preset_names(folder: str) -> list[str]:
     """Known presets: kind is "models" or "machines"."""
-    return sorted(file.name.removesuffix(".toml") for file in _presets(kind).iterdir() if file.name.endswith(".toml"))
+    return sorted(file.name.removesuffix(".toml") for file in _presets(folder).iterdir() if file.name.endswith(".toml"))
 
 
-def read_toml(path: str | Path, what: Literal["run file", "machine file"] = "run file") -> Table:
+def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
     """Parse a TOML file. Raises UserError if it is not there or not TOML."""
     path = Path(path)
     if path.is_dir() or not path.exists():
         problem = "is a directory" if path.is_dir() else "no such file"
         name = path.name if path.suffix == ".toml" else "run.toml"
-        how = f"phalanx init {name}" if what == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
-        fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {how}"
-        raise UserError(what, str(path), problem, fix)
+        command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
+        fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {command}"
+        raise UserError(file_kind, str(path), problem, fix)
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(what, str(path), f"is not valid TOML: {error}", "mend that line") from None
+        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", "mend that line") from None
     except OSError as error:
-        raise UserError(what, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise UserError(file_kind, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
 
 
-def _presets(kind: str) -> Any:
-    return resources.files("phalanx.spec") / "presets" / kind
+def _presets(folder: str) -> Any:
+    return resources.files("phalanx.spec") / "presets" / folder
 
 
 def _read_json(path: Path) -> Table:
@@ -237,12 +237,14 @@ def _read_json(path: Path) -> Table:
         ) from None
 
 
-def _deep_merge(base: Table, over: Table) -> Table:
+def _deep_merge(base: Table, override: Table) -> Table:
     """`over` laid over `base`, table by table."""
     merged = dict(base)
-    for key, value in over.items():
-        inner = merged.get(key)
-        merged[key] = _deep_merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    for key, value in override.items():
+        base_value = merged.get(key)
+        merged[key] = (
+            _deep_merge(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
+        )
     return merged
 
 

@@ -52,32 +52,32 @@ def run_file_template(path: str, schema: str) -> str:
 
 def _table(spec: Spec, path: str) -> Iterator[str]:
     """The lines of one table, then those of the tables in it."""
-    inner: list[tuple[str, Spec | type[Spec]]] = []
+    subtables: list[tuple[str, Spec | type[Spec]]] = []
     for name, field in type(spec).model_fields.items():
         table = _inner_table(field, getattr(spec, name))
         if f"{path}{name}" == MEASURED:
             continue
         if table is not None:
-            inner.append((f"{path}{name}", table))
+            subtables.append((f"{path}{name}", table))
         else:
             yield from _field(f"{path}{name}", field, getattr(spec, name))
-    for name, table in inner:
+    for name, table in subtables:
         yield from ("", *_section(name, table))
 
 
 def _section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
-    kind = table if isinstance(table, type) else type(table)
-    yield from _comment((kind.__doc__ or "").partition("\n\n")[0])
+    spec_class = table if isinstance(table, type) else type(table)
+    yield from _comment((spec_class.__doc__ or "").partition("\n\n")[0])
     if isinstance(table, type):
         # The header alone would already ask for the table, so it is a comment too.
         yield f"# [{name}]"
-        inner = {key: _inner_table(field, field.get_default()) for key, field in table.model_fields.items()}
+        subtables = {key: _inner_table(field, field.get_default()) for key, field in table.model_fields.items()}
         for key, field in table.model_fields.items():
-            if inner[key] is None:
+            if subtables[key] is None:
                 yield from _field(f"{name}.{key}", field, field.get_default())
-        for key, own in inner.items():
-            if own is not None:
-                yield from ("", *_section(f"{name}.{key}", own if isinstance(own, type) else type(own)))
+        for key, subtable in subtables.items():
+            if subtable is not None:
+                yield from ("", *_section(f"{name}.{key}", subtable if isinstance(subtable, type) else type(subtable)))
     else:
         yield f"[{name}]"
         yield from _table(table, f"{name}.")
@@ -92,9 +92,9 @@ def _field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     if len(setting) > COLUMN - 2:
         yield from (*_comment(_doc(field)), setting)
         return
-    first, *more = textwrap.wrap(_doc(field), WIDTH - COLUMN - 2) or [""]
-    yield f"{setting:{COLUMN}}# {first}" if first else setting
-    yield from (f"{'':{COLUMN}}# {line}" for line in more)
+    first_line, *more_lines = textwrap.wrap(_doc(field), WIDTH - COLUMN - 2) or [""]
+    yield f"{setting:{COLUMN}}# {first_line}" if first_line else setting
+    yield from (f"{'':{COLUMN}}# {line}" for line in more_lines)
 
 
 def _doc(field: FieldInfo) -> str:
@@ -110,5 +110,9 @@ def _inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:
     """The table that a field holds, or could hold."""
     if isinstance(value, Spec):
         return value
-    kinds = [kind for kind in get_args(field.annotation) if isinstance(kind, type) and issubclass(kind, Spec)]
-    return kinds[0] if kinds else None
+    spec_classes = [
+        spec_class
+        for spec_class in get_args(field.annotation)
+        if isinstance(spec_class, type) and issubclass(spec_class, Spec)
+    ]
+    return spec_classes[0] if spec_classes else None

@@ -23,7 +23,7 @@ def parse_nccl(text: str) -> NodeTopology:
     if len({cpu.get("host_hash") for cpu in root.iter("cpu")}) > 1:
         topology_error(_line(root), "has the CPUs of several nodes", "dump one node's, with NCCL_MNNVL_ENABLE=0")
     parents = {child: parent for parent in root.iter() for child in parent}
-    gpus, dumped = _gpus(root)
+    gpus, has_gpu_elements = _gpus(root)
     nets = list(root.iter("net")) or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x02")]
     devices = [_device(net, parents) for net in nets]
     capabilities = {_number(gpu, "sm") for pci in gpus for gpu in pci.iter("gpu")}
@@ -34,7 +34,7 @@ def parse_nccl(text: str) -> NodeTopology:
         links=_nvlinks(gpus, parents),
         nic_paths=tuple(tuple(_path(gpu, device, parents) for device in devices) for gpu in gpus),
         numa_nodes=tuple(_numa_of(gpu, parents) for gpu in gpus),
-        nvlinks=tuple(sum(_ports(gpu).values()) if dumped else None for gpu in gpus),
+        nvlinks=tuple(sum(_ports(gpu).values()) if has_gpu_elements else None for gpu in gpus),
         capability=capabilities.pop() if len(capabilities) == 1 else None,
         nic_bytes_per_second=tuple(speed * 1e6 / 8 if speed and speed > 0 else None for speed in speeds),
         rails=tuple(_number(net, "rail") for net in nets),
@@ -43,15 +43,15 @@ def parse_nccl(text: str) -> NodeTopology:
 
 def _gpus(root: Element) -> tuple[list[Element], bool]:
     """The <pci> of the GPUs by their `dev`, or where there is no <gpu>, those of their class; and whether there was."""
-    dumped = [pci for pci in root.iter("pci") if pci.find("gpu") is not None]
-    gpus = dumped or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x0302")]
+    dumped_gpus = [pci for pci in root.iter("pci") if pci.find("gpu") is not None]
+    gpus = dumped_gpus or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x0302")]
     if not gpus:
         topology_error(_line(root), "has no GPUs", "give a file that NCCL_TOPO_DUMP_FILE names")
     for pci in gpus:
         if not pci.get("busid"):
             topology_error(_line(pci), "<pci> has no busid", "give the file as NCCL wrote it")
     return sorted(gpus, key=lambda pci: max((_number(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0)), bool(
-        dumped
+        dumped_gpus
     )
 
 
@@ -77,24 +77,24 @@ def _nvlinks(gpus: Sequence[Element], parents: dict[Element, Element]) -> tuple[
     return tuple(tuple(way(i, j) for j in range(len(gpus))) for i in range(len(gpus)))
 
 
-def _path(one: Element, other: Element, parents: dict[Element, Element]) -> str:
+def _path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
     """The way over PCIe between two devices, by what is above both."""
-    above, others = _above(one, parents), _above(other, parents)
-    shared = next((element for element in above if element in others), None)
-    if shared is None or shared.tag == "system":
+    ancestors, other_ancestors = _above(device, parents), _above(other, parents)
+    common_ancestor = next((element for element in ancestors if element in other_ancestors), None)
+    if common_ancestor is None or common_ancestor.tag == "system":
         return "SYS"
-    if shared.tag == "cpu":
+    if common_ancestor.tag == "cpu":
         return "PHB"
-    return "PIX" if above[0] is others[0] else "PXB"
+    return "PIX" if ancestors[0] is other_ancestors[0] else "PXB"
 
 
 def _above(element: Element, parents: dict[Element, Element]) -> list[Element]:
     """The elements that hold this one, from the nearest."""
-    above = []
+    ancestors = []
     while element in parents:
         element = parents[element]
-        above.append(element)
-    return above
+        ancestors.append(element)
+    return ancestors
 
 
 def _device(net: Element, parents: dict[Element, Element]) -> Element:
