@@ -92,8 +92,9 @@ def _mismatch(evidence: Evidence) -> Verdict | None:
         other_ranks = [rank for rank in call_by_rank if rank not in deviating_ranks]
         other_call = call_by_rank[other_ranks[0]] if other_ranks else None
         deviating_calls = [
-            f"{evidence.name(rank)} called {describe_call(call_by_rank[rank])} at {format_frame(call_by_rank[rank]['at'])}"
-            for rank in sorted(deviating_ranks)
+            f"{evidence.name(rank)} called {describe_call(call)} at {format_frame(call['at'])}"
+            for rank, call in sorted(call_by_rank.items())
+            if rank in deviating_ranks
         ]
         summary = f"in collective {number} of {evidence.group(key)}, {join_words(deviating_calls)}"
         if other_call is not None:

@@ -193,14 +193,16 @@ def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
     for key, call, waiters, missing in _waiting_fronts(evidence):
         if set(ranks) & set(missing):
             other_missing = [rank for rank in missing if rank not in ranks and rank in evidence.dumps]
-            text = f"; {describe_other_ranks(evidence, waiters, key)} waited in {describe_call(call)}, number {call['number']}"
+            waiting = describe_other_ranks(evidence, waiters, key)
+            text = f"; {waiting} waited in {describe_call(call)}, number {call['number']}"
             missing_note = f", to which {evidence.names(other_missing)} had not come either" if other_missing else ""
             return f"{text} of {evidence.group(key)}{missing_note}"
     waiting_ranks = [rank for rank, dump in evidence.dumps.items() if was_waiting(dump) and rank not in ranks]
     if not waiting_ranks:
         return ""
     collective = evidence.last_call(waiting_ranks[0])
-    return f"; {evidence.names(waiting_ranks)} waited in {f'{collective}, ' if collective else ''}{evidence.where(waiting_ranks[0])}"
+    call_text = f"{collective}, " if collective else ""
+    return f"; {evidence.names(waiting_ranks)} waited in {call_text}{evidence.where(waiting_ranks[0])}"
 
 
 def describe_divergence_point(evidence: Evidence, ranks: Sequence[int]) -> str:

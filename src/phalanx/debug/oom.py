@@ -49,7 +49,8 @@ def format_oom_report(record: Mapping[str, Any]) -> str:
     request_text = f"{format_gb_or_mb(requested_bytes)} were wanted beside the" if requested_bytes else "it held"
     reserved_text = f", {format_gb_or_mb(allocated['reserved'])} reserved" if "reserved" in allocated else ""
     limit_text = f" (limit {format_gb_or_mb(limit_bytes)})" if limit_bytes else ""
-    return f"out of memory: {request_text} {format_gb_or_mb(allocated['total'])}{' held' if requested_bytes else ''}{limit_text}: {parts}{reserved_text}"
+    total_text = f"{format_gb_or_mb(allocated['total'])}{' held' if requested_bytes else ''}"
+    return f"out of memory: {request_text} {total_text}{limit_text}: {parts}{reserved_text}"
 
 
 def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int = 0) -> str:

@@ -121,8 +121,8 @@ def _straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bo
         yield Bottleneck(
             "expert",
             share,
-            f"rank {rank} computes {slowdown:.1f} times as long as others, for its experts are sent {row_ratio:.1f} times as "
-            f"many rows{detail}",
+            f"rank {rank} computes {slowdown:.1f} times as long as others, for its experts are sent "
+            f"{row_ratio:.1f} times as many rows{detail}",
             "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
             "to other ranks: phalanx experts --balance",
             rank=rank,
@@ -133,8 +133,8 @@ def _straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bo
     yield Bottleneck(
         "straggler",
         share,
-        f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as others for as much work, since "
-        f"step {step}",
+        f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as others "
+        f"for as much work, since step {step}",
         "look at that device: what else runs there, its clock and temperature; leave the host out if it stays",
         rank=rank,
         since=step,
@@ -204,8 +204,8 @@ def _pipeline(
     yield Bottleneck(
         "bubble",
         float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
-        f"of {name} with these micro-batches every rank stands still for {100 * float(balanced_timeline.bubble):.0f} % of the "
-        "passes, even with stages alike and nothing to send",
+        f"of {name} with these micro-batches every rank stands still for "
+        f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with stages alike and nothing to send",
         "use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )

@@ -205,10 +205,9 @@ def _round(
 ) -> str:
     traffic = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
     refusal = f"; refused: {refused}" if refused else ""
-    return (
-        f"round {index}: {num_steps} steps, {traffic}, "
-        f"{format_percent(training_seconds / (total_seconds or 1.0))} of {format_seconds(total_seconds)} training{refusal}"
-    )
+    training_share = format_percent(training_seconds / (total_seconds or 1.0))
+    training = f"{training_share} of {format_seconds(total_seconds)} training"
+    return f"round {index}: {num_steps} steps, {traffic}, {training}{refusal}"
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -51,8 +51,8 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     ]
     if len(steady) < LEAST_STEPS:
         problem = (
-            f"has {len(last_start)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, and "
-            f"{LEAST_STEPS} more are needed"
+            f"has {len(last_start)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, "
+            f"and {LEAST_STEPS} more are needed"
         )
         raise UserError("run directory", str(directory), problem, "raise training.steps")
     run = load_run(directory / RUN_FILE, environment={})

@@ -75,13 +75,27 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         f"use training.tokens_per_step = {nearest_tokens}",
     )
     sequences_per_rank = -(-sequences // dp)
+    micro_batch = _choose_micro_batch(run, sequences_per_rank, dp, is_even=sequences % dp == 0)
+    ratio = {"keep": 1.0, "linear": dp / base_dp, "sqrt": (dp / base_dp) ** 0.5}[training.batch_scaling]
+    return BatchPlan(
+        sequences,
+        dp,
+        micro_batch,
+        gradient_accumulation_steps=-(-sequences_per_rank // micro_batch),
+        learning_rate_scale=ratio,
+    )
+
+
+def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even: bool) -> int:
+    """Return the sequences of a micro-batch: those of the layout, or as many as the logits of one may take."""
+    training = run.training
     micro_batch_tokens = min(MICRO_BATCH_TOKENS, LOGITS_BYTES // (4 * run.model.vocab_size))
     max_micro_batch = max(1, micro_batch_tokens // training.seq_len)
     if run.layout.pp > 1:  # a pipeline is full only of several micro-batches for each of its ranks
         max_micro_batch = max(
             1, min(max_micro_batch, sequences_per_rank // (MIN_MICRO_BATCHES_PER_STAGE * run.layout.pp))
         )
-    allowed = divisors(sequences_per_rank) if sequences % dp == 0 else list(range(1, sequences_per_rank + 1))
+    allowed = divisors(sequences_per_rank) if is_even else list(range(1, sequences_per_rank + 1))
     micro_batch = run.layout.micro_batch_size or max((n for n in allowed if n <= max_micro_batch), default=1)
     require(
         micro_batch in allowed,
@@ -97,11 +111,4 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         f"fails in PyTorch (issue 143580) with accumulation, here of {sequences_per_rank // micro_batch} micro-batches",
         f"remove it, or set layout.micro_batch_size = {sequences_per_rank}",
     )
-    ratio = {"keep": 1.0, "linear": dp / base_dp, "sqrt": (dp / base_dp) ** 0.5}[training.batch_scaling]
-    return BatchPlan(
-        sequences,
-        dp,
-        micro_batch,
-        gradient_accumulation_steps=-(-sequences_per_rank // micro_batch),
-        learning_rate_scale=ratio,
-    )
+    return micro_batch

@@ -9,7 +9,8 @@ import pytest
 
 from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoints, peak_layers_held, recompute_overhead
 from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport, advise
-from phalanx.plan.advice.rules_of_thumb import BY_SIZE, RULES, DegreeRange, RuleOfThumb, RunSituation
+from phalanx.plan.advice.rule_conditions import DegreeRange, RunSituation
+from phalanx.plan.advice.rules_of_thumb import BY_SIZE, RULES, RuleOfThumb
 from phalanx.plan.search.candidates import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY

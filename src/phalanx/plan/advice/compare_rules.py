@@ -10,7 +10,8 @@ from typing import Literal
 from phalanx.cost.exact.model_state import model_state_bytes, optimizer_kind, state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb, RunSituation
+from phalanx.plan.advice.rule_conditions import RunSituation
+from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, enumerate_layouts
 from phalanx.plan.search.evaluate import can_run, evaluate
 from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, suggest_fit

@@ -72,8 +72,9 @@ def _cells(heat: Heatmap) -> Iterator[str]:
         number = float(heat.bytes[source, target])
         tooltip = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
         yield (
-            f'<rect class="cell" x="{LEFT + target * cell_side:.6g}" y="{TOP + source * cell_side:.6g}" width="{cell_side:.6g}" '
-            f'height="{cell_side:.6g}" fill="{colour(number, limits)}"><title>{escape(tooltip)}</title></rect>'
+            f'<rect class="cell" x="{LEFT + target * cell_side:.6g}" y="{TOP + source * cell_side:.6g}" '
+            f'width="{cell_side:.6g}" height="{cell_side:.6g}" fill="{colour(number, limits)}">'
+            f"<title>{escape(tooltip)}</title></rect>"
         )
 
 

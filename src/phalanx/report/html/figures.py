@@ -8,7 +8,7 @@ from math import log10
 from typing import Any
 
 from phalanx.report import formatting
-from phalanx.report.drawing import heatmap, schedule, step_breakdown
+from phalanx.report.drawing import heatmap, step_breakdown
 from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_seconds
 
@@ -40,16 +40,9 @@ ROW, AROUND = 26, 60
 """Pixels of a row of bars, and of the axis below them."""
 TITLE = 1.3
 """Rows that the title of a timeline takes."""
-TIMELINES = {
-    "planned": "planned, by pipeline rank",
-    "simulated": "simulated with measured times, by pipeline rank",
-    "measured": "measured, by rank",
-}
-LABELLED = 400
-"""Passes of a timeline that have their micro-batch written on them, at the most."""
 
 
-def _figure(data: list[Figure], height: int, **layout: Any) -> Figure:
+def make_figure(data: list[Figure], height: int, **layout: Any) -> Figure:
     shape = {"height": height, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "hovermode": "closest", "showlegend": False}
     return {"data": data, "layout": shape | layout}
 
@@ -65,7 +58,7 @@ def _colour(trace: Figure) -> str:
     return str(colour[0] if isinstance(colour, list) else colour)
 
 
-def _axis(title: str = "", **more: Any) -> Figure:
+def make_axis(title: str = "", **more: Any) -> Figure:
     return {"title": {"text": title}, "automargin": True, "fixedrange": True, "zeroline": False} | more
 
 
@@ -78,12 +71,12 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     ]
     if not data:
         return None
-    return _figure(
+    return make_figure(
         data,
         420,
-        xaxis=_axis("step", anchor="y2", fixedrange=False),
-        yaxis=_axis("loss", domain=[0.45, 1]),
-        yaxis2=_axis("tokens/s", domain=[0, 0.38], rangemode="tozero"),
+        xaxis=make_axis("step", anchor="y2", fixedrange=False),
+        yaxis=make_axis("loss", domain=[0.45, 1]),
+        yaxis2=make_axis("tokens/s", domain=[0, 0.38], rangemode="tozero"),
     )
 
 
@@ -130,89 +123,14 @@ def ranks(facts: Facts) -> Figure | None:
         for part, colour in WHERE.items()
         if any(rank[part] > 0 for rank in rank_facts)
     ]
-    return _figure(
+    return make_figure(
         data,
         AROUND + ROW * len(names),
         barmode="stack",
         bargap=0.25,
-        xaxis=_axis("seconds", rangemode="tozero"),
-        yaxis=_axis(autorange="reversed"),
+        xaxis=make_axis("seconds", rangemode="tozero"),
+        yaxis=make_axis(autorange="reversed"),
     )
-
-
-def passes(facts: Facts) -> Figure | None:
-    """The passes of one step on one axis of time: as planned, as simulated with measured times, as measured."""
-    timeline = facts["timeline"]
-    if not timeline or not timeline["measured"]:
-        return None
-    shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
-    rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
-    num_rows, top = sum(map(len, rows.values())) + TITLE * len(rows), 1.0
-    data: list[Figure] = []
-    layout: Figure = {"annotations": []}
-    for index, (title, spans) in enumerate(shown.items(), 1):
-        top, axis = top - TITLE / num_rows, str(index) if index > 1 else ""
-        layout["annotations"].append(
-            {
-                "text": title,
-                "xref": "paper",
-                "yref": "paper",
-                "x": 0,
-                "y": top,
-                "xanchor": "left",
-                "yanchor": "bottom",
-                "showarrow": False,
-            }
-        )
-        domain = [max(0.0, top - len(rows[title]) / num_rows), top]
-        layout[f"yaxis{axis}"] = _axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
-        data += _passes(spans, f"y{axis}")
-        top = domain[0]
-    seconds = _axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
-    return _figure(
-        data,
-        AROUND + round(ROW * num_rows),
-        xaxis=seconds,
-        bargap=0.15,
-        barmode="overlay",
-        dragmode="zoom",
-        uniformtext={"mode": "hide", "minsize": 9},
-        **layout,
-    )
-
-
-def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
-    """A trace for each kind of pass."""
-    first_stage: dict[int, int] = {}
-    for rank, _, stage, *_ in spans:
-        first_stage[rank] = min(stage, first_stage.get(rank, stage))
-    for kind, label in schedule.LEGEND.items():
-        kind_spans = sorted(
-            (span for span in spans if span[1] == kind), key=lambda span: span[2] != first_stage[span[0]]
-        )
-        if kind_spans:
-            yield {
-                "type": "bar",
-                "orientation": "h",
-                "name": label,
-                "yaxis": axis,
-                "y": [rank for rank, *_ in kind_spans],
-                "base": [start for *_, start, _ in kind_spans],
-                "x": [finish - start for *_, start, finish in kind_spans],
-                "marker": {
-                    "color": [
-                        schedule.COLOURS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
-                    ]
-                },
-                "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= LABELLED else None,
-                "textposition": "inside",
-                "insidetextanchor": "middle",
-                "customdata": [
-                    [stage, micro, format_seconds(end - start)] for _, _, stage, micro, start, end in kind_spans
-                ],
-                "hovertemplate": f"{label}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: %{{customdata[2]}}"
-                "<extra></extra>",
-            }
 
 
 def rounds(facts: Facts) -> Figure | None:
@@ -226,7 +144,9 @@ def rounds(facts: Facts) -> Figure | None:
         names = sorted({name for row in updates for name in row["bytes"]})
         sent = {_safe(name): [row["bytes"].get(name, 0) for row in updates] for name in names}
         data = list(_stacked([row["round"] for row in updates], sent, {}, "B"))
-        return _figure(data, 260, barmode="stack", bargap=0.25, xaxis=_axis("round"), yaxis=_axis("bytes", **SI_BYTES))
+        return make_figure(
+            data, 260, barmode="stack", bargap=0.25, xaxis=make_axis("round"), yaxis=make_axis("bytes", **SI_BYTES)
+        )
     data = list(_stacked(node_rounds["round"], node_rounds["seconds"], ROUND, "s"))
     for direction, kind in (("sent", "sending"), ("received", "receiving")):
         labels = [format_bytes(value) for value in node_rounds["bytes"][direction]]
@@ -241,14 +161,14 @@ def rounds(facts: Facts) -> Figure | None:
             "showlegend": False,
         }
         data.append(line | style | {"customdata": labels, "yaxis": "y2", "name": direction})
-    return _figure(
+    return make_figure(
         data,
         420,
         barmode="stack",
         bargap=0.25,
-        xaxis=_axis("round", anchor="y2"),
-        yaxis=_axis("seconds", domain=[0.45, 1]),
-        yaxis2=_axis("bytes", domain=[0, 0.38], rangemode="tozero", **SI_BYTES),
+        xaxis=make_axis("round", anchor="y2"),
+        yaxis=make_axis("seconds", domain=[0.45, 1]),
+        yaxis2=make_axis("bytes", domain=[0, 0.38], rangemode="tozero", **SI_BYTES),
     )
 
 
@@ -288,7 +208,7 @@ def memory(facts: Facts) -> Figure | None:
         for part, part_bytes in samples["bytes"].items()
         if any(part_bytes)
     ]
-    return _figure(data, 320, xaxis=_axis("seconds"), yaxis=_axis("bytes", rangemode="tozero", **SI_BYTES))
+    return make_figure(data, 320, xaxis=make_axis("seconds"), yaxis=make_axis("bytes", rangemode="tozero", **SI_BYTES))
 
 
 def traffic(facts: Facts) -> Figure | None:
@@ -307,11 +227,11 @@ def traffic(facts: Facts) -> Figure | None:
         cells |= {"zmin": low - 1, "zmax": low}
     count = len(shown)
     side = max(140, min(480, 48 * count))
-    return {"widest": side + 170} | _figure(
+    return {"widest": side + 170} | make_figure(
         [cells],
         side + 60,
-        xaxis=_axis("to rank", **_whole(count)),
-        yaxis=_axis("from rank", autorange="reversed", **_whole(count)),
+        xaxis=make_axis("to rank", **_whole(count)),
+        yaxis=make_axis("from rank", autorange="reversed", **_whole(count)),
     )
 
 
@@ -326,11 +246,11 @@ def experts(facts: Facts) -> Figure | None:
     cells |= {"colorbar": _bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in loads["layers"]], "zmin": 0}
     if len(tokens[0]) <= 16 and len(tokens) <= 32:
         cells |= {"texttemplate": "%{z:.2f}"}
-    return _figure(
+    return make_figure(
         [cells],
         AROUND + max(90, ROW * len(tokens)),
-        xaxis=_axis("expert", **_whole(len(tokens[0]))),
-        yaxis=_axis("layer", autorange="reversed", type="category"),
+        xaxis=make_axis("expert", **_whole(len(tokens[0]))),
+        yaxis=make_axis("layer", autorange="reversed", type="category"),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.report import formatting
-from phalanx.report.html import figures
+from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_seconds
@@ -18,7 +18,7 @@ TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU",
 TRACE = "train with --profile-steps FIRST:LAST"
 DRAWN: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
     "ranks": ("Where each rank's step went", figures.ranks, "Too few steps were noted to say where their time goes."),
-    "timeline": ("The passes of a step", figures.passes, f"No step was looked at closely: {TRACE}."),
+    "timeline": ("The passes of a step", timeline_figures.passes, f"No step was looked at closely: {TRACE}."),
     "rounds": ("The rounds of the swarm", figures.rounds, ""),
     "memory": ("What memory held over a step", figures.memory, f"No step was metered: {TRACE}."),
     "traffic": ("Who sends how much to whom", figures.traffic, ""),

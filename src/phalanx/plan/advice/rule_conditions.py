@@ -1,0 +1,191 @@
+"""Conditions of rules of thumb: each returns the evidence that it holds for a run, or ""."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoints
+from phalanx.spec.formatting import format_gib
+
+
+@dataclass(frozen=True)
+class RunSituation:
+    """What rules look at: a whole copy of the model on one device, with one sequence in a pass and nothing computed
+    again, and what there is to share it."""
+
+    parameters: int
+    """Of the model, all experts counted."""
+    layers: int
+    experts: bool
+    sequences: int
+    """Of a step."""
+    ranks: int
+    domain: int
+    """Devices that fast links join."""
+    memory_bytes: float
+    """Of a device."""
+    state: Mapping[str, float]
+    """Bytes of a copy: parameters, gradients, optimizer."""
+    activation_bytes: float
+    """Of one sequence, logits among them."""
+    recomputed_bytes: float
+    """The same, where whole blocks are computed again."""
+    layer_bytes: float
+    """State and activations of the largest block."""
+    alone: bool
+    """Whether the planner says that a copy fits one device, recomputed if need be."""
+    spare: bool = False
+    """Whether the fastest 1F1B pipeline leaves memory for ZB-H2's activations, nearly twice as many."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a copy."""
+        return sum(self.state.values())
+
+    @property
+    def largest(self) -> str:
+        """The part of a copy that takes most."""
+        parts = {**self.state, "activations": self.activation_bytes}
+        return max(parts, key=lambda part: parts[part])
+
+
+@dataclass(frozen=True)
+class DegreeRange:
+    """What a rule asks of a degree, or of a product of them."""
+
+    least: int | Literal["domain"] = 1
+    most: int | Literal["domain"] | None = None
+
+    def holds(self, value: int, domain: int) -> bool:
+        """Whether a value obeys it, with so many devices in the domain of fast links."""
+        least = domain if self.least == "domain" else self.least
+        most = domain if self.most == "domain" else self.most
+        return value >= least and (most is None or value <= most)
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return str(self.least)
+        if self.most is not None:
+            return f"at most {'the ' if self.most == 'domain' else ''}{self.most}"
+        return f"at least {'the ' if self.least == 'domain' else ''}{self.least}"
+
+
+Requirements = Mapping[str, DegreeRange | tuple[str, ...]]
+"""A partial layout: of a field, or of a product such as "tp x cp", the degree or the names that are asked for."""
+
+
+ONE, SOME, INSIDE = DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain")
+
+
+DATA_ONLY: Requirements = {"tp": ONE, "pp": ONE, "cp": ONE, "ep": ONE}
+
+
+THREE_D: Requirements = {"dp": SOME, "tp": SOME, "pp": SOME}
+
+
+BILLION = 10**9
+
+
+def has_parameters_between(least: int, below: int | None) -> Callable[[RunSituation], str]:
+    """For models of `least` parameters or more, and fewer than `below`: the guide leaves open who is at a boundary."""
+
+    def applies(s: RunSituation) -> str:
+        inside = s.parameters >= least and (below is None or s.parameters < below)
+        return f"the model has {s.parameters / 1e9:.3g}B parameters" if inside else ""
+
+    return applies
+
+
+def activations_exceed_device(s: RunSituation) -> str:
+    whole = s.sequences * s.activation_bytes
+    if s.ranks == 1 or not s.state_bytes <= s.memory_bytes < s.state_bytes + whole:
+        return ""
+    activations = f"a step's {s.sequences} sequences leave {format_gib(whole)} of activations"
+    return f"{activations}, and a device has {device_memory(s)}"
+
+
+def state_exceeds_device(s: RunSituation) -> str:
+    return (
+        f"a copy's state takes {format_gib(s.state_bytes)} of {device_memory(s)}"
+        if s.state_bytes > s.memory_bytes
+        else ""
+    )
+
+
+def block_exceeds_device(s: RunSituation) -> str:
+    return (
+        f"one block takes {format_gib(s.layer_bytes)} of {device_memory(s)}" if s.layer_bytes > s.memory_bytes else ""
+    )
+
+
+def has_fewer_sequences_than_ranks(s: RunSituation) -> str:
+    few = s.domain > 1 and s.ranks > s.sequences
+    return f"{s.ranks} devices are more than the {s.sequences} sequences of a step" if few else ""
+
+
+def has_experts(s: RunSituation) -> str:
+    return "the model has experts" if s.experts and s.ranks > 1 else ""
+
+
+def has_sequences_for_all_ranks(s: RunSituation) -> str:
+    return f"a step has {s.sequences} sequences" if 1 < s.ranks <= s.sequences else ""
+
+
+def optimizer_state_is_largest(s: RunSituation) -> str:
+    most = s.ranks > 1 and s.largest == "optimizer"
+    return f"optimizer state takes most of a copy, {format_gib(s.state['optimizer'])}" if most else ""
+
+
+def sharded_state_fits(s: RunSituation) -> str:
+    share = s.state_bytes / s.ranks
+    fits = not s.alone and s.ranks > 1 and share + s.recomputed_bytes <= s.memory_bytes
+    return (
+        f"a copy does not fit one device, and its state shared by {s.ranks} does: {format_gib(share)}" if fits else ""
+    )
+
+
+def activations_are_largest(s: RunSituation) -> str:
+    said = f"activations of one sequence take most, {format_gib(s.activation_bytes)}"
+    rule = (
+        f"sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; "
+        "Phalanx keeps every block's input"
+    )
+    return f"{said} ({rule})" if s.largest == "activations" else ""
+
+
+def activations_are_largest_on_many_ranks(s: RunSituation) -> str:
+    most = s.largest == "activations" and s.ranks > 1
+    return f"activations of one sequence take most, {format_gib(s.activation_bytes)}" if most else ""
+
+
+def copy_fits_device(s: RunSituation) -> str:
+    return "a copy fits one device" if s.alone else ""
+
+
+def has_memory_for_zb_h2(s: RunSituation) -> str:
+    return "a copy does not fit; the fastest 1F1B pipeline leaves memory for ZB-H2" if s.spare and not s.alone else ""
+
+
+def lacks_memory_for_zb_h2(s: RunSituation) -> str:
+    tight = s.ranks > 1 and not s.spare and not s.alone
+    return "a copy does not fit, and no memory is left for ZB-H2 beside the fastest 1F1B pipeline" if tight else ""
+
+
+def has_many_ranks(s: RunSituation) -> str:
+    return f"{s.ranks} devices" if s.ranks > 1 else ""
+
+
+def data_parallel_is_outer(s: RunSituation) -> str:
+    said = "the default of layout.rank_order; with pipelines there the ranks of a node send to others together"
+    return said if s.ranks > 1 else ""
+
+
+def copy_spans_fast_link_domains(s: RunSituation) -> str:
+    between = s.ranks > s.domain and not s.alone
+    return f"a copy does not fit, and {s.ranks} devices are several domains of {s.domain}" if between else ""
+
+
+def device_memory(s: RunSituation) -> str:
+    return format_gib(s.memory_bytes)

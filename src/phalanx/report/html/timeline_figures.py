@@ -1,0 +1,96 @@
+"""Figures of the passes of a step: planned, simulated and measured timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from phalanx.report.drawing import schedule
+from phalanx.report.html.figures import AROUND, ROW, TITLE, Figure, make_axis, make_figure
+from phalanx.report.profiled_steps import Facts
+from phalanx.spec.formatting import format_seconds
+
+TIMELINES = {
+    "planned": "planned, by pipeline rank",
+    "simulated": "simulated with measured times, by pipeline rank",
+    "measured": "measured, by rank",
+}
+
+
+LABELLED = 400
+"""Passes of a timeline that have their micro-batch written on them, at the most."""
+
+
+def passes(facts: Facts) -> Figure | None:
+    """The passes of one step on one axis of time: as planned, as simulated with measured times, as measured."""
+    timeline = facts["timeline"]
+    if not timeline or not timeline["measured"]:
+        return None
+    shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
+    rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
+    num_rows, top = sum(map(len, rows.values())) + TITLE * len(rows), 1.0
+    data: list[Figure] = []
+    layout: Figure = {"annotations": []}
+    for index, (title, spans) in enumerate(shown.items(), 1):
+        top, axis = top - TITLE / num_rows, str(index) if index > 1 else ""
+        layout["annotations"].append(
+            {
+                "text": title,
+                "xref": "paper",
+                "yref": "paper",
+                "x": 0,
+                "y": top,
+                "xanchor": "left",
+                "yanchor": "bottom",
+                "showarrow": False,
+            }
+        )
+        domain = [max(0.0, top - len(rows[title]) / num_rows), top]
+        layout[f"yaxis{axis}"] = make_axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
+        data += _passes(spans, f"y{axis}")
+        top = domain[0]
+    seconds = make_axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
+    return make_figure(
+        data,
+        AROUND + round(ROW * num_rows),
+        xaxis=seconds,
+        bargap=0.15,
+        barmode="overlay",
+        dragmode="zoom",
+        uniformtext={"mode": "hide", "minsize": 9},
+        **layout,
+    )
+
+
+def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
+    """A trace for each kind of pass."""
+    first_stage: dict[int, int] = {}
+    for rank, _, stage, *_ in spans:
+        first_stage[rank] = min(stage, first_stage.get(rank, stage))
+    for kind, label in schedule.LEGEND.items():
+        kind_spans = sorted(
+            (span for span in spans if span[1] == kind), key=lambda span: span[2] != first_stage[span[0]]
+        )
+        if kind_spans:
+            yield {
+                "type": "bar",
+                "orientation": "h",
+                "name": label,
+                "yaxis": axis,
+                "y": [rank for rank, *_ in kind_spans],
+                "base": [start for *_, start, _ in kind_spans],
+                "x": [finish - start for *_, start, finish in kind_spans],
+                "marker": {
+                    "color": [
+                        schedule.COLOURS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
+                    ]
+                },
+                "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= LABELLED else None,
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "customdata": [
+                    [stage, micro, format_seconds(end - start)] for _, _, stage, micro, start, end in kind_spans
+                ],
+                "hovertemplate": f"{label}, stage %{{customdata[0]}}, micro-batch %{{customdata[1]}}: "
+                "%{customdata[2]}<extra></extra>",
+            }
