@@ -63,7 +63,7 @@ def main(plan: Path) -> int:
     planned = {row["new_path"] for row in moves}
     strangers = [path for path in names if path not in planned and path not in added]
     print(
-        f"files of src/phalanx: {len(names)}, {len(names) - len(planned & set(names))} beside moves.tsv, with reasons"
+        f"files of src/phalanx: {len(names)}, {len(names) - len(planned & set(names))} not in moves.tsv, each with a reason"
     )
     for row in (*better.values(), *added.values()):
         print("  ", "  ".join(value for value in row.values() if value))

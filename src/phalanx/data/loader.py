@@ -132,7 +132,7 @@ def concat_batches(batches: list[Batch]) -> Batch:
 
 
 def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bool = False) -> None:
-    """Raise UserError at the first value of `mine` that a checkpoint's state has otherwise; the size of steps may
+    """Raise UserError at the first value of `identity` that a checkpoint's state has otherwise; the size of steps may
     differ if they are `resized`."""
     fields = {
         "seed": "training.seed",

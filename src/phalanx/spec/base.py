@@ -38,7 +38,7 @@ class Spec(BaseModel):
 
 
 def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "") -> S:
-    """Validate a table (as read from TOML or JSON) into a description; `where` prefixes the field names of errors.
+    """Validate a table (as read from TOML or JSON) into a description; `path_prefix` precedes field names of errors.
 
     Raises UserErrors that names every wrong field, its value, and what is allowed.
     """
@@ -114,7 +114,7 @@ def known_fields(spec_class: type[Spec], path: list[str]) -> list[str]:
 
 
 def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
-    """A sentence that offers the nearest known word, whatever its case and dashed endings; failing that `otherwise`, or
+    """A sentence that offers the nearest known word, whatever its case and dashed endings; failing that `fallback`, or
     a list of them all."""
     query = word.lower()
     matches = sorted((name for name in known if f"{query}-".startswith(f"{name.lower()}-")), key=len)[-1:]

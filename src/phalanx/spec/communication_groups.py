@@ -67,7 +67,7 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
 
 
 def _copies_of_stages(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
-    """Return, for each stage, the ranks of each of its `count` copies."""
+    """Return, for each stage, the ranks of each of its `num_copies` copies."""
     size = dims.dp_size * dims.cp * dims.tp // num_copies
     return [
         [ranks[start : start + size] for start in range(0, len(ranks), size)] for ranks in pipeline_stage_groups(dims)

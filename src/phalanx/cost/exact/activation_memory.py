@@ -138,7 +138,7 @@ def activation_bytes(
     masked: bool = False,
     stage: StageBlocks | None = None,
 ) -> ActivationBytes:
-    """Activations of one rank for a micro-batch of `batch` sequences of `sequence` tokens; in a pipeline those of one
+    """Activations of one rank for a micro-batch of `batch` sequences of `seq_len` tokens; in a pipeline those of one
     `stage`.
 
     Of tensor-parallel ranks one has a share of heads, inner widths and logits, and with sequence parallelism of the

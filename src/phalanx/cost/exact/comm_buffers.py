@@ -146,7 +146,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
 def zero_buffers(
     rank: RankTensors, layout: Layout, bytes_per_element: int, full_gradients: bool, num_full_buffers: int
 ) -> list[CommBufferPeak]:
-    """Of ZeRO-1 (`whole_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
+    """Of ZeRO-1 (`full_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
     the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
     of offload may be smaller."""
@@ -227,7 +227,7 @@ def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
 
 def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:
     """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more, or
-    when the next parameter goes to other ranks, as those `apart` do."""
+    when the next parameter goes to other ranks, as those of `expert_names` do."""
     buckets: list[list[str]] = []
     size = 0
     for name in reversed(shapes):

@@ -81,10 +81,10 @@ def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
 
 
 def sharded_state_bytes(strategy: Strategy, precision: Precision, total: int, owned: int, states: int) -> StateBytes:
-    """State that one rank keeps of a model of `whole` parameters, of which it owns `owned`, and keeps `states` numbers
+    """State that one rank keeps of a model of `total` parameters, of which it owns `owned`, and keeps `states` numbers
     of optimizer state.
 
-    Bytes per parameter with Adam on N ranks (`whole` 1, `owned` 1/N, `states` 2/N; of ddp 2):
+    Bytes per parameter with Adam on N ranks (`total` 1, `owned` 1/N, `states` 2/N; of ddp 2):
 
         |              | bf16      | fp32      |
         |--------------|-----------|-----------|

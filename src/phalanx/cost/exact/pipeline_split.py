@@ -109,7 +109,7 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _least_limit(prefix_costs: Sequence[float], stages: int) -> float:
-    """The least that the costliest of so many stages can cost, of blocks whose costs add up to `before` each; a little
+    """The least that the costliest of so many stages can cost, of blocks whose costs add up to `prefix_costs`; a little
     more, for sums that are rounded."""
     num_blocks = len(prefix_costs) - 1
 

@@ -294,7 +294,7 @@ def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimize
 
 
 def _offload(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
-    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`copied`
+    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`row_bytes`
     where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
     if strategy in ("zero3", "hsdp"):
         return StateBytes(0, 0, 0), state.total

@@ -233,7 +233,7 @@ def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
 def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_backward: bool) -> int:
     """What is on its way through a block's MLP or experts in the backward pass where that is most, beyond what is freed
     until then: gradients of a SwiGLU's two factors, or of a GELU's output; of the rows of experts, before and after
-    their sorting. `halved`: with the input of the last product, which is not freed then."""
+    their sorting. `splits_backward`: with the input of the last product, which is not freed then."""
     if spec.moe is None or not spec.is_moe_layer(layer):
         return (
             ((2 if spec.activation == "swiglu" else 1) + splits_backward)

@@ -23,6 +23,6 @@ def optimal_num_checkpoints(layers: int) -> int:
 
 
 def recompute_overhead(extra_forwards: float = 1.0, backward: float = 2.0) -> float:
-    """Compute that is added to a step, as a share of it: `again` forward passes more, where a backward pass takes as
+    """Compute that is added to a step, as a share of it: `extra_forwards` passes more, where a backward pass takes as
     long as `backward` of them. Of one forward pass: a third."""
     return extra_forwards / (1 + backward)

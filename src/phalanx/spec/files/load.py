@@ -189,7 +189,7 @@ def resolve_model(table: Table) -> Table:
 
 
 def resolve_preset(table: Table, folder: str, field: str) -> Table:
-    """Lay a table over the preset that it names, if any; `kind` is the presets' folder."""
+    """Lay a table over the preset that it names, if any; `folder` is the presets' folder."""
     name = table.get("preset")
     if name is None:
         return table
@@ -203,7 +203,7 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
 
 
 def preset_names(folder: str) -> list[str]:
-    """Known presets: kind is "models" or "machines"."""
+    """Known presets: `folder` is "models" or "machines"."""
     return sorted(file.name.removesuffix(".toml") for file in _presets(folder).iterdir() if file.name.endswith(".toml"))
 
 
@@ -238,7 +238,7 @@ def _read_json(path: Path) -> Table:
 
 
 def _deep_merge(base: Table, override: Table) -> Table:
-    """`over` laid over `base`, table by table."""
+    """`override` laid over `base`, table by table."""
     merged = dict(base)
     for key, value in override.items():
         base_value = merged.get(key)
