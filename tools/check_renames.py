@@ -62,9 +62,7 @@ def main(plan: Path) -> int:
     print(f"moves.tsv: {len(moves) - len(missing)} executed, {len(missing)} to a better path")
     planned = {row["new_path"] for row in moves}
     strangers = [path for path in names if path not in planned and path not in added]
-    print(
-        f"files of src/phalanx: {len(names)}, {len(names) - len(planned & set(names))} not in moves.tsv, each with a reason"
-    )
+    print(f"files of src/phalanx: {len(names)}, {len(set(names) - planned)} of them not in moves.tsv")
     for row in (*better.values(), *added.values()):
         print("  ", "  ".join(value for value in row.values() if value))
     for line in (*open_rows, *open_moves, *strangers):
