@@ -197,7 +197,7 @@ def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2
     queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
     free_slots, closed = threading.Semaphore(depth), threading.Event()
 
-    def work() -> None:
+    def load_batches() -> None:
         try:
             for number in range(first_step, last_step):
                 free_slots.acquire()
@@ -207,7 +207,7 @@ def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2
         except BaseException as error:
             queue.put(error)
 
-    thread = threading.Thread(target=work, name="phalanx-data", daemon=True)
+    thread = threading.Thread(target=load_batches, name="phalanx-data", daemon=True)
     thread.start()
     try:
         for _ in range(first_step, last_step):

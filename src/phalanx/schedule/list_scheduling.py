@@ -31,28 +31,28 @@ def list_schedule(
     rank_free_times: dict[int, Time] = dict.fromkeys(stages_of, 0)
     orders: dict[int, list[Action]] = {rank: [] for rank in sorted(stages_of)}
 
-    def arrived(action: Action, now: Time) -> bool:
+    def is_ready(action: Action, now: Time) -> bool:
         ready_at = ready_time(action, rank_of, end_times, times)
         return ready_at is not None and ready_at <= now
 
-    def room(stage: int, rank: int) -> bool:
+    def has_room(stage: int, rank: int) -> bool:
         # A place is kept for each later stage of the rank: what was begun can always be ended.
         return num_in_flight[rank] + sum(other > stage for other in stages_of[rank]) < limits[rank]
 
-    def possible(rank: int, now: Time) -> list[Action]:
+    def candidate_actions(rank: int, now: Time) -> list[Action]:
         candidates = (
             Action(stage, kind, next_micro.get((stage, kind), 0))
             for stage in stages_of[rank]
             for kind in ("F", "I", "W")
-            if kind != "F" or room(stage, rank)
+            if kind != "F" or has_room(stage, rank)
         )
-        return [action for action in candidates if action.micro < m and arrived(action, now)]
+        return [action for action in candidates if action.micro < m and is_ready(action, now)]
 
     event_times: list[Time] = [0]
     while event_times:
         now = heapq.heappop(event_times)
         for rank, order in orders.items():
-            if rank_free_times[rank] > now or not (choices := possible(rank, now)):
+            if rank_free_times[rank] > now or not (choices := candidate_actions(rank, now)):
                 continue
             action = min(choices, key=lambda choice: priority(choice, num_in_flight[rank]))
             order.append(action)

@@ -85,7 +85,7 @@ def zb_v(p: int, m: int) -> Schedule:
         input_grads = {down: deque(_each(down, "I", num_micros)), up: deque(_each(up, "I", num_micros))}
         weight_grads: dict[int, deque[Action]] = {down: deque(), up: deque()}
 
-        def halves(stage: int) -> Iterator[ScheduleStep]:
+        def split_backward(stage: int) -> Iterator[ScheduleStep]:
             yield (input_half := input_grads[stage].popleft())
             yield input_half._replace(kind="W")
 
@@ -95,13 +95,13 @@ def zb_v(p: int, m: int) -> Schedule:
             yield forward[down].popleft()
         for _ in range(p - rank):
             yield forward[up].popleft()
-            yield from halves(up)
+            yield from split_backward(up)
         while forward[up]:
             if forward[down]:
                 yield forward[down].popleft()
-            yield from halves(down)
+            yield from split_backward(down)
             yield forward[up].popleft()
-            yield from halves(up)
+            yield from split_backward(up)
         for _ in range(rank):  # weight halves wait, input halves go on
             for stage in (down, up):
                 weight_grads[stage].append(input_grads[stage][0]._replace(kind="W"))
@@ -131,44 +131,44 @@ def dualpipe_v(p: int, m: int) -> Schedule:
         num_later_ranks, counts = p - 1 - rank, defaultdict[tuple[int, str], int](int)
         deferred_weight_grads: deque[Action] = deque()
 
-        def do(stage: int, kind: ActionKind) -> Action:
+        def next_action(stage: int, kind: ActionKind) -> Action:
             direction = (stage, "F" if kind == "F" else "B")
             counts[direction] += 1
             return Action(stage, kind, counts[direction] - 1)
 
-        def half(stage: int) -> Action:
-            deferred_weight_grads.append((action := do(stage, "I"))._replace(kind="W"))
+        def input_half(stage: int) -> Action:
+            deferred_weight_grads.append((action := next_action(stage, "I"))._replace(kind="W"))
             return action
 
-        def weight() -> Iterator[ScheduleStep]:
+        def pop_weight_grad() -> Iterator[ScheduleStep]:
             if deferred_weight_grads:
                 yield deferred_weight_grads.popleft()
 
-        yield from (do(down, "F") for _ in range(2 * num_later_ranks))
-        yield from (do(stage, "F") for _ in range(rank + 1) for stage in (down, up))
+        yield from (next_action(down, "F") for _ in range(2 * num_later_ranks))
+        yield from (next_action(stage, "F") for _ in range(rank + 1) for stage in (down, up))
         for _ in range(num_later_ranks):
-            yield half(up)
-            yield from weight()
-            yield do(up, "F")
+            yield input_half(up)
+            yield from pop_weight_grad()
+            yield next_action(up, "F")
         for i in range(m - 2 * p + rank + 1):
-            pair = OverlappedPair(do(down, "F"), do(up, "B"))
+            pair = OverlappedPair(next_action(down, "F"), next_action(up, "B"))
             yield from actions(pair) if i == 0 and rank == p - 1 else [pair]  # apart, the last rank's are done sooner
-            yield OverlappedPair(do(up, "F"), do(down, "B"))
+            yield OverlappedPair(next_action(up, "F"), next_action(down, "B"))
         for _ in range(num_later_ranks):
-            yield do(up, "B")
-            yield OverlappedPair(do(up, "F"), do(down, "B"))
+            yield next_action(up, "B")
+            yield OverlappedPair(next_action(up, "F"), next_action(down, "B"))
         # From half of the rest on weight halves wait, on even ranks beginning with the stage below.
         remaining_stages = [stage for _ in range(rank + 1) for stage in (up, down)]
         num_full_backwards = (rank + 1) // 2 * 2 + (1 - rank % 2)
         yield from (
-            do(stage, "B") if index < num_full_backwards else half(stage)
+            next_action(stage, "B") if index < num_full_backwards else input_half(stage)
             for index, stage in enumerate(remaining_stages)
         )
         for _ in range(num_later_ranks):
-            yield from weight()
-            yield half(down)
+            yield from pop_weight_grad()
+            yield input_half(down)
         while deferred_weight_grads:
-            yield from weight()
+            yield from pop_weight_grad()
 
     return Schedule.from_rows(map(order, range(p)))
 
@@ -197,7 +197,7 @@ def book_overlap(p: int, m: int) -> Timeline:
     75, 100, 75, 50, 25 %, as a book on networks for AI has it. On stage s (from 0) micro-batch i runs forward in tick
     s + i and backward in tick 2p - 2 - s + i. 1F1B is what comes nearest to it (`one_f_one_b`)."""
 
-    def at(s: int, tick: int) -> ScheduleStep | None:
+    def step_at(s: int, tick: int) -> ScheduleStep | None:
         forward_micro, backward_micro = tick - s, tick - (2 * p - 2 - s)
         forward = Action(s, "F", forward_micro) if 0 <= forward_micro < m else None
         backward = Action(s, "B", backward_micro) if 0 <= backward_micro < m else None
@@ -205,7 +205,7 @@ def book_overlap(p: int, m: int) -> Timeline:
 
     ticks = range(2 * p + m - 2)
     return Timeline(
-        tuple(tuple(Span(step, t, t + 1) for t in ticks if (step := at(s, t)) is not None) for s in range(p))
+        tuple(tuple(Span(step, t, t + 1) for t in ticks if (step := step_at(s, t)) is not None) for s in range(p))
     )
 
 

@@ -105,14 +105,14 @@ def _graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) ->
     index_of = {action: index for index, action in enumerate(all_actions)}
     rank_of = schedule.rank_of
 
-    def needs(action: Action) -> Iterator[tuple[int, float]]:
+    def dependency_edges(action: Action) -> Iterator[tuple[int, float]]:
         for alternatives in schedule.dependencies(action):
             (dependency,) = (alternative for alternative in alternatives if alternative in index_of)
             is_same_rank = rank_of[dependency.stage] == rank_of[action.stage]
             yield index_of[dependency], 0.0 if is_same_rank else float(times.transfer)
 
     return _Graph(
-        [list(needs(action)) for action in all_actions],
+        [list(dependency_edges(action)) for action in all_actions],
         [float(times.of_action(action)) for action in all_actions],
         [{"F": 1, "W": -1}.get(action.kind, 0) for action in all_actions],
     )

@@ -87,7 +87,7 @@ def _stuck(schedule: Schedule) -> Iterator[Violation]:
     all_actions = {action for rank in range(schedule.ranks) for action in schedule.actions(rank)}
     next_index = [0] * schedule.ranks
 
-    def lacks(rank: int) -> list[tuple[Action, Action]]:
+    def unmet_dependencies(rank: int) -> list[tuple[Action, Action]]:
         """Pairs of an action and what it waits for."""
         step = actions(schedule.orders[rank][next_index[rank]])
         requirements = [(action, dependency) for action in step for dependency in schedule.dependencies(action)]
@@ -101,13 +101,13 @@ def _stuck(schedule: Schedule) -> Iterator[Violation]:
     while progressed:
         progressed = False
         for rank, order in enumerate(schedule.orders):
-            while next_index[rank] < len(order) and not lacks(rank):
+            while next_index[rank] < len(order) and not unmet_dependencies(rank):
                 done.update(actions(order[next_index[rank]]))
                 next_index[rank] += 1
                 progressed = True
     for rank, order in enumerate(schedule.orders):
         if next_index[rank] < len(order):
-            for action, dependency in lacks(rank):
+            for action, dependency in unmet_dependencies(rank):
                 yield Violation(
                     rank, action, f"(number {next_index[rank] + 1} in its row) waits for ever for {dependency}"
                 )

@@ -61,12 +61,16 @@ def comm_buffer_peaks(
             if layout.pp > 1:  # parameters stay gathered for the step
                 layout = layout.model_copy(update={"reshard_after_forward": False})
             unit_peaks = partial(
-                fsdp_buffers, layout=layout, precision=precision, wholes=num_full_buffers, summed_twice=summed_twice
+                fsdp_buffers,
+                layout=layout,
+                precision=precision,
+                num_full_buffers=num_full_buffers,
+                summed_twice=summed_twice,
             )
             peaks = unit_peaks(rank.dense, ranks=rank.shards)
             if rank.expert:  # one gradient is on its way at a time
                 peaks = _combine_peaks(
-                    unit_peaks(rank.dense, ranks=rank.shards, wholes=0),
+                    unit_peaks(rank.dense, ranks=rank.shards, num_full_buffers=0),
                     unit_peaks(rank.expert, ranks=rank.expert_shards),
                 )
             return (
@@ -171,7 +175,7 @@ def zero_buffers(
 
 
 def fsdp_buffers(
-    shapes: Shapes, *, layout: Layout, ranks: int, precision: Precision, wholes: int, summed_twice: bool
+    shapes: Shapes, *, layout: Layout, ranks: int, precision: Precision, num_full_buffers: int, summed_twice: bool
 ) -> list[CommBufferPeak]:
     """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
     last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
@@ -180,8 +184,8 @@ def fsdp_buffers(
     Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
     its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
     way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
-    parameters' own (with no `wholes` something else is on its way then). What FSDP2 holds twice while it copies a block
-    out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
+    parameters' own (with no `num_full_buffers` something else is on its way then). What FSDP2 holds twice while it
+    copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
     sums come beside those of the micro-batches before it (`parallel.fsdp`).
     """
     compute_bytes, state_bytes = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
@@ -192,7 +196,7 @@ def fsdp_buffers(
     early_root = root - sum(max_shard_elements(shapes[name], ranks) for name in last_names)
 
     def reduce_bytes(unit: int) -> int:
-        return state_bytes * unit * wholes + (STATE_BYTES[precision] * unit if wholes else 0)
+        return state_bytes * unit * num_full_buffers + (STATE_BYTES[precision] * unit if num_full_buffers else 0)
 
     gathered_elements = root + (num_ahead * block if layout.reshard_after_forward else sum(blocks))
     block_bytes = compute_bytes * (gathered_elements + early_root + block) + reduce_bytes(block)

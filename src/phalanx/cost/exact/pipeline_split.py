@@ -113,7 +113,7 @@ def _least_limit(prefix_costs: Sequence[float], stages: int) -> float:
     more, for sums that are rounded."""
     num_blocks = len(prefix_costs) - 1
 
-    def enough(limit: float) -> bool:
+    def fits(limit: float) -> bool:
         """Whether no stage costs more, each having as many blocks as it can."""
         end = 0
         for _ in range(stages):
@@ -126,4 +126,4 @@ def _least_limit(prefix_costs: Sequence[float], stages: int) -> float:
         for end in range(start + 1, num_blocks + 1)
     }
     limits = sorted(size * (1 + 1e-12) for size in sums)
-    return limits[bisect_left(limits, True, key=enough)]
+    return limits[bisect_left(limits, True, key=fits)]

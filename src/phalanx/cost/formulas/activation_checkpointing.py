@@ -16,10 +16,10 @@ def optimal_num_checkpoints(layers: int) -> int:
     """As many checkpoints as hold least: sqrt(layers), or of several the nearest to it; about twice as many layers'
     worth are held."""
 
-    def held(checkpoints: int) -> tuple[int, float]:
+    def cost(checkpoints: int) -> tuple[int, float]:
         return peak_layers_held(layers, checkpoints), abs(checkpoints - sqrt(layers))
 
-    return min(range(1, layers + 1), key=held)
+    return min(range(1, layers + 1), key=cost)
 
 
 def recompute_overhead(extra_forwards: float = 1.0, backward: float = 2.0) -> float:

@@ -13,22 +13,22 @@ from phalanx.spec.run import RunSpec
 def with_absolute_paths(run: RunSpec) -> RunSpec:
     """The run with paths that mean the same from any working directory."""
 
-    def path(source: str) -> str:
+    def absolute_path(source: str) -> str:
         is_not_a_path = source == "stdlib" or source.startswith("hf:")
         return source if is_not_a_path else os.path.abspath(os.path.expanduser(source))
 
     data = run.data
-    tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else path(data.tokenizer)
-    lists = {"train": [path(s) for s in data.train], "held_out": [path(s) for s in data.held_out]}
-    model = run.model.replace(from_hf=path(run.model.from_hf)) if run.model.from_hf else run.model
+    tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else absolute_path(data.tokenizer)
+    lists = {"train": [absolute_path(s) for s in data.train], "held_out": [absolute_path(s) for s in data.held_out]}
+    model = run.model.replace(from_hf=absolute_path(run.model.from_hf)) if run.model.from_hf else run.model
     path_fields = ("offload_directory", "schedule_file")
-    files = {field: path(value) for field in path_fields if (value := getattr(run.layout, field)) is not None}
+    files = {field: absolute_path(value) for field in path_fields if (value := getattr(run.layout, field)) is not None}
     changes = {
-        "data": data.replace(tokenizer=tokenizer, cache=path(data.cache), **lists),
+        "data": data.replace(tokenizer=tokenizer, cache=absolute_path(data.cache), **lists),
         "model": model,
         "layout": run.layout.replace(**files),
     }
-    return run.model_copy(update={"output_dir": path(run.output_dir), **changes})
+    return run.model_copy(update={"output_dir": absolute_path(run.output_dir), **changes})
 
 
 def to_toml(run: RunSpec) -> str:

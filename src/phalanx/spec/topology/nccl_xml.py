@@ -70,11 +70,11 @@ def _nvlinks(gpus: Sequence[Element], parents: dict[Element, Element]) -> tuple[
     """The way between each two GPUs: NVLinks between them, else those of both to switches, else PCIe."""
     ports = [_ports(gpu) for gpu in gpus]
 
-    def way(i: int, j: int) -> str:
+    def path_type(i: int, j: int) -> str:
         count = ports[i].get(gpus[j].get("busid", "").lower(), 0) or min(ports[i].get("", 0), ports[j].get("", 0))
         return "X" if i == j else f"NV{count}" if count else _path(gpus[i], gpus[j], parents)
 
-    return tuple(tuple(way(i, j) for j in range(len(gpus))) for i in range(len(gpus)))
+    return tuple(tuple(path_type(i, j) for j in range(len(gpus))) for i in range(len(gpus)))
 
 
 def _path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
