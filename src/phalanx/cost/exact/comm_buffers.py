@@ -185,8 +185,8 @@ def fsdp_buffers(
     its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
     way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
     parameters' own (with no `num_full_buffers` something else is on its way then). What FSDP2 holds twice while it
-    copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a micro-batch's
-    sums come beside those of the micro-batches before it (`parallel.fsdp`).
+    copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a
+    micro-batch's sums come beside those of the micro-batches before it (`parallel.fsdp`).
     """
     compute_bytes, state_bytes = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
     root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
