@@ -66,12 +66,12 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
     ],
 )
-def test_measure_raises_user_error_for_invalid_arguments(words: tuple[object, ...], said: str, run: Path) -> None:
+def test_bench_raises_user_error_for_invalid_arguments(words: tuple[object, ...], said: str, run: Path) -> None:
     with pytest.raises(UserError, match=said):
         shown(*(str(word).format(run=run) for word in words))
 
 
-def test_measure_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
+def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
     program = (
         "import sys; from phalanx.cli.main import app; from phalanx.spec.errors import UserError\n"
         "try: app(sys.argv[1:], standalone_mode=False)\n"
@@ -90,7 +90,7 @@ def printed(*words: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-def test_measure_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -> None:
+def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = "--nproc", 2, "--iterations", 2, "--sweep", "1KiB:4KiB", "--out", file
     text = printed("collectives", run, *words)
@@ -105,7 +105,7 @@ def test_measure_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path)
     assert all(line.startswith("#") or not line.strip() or ROW.match(line) for line in text.splitlines())
 
 
-def test_measure_on_one_rank_skips_collectives(run: Path) -> None:
+def test_bench_on_one_rank_skips_collectives(run: Path) -> None:
     found = json.loads(printed(run, "--nproc", 1, "--iterations", 1, "--json"))
     assert found["collectives"] == []
     assert {row["what"] for row in found["bandwidth"]} == {"copy", "triad"}
@@ -113,7 +113,7 @@ def test_measure_on_one_rank_skips_collectives(run: Path) -> None:
     assert [row["heads"] for row in found["attention"]] == [2]
 
 
-def test_measure_matmul_table_names_layers(run: Path) -> None:
+def test_bench_matmul_table_names_layers(run: Path) -> None:
     text = printed("matmul", run, "--nproc", 1, "--iterations", 1)
     assert re.search(r"^wq, wk, wv, wo +4 +128 +32 +32 ", text, re.MULTILINE), text
     assert "attention" not in text
