@@ -62,8 +62,8 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks)
             rows.append(Comparison(role, part, "B", getattr(predicted, part), got))
-        whole = max(rank["peak_bytes"]["total"] for rank in ranks)
-        rows.append(Comparison(role, TOTAL, "B", predicted.total, whole))
+        peak_bytes = max(rank["peak_bytes"]["total"] for rank in ranks)
+        rows.append(Comparison(role, TOTAL, "B", predicted.total, peak_bytes))
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
         sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
@@ -83,8 +83,8 @@ def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
         case "worker":
             return list(range(sizes.servers, world_size))
         case _:
-            place = int(role.removeprefix("pp"))
-            return list(pipeline_stage_groups(sizes)[place])
+            stage = int(role.removeprefix("pp"))
+            return list(pipeline_stage_groups(sizes)[stage])
 
 
 def bytes_by_operation(traffic: list[Traffic]) -> dict[str, float]:

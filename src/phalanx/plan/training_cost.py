@@ -46,8 +46,8 @@ def estimate_training_cost(
     cluster = run.cluster
     tokens = tokens or run.training.steps * run.training.tokens_per_step
     rate, (saved, write) = failure_rate(run), _checkpoint(run)
-    kept = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
-    days = days_to(tokens, option.tokens_per_second, kept.goodput if kept else 1.0)
+    availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
+    days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
     hours, watts = 24 * days, cluster.watts_per_device
     return TrainingCost(
         tokens=tokens,
@@ -55,8 +55,8 @@ def estimate_training_cost(
         mtbf_seconds=mtbf_seconds(rate, world_size),
         checkpoint_bytes=saved,
         write_seconds=write,
-        interval_seconds=kept.interval_seconds if kept else None,
-        goodput=kept.goodput if kept else None,
+        interval_seconds=availability.interval_seconds if availability else None,
+        goodput=availability.goodput if availability else None,
         kwh=energy_kwh(watts, world_size, hours) if watts else None,
         electricity=energy_cost(watts, world_size, hours, cluster.price_per_kwh)
         if watts and cluster.price_per_kwh

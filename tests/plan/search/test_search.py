@@ -152,7 +152,7 @@ def test_search_filter_finds_matching_layouts_at_any_rank():
     every = search_layouts(tight, 4, keep=100).options
     pipelines = [option for option in every if option.candidate.pp == 4]
     assert every.index(pipelines[0]) > 3
-    assert search_layouts(tight, 4, 3, wanted=lambda candidate: candidate.pp == 4).options == pipelines[:3]
+    assert search_layouts(tight, 4, 3, is_wanted=lambda candidate: candidate.pp == 4).options == pipelines[:3]
 
 
 def test_search_reports_progress():

@@ -66,9 +66,9 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
 
     Raises UserError for a cluster whose speeds are not known, and where no layout fits.
     """
-    found = enumerate_layouts(run, world_size)
-    found, ordered = with_offload_variants(run, world_size, found) if found else ([], [])
-    every = EvaluatedLayouts(run, world_size, found, ordered)
+    layouts = enumerate_layouts(run, world_size)
+    layouts, ordered = with_offload_variants(run, world_size, layouts) if layouts else ([], [])
+    every = EvaluatedLayouts(run, world_size, layouts, ordered)
     best = every.best(lambda _: True)
     if best is None:
         plan = search_layouts(run, world_size, keep=1)
@@ -78,11 +78,11 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
             else "change the layout's choices or the batch"
         )
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
-    here = describe_situation(every)
-    applying = [(rule, because) for rule in RULES if (because := rule.applies(here))]
+    situation = describe_situation(every)
+    applying = [(rule, because) for rule in RULES if (because := rule.applies(situation))]
     spoken = [rule for rule, _ in applying]
-    advice = [compare_with_best(every, best, here, rule, because) for rule, because in applying]
-    return AdviceReport(here, best, advice, [rule for rule in RULES if rule not in spoken])
+    advice = [compare_with_best(every, best, situation, rule, because) for rule, because in applying]
+    return AdviceReport(situation, best, advice, [rule for rule in RULES if rule not in spoken])
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,25 @@ class EvaluatedLayouts:
     fitting: list[CandidateLayout]
     """Those that are likely to fit, in the planner's order of preference."""
 
-    def best(self, wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
+    def best(self, is_wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
         """The planner's best of some layouts; None if none of them fits and runs."""
-        some = (candidate for candidate in self.fitting if wanted(candidate))
+        some = (candidate for candidate in self.fitting if is_wanted(candidate))
         return next(runnable_layouts(self.run, self.ranks, some), None)
 
 
 def compare_with_best(
-    every: EvaluatedLayouts, best: EvaluatedLayout, here: RunSituation, rule: RuleOfThumb, because: str
+    every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
 ) -> Advice:
     """A rule that applies beside the planner's best layout."""
 
     def obeyed(candidate: CandidateLayout) -> bool:
-        return rule.is_satisfied_by(candidate, here.domain)
+        return rule.is_satisfied_by(candidate, situation.domain)
 
     if obeyed(best.candidate):
         return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeyed))
     option = every.best(obeyed)
     if option is None:
-        return _impossible(every, best, here, rule, because)
+        return _impossible(every, best, situation, rule, because)
     slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
     verdict: Verdict = "agrees" if slower < ALIKE else "costs"
     return Advice(rule, because, verdict, option, slower, more, explain_slowdown(every.run, option, best))
@@ -128,24 +128,24 @@ def _otherwise(every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[
 
 
 def _impossible(
-    every: EvaluatedLayouts, best: EvaluatedLayout, here: RunSituation, rule: RuleOfThumb, because: str
+    every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
 ) -> Advice:
     """Of a rule that no layout obeys that fits and runs."""
-    obeying = [candidate for candidate in every.found if rule.is_satisfied_by(candidate, here.domain)]
+    obeying = [candidate for candidate in every.found if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
-        reason = f"no layout of {here.ranks} devices, this batch and this model has {rule.partial}"
+        reason = f"no layout of {situation.ranks} devices, this batch and this model has {rule.partial}"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    least = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
-    if least.p_oom < MAX_OOM_PROBABILITY:
+    smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
+    if smallest.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    held = sorted(_fullest(least).items(), key=lambda part: -part[1])
-    parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in held)
+    largest_parts = sorted(_fullest(smallest).items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
     reason = (
-        f"the smallest such layout takes {describe_memory_use(every.run.cluster, least)}, "
+        f"the smallest such layout takes {describe_memory_use(every.run.cluster, smallest)}, "
         f"and {MAX_OOM_PROBABILITY:.0%} is too much; on the device {parts}"
     )
-    return Advice(rule, because, "does not fit", least, 0.0, least.memory_bytes - best.memory_bytes, reason)
+    return Advice(rule, because, "does not fit", smallest, 0.0, smallest.memory_bytes - best.memory_bytes, reason)
 
 
 def describe_situation(every: EvaluatedLayouts) -> RunSituation:
@@ -154,10 +154,10 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     sequences = training.tokens_per_step // training.seq_len
     plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
     one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
-    held, again = (_fullest(option) for option in one)
+    resident_bytes, recomputed_bytes = (_fullest(option) for option in one)
     optimizer, count = optimizer_kind(run.optimizer), count_parameters(model)
     state = model_state_bytes(count, optimizer, training.precision)
-    each = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
+    bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
     return RunSituation(
         parameters=count.total,
         layers=model.num_layers,
@@ -167,9 +167,9 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
         domain=cluster.fast_link_domain_size,
         memory_bytes=float(cluster.rank_memory_bytes or 0),
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
-        activation_bytes=held["activations"] + held["logits"],
-        recomputed_bytes=again["activations"] + again["logits"],
-        layer_bytes=each * _largest_block(run) + held["activations"] / model.num_layers,
+        activation_bytes=resident_bytes["activations"] + resident_bytes["logits"],
+        recomputed_bytes=recomputed_bytes["activations"] + recomputed_bytes["logits"],
+        layer_bytes=bytes_per_parameter * _largest_block(run) + resident_bytes["activations"] / model.num_layers,
         alone=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
         spare=not alone and _spare(every),
     )
@@ -184,9 +184,9 @@ def _largest_block(run: RunSpec) -> int:
     """Parameters of the block that has most."""
     blocks: Counter[str] = Counter()
     for name, shape in parameter_shapes(run.model).items():
-        owner, _, rest = name.partition(".")
+        owner, _, suffix = name.partition(".")
         if owner == "blocks":
-            blocks[rest.partition(".")[0]] += num_elements(shape)
+            blocks[suffix.partition(".")[0]] += num_elements(shape)
     return max(blocks.values())
 
 

@@ -103,16 +103,16 @@ def run_footprint(run: RunSpec) -> RunFootprint:
 
     Raises UserError if its layout cannot run.
     """
-    places = worker_memories(run)
+    rank_memories = worker_memories(run)
     limit_bytes(run)
-    fits = fits_safely(run.cluster, places)
-    return RunFootprint(max(places, key=lambda place: place.total), fits, step_seconds(run))
+    fits = fits_safely(run.cluster, rank_memories)
+    return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.total), fits, step_seconds(run))
 
 
 def worker_memories(run: RunSpec) -> list[RankMemory]:
     """What each kind of rank holds that is no server: these are in CPU memory."""
     roles = rank_memory(run, run.cluster.ranks)
-    return [found for role, found in roles.items() if role != "server"]
+    return [memory for role, memory in roles.items() if role != "server"]
 
 
 def step_seconds(run: RunSpec) -> float | None:
@@ -193,15 +193,15 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
 
     The settings of each are all that changed so far; what it frees is beyond the one before it.
     """
-    at, now, made = with_explicit_micro_batch(run), run_footprint(run), list[RemedyEffect]()
+    current, footprint, effects = with_explicit_micro_batch(run), run_footprint(run), list[RemedyEffect]()
     for remedy in REMEDIES if remedies is None else remedies:
-        if now.fits:
+        if footprint.fits:
             break
-        effect = smallest_sufficient(remedy, at, run, now)
-        if effect.run is not None and effect.held and effect.freed_bytes > WORTH * now.memory.total:
-            made.append(effect)
-            at, now = effect.run, effect.held
-    return made
+        effect = smallest_sufficient(remedy, current, run, footprint)
+        if effect.run is not None and effect.held and effect.freed_bytes > WORTH * footprint.memory.total:
+            effects.append(effect)
+            current, footprint = effect.run, effect.held
+    return effects
 
 
 def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]:
@@ -244,11 +244,11 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
 
 def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
     """What differs between two runs, as `--set` takes it."""
-    found = []
+    settings = []
     for table in ("training", "optimizer", "layout", "cluster"):
         old, new = getattr(before, table), getattr(after, table)
         for field in type(new).model_fields:
             if getattr(old, field) != getattr(new, field):
                 value = getattr(new, field)
-                found.append(f"{table}.{field}={'' if value is None else value}")
-    return tuple(found)
+                settings.append(f"{table}.{field}={'' if value is None else value}")
+    return tuple(settings)

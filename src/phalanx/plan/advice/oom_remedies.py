@@ -76,8 +76,8 @@ def _half(run: RunSpec) -> Iterator[RunSpec]:
 
 def _zero(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        shares = run.cluster.ranks > 1 or (run.layout.offload != "none" and stage < 3)
-        if shares and ZERO.get(run.layout.data_parallel, 0) < stage:
+        can_shard = run.cluster.ranks > 1 or (run.layout.offload != "none" and stage < 3)
+        if can_shard and ZERO.get(run.layout.data_parallel, 0) < stage:
             yield with_layout(run, data_parallel=f"zero{stage}")
 
     return changes
@@ -88,8 +88,8 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         ranks, now = run.cluster.ranks, getattr(run.layout, axis)
-        most = run.cluster.fast_link_domain_size if within_domain else ranks
-        yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= most)
+        max_degree = run.cluster.fast_link_domain_size if within_domain else ranks
+        yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= max_degree)
 
     return changes
 
@@ -107,8 +107,8 @@ def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
     usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
     kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
     for changed in _shared("cp")(run):
-        ways = [with_layout(changed, cp_method=way) for way in kinds]
-        yield next((way for way in ways if _can_share(way)), ways[-1])
+        variants = [with_layout(changed, cp_method=method) for method in kinds]
+        yield next((method for method in variants if _can_share(method)), variants[-1])
 
 
 def _can_share(run: RunSpec) -> bool:

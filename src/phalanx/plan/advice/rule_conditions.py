@@ -60,9 +60,9 @@ class DegreeRange:
 
     def holds(self, value: int, domain: int) -> bool:
         """Whether a value obeys it, with so many devices in the domain of fast links."""
-        least = domain if self.least == "domain" else self.least
-        most = domain if self.most == "domain" else self.most
-        return value >= least and (most is None or value <= most)
+        min_degree = domain if self.least == "domain" else self.least
+        max_degree = domain if self.most == "domain" else self.most
+        return value >= min_degree and (max_degree is None or value <= max_degree)
 
     def __str__(self) -> str:
         if self.least == self.most:
@@ -88,21 +88,21 @@ THREE_D: Requirements = {"dp": SOME, "tp": SOME, "pp": SOME}
 BILLION = 10**9
 
 
-def has_parameters_between(least: int, below: int | None) -> Callable[[RunSituation], str]:
+def has_parameters_between(at_least: int, below: int | None) -> Callable[[RunSituation], str]:
     """For models of `least` parameters or more, and fewer than `below`: the guide leaves open who is at a boundary."""
 
     def applies(s: RunSituation) -> str:
-        inside = s.parameters >= least and (below is None or s.parameters < below)
-        return f"the model has {s.parameters / 1e9:.3g}B parameters" if inside else ""
+        is_between = s.parameters >= at_least and (below is None or s.parameters < below)
+        return f"the model has {s.parameters / 1e9:.3g}B parameters" if is_between else ""
 
     return applies
 
 
 def activations_exceed_device(s: RunSituation) -> str:
-    whole = s.sequences * s.activation_bytes
-    if s.ranks == 1 or not s.state_bytes <= s.memory_bytes < s.state_bytes + whole:
+    step_activations = s.sequences * s.activation_bytes
+    if s.ranks == 1 or not s.state_bytes <= s.memory_bytes < s.state_bytes + step_activations:
         return ""
-    activations = f"a step's {s.sequences} sequences leave {format_gib(whole)} of activations"
+    activations = f"a step's {s.sequences} sequences leave {format_gib(step_activations)} of activations"
     return f"{activations}, and a device has {device_memory(s)}"
 
 
@@ -134,8 +134,8 @@ def has_sequences_for_all_ranks(s: RunSituation) -> str:
 
 
 def optimizer_state_is_largest(s: RunSituation) -> str:
-    most = s.ranks > 1 and s.largest == "optimizer"
-    return f"optimizer state takes most of a copy, {format_gib(s.state['optimizer'])}" if most else ""
+    is_largest = s.ranks > 1 and s.largest == "optimizer"
+    return f"optimizer state takes most of a copy, {format_gib(s.state['optimizer'])}" if is_largest else ""
 
 
 def sharded_state_fits(s: RunSituation) -> str:
@@ -147,17 +147,17 @@ def sharded_state_fits(s: RunSituation) -> str:
 
 
 def activations_are_largest(s: RunSituation) -> str:
-    said = f"activations of one sequence take most, {format_gib(s.activation_bytes)}"
+    evidence = f"activations of one sequence take most, {format_gib(s.activation_bytes)}"
     rule = (
         f"sqrt(L): {optimal_num_checkpoints(s.layers)} checkpoints of {s.layers} layers; "
         "Phalanx keeps every block's input"
     )
-    return f"{said} ({rule})" if s.largest == "activations" else ""
+    return f"{evidence} ({rule})" if s.largest == "activations" else ""
 
 
 def activations_are_largest_on_many_ranks(s: RunSituation) -> str:
-    most = s.largest == "activations" and s.ranks > 1
-    return f"activations of one sequence take most, {format_gib(s.activation_bytes)}" if most else ""
+    is_largest = s.largest == "activations" and s.ranks > 1
+    return f"activations of one sequence take most, {format_gib(s.activation_bytes)}" if is_largest else ""
 
 
 def copy_fits_device(s: RunSituation) -> str:
@@ -178,8 +178,8 @@ def has_many_ranks(s: RunSituation) -> str:
 
 
 def data_parallel_is_outer(s: RunSituation) -> str:
-    said = "the default of layout.rank_order; with pipelines there the ranks of a node send to others together"
-    return said if s.ranks > 1 else ""
+    evidence = "the default of layout.rank_order; with pipelines there the ranks of a node send to others together"
+    return evidence if s.ranks > 1 else ""
 
 
 def copy_spans_fast_link_domains(s: RunSituation) -> str:

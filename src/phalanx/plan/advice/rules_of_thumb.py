@@ -65,19 +65,19 @@ class RuleOfThumb:
 
     def is_satisfied_by(self, candidate: CandidateLayout, domain: int) -> bool:
         """Whether a layout does what the rule asks."""
-        return all(_holds(candidate, field, wanted, domain) for field, wanted in self.wants.items())
+        return all(_holds(candidate, field, requirement, domain) for field, requirement in self.wants.items())
 
     @property
     def partial(self) -> str:
         """What it asks, as text."""
-        said = {field: " or ".join(w) if isinstance(w, tuple) else str(w) for field, w in self.wants.items()}
-        return ", ".join(f"{field} {text}" for field, text in said.items())
+        texts = {field: " or ".join(w) if isinstance(w, tuple) else str(w) for field, w in self.wants.items()}
+        return ", ".join(f"{field} {text}" for field, text in texts.items())
 
 
-def _holds(candidate: CandidateLayout, field: str, wanted: DegreeRange | tuple[str, ...], domain: int) -> bool:
-    if isinstance(wanted, tuple):
-        return getattr(candidate, field) in wanted
-    return wanted.holds(prod(getattr(candidate, axis) for axis in field.split(" x ")), domain)
+def _holds(candidate: CandidateLayout, field: str, requirement: DegreeRange | tuple[str, ...], domain: int) -> bool:
+    if isinstance(requirement, tuple):
+        return getattr(candidate, field) in requirement
+    return requirement.holds(prod(getattr(candidate, axis) for axis in field.split(" x ")), domain)
 
 
 NOT_CHOSEN = (

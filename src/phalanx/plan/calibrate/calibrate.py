@@ -104,13 +104,13 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
     z = map_estimate(prior, jobs, truth)
-    constants, apart = prior.constants(z), leave_one_out_errors(prior, jobs, truth, z)
+    constants, errors = prior.constants(z), leave_one_out_errors(prior, jobs, truth, z)
     process, share, buffers, memory = _memory(runs)
     measured = known.model_copy(
         update={
             "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
             "identified_constants": identified_constants(prior, jobs, truth, z),
-            "log_half_width": HALF * max(NOISE, float(np.sqrt(np.mean(apart**2)))),  # runs may be too much alike
+            "log_half_width": HALF * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too much alike
             "baseline_process_bytes": round(process),
             "bytes_per_counted_byte": share,
             "buffer_overhead": buffers,
@@ -120,7 +120,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         np.broadcast_to(step_seconds(fitted, jobs).total, len(runs)) for fitted in (prior.start, constants)
     )
     machine = machine.model_copy(update={"calibration": measured})
-    apart_from_steps = [
+    operation_names = [
         OperationFit(
             each.of,
             each.kind,
@@ -130,7 +130,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         )
         for each in operations
     ]
-    return Calibration(machine, before, after, truth.whole * np.exp(apart), memory, apart_from_steps)
+    return Calibration(machine, before, after, truth.whole * np.exp(errors), memory, operation_names)
 
 
 def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> None:
@@ -145,20 +145,22 @@ def _operations(
     runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
 ) -> list[OperationTimings]:
     """What was timed apart from steps; `jobs` are the columns of the runs."""
-    found = [each for sweep in sweeps for each in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))]
+    benchmarked = [
+        timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
+    ]
     seen = [collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), at) for at, run in enumerate(runs)]
-    return [*found, *(each for each in seen if len(each.seconds))]
+    return [*benchmarked, *(timing for timing in seen if len(timing.seconds))]
 
 
 def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTargets:
     """What runs took. Of ranks that share cores only whole steps: what one computes there is also others' time. Waits
     that are hardly any are chance."""
-    whole = np.array([run.step_seconds for run in runs])
+    measured_seconds = np.array([run.step_seconds for run in runs])
     alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
     waiting = np.array([run.waiting_seconds for run in runs])
-    there = alone & (waiting > LEAST_WAIT * whole)
-    return MeasuredTargets(whole, np.where(alone, computing, nan), np.where(there, waiting, nan))
+    there = alone & (waiting > LEAST_WAIT * measured_seconds)
+    return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(there, waiting, nan))
 
 
 def detect_cpu() -> ClusterSpec:
@@ -181,8 +183,8 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
 
 
 def _on_cluster(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
-    own = measured.run.cluster
-    return machine.model_copy(update={"nodes": own.nodes, "nproc_per_node": own.nproc_per_node})
+    run_cluster = measured.run.cluster
+    return machine.model_copy(update={"nodes": run_cluster.nodes, "nproc_per_node": run_cluster.nproc_per_node})
 
 
 def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
@@ -201,17 +203,17 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
 def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
     """Bytes of a process that trains nothing, bytes of memory for each counted one, how many more each byte of buffers
     counts, and what they predict. None is below 0: the least is taken out, and the others explain the memory alone."""
-    held, peak = np.array([run.held_bytes for run in runs], float), np.array([run.memory_bytes for run in runs])
+    held_bytes, peak = np.array([run.held_bytes for run in runs], float), np.array([run.memory_bytes for run in runs])
     buffers = np.array([run.memory.communication for run in runs], float)
-    columns = np.stack([np.ones(len(runs)), held, buffers], axis=1)
+    columns = np.stack([np.ones(len(runs)), held_bytes, buffers], axis=1)
     priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
     rows = np.vstack([columns / peak[:, None] / MEMORY_NOISE, priors])
-    wanted = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
-    kept = [0, 1, 2]
-    while (found := np.linalg.lstsq(rows[:, kept], wanted, rcond=None)[0]).min() < 0:
-        del kept[int(found.argmin())]
-    process, share, more = (float(found[kept.index(at)]) if at in kept else 0.0 for at in range(3))
-    return process, share, more / share, columns[:, kept] @ found
+    targets = np.concatenate([np.ones(len(runs)) / MEMORY_NOISE, priors @ [0.0, 1.0, 0.0]])
+    active = [0, 1, 2]
+    while (solution := np.linalg.lstsq(rows[:, active], targets, rcond=None)[0]).min() < 0:
+        del active[int(solution.argmin())]
+    process, share, more = (float(solution[active.index(at)]) if at in active else 0.0 for at in range(3))
+    return process, share, more / share, columns[:, active] @ solution
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:

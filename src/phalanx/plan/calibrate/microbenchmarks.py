@@ -48,9 +48,9 @@ class OperationTimings:
     def errors(self, c: TimeConstants, points: int = 1) -> Array:
         """Of the logarithms of times, in standard deviations: [points, operation], for constants of all points and
         operations in this order, or the same for all."""
-        each = np.tile(np.arange(len(self.seconds)), points)
-        apart = np.log(self.predicted(c, each)).reshape(points, -1) - np.log(self.seconds)
-        return np.asarray(apart * np.sqrt(self.shares) / NOISE)
+        run_indices = np.tile(np.arange(len(self.seconds)), points)
+        log_errors = np.log(self.predicted(c, run_indices)).reshape(points, -1) - np.log(self.seconds)
+        return np.asarray(log_errors * np.sqrt(self.shares) / NOISE)
 
     def geometric_mean_error(self, c: TimeConstants) -> float:
         """The factor by which a prediction is off, minus 1: of all the geometric mean, weighted."""
@@ -92,17 +92,17 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
     Raises UserError for what is no such file.
     """
     try:
-        found = json.loads(file.read_text())
-        run, ranks = run_from_table(tomllib.loads(found["run_file"])), int(found["world_size"])
+        results = json.loads(file.read_text())
+        run, ranks = run_from_table(tomllib.loads(results["run_file"])), int(results["world_size"])
         cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
         return BenchmarkFile(
             file.name,
             run.model_copy(update={"cluster": cluster}),
             ranks,
-            _products(found.get("matmul", [])),
-            _core(found.get("attention", [])),
-            np.array([(row["moved_bytes"], row["seconds"]) for row in found.get("bandwidth", [])], float),
-            tuple(exchange for way in found.get("collectives", []) for exchange in _of_way(way)),
+            _products(results.get("matmul", [])),
+            _core(results.get("attention", [])),
+            np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
+            tuple(exchange for group_result in results.get("collectives", []) for exchange in _of_way(group_result)),
         )
     except OSError as error:
         raise UserError("measured", str(file), f"cannot be read: {error.strerror}", "name another file") from None
@@ -115,9 +115,9 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
 def _products(rows: Sequence[dict[str, Any]]) -> Array:
     return np.array(
         [
-            (row["batch"], m, n, k, row[f"{what}_seconds"], row["count"])
+            (row["batch"], m, n, k, row[f"{dimension}_seconds"], row["count"])
             for row in rows
-            for what, m, n, k in (
+            for dimension, m, n, k in (
                 ("forward", row["m"], row["n"], row["k"]),
                 ("inputs", row["m"], row["k"], row["n"]),
                 ("weights", row["k"], row["n"], row["m"]),
@@ -130,15 +130,21 @@ def _products(rows: Sequence[dict[str, Any]]) -> Array:
 def _core(rows: Sequence[dict[str, Any]]) -> Array:
     """A layer's parts together: in a ring its own tokens, which are causal, and each of the others'."""
     layers = sum(row["count"] for row in rows if row["causal"])
-    total = [sum(row["count"] * row[f"{what}_seconds"] for row in rows) for what in ("forward", "backward")]
+    total = [sum(row["count"] * row[f"{direction}_seconds"] for row in rows) for direction in ("forward", "backward")]
     return np.array(total) / layers if rows else np.zeros(0)
 
 
-def _of_way(way: dict[str, Any]) -> list[CollectiveTiming]:
-    group = way["groups"][0]
+def _of_way(group_result: dict[str, Any]) -> list[CollectiveTiming]:
+    group = group_result["groups"][0]
     return [
-        CollectiveTiming(way["operation"], len(group), group[1] - group[0], each["size_bytes"], each["seconds"])
-        for each in way["sizes"]
+        CollectiveTiming(
+            group_result["operation"],
+            len(group),
+            group[1] - group[0],
+            size_result["size_bytes"],
+            size_result["seconds"],
+        )
+        for size_result in group_result["sizes"]
     ]
 
 
@@ -147,15 +153,15 @@ def _of_way(way: dict[str, Any]) -> list[CollectiveTiming]:
 
 def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
     """What was measured for a run, with its columns on that machine (of one job)."""
-    found = [collective_timings(sweep.name, sweep.exchanges, jobs)]
+    timings = [collective_timings(sweep.name, sweep.exchanges, jobs)]
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
         def products(c: TimeConstants, which: Which) -> Column:
-            each = (column[which] for column in (m, n, k, batch))
-            return matmul_seconds(c, _same(jobs, which), *each)
+            columns = (column[which] for column in (m, n, k, batch))
+            return matmul_seconds(c, _same(jobs, which), *columns)
 
-        found.append(
+        timings.append(
             OperationTimings(sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), products)
         )
     if len(sweep.core):
@@ -163,40 +169,40 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
         def core(c: TimeConstants, which: Which) -> Column:
             return np.choose(which, attention_seconds(c, _same(jobs, which)))
 
-        found.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), core))
+        timings.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), core))
     if len(sweep.passes):
-        moved, seconds_of_passes = sweep.passes.T
+        moved, pass_seconds = sweep.passes.T
 
         def passes(c: TimeConstants, which: Which) -> Column:
             return memory_pass_seconds(c, _same(jobs, which), moved[which])
 
-        found.append(OperationTimings(sweep.name, "memory", seconds_of_passes, _alike(len(moved)), passes))
-    return [each for each in found if len(each.seconds)]
+        timings.append(OperationTimings(sweep.name, "memory", pass_seconds, _alike(len(moved)), passes))
+    return [columns for columns in timings if len(columns.seconds)]
 
 
 def collective_timings(
-    of: str, exchanges: Sequence[CollectiveTiming], jobs: JobTable, run: int | None = None
+    source: str, exchanges: Sequence[CollectiveTiming], jobs: JobTable, run: int | None = None
 ) -> OperationTimings:
     """Collectives and messages, as far as the model knows them: not those of parameter servers. Each counts as much:
     small ones tell latencies, and large ones bandwidths."""
-    known = [each for each in exchanges if each.operation in KNOWN]
+    known = [exchange for exchange in exchanges if exchange.operation in KNOWN]
     ranks, stride, size = (
-        np.array([getattr(each, name) for each in known], float) for name in ("ranks", "stride", "size_bytes")
+        np.array([getattr(exchange, name) for exchange in known], float) for name in ("ranks", "stride", "size_bytes")
     )
-    reduces, sends = (np.array([each.operation == kind for each in known]) for kind in ("all_reduce", "send"))
-    experts = np.array([each.operation == "all_to_all" and each.ranks == jobs.ep[0] for each in known])
+    reduces, sends = (np.array([exchange.operation == kind for exchange in known]) for kind in ("all_reduce", "send"))
+    experts = np.array([exchange.operation == "all_to_all" and exchange.ranks == jobs.ep[0] for exchange in known])
 
     def predicted(c: TimeConstants, which: Which) -> Column:
-        here, n, apart, sent = _same(jobs, which), ranks[which], stride[which], size[which]
-        summed = ring_seconds(c, here, sent, n, apart, reduces=True)
+        rows, n, strides, sent = _same(jobs, which), ranks[which], stride[which], size[which]
+        summed = ring_seconds(c, rows, sent, n, strides, reduces=True)
         return np.select(
             [reduces[which], sends[which], experts[which]],
-            [summed, p2p_seconds(c, here, sent), all_to_all_seconds(c, here, sent)],
-            ring_seconds(c, here, sent, n, apart),
+            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent)],
+            ring_seconds(c, rows, sent, n, strides),
         )
 
-    seconds = np.array([each.seconds for each in known], float)
-    return OperationTimings(of, "collectives", seconds, _alike(len(known)), predicted, run)
+    seconds = np.array([exchange.seconds for exchange in known], float)
+    return OperationTimings(source, "collectives", seconds, _alike(len(known)), predicted, run)
 
 
 def _same(jobs: JobTable, which: Which) -> JobTable:

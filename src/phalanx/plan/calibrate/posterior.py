@@ -43,8 +43,8 @@ class MeasuredTargets:
 
     def take(self, runs: Array) -> MeasuredTargets:
         """Some of them, without what was timed in the others."""
-        left = set(np.arange(len(self))[runs].tolist())
-        operations = tuple(each for each in self.operations if each.run is None or each.run in left)
+        remaining = set(np.arange(len(self))[runs].tolist())
+        operations = tuple(timing for timing in self.operations if timing.run is None or timing.run in remaining)
         parts = {"computing": self.computing[runs], "waiting": self.waiting[runs]}
         return replace(self, whole=self.whole[runs], operations=operations, **parts)
 
@@ -61,9 +61,9 @@ class Prior:
     def constants(self, z: Array) -> TimeConstants:
         """Those that are so far from where they began; what has hardly moved is as it was."""
         moved = {
-            name: float(f"{getattr(self.start, name) * np.exp(PRIOR * at):.4g}")
-            for name, at in zip(CONSTANTS, z, strict=True)
-            if abs(at) > 1e-3
+            name: float(f"{getattr(self.start, name) * np.exp(PRIOR * value):.4g}")
+            for name, value in zip(CONSTANTS, z, strict=True)
+            if abs(value) > 1e-3
         }
         return replace(self.start, **moved)
 
@@ -79,7 +79,7 @@ class Prior:
         [..., 3 x run + operation] for z [..., constant], all in one pass of numpy; 0 for what was not measured."""
         count, points = len(truth), np.atleast_2d(z)
         time = step_seconds(self._each(points, count), jobs.select(np.tile(np.arange(count), len(points))))
-        found = [
+        errors = [
             _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
             for seconds, measured, noise in (
                 (time.total, truth.whole, NOISE),
@@ -87,14 +87,14 @@ class Prior:
                 (time.exchange + time.data_parallel, truth.waiting, WAITING_NOISE),
             )
         ]
-        found += [each.errors(self._each(points, len(each.seconds)), len(points)) for each in truth.operations]
-        return np.concatenate(found, axis=1).reshape(*z.shape[:-1], -1)
+        errors += [timing.errors(self._each(points, len(timing.seconds)), len(points)) for timing in truth.operations]
+        return np.concatenate(errors, axis=1).reshape(*z.shape[:-1], -1)
 
     def _each(self, points: Array, count: int) -> TimeConstants:
         """The constants of all points, each for `count` predictions: columns of [point x prediction]."""
         begin = np.log([getattr(self.start, name) for name in CONSTANTS])
-        each: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
-        return TimeConstants(**dict(zip(CONSTANTS, each, strict=True)))
+        columns: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
+        return TimeConstants(**dict(zip(CONSTANTS, columns, strict=True)))
 
     def jacobian(self, jobs: JobTable, truth: MeasuredTargets, z: Array, step: float = 1e-4) -> Array:
         """[error, constant]: how errors change with each constant."""
@@ -145,12 +145,12 @@ def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z
 
 def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
     """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
-    found = np.zeros(len(truth))
-    for at in range(len(truth)):
-        others, alone = np.arange(len(truth)) != at, np.array([at])
-        without = map_estimate(prior, jobs.select(others), truth.take(others), z)
-        found[at] = NOISE * prior.residuals(jobs.select(alone), truth.take(alone), without)[0]
-    return found
+    errors = np.zeros(len(truth))
+    for index in range(len(truth)):
+        training_rows, held_out_row = np.arange(len(truth)) != index, np.array([index])
+        without = map_estimate(prior, jobs.select(training_rows), truth.take(training_rows), z)
+        errors[index] = NOISE * prior.residuals(jobs.select(held_out_row), truth.take(held_out_row), without)[0]
+    return errors
 
 
 def _precision(slope: Array) -> Array:

@@ -59,9 +59,11 @@ class ExportJob:
     def decay_steps(self) -> int:
         """Steps in which the learning rate falls, the last ones (wsd: `decay_fraction` of all)."""
         training, optimizer = self.run.training, self.run.optimizer
-        left = training.steps - optimizer.warmup_steps
+        remaining = training.steps - optimizer.warmup_steps
         return (
-            min(round(optimizer.lr_decay_fraction * training.steps), left) if optimizer.lr_schedule == "wsd" else left
+            min(round(optimizer.lr_decay_fraction * training.steps), remaining)
+            if optimizer.lr_schedule == "wsd"
+            else remaining
         )
 
     @property
@@ -114,10 +116,10 @@ def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[Unsu
             raise unsupported_error(trainer, gap.field, value, gap.fix)
 
 
-def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, why: str = "") -> UserError:
+def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:
     """The error for a value that a trainer cannot express."""
     shown = value if isinstance(value, bool | int | float | str) else None
-    return UserError(field, shown, f"cannot be written for {NAMES[trainer]}" + (f": {why}" if why else ""), fix)
+    return UserError(field, shown, f"cannot be written for {NAMES[trainer]}" + (f": {reason}" if reason else ""), fix)
 
 
 def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]:
@@ -144,8 +146,8 @@ def _unchosen(run: RunSpec) -> list[str]:
         table, _, field = path.partition(".")
         if field not in getattr(run, table).model_fields_set:
             values.append(f"{path} = {getattr(getattr(run, table), field)}")
-    said = "a default of Phalanx" if len(values) == 1 else "defaults of Phalanx"
-    return [f"{' and '.join(values)}: {said}, not tuned for this model; set what you want."] if values else []
+    defaults = "a default of Phalanx" if len(values) == 1 else "defaults of Phalanx"
+    return [f"{' and '.join(values)}: {defaults}, not tuned for this model; set what you want."] if values else []
 
 
 def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:

@@ -51,45 +51,47 @@ def _check(job: ExportJob) -> None:
     layout, sizes = job.run.layout, job.sizes
     stage = STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
-        why = "its pipelines go with stages 0 and 1 of ZeRO"
-        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', why)
+        reason = "its pipelines go with stages 0 and 1 of ZeRO"
+        raise unsupported_error(
+            "deepspeed", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', reason
+        )
     if sizes.tp > 1 and stage > 2:
-        why = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
-        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', why)
+        reason = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
+        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', reason)
     if sizes.tp > 1 and sizes.pp > 1:
-        why = "AutoTP takes no pipelines"
-        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", why)
+        reason = "AutoTP takes no pipelines"
+        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", reason)
     if sizes.tp > 1 and layout.sequence_parallel:
-        why = "AutoTP does not share the tokens"
-        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, "set it to false", why)
+        reason = "AutoTP does not share the tokens"
+        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, "set it to false", reason)
     if sizes.cp > 1 and layout.cp_method == "ring":
         raise unsupported_error(
             "deepspeed", "layout.cp_method", "ring", 'use "ulysses"', "it exchanges tokens for heads"
         )
     if job.run.model.moe and stage > 2:
-        why = "its experts go with stages up to 2 of ZeRO"
-        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', why)
+        reason = "its experts go with stages up to 2 of ZeRO"
+        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', reason)
     if layout.offload == "nvme" and stage < 3:
-        why = "its files go with stage 3 of ZeRO"
+        reason = "its files go with stage 3 of ZeRO"
         raise unsupported_error(
-            "deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', why
+            "deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', reason
         )
     if layout.data_parallel == "hsdp" and layout.offload != "none":
-        why = "with MiCS, which is its hsdp, it is not documented"
+        reason = "with MiCS, which is its hsdp, it is not documented"
         raise unsupported_error(
-            "deepspeed", "layout.offload", layout.offload, 'use layout.data_parallel = "zero3"', why
+            "deepspeed", "layout.offload", layout.offload, 'use layout.data_parallel = "zero3"', reason
         )
 
 
 def _zero(job: ExportJob) -> Table:
     layout = job.run.layout
-    place: Table = {"device": layout.offload}
+    offload: Table = {"device": layout.offload}
     if layout.offload == "nvme":
-        place |= {"nvme_path": layout.offload_directory}
+        offload |= {"nvme_path": layout.offload_directory}
     return {
         "stage": STAGES[layout.data_parallel],
         **({"mics_shard_size": job.sizes.dp_shard} if layout.data_parallel == "hsdp" else {}),
-        **({"offload_optimizer": place} if layout.offload != "none" else {}),
+        **({"offload_optimizer": offload} if layout.offload != "none" else {}),
         **(
             {"offload_param": {"device": "cpu"}} if layout.offload != "none" and layout.data_parallel == "zero3" else {}
         ),

@@ -61,9 +61,9 @@ def search_exportable(
     """
 
     def expressed(candidate: CandidateLayout) -> bool:
-        own = run.model_copy(update={"layout": candidate.layout()})
+        candidate_run = run.model_copy(update={"layout": candidate.layout()})
         try:
-            return _expresses(_job(own, world_size, trainer), trainer)
+            return _expresses(_job(candidate_run, world_size, trainer), trainer)
         except UserError:
             return False
 
@@ -87,14 +87,14 @@ def require_known_trainer(name: str, field: str = "trainer") -> None:
 
 def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
     """Raises UserError for ranks with unequal shares of a step, which no other trainer gives them."""
-    cut = plan_batch(run, world_size)
-    whole = cut.micro_batch_size * cut.dp_size * cut.gradient_accumulation_steps
-    if cut.global_batch_size != whole:
+    batch = plan_batch(run, world_size)
+    sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
+    if batch.global_batch_size != sequences:
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
-            f"gives ranks unequal shares ({cut.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
-            f"use training.tokens_per_step = {whole * run.training.seq_len}, or another layout.micro_batch_size",
+            f"gives ranks unequal shares ({batch.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
+            f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another layout.micro_batch_size",
         )
     stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
-    return ExportJob(run, parallel_dims(run.layout, world_size), cut, stages)
+    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages)

@@ -73,8 +73,10 @@ def _script(job: ExportJob, flags: Flags) -> str:
 def _model(job: ExportJob) -> Flags:
     spec, sequence = job.run.model, job.run.training.seq_len
     if spec.activation == "gelu_tanh" and not spec.bias:
-        why = "its GELU by tanh is fused with a bias"
-        raise unsupported_error("megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', why)
+        reason = "its GELU by tanh is fused with a bias"
+        raise unsupported_error(
+            "megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', reason
+        )
     if spec.qk_norm == "head" and spec.norm == "layernorm":
         raise unsupported_error(
             "megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind"
@@ -108,8 +110,10 @@ def _rope(job: ExportJob) -> Flags:
     if job.run.model.position_embedding == "learned":
         return {"position-embedding-type": "learned_absolute"}
     rope = job.run.model.rope
-    whole = {"model.rope.theta": rope.theta} | ({"model.rope.factor": rope.factor} if rope.scaling == "linear" else {})
-    for field, value in whole.items():
+    options = {"model.rope.theta": rope.theta} | (
+        {"model.rope.factor": rope.factor} if rope.scaling == "linear" else {}
+    )
+    for field, value in options.items():
         if value != int(value):
             raise unsupported_error("megatron", field, value, "round it", "it takes whole numbers")
     numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
@@ -164,23 +168,25 @@ def _check_experts(moe: MoESpec, layout: Layout) -> None:
     and with sigmoid for more than one expert (core/transformer/moe/moe_utils.py, topk_routing_with_score_function)."""
     sums_to_one = moe.top_k > 1 and (moe.router_score == "sigmoid" or moe.normalize_top_k)
     if moe.normalize_top_k != sums_to_one:
-        why = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
+        reason = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
         fix = f"set it to {str(sums_to_one).lower()}"
-        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, why)
+        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, reason)
     if moe.bias_update_rate and moe.router_score == "softmax":
-        why, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.router_score = "sigmoid"'
-        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, why)
+        reason, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.router_score = "sigmoid"'
+        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, reason)
     if layout.tp > 1 and not layout.sequence_parallel:
-        why = "with experts and tensor parallelism it needs it"
-        raise unsupported_error("megatron", "layout.sequence_parallel", False, "set it to true", why)
+        reason = "with experts and tensor parallelism it needs it"
+        raise unsupported_error("megatron", "layout.sequence_parallel", False, "set it to true", reason)
 
 
 def _parallel(job: ExportJob) -> Flags:
     layout, sizes = job.run.layout, job.sizes
     even = len({len(layers) for layers in job.stages}) == 1
-    cut = "|".join("t" * len(layers) for layers in job.stages)
+    pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
-    inside = layout.rank_order == "data_outer" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    experts_inside = (
+        layout.rank_order == "data_outer" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
+    )
     recompute: dict[str, Flags] = {
         "none": {},
         "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
@@ -191,10 +197,10 @@ def _parallel(job: ExportJob) -> Flags:
         "sequence-parallel": sizes.tp > 1 and layout.sequence_parallel,
         "pipeline-model-parallel-size": sizes.pp,
         "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
-        "pipeline-model-parallel-layout": None if even else f"E{cut}L",
+        "pipeline-model-parallel-layout": None if even else f"E{pipeline_layout}L",
         "context-parallel-size": sizes.cp,
         "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.cp_method] if sizes.cp > 1 else None,
-        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and inside,
+        "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and experts_inside,
         **recompute[layout.activation_checkpointing],
     }
 
@@ -202,8 +208,8 @@ def _parallel(job: ExportJob) -> Flags:
 def _data_parallel(job: ExportJob) -> Flags:
     layout, sizes = job.run.layout, job.sizes
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
-        why = "it offloads optimizer state, and that of its distributed optimizer"
-        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data_parallel = "zero1"', why)
+        reason = "it offloads optimizer state, and that of its distributed optimizer"
+        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data_parallel = "zero1"', reason)
     if layout.data_parallel not in SHARDED_BY_FSDP:
         return {
             "use-distributed-optimizer": layout.data_parallel == "zero1",
@@ -213,8 +219,10 @@ def _data_parallel(job: ExportJob) -> Flags:
             "grad-reduce-in-bf16": layout.gradient_compression == "bf16",
         }
     if sizes.pp > 1:
-        why = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
-        raise unsupported_error("megatron", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', why)
+        reason = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
+        raise unsupported_error(
+            "megatron", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', reason
+        )
     return {
         "use-megatron-fsdp": True,
         "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data_parallel],

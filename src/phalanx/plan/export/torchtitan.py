@@ -74,33 +74,33 @@ def _check(job: ExportJob) -> None:
         fix = f"use a multiple of {2 * sizes.cp * sizes.tp}"
         raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix, "it needs one of 2 x cp x tp")
     if training.precision == "bf16" and sizes.dp_shard * sizes.cp == 1 < sizes.tp * sizes.pp:
-        why, fix = "its mixed precision is FSDP's", 'use layout.data_parallel = "zero3" on more ranks'
-        raise unsupported_error("torchtitan", "training.precision", "bf16", fix, why)
+        reason, fix = "its mixed precision is FSDP's", 'use layout.data_parallel = "zero3" on more ranks'
+        raise unsupported_error("torchtitan", "training.precision", "bf16", fix, reason)
     if layout.data_parallel == "ddp" and sizes.dp_size > 1 and sizes.pp * sizes.cp * sizes.tp > 1:
-        why = "its DDP goes with no other parallelism"
-        raise unsupported_error("torchtitan", "layout.data_parallel", "ddp", 'use "zero2" or "zero3"', why)
+        reason = "its DDP goes with no other parallelism"
+        raise unsupported_error("torchtitan", "layout.data_parallel", "ddp", 'use "zero2" or "zero3"', reason)
     if sizes.tp > 1 and not layout.sequence_parallel:
         raise unsupported_error("torchtitan", "layout.sequence_parallel", False, "set it to true")
     if sizes.ep > 1 and sizes.ep % (sizes.cp * sizes.tp):
-        whole = sizes.cp * sizes.tp
-        why = f"it shares experts between all {whole} context- and tensor-parallel ranks"
-        raise unsupported_error("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {whole}", why)
+        degree = sizes.cp * sizes.tp
+        reason = f"it shares experts between all {degree} context- and tensor-parallel ranks"
+        raise unsupported_error("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {degree}", reason)
     if sizes.pp > 1 and job.run.model.tie_embeddings:
-        why = "its pipelines have no tied embeddings"
-        raise unsupported_error("torchtitan", "model.tie_embeddings", True, "set it to false", why)
+        reason = "its pipelines have no tied embeddings"
+        raise unsupported_error("torchtitan", "model.tie_embeddings", True, "set it to false", reason)
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
-        why = "from a file it takes only schedules whose stage s is of rank s mod pp"
+        reason = "from a file it takes only schedules whose stage s is of rank s mod pp"
         raise unsupported_error(
-            "torchtitan", "layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', why
+            "torchtitan", "layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', reason
         )
 
 
 def _training(job: ExportJob) -> Table:
-    training, cut = job.run.training, job.cut
+    training, batch = job.run.training, job.cut
     return {
-        "local_batch_size": cut.micro_batch_size * (cut.gradient_accumulation_steps if job.sizes.pp > 1 else 1),
-        "global_batch_size": cut.global_batch_size,
+        "local_batch_size": batch.micro_batch_size * (batch.gradient_accumulation_steps if job.sizes.pp > 1 else 1),
+        "global_batch_size": batch.global_batch_size,
         "seq_len": training.seq_len,
         "steps": training.steps,
         "max_norm": job.run.optimizer.max_grad_norm or float("inf"),
@@ -112,11 +112,11 @@ def _training(job: ExportJob) -> Table:
 
 def _parallelism(job: ExportJob) -> Table:
     layout, sizes = job.run.layout, job.sizes
-    kept = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
+    keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
     return {
         "data_parallel_replicate_degree": sizes.dp_replicate,
         "data_parallel_shard_degree": sizes.dp_shard,
-        "fsdp_reshard_after_forward": "never" if kept else "always",
+        "fsdp_reshard_after_forward": "never" if keeps_gathered else "always",
         "tensor_parallel_degree": sizes.tp,
         "context_parallel_degree": sizes.cp,
         "context_parallel_rotate_method": "alltoall",

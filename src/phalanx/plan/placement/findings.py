@@ -62,20 +62,22 @@ class NodeLayout:
 
     def domain_of(self, ranks: Ranks) -> Ranks:
         """A number for the fast domain of each rank."""
-        found: Ranks = ranks // self.ranks_per_island * self.nproc + np.take(np.array(self.domain), ranks % self.nproc)
-        return found
+        domains: Ranks = ranks // self.ranks_per_island * self.nproc + np.take(
+            np.array(self.domain), ranks % self.nproc
+        )
+        return domains
 
     def rail_of(self, ranks: Ranks) -> Ranks:
         """The rail of each rank."""
-        found: Ranks = np.take(np.array(self.rail), ranks % self.nproc)
-        return found
+        rails: Ranks = np.take(np.array(self.rail), ranks % self.nproc)
+        return rails
 
     def links(self, source: Ranks, target: Ranks) -> Ranks:
         """The kind of way between pairs of ranks, as a place in LINKS."""
         near = self.domain_of(source) == self.domain_of(target)
-        inside = source // self.nproc == target // self.nproc
+        same_node = source // self.nproc == target // self.nproc
         same = self.rail_of(source) == self.rail_of(target)
-        return np.select([near, inside, same], [0, 1, 2], 3)
+        return np.select([near, same_node, same], [0, 1, 2], 3)
 
 
 def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None = None) -> NodeLayout:
@@ -109,10 +111,10 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
 def _rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
     """As NCCL numbers the rail of a device's first NIC; else devices with the same nearest NICs are on one rail."""
     numbered = dict(zip(topology.nics, topology.rails, strict=False))
-    given = [numbered.get(mine[0]) for mine in nics]
+    given = [numbered.get(local_nics[0]) for local_nics in nics]
     distinct = list(dict.fromkeys(nics))
     known = [rail for rail in given if rail is not None]
-    return tuple(known) if len(known) == len(given) else tuple(distinct.index(mine) for mine in nics)
+    return tuple(known) if len(known) == len(given) else tuple(distinct.index(local_nics) for local_nics in nics)
 
 
 def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
@@ -148,22 +150,22 @@ class NicLoad:
 
 def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
     """Of every network device that a rank is nearest to; a rank's traffic is shared evenly by those nearest to it."""
-    names = list(dict.fromkeys(name for mine in site.nics for name in mine))
-    share = np.array([[(name in mine) / len(mine) for name in names] for mine in site.nics])
+    names = list(dict.fromkeys(name for local_nics in site.nics for name in local_nics))
+    share = np.array([[(name in local_nics) / len(local_nics) for name in names] for local_nics in site.nics])
     far = site.links(matrix.source, matrix.target) >= NETWORK
     nodes = -(-matrix.ranks // site.nproc)
 
     def loads(ranks: Ranks) -> Sizes:
-        of_rank = np.zeros(nodes * site.nproc)
-        np.add.at(of_rank, ranks[far], matrix.bytes[far])
-        found: Sizes = of_rank.reshape(nodes, site.nproc) @ share
+        rank_bytes = np.zeros(nodes * site.nproc)
+        np.add.at(rank_bytes, ranks[far], matrix.bytes[far])
+        found: Sizes = rank_bytes.reshape(nodes, site.nproc) @ share
         return found
 
     sent, received = loads(matrix.source), loads(matrix.target)
     return [
-        NicLoad(node, name, float(sent[node, at]), float(received[node, at]))
+        NicLoad(node, name, float(sent[node, index]), float(received[node, index]))
         for node in range(nodes)
-        for at, name in enumerate(names)
+        for index, name in enumerate(names)
     ]
 
 
@@ -181,32 +183,32 @@ def placement_findings(
     sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec
 ) -> list[PlacementFinding]:
     """What is well and what is badly placed, worst first."""
-    found = [*_in_domains(sizes, site), *_on_rails(sizes, parts, site), *_spine(parts, site, cluster)]
+    findings = [*_in_domains(sizes, site), *_on_rails(sizes, parts, site), *_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:
         last = sizes.world_size % site.nproc
-        said = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
-        found.append(PlacementFinding("bad", "nodes", said, f"use a multiple of {site.nproc} ranks"))
-    return sorted(found, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
+        message = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
+        findings.append(PlacementFinding("bad", "nodes", message, f"use a multiple of {site.nproc} ranks"))
+    return sorted(findings, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
 
 
 def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFinding]:
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({plural(domain, 'device')})"
-    outside = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
+    advice = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
     for axis, found, fix in (
         ("tp", process_groups(sizes, "tp"), f"make layout.tp a divisor of {domain}"),
         ("cp", process_groups(sizes, "cp"), f"make layout.tp x layout.cp a divisor of {domain}"),
-        ("ep", expert_parallel_groups(sizes), f"make layout.ep a divisor of {domain}{outside}"),
+        ("ep", expert_parallel_groups(sizes), f"make layout.ep a divisor of {domain}{advice}"),
     ):
         if not found or len(found[0]) == 1:
             continue
-        of_rank = site.domain_of(np.array(found))
-        leaving = np.flatnonzero((of_rank != of_rank[:, :1]).any(1))
+        domains = site.domain_of(np.array(found))
+        leaving = np.flatnonzero((domains != domains[:, :1]).any(1))
         if len(leaving):
             first = " ".join(map(str, found[leaving[0]][:SHOWN])) + (" ..." if len(found[0]) > SHOWN else "")
-            said = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
-            yield PlacementFinding("bad" if axis == "tp" else "note", axis, said, fix)
+            message = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
+            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix)
         else:
             yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
 
@@ -214,19 +216,19 @@ def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFind
 def _on_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Iterator[PlacementFinding]:
     """Between nodes stages and data-parallel ranks should find their counterparts on the same rail."""
     stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
-    for axis, who, fix in (
+    for axis, pair, fix in (
         ("pp", "pipeline neighbours", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of it"),
         ("dp", "data-parallel neighbours", f"make {copy} a multiple or a divisor of {{0}}"),
     ):
         if axis not in parts:
             continue
         links = site.links(parts[axis].source, parts[axis].target)
-        apart, crossing = int((links >= NETWORK).sum()), int((links == 3).sum())
+        remote_pairs, crossing = int((links >= NETWORK).sum()), int((links == 3).sum())
         if crossing:
-            said = f"{crossing} of {apart} pairs of {who} on different nodes are on different rails"
-            yield PlacementFinding("bad" if axis == "pp" else "note", axis, said, fix.format(site.nproc))
-        elif apart:
-            yield PlacementFinding("good", axis, f"{who} on different nodes are on the same rail")
+            message = f"{crossing} of {remote_pairs} pairs of {pair} on different nodes are on different rails"
+            yield PlacementFinding("bad" if axis == "pp" else "note", axis, message, fix.format(site.nproc))
+        elif remote_pairs:
+            yield PlacementFinding("good", axis, f"{pair} on different nodes are on the same rail")
 
 
 def _spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec) -> Iterator[PlacementFinding]:
@@ -235,7 +237,7 @@ def _spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSp
     rail, spine = (sum(row[link] for row in sums) for link in ("rail", "spine"))
     slower = oversubscription_slowdown(spine / (rail + spine), cluster.oversubscription) if spine else 1.0
     if slower > 1:
-        said = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
+        message = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
         yield PlacementFinding(
-            "bad", "spine", f"{said}: the network is {slower:.2f} times slower", "keep traffic on its rail"
+            "bad", "spine", f"{message}: the network is {slower:.2f} times slower", "keep traffic on its rail"
         )

@@ -73,10 +73,10 @@ def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
         none = np.zeros(0, np.int64)
         return TrafficMatrix(ranks, none, none, np.zeros(0))
     pair = np.concatenate([part.source * ranks + part.target for part in parts])
-    found, row = np.unique(pair, return_inverse=True)
-    sums = np.zeros(len(found))
+    unique_pairs, row = np.unique(pair, return_inverse=True)
+    sums = np.zeros(len(unique_pairs))
     np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
-    return TrafficMatrix(ranks, found // ranks, found % ranks, sums)
+    return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, sums)
 
 
 def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
@@ -89,31 +89,33 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     sizes, rows = parallel_dims(run.layout, world_size), traffic_by_group(run, world_size)
     if sizes.servers:
         return {"servers": merge_matrices(world_size, list(_served(run, sizes, rows["worker"])))}
-    found: dict[str, list[TrafficMatrix]] = {}
+    matrices: dict[str, list[TrafficMatrix]] = {}
     stages = pipeline_stage_groups(sizes)
 
     @cache
     def members(kind: GroupKind) -> Ranks:
         return np.array(communication_groups(run, sizes, kind))
 
-    for place, role in enumerate(rows):
+    for role_index, role in enumerate(rows):
         for row in _alike(rows[role]):
             if row.group_kind in ("pp", "ends"):
-                sent = _to_stages(run, members("pp"), place, row)
+                sent = _to_stages(run, members("pp"), role_index, row)
             else:
-                among = members(row.group_kind)
-                sent = _spread(among[np.isin(among[:, 0], stages[place])], row, island)
-            found.setdefault(AXIS[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
-    return {axis: merge_matrices(world_size, found[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in found}
+                groups = members(row.group_kind)
+                sent = _spread(groups[np.isin(groups[:, 0], stages[role_index])], row, island)
+            matrices.setdefault(AXIS[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
+    return {
+        axis: merge_matrices(world_size, matrices[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in matrices
+    }
 
 
 def _alike(rows: list[Traffic]) -> list[Traffic]:
     """Added up where they take the same ways, whatever for."""
     total: dict[tuple[Operation, GroupKind], float] = {}
     for row in rows:
-        ways = ("all_reduce" if row.operation in RINGS else row.operation), row.group_kind
-        total[ways] = total.get(ways, 0.0) + row.bytes
-    return [Traffic(operation, size, "", among) for (operation, among), size in total.items()]
+        key = ("all_reduce" if row.operation in RINGS else row.operation), row.group_kind
+        total[key] = total.get(key, 0.0) + row.bytes
+    return [Traffic(operation, size, "", group_kind) for (operation, group_kind), size in total.items()]
 
 
 Sent = tuple[Ranks, Ranks, Sizes]
@@ -130,19 +132,19 @@ def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
             return _around_rings(members, row.bytes, island)
 
 
-def _to_all(members: Ranks, each: float) -> Sent:
+def _to_all(members: Ranks, bytes_per_pair: float) -> Sent:
     """Evenly to all others."""
     count = members.shape[1]
-    here, there = np.nonzero(~np.eye(count, dtype=bool))
-    source = members[:, here].ravel()
-    return source, members[:, there].ravel(), np.full(source.size, each / (count - 1))
+    senders, receivers = np.nonzero(~np.eye(count, dtype=bool))
+    source = members[:, senders].ravel()
+    return source, members[:, receivers].ravel(), np.full(source.size, bytes_per_pair / (count - 1))
 
 
-def _around_rings(members: Ranks, each: float, island: int) -> Sent:
+def _around_rings(members: Ranks, bytes_per_rank: float, island: int) -> Sent:
     """To the next in the order of ranks, on one island; between islands by as many rings as a group has members on
     each, every member being where one of them leaves, to its counterpart on the next (NCCL's channels, aligned with
     the rails: `fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
-    found: list[Sent] = []
+    parts: list[Sent] = []
     count = members.shape[1]
     on = members // island
     first = (on == on[:, :1]).sum(1)
@@ -154,27 +156,27 @@ def _around_rings(members: Ranks, each: float, island: int) -> Sent:
             blocks = where.reshape(len(rows), -1, width)
             regular = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
         one, several = rows[~regular], rows[regular].reshape(-1, count // width, width) if regular.any() else None
-        found.append((one.ravel(), np.roll(one, -1, axis=1).ravel(), np.full(one.size, each)))
+        parts.append((one.ravel(), np.roll(one, -1, axis=1).ravel(), np.full(one.size, bytes_per_rank)))
         if several is not None:
-            far = np.full(several.size, each / width)
-            found.append((several.ravel(), np.roll(several, -1, axis=1).ravel(), far))
+            far = np.full(several.size, bytes_per_rank / width)
+            parts.append((several.ravel(), np.roll(several, -1, axis=1).ravel(), far))
             if width > 1:
-                found.append((several.ravel(), np.roll(several, -1, axis=2).ravel(), each - far))
-    source, target, sent = zip(*found, strict=True)
+                parts.append((several.ravel(), np.roll(several, -1, axis=2).ravel(), bytes_per_rank - far))
+    source, target, sent = zip(*parts, strict=True)
     return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
 
 
-def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent:
+def _to_stages(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Sent:
     """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
     schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
     if row.group_kind == "ends":
-        messages = Counter(set(schedule.end_ranks) - {place})
+        messages = Counter(set(schedule.end_ranks) - {stage})
     else:
-        messages = Counter(to for _, to in schedule.messages(place) if to != place)
+        messages = Counter(to for _, to in schedule.messages(stage) if to != stage)
     counts = messages.values()
     sent = [np.full(len(pipelines), row.bytes * count / sum(counts)) for count in counts]
     return (
-        np.tile(pipelines[:, place], len(messages)),
+        np.tile(pipelines[:, stage], len(messages)),
         np.concatenate([pipelines[:, to] for to in messages]),
         np.concatenate(sent),
     )
@@ -182,14 +184,14 @@ def _to_stages(run: RunSpec, pipelines: Ranks, place: int, row: Traffic) -> Sent
 
 def _served(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterator[TrafficMatrix]:
     """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
-    whole = next(row.bytes for row in worker if row.operation == "send")
+    total_bytes = next(row.bytes for row in worker if row.operation == "send")
     loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
-    ranks, parts = sizes.world_size, whole * loads / loads.sum()
+    ranks, parts = sizes.world_size, total_bytes * loads / loads.sum()
     servers, workers = np.arange(sizes.servers), np.arange(sizes.servers, sizes.world_size)
-    every, each = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
-    yield TrafficMatrix(ranks, every, each, np.tile(parts, len(workers)))
+    all_workers, all_servers = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
+    yield TrafficMatrix(ranks, all_workers, all_servers, np.tile(parts, len(workers)))
     if run.layout.max_staleness is not None:
-        yield TrafficMatrix(ranks, each, every, np.tile(parts, len(workers)))
+        yield TrafficMatrix(ranks, all_servers, all_workers, np.tile(parts, len(workers)))
     else:
         yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)
-        yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, whole))
+        yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, total_bytes))

@@ -22,10 +22,10 @@ OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": Offload
 STAGE_POSITIONS = ("first", "middle", "last")
 
 
-def candidate_jobs(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> JobTable:
+def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
     """Candidates as columns, run by Phalanx."""
     common = {**_common(run), "ranks": world_size}
-    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, found).items()})
+    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, layouts).items()})
 
 
 def _common(run: RunSpec) -> JobRow:
@@ -52,43 +52,49 @@ def _common(run: RunSpec) -> JobRow:
     }
 
 
-def _varying(run: RunSpec, found: list[CandidateLayout]) -> Mapping[str, list[float]]:
+def _varying(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[float]]:
     """Columns that layouts differ in."""
     states = STATES[optimizer_kind(run.optimizer)]
-    each = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
-    state = [each[c.data_parallel] for c in found]
-    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in found}
+    unsharded = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
+    state = [unsharded[c.data_parallel] for c in layouts]
+    pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in layouts}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
-    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in found]
+    blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in layouts]
     return {
-        **{name: [float(getattr(c, name)) for c in found] for name in ("dp", "tp", "pp", "cp", "ep")},
-        "micro_batch": [c.micro_batch_size for c in found],
-        "micro_batches": [c.micro_batches for c in found],
-        "virtual_stages": [c.virtual_stages for c in found],
-        "attention": [_attention(run, c) for c in found],
-        "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in found],
-        "zero_stage": [ZERO[c.data_parallel] for c in found],
-        "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in found],
-        "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in found],
-        "sequence_parallel": [float(c.tp > 1) for c in found],
-        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in found],
+        **{name: [float(getattr(c, name)) for c in layouts] for name in ("dp", "tp", "pp", "cp", "ep")},
+        "micro_batch": [c.micro_batch_size for c in layouts],
+        "micro_batches": [c.micro_batches for c in layouts],
+        "virtual_stages": [c.virtual_stages for c in layouts],
+        "attention": [_attention(run, c) for c in layouts],
+        "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in layouts],
+        "zero_stage": [ZERO[c.data_parallel] for c in layouts],
+        "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in layouts],
+        "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in layouts],
+        "sequence_parallel": [float(c.tp > 1) for c in layouts],
+        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in layouts],
         "parameter_bytes": [s.parameters for s in state],
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
         "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
-        **{f"{place}_blocks": [len(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
-        **{f"{place}_moe_blocks": [sum(cut[at]) for cut in blocks] for at, place in enumerate(STAGE_POSITIONS)},
-        "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in found],
-        "offload": [OFFLOAD[c.offload] for c in found],
-        "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in found],
+        **{
+            f"{position}_blocks": [len(stage_blocks[index]) for stage_blocks in blocks]
+            for index, position in enumerate(STAGE_POSITIONS)
+        },
+        **{
+            f"{position}_moe_blocks": [sum(stage_blocks[index]) for stage_blocks in blocks]
+            for index, position in enumerate(STAGE_POSITIONS)
+        },
+        "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in layouts],
+        "offload": [OFFLOAD[c.offload] for c in layouts],
+        "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in layouts],
     }
 
 
 def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
     """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
     and of the rank with the head."""
-    own = run.model_copy(update={"layout": candidate.layout()})
-    ranks, (first, last) = layers_per_rank(own), representative_schedule(own.layout).end_ranks
+    candidate_run = run.model_copy(update={"layout": candidate.layout()})
+    ranks, (first, last) = layers_per_rank(candidate_run), representative_schedule(candidate_run.layout).end_ranks
     costs = layer_flops(run.model, run.training.seq_len)[1:-1]
     between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
     middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))

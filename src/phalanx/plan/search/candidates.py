@@ -70,20 +70,24 @@ class CandidateLayout:
         degrees = [f"{axis} {getattr(self, axis)}" for axis in ("tp", "cp", "ep") if getattr(self, axis) > 1]
         degrees = [f"{degree} {self.cp_method}" if degree.startswith("cp") else degree for degree in degrees]
         chunks = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
-        outside = " (outer)" if self.rank_order == "pipeline_outer" else ""
-        pipeline = [f"pp {self.pp}{outside} {self.schedule}{chunks}"] if self.pp > 1 else []
+        order = " (outer)" if self.rank_order == "pipeline_outer" else ""
+        pipeline = [f"pp {self.pp}{order} {self.schedule}{chunks}"] if self.pp > 1 else []
         shard = f" of {self.dp_shard}" if self.data_parallel == "hsdp" else ""
-        again = [] if self.activation_checkpointing == "none" else [f"recompute {self.activation_checkpointing}"]
+        checkpointing = (
+            [] if self.activation_checkpointing == "none" else [f"recompute {self.activation_checkpointing}"]
+        )
         batch = f"micro-batch {self.micro_batch_size} x {self.micro_batches}"
-        rests = [] if self.offload == "none" else [f"offload {self.offload}"]
-        return ", ".join([f"{self.data_parallel}{shard} dp {self.dp}", *degrees, *pipeline, batch, *again, *rests])
+        offload = [] if self.offload == "none" else [f"offload {self.offload}"]
+        return ", ".join(
+            [f"{self.data_parallel}{shard} dp {self.dp}", *degrees, *pipeline, batch, *checkpointing, *offload]
+        )
 
     def layout(self) -> Layout:
         """As a run file has it."""
         piped = {name: getattr(self, name) for name in ("schedule", "virtual_stages", "rank_order") if self.pp > 1}
         shard = {"dp_shard": self.dp_shard} if self.data_parallel == "hsdp" else {}
         sequences = {"cp_method": self.cp_method} if self.cp > 1 else {}
-        rests = {"offload": self.offload, "offload_directory": self.offload_directory}
+        offload = {"offload": self.offload, "offload_directory": self.offload_directory}
         return Layout.model_validate(
             {
                 "data_parallel": self.data_parallel,
@@ -96,7 +100,7 @@ class CandidateLayout:
                 **piped,
                 **shard,
                 **sequences,
-                **rests,
+                **offload,
             }
         )
 
@@ -111,13 +115,15 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
     check_precision(run)
     domain = run.cluster.fast_link_domain_size
     return [
-        CandidateLayout(data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, again, schedule, v, outside)
+        CandidateLayout(
+            data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, checkpointing, schedule, v, rank_order
+        )
         for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
-        for outside in (choose_rank_order(dp, tp, pp, cp, domain),)
+        for rank_order in (choose_rank_order(dp, tp, pp, cp, domain),)
         for data, shard in _data_parallel_options(dp, tp, pp, cp, domain)
         for micro_batch, m in _micro_batch_options(run, dp)
         for schedule, v in _schedules(pp, m, run.model.num_layers, halves=not run.training.compile)
-        for again in PHALANX_CHECKPOINTING
+        for checkpointing in PHALANX_CHECKPOINTING
     ]
 
 
@@ -131,12 +137,12 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
         return
     alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
-    places: dict[str, str | None] = {"cpu": None} if run.cluster.device != "cpu" else {}
+    targets: dict[str, str | None] = {"cpu": None} if run.cluster.device != "cpu" else {}
     if run.layout.offload_directory is not None:
-        places["nvme"] = run.layout.offload_directory
+        targets["nvme"] = run.layout.offload_directory
     for data in strategies if alone else (candidate.data_parallel,):
-        for place, directory in places.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
-            yield replace(candidate, data_parallel=data, offload=place, offload_directory=directory)
+        for target, directory in targets.items() if data in VALID_DATA_STRATEGIES["offload"] else ():
+            yield replace(candidate, data_parallel=data, offload=target, offload_directory=directory)
 
 
 def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
@@ -145,22 +151,22 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     Raises UserError if it cannot run so, or for what the planner does not know.
     """
     check_precision(run)
-    layout, sizes, cut = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
+    layout, sizes, batch = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
     known = layout.data_parallel in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
     value = layout.data_parallel if layout.data_parallel not in ZERO else layout.schedule_file or layout.schedule
     require(known, "layout", value, UNKNOWN, f"use one of {', '.join((*ZERO, *ORDERS))}")
     data = effective_strategy(
         layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
-    whole = layout.pp == 1 or ZERO[data] < 3
+    keeps_parameters = layout.pp == 1 or ZERO[data] < 3
     require(
-        whole,
+        keeps_parameters,
         "layout.data_parallel",
         data,
         f"in a pipeline {UNKNOWN}",
         'use layout.data_parallel = "zero1", or layout.pp = 1',
     )
-    found = CandidateLayout(
+    candidate = CandidateLayout(
         data,
         sizes.dp_size,
         sizes.dp_shard,
@@ -169,8 +175,8 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
         layout.cp,
         layout.cp_method,
         layout.ep,
-        cut.micro_batch_size,
-        cut.gradient_accumulation_steps,
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
         layout.activation_checkpointing,
         layout.schedule,
         layout.virtual_stages,
@@ -178,8 +184,8 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
         layout.offload,
         layout.offload_directory,
     )
-    check_representable(layout, found)
-    return found
+    check_representable(layout, candidate)
+    return candidate
 
 
 def check_representable(layout: Layout, candidate: CandidateLayout) -> None:

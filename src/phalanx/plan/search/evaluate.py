@@ -43,15 +43,17 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
 
     Raises UserError if it cannot run, or for what the planner does not know.
     """
-    own = run.model_copy(update={"layout": layout})
-    check_layout(own, world_size)
-    return with_exact_memory(run, world_size, evaluate(own, world_size, [candidate_from_run(own, world_size)])[0])
+    layout_run = run.model_copy(update={"layout": layout})
+    check_layout(layout_run, world_size)
+    return with_exact_memory(
+        run, world_size, evaluate(layout_run, world_size, [candidate_from_run(layout_run, world_size)])[0]
+    )
 
 
-def oom_probabilities(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> Column:
+def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
     """The probability that memory is not enough for each of some layouts."""
-    jobs, c = candidate_jobs(run, world_size, found), memory_constants_for(run.cluster)
-    return np.broadcast_to(oom_probability(c, jobs, estimate_memory(c, jobs)), len(found))
+    jobs, c = candidate_jobs(run, world_size, layouts), memory_constants_for(run.cluster)
+    return np.broadcast_to(oom_probability(c, jobs, estimate_memory(c, jobs)), len(layouts))
 
 
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
@@ -66,53 +68,53 @@ def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
 def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) -> EvaluatedLayout:
     """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
     more than the formula has for any trainer."""
-    own = run.model_copy(update={"layout": option.candidate.layout()})
-    held, host = device_and_host_bytes(run.cluster, rank_memory(own, world_size).values())
-    used = process_bytes(run.cluster, held) if run.cluster.calibration else held
-    risk = max(option.p_oom, layout_oom_probability(run.cluster, held, host))
-    return replace(option, memory_bytes=used, host_bytes=host, p_oom=risk)
+    layout_run = run.model_copy(update={"layout": option.candidate.layout()})
+    device_bytes, host_bytes = device_and_host_bytes(run.cluster, rank_memory(layout_run, world_size).values())
+    used = process_bytes(run.cluster, device_bytes) if run.cluster.calibration else device_bytes
+    risk = max(option.p_oom, layout_oom_probability(run.cluster, device_bytes, host_bytes))
+    return replace(option, memory_bytes=used, host_bytes=host_bytes, p_oom=risk)
 
 
-def evaluate(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> list[EvaluatedLayout]:
+def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
     """What each of some layouts takes, in their order."""
-    if not found:
+    if not layouts:
         return []
-    jobs, size = candidate_jobs(run, world_size, found), len(found)
+    jobs, size = candidate_jobs(run, world_size, layouts), len(layouts)
     c = memory_constants_for(run.cluster)
-    time, held = step_seconds(time_constants_for(run.cluster), jobs), estimate_memory(c, jobs)
-    risk = oom_probability(c, jobs, held)
-    spread = np.exp(interval_half_width(run.cluster, jobs))
+    time, memory = step_seconds(time_constants_for(run.cluster), jobs), estimate_memory(c, jobs)
+    risk = oom_probability(c, jobs, memory)
+    interval_factor = np.exp(interval_half_width(run.cluster, jobs))
     tokens, sequence = run.training.tokens_per_step, run.training.seq_len
     flops, peak = training_flops_per_token(run.model, sequence), float(jobs.peak_flops[0])
-    again = {
+    recomputed_flops = {
         name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
     }
 
-    def number(column: Column, at: int) -> float:
-        return float(np.broadcast_to(column, size)[at])
+    def number(column: Column, index: int) -> float:
+        return float(np.broadcast_to(column, size)[index])
 
     options = []
-    for at, candidate in enumerate(found):
-        seconds = number(time.total, at)
+    for index, candidate in enumerate(layouts):
+        seconds = number(time.total, index)
         stages = {
-            name: {part: number(getattr(stage, part), at) for part in ("state", "activations", "logits", "buffers")}
-            for name, stage in (("first", held.first), ("last", held.last))
+            name: {part: number(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")}
+            for name, stage in (("first", memory.first), ("last", memory.last))
         }
         speed = tokens / seconds
         options.append(
             EvaluatedLayout(
                 candidate,
                 seconds,
-                seconds / number(spread, at),
-                seconds * number(spread, at),
-                {part: number(getattr(time, part), at) for part in PARTS},
-                number(held.allocated, at),
-                number(held.host, at),
+                seconds / number(interval_factor, index),
+                seconds * number(interval_factor, index),
+                {part: number(getattr(time, part), index) for part in PARTS},
+                number(memory.allocated, index),
+                number(memory.host, index),
                 stages,
-                number(risk, at),
+                number(risk, index),
                 speed,
                 mfu(speed, flops, peak, world_size),
-                mfu(speed, flops + again[candidate.activation_checkpointing], peak, world_size),
+                mfu(speed, flops + recomputed_flops[candidate.activation_checkpointing], peak, world_size),
             )
         )
     return options

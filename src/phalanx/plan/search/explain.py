@@ -48,17 +48,19 @@ def time_breakdown(option: EvaluatedLayout) -> dict[str, float]:
     return parts
 
 
-def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, least: float = 0.005) -> list[str]:
+def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
     """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
     add up to, if that is a hundredth of all or more."""
-    mine, its = time_breakdown(option), time_breakdown(best)
-    apart = [(mine[part] - its[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
-    found = sorted((part for part in apart if abs(part[0]) > least * best.step_seconds), reverse=True)
+    option_parts, best_parts = time_breakdown(option), time_breakdown(best)
+    differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
+    large_differences = sorted(
+        (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True
+    )
     more = option.step_seconds - best.step_seconds
-    rest = more - sum(part for part, _ in found)
-    if abs(rest) > 0.01 * abs(more) and (found or not equally_fast(option, best)):
-        found.append((rest, "all else" if found else "in small parts"))
-    return [f"{format_seconds_change(part)} {meaning}" for part, meaning in found]
+    remainder = more - sum(part for part, _ in large_differences)
+    if abs(remainder) > 0.01 * abs(more) and (large_differences or not equally_fast(option, best)):
+        large_differences.append((remainder, "all else" if large_differences else "in small parts"))
+    return [f"{format_seconds_change(part)} {meaning}" for part, meaning in large_differences]
 
 
 def equally_fast(option: EvaluatedLayout, best: EvaluatedLayout) -> bool:
@@ -71,20 +73,20 @@ def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayou
     more = option.step_seconds - best.step_seconds
     reasons = describe_differences(option, best)
     across = slow_link_warnings(run, option.candidate)
-    said = "; ".join([*reasons, *across]) or "equally fast; the best is simpler or smaller"
-    return f"{format_seconds_change(more)}: {said}"
+    explanation = "; ".join([*reasons, *across]) or "equally fast; the best is simpler or smaller"
+    return f"{format_seconds_change(more)}: {explanation}"
 
 
 def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
     """What of a layout leaves the domain of fast links."""
     domain = run.cluster.fast_link_domain_size
-    found = []
+    warnings = []
     if candidate.tp > domain:
-        found.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
+        warnings.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
     world_size = candidate.dp * candidate.tp * candidate.pp * candidate.cp
     if candidate.ep > max(1.0, candidate_jobs(run, world_size, [candidate]).fast_link_ranks_per_stage[0]):
-        found.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
-    return found
+        warnings.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
+    return warnings
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> I
     }
     for change, changed in changes.items():
         if changed is not None:
-            found = search_layouts(changed, world_size, keep=1).options
-            option = found[0] if found else None
+            options = search_layouts(changed, world_size, keep=1).options
+            option = options[0] if options else None
             yield WhatIf(change, option, option.tokens_per_second / best.tokens_per_second if option else 0.0)
 
 
@@ -124,7 +126,7 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
     """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
     if plan.closest_to_fitting is None:
         raise ValueError("something fits")
-    said = (
+    suggestion = (
         f"the smallest, {plan.closest_to_fitting.candidate}, "
         f"takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
     )
@@ -133,12 +135,12 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         ranks = times * world_size
         larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
         try:
-            found = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).options
+            options = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).options
         except UserError:
             break
-        if found:
-            return f"{said}; on {times} times as many devices ({ranks}) it fits: {found[0].candidate}"
-    return f"{said}; more devices with {sequences} sequences a step do not help: shorten training.seq_len"
+        if options:
+            return f"{suggestion}; on {times} times as many devices ({ranks}) it fits: {options[0].candidate}"
+    return f"{suggestion}; more devices with {sequences} sequences a step do not help: shorten training.seq_len"
 
 
 def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:

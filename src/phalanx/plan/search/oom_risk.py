@@ -22,14 +22,14 @@ SAFE_OOM_PROBABILITY = 0.05
 """Below this a layout is taken, or said to fit, without a look at that probability."""
 
 
-def device_and_host_bytes(cluster: ClusterSpec, places: Collection[RankMemory]) -> tuple[float, float]:
+def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]) -> tuple[float, float]:
     """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there.
     Runs on a machine may have shown that buffers of communication take more than they are counted."""
     host, more = (
-        max(place.host for place in places),
+        max(rank_memory.host for rank_memory in memories),
         cluster.calibration.buffer_overhead if cluster.calibration else 0.0,
     )
-    device = max(place.total + more * place.communication for place in places)
+    device = max(rank_memory.total + more * rank_memory.communication for rank_memory in memories)
     return float(device + (host if cluster.device == "cpu" else 0)), float(host)
 
 
@@ -40,9 +40,9 @@ def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: 
     return float(exceedance_probability(memory_constants_for(cluster), used, there).max())
 
 
-def fits_safely(cluster: ClusterSpec, places: Collection[RankMemory]) -> bool:
+def fits_safely(cluster: ClusterSpec, memories: Collection[RankMemory]) -> bool:
     """Whether memory is almost surely enough for ranks that hold so much: what is said to fit."""
-    return layout_oom_probability(cluster, *device_and_host_bytes(cluster, places)) < SAFE_OOM_PROBABILITY
+    return layout_oom_probability(cluster, *device_and_host_bytes(cluster, memories)) < SAFE_OOM_PROBABILITY
 
 
 def safe_capacity_bytes(cluster: ClusterSpec) -> float:
@@ -57,8 +57,8 @@ def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
     measured, context = cluster.calibration, memory_constants_for(cluster).context_gib * GIB
     if measured is None:
         return held_bytes + context
-    beside = 0.0 if cluster.device == "cpu" else context  # of a CPU's process everything was measured
-    return bytes_per_counted_byte(cluster) * held_bytes + measured.baseline_process_bytes + beside
+    context_bytes = 0.0 if cluster.device == "cpu" else context  # of a CPU's process everything was measured
+    return bytes_per_counted_byte(cluster) * held_bytes + measured.baseline_process_bytes + context_bytes
 
 
 def bytes_per_counted_byte(cluster: ClusterSpec) -> float:

@@ -47,16 +47,16 @@ def _stages(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[S
     """Of the blocks that each has, the first with the embedding and the last with the head."""
     parts = layer_seconds(time_constants_for(run.cluster), candidate_jobs(run, world_size, [candidate]))
     block = {True: parts.routed, False: parts.dense}
-    cut = layers_per_stage(run.model_copy(update={"layout": candidate.layout()}))
-    stages = [_sum(block[run.model.is_moe_layer(layer)] for layer in layers) for layers in cut]
+    stage_layers = layers_per_stage(run.model_copy(update={"layout": candidate.layout()}))
+    stages = [_sum(block[run.model.is_moe_layer(layer)] for layer in layers) for layers in stage_layers]
     stages[0] += parts.embedding
     stages[-1] += parts.head
     return stages
 
 
 def _sum(stages: Iterable[StageTime]) -> StageTime:
-    first, *others = stages
-    return sum(others, first)
+    first, *remaining = stages
+    return sum(remaining, first)
 
 
 def _of(stage: StageTime, part: str) -> float:

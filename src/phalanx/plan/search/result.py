@@ -69,11 +69,11 @@ class Plan:
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
         """Of `options`, those that no other beats in both time and memory."""
-        found: list[EvaluatedLayout] = []
+        front: list[EvaluatedLayout] = []
         for option in self.options:
-            if not found or option.memory_bytes < found[-1].memory_bytes:
-                found.append(option)
-        return found
+            if not front or option.memory_bytes < front[-1].memory_bytes:
+                front.append(option)
+        return front
 
 
 TIE_TOLERANCE = 0.001
@@ -82,5 +82,5 @@ TIE_TOLERANCE = 0.001
 
 def preference_order(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
     """The order of preference: by time, and where times are alike by simplicity, then by memory."""
-    alike = np.floor(np.log(seconds) / TIE_TOLERANCE)
-    return np.lexsort((memory, axes, alike))
+    time_bins = np.floor(np.log(seconds) / TIE_TOLERANCE)
+    return np.lexsort((memory, axes, time_bins))

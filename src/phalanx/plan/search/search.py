@@ -33,7 +33,7 @@ def search_layouts(
     world_size: int,
     keep: int = 20,
     report: ProgressCallback = lambda *_: None,
-    wanted: Callable[[CandidateLayout], bool] = lambda _: True,
+    is_wanted: Callable[[CandidateLayout], bool] = lambda _: True,
 ) -> Plan:
     """The `keep` fastest layouts that are wanted and likely to fit.
 
@@ -41,35 +41,39 @@ def search_layouts(
     of what fits without: that never makes a step shorter.
     Raises UserError for a cluster whose speeds are not known, and where no layout divides the ranks.
     """
-    found = enumerate_layouts(run, world_size)
-    if not found:
+    layouts = enumerate_layouts(run, world_size)
+    if not layouts:
         raise UserError(
             "cluster.nodes x cluster.nproc_per_node",
             world_size,
             "ranks share this model and this batch in no layout",
             "use a number of ranks whose factors divide the sequences of a step and the model",
         )
-    report("evaluating layouts", 0, len(found))
-    found, ordered = with_offload_variants(run, world_size, found)
-    report("evaluating layouts", len(found), len(found))
+    report("evaluating layouts", 0, len(layouts))
+    layouts, ordered = with_offload_variants(run, world_size, layouts)
+    report("evaluating layouts", len(layouts), len(layouts))
     report("counting what the fastest hold", 0, keep)
     offered: list[EvaluatedLayout] = []
-    offering = runnable_layouts(run, world_size, filter(wanted, ordered))  # with what offload makes of some
-    for option in islice((option for option in offering if wanted(option.candidate)), keep):
+    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered))  # with what offload makes of some
+    for option in islice((option for option in offering if is_wanted(option.candidate)), keep):
         offered.append(option)
         report("counting what the fastest hold", len(offered), keep)
-    least = None if offered else evaluate_smallest(run, world_size, found)
-    return Plan(offered, len(found), len(ordered), least)
+    smallest = None if offered else evaluate_smallest(run, world_size, layouts)
+    return Plan(offered, len(layouts), len(ordered), smallest)
 
 
 def with_offload_variants(
-    run: RunSpec, world_size: int, found: list[CandidateLayout]
+    run: RunSpec, world_size: int, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
     """Layouts with what offload makes of those that are not likely to fit; and which of all these are, in order."""
-    risk = oom_probabilities(run, world_size, found)
-    more = [other for at in np.flatnonzero(risk >= MAX_OOM_PROBABILITY) for other in offload_variants(run, found[at])]
-    fitting = [found[at] for at in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
-    return [*found, *more], rank_fitting(run, world_size, [*fitting, *more])
+    risk = oom_probabilities(run, world_size, layouts)
+    more = [
+        other
+        for index in np.flatnonzero(risk >= MAX_OOM_PROBABILITY)
+        for other in offload_variants(run, layouts[index])
+    ]
+    fitting = [layouts[index] for index in np.flatnonzero(risk < MAX_OOM_PROBABILITY)]
+    return [*layouts, *more], rank_fitting(run, world_size, [*fitting, *more])
 
 
 def runnable_layouts(run: RunSpec, world_size: int, ordered: Iterable[CandidateLayout]) -> Iterator[EvaluatedLayout]:
@@ -96,31 +100,31 @@ def _if_likely_to_fit(option: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
         yield option
 
 
-def rank_fitting(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> list[CandidateLayout]:
+def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[CandidateLayout]:
     """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
-    if not found:
+    if not layouts:
         return []
-    jobs, c = candidate_jobs(run, world_size, found), memory_constants_for(run.cluster)
+    jobs, c = candidate_jobs(run, world_size, layouts), memory_constants_for(run.cluster)
     held = estimate_memory(c, jobs)
-    memory = np.broadcast_to(held.allocated, len(found))
-    risk = np.broadcast_to(oom_probability(c, jobs, held), len(found))
+    memory = np.broadcast_to(held.allocated, len(layouts))
+    risk = np.broadcast_to(oom_probability(c, jobs, held), len(layouts))
     fitting = np.flatnonzero(risk < MAX_OOM_PROBABILITY)
     if not len(fitting):
         return []
     seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs.select(fitting)).total, len(fitting))
     fastest = fitting[
-        preference_order(seconds, np.array([found[at].num_parallel_axes for at in fitting]), memory[fitting])
+        preference_order(seconds, np.array([layouts[index].num_parallel_axes for index in fitting]), memory[fitting])
     ]
-    return [found[at] for at in fastest]
+    return [layouts[index] for index in fastest]
 
 
-def smallest_layout(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> CandidateLayout:
+def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
     """Of some layouts the one that most likely fits: that least fills the device's memory and the CPU's."""
-    jobs, c = candidate_jobs(run, world_size, found), memory_constants_for(run.cluster)
-    return found[int(np.argmin(np.broadcast_to(memory_utilisation(c, jobs, estimate_memory(c, jobs)), len(found))))]
+    jobs, c = candidate_jobs(run, world_size, layouts), memory_constants_for(run.cluster)
+    return layouts[int(np.argmin(np.broadcast_to(memory_utilisation(c, jobs, estimate_memory(c, jobs)), len(layouts))))]
 
 
-def evaluate_smallest(run: RunSpec, world_size: int, found: list[CandidateLayout]) -> EvaluatedLayout:
+def evaluate_smallest(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> EvaluatedLayout:
     """What the smallest of some layouts takes, as it is counted if it can run."""
-    option = evaluate(run, world_size, [smallest_layout(run, world_size, found)])[0]
+    option = evaluate(run, world_size, [smallest_layout(run, world_size, layouts)])[0]
     return with_exact_memory(run, world_size, option) if can_run(run, world_size, option.candidate) else option

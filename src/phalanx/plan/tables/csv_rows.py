@@ -45,10 +45,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
             _check_header(path, table.fieldnames or ())
-            found = list(table)
+            rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError("--batch", str(path), f"cannot be read: {error}", "give a CSV file with a header") from None
-    return [{column: text or "" for column, text in row.items() if column} for row in found]
+    return [{column: text or "" for column, text in row.items() if column} for row in rows]
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ def machine_columns(cluster: ClusterSpec) -> JobRow:
         if value is None:
             fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
             raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
-    peak, era, crowd = float(cluster.peak_flops or 0), cluster.generation, cluster.ranks_per_core
+    peak, era, ranks_per_core = float(cluster.peak_flops or 0), cluster.generation, cluster.ranks_per_core
     matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
     domain = cluster.fast_link_domain_size
     link = cluster.link_bytes_per_second
@@ -103,13 +103,13 @@ def machine_columns(cluster: ClusterSpec) -> JobRow:
     )
     network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
     return {
-        "peak_flops": peak / crowd,
-        "matmul_flops": matmul / crowd,
-        "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / crowd,
+        "peak_flops": peak / ranks_per_core,
+        "matmul_flops": matmul / ranks_per_core,
+        "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / ranks_per_core,
         "num_sms": cluster.num_sms or 0,
-        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / crowd,
+        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / ranks_per_core,
         "memory_bytes": float(cluster.rank_memory_bytes or 0),
-        "link_bytes_per_second": (link or network) / crowd,
+        "link_bytes_per_second": (link or network) / ranks_per_core,
         "network_bytes_per_second": network,
         "oversubscription": cluster.oversubscription,
         "host_link_bytes_per_second": cluster.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND[era],
@@ -117,7 +117,7 @@ def machine_columns(cluster: ClusterSpec) -> JobRow:
         "host_memory_bytes": host_memory(cluster),
         "disk_bytes_per_second": cluster.disk_bytes_per_second or DISK_BYTES_PER_SECOND,
         "fast_link_domain": domain,
-        "ranks_per_core": crowd,
+        "ranks_per_core": ranks_per_core,
         "comm_uses_compute_cores": float(cluster.device == "cpu"),
         "hardware_generation": era,
     }
@@ -129,17 +129,17 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     in a V are one rank's. Leading layers have no experts."""
     layers, dense, pp, together = job["layers"], job["dense_layers"], job["pp"], job["schedule"] == ScheduleKind.ZB_V
     fewer = float(pp > 1 and (trimmed or layers % pp > 0))
-    each = (layers + 2 * fewer) / pp
-    ends = each - (1 + together) * fewer
-    leading = max(ends - dense, 0.0)
+    layers_per_stage = (layers + 2 * fewer) / pp
+    layers_at_ends = layers_per_stage - (1 + together) * fewer
+    leading = max(layers_at_ends - dense, 0.0)
     routed = 0.0 if dense == layers else 1.0
     return {
-        "first_blocks": ends,
-        "middle_blocks": each,
-        "last_blocks": ends,
+        "first_blocks": layers_at_ends,
+        "middle_blocks": layers_per_stage,
+        "last_blocks": layers_at_ends,
         "first_moe_blocks": routed * leading,
-        "middle_moe_blocks": routed * each,
-        "last_moe_blocks": routed * (leading if together or pp == 1 else ends),
+        "middle_moe_blocks": routed * layers_per_stage,
+        "last_moe_blocks": routed * (leading if together or pp == 1 else layers_at_ends),
     }
 
 
@@ -192,19 +192,19 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
     wait for the parameters that they gather; Megatron-Core's need not (overlap_param_gather). All have pipelines
     outermost.
     """
-    said = text.lower()
-    sharded, named, deepspeed = zero >= 3 or "fsdp" in said, "attention kernel=" in said, "deepspeed" in said
-    deepspeed = deepspeed and "megatron-deepspeed" not in said
-    attention = _attention(said, precision, era, sharded, deepspeed)
+    lowered = text.lower()
+    sharded, named, deepspeed = zero >= 3 or "fsdp" in lowered, "attention kernel=" in lowered, "deepspeed" in lowered
+    deepspeed = deepspeed and "megatron-deepspeed" not in lowered
+    attention = _attention(lowered, precision, era, sharded, deepspeed)
     modern = attention >= AttentionKernel.FLASH_2 and not named and not deepspeed
-    disabled = "not overlapped" in said or "overlap disabled" in said
-    beside = "overlap" in said and not disabled
-    hidden = beside or ((sharded or era > 0 or modern) and not disabled)
-    compiled = "compile" in said or xla
+    disabled = "not overlapped" in lowered or "overlap disabled" in lowered
+    overlaps = "overlap" in lowered and not disabled
+    hidden = overlaps or ((sharded or era > 0 or modern) and not disabled)
+    compiled = "compile" in lowered or xla
     parameters, gradients, state = (4, 4, 8) if sharded else (2, 2, 12)
-    if not sharded and precision != "fp16" and (era > 0 or "fp32 grad" in said):
+    if not sharded and precision != "fp16" and (era > 0 or "fp32 grad" in lowered):
         gradients = 6 if deepspeed else 4
-    if "grad accumulation in fp32" in said:
+    if "grad accumulation in fp32" in lowered:
         gradients = 6
     return {
         "compute_dtype_bytes": 2,
@@ -216,24 +216,28 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
         "grad_reductions_per_step": 1,
         "state_bytes": 16 if deepspeed and not sharded else state,
         "compiled": float(compiled),
-        "fused_elementwise": float("rms kernel" in said or not (sharded or named or compiled or "nanotron" in said)),
+        "fused_elementwise": float(
+            "rms kernel" in lowered or not (sharded or named or compiled or "nanotron" in lowered)
+        ),
         "overlap_grad_reduce": float(hidden),
-        "overlap_param_gather": float(not (deepspeed or "nanotron" in said)),
-        "overlap_tp": float((beside and "tp" in said) or ("comm overlap" in said and beside) or "async" in said),
-        "overlap_tp_with_weight_grads": float(not (named or deepspeed or "nanotron" in said)),
+        "overlap_param_gather": float(not (deepspeed or "nanotron" in lowered)),
+        "overlap_tp": float(
+            (overlaps and "tp" in lowered) or ("comm overlap" in lowered and overlaps) or "async" in lowered
+        ),
+        "overlap_tp_with_weight_grads": float(not (named or deepspeed or "nanotron" in lowered)),
         "overlap_ep": float(
-            (era == 2 and "overlap disabled" not in said)
-            or any(word in said for word in ("a2a overlap", "1f1b overlap", "dualpipe"))
+            (era == 2 and "overlap disabled" not in lowered)
+            or any(keyword in lowered for keyword in ("a2a overlap", "1f1b overlap", "dualpipe"))
         ),
         "ulysses": 0,
-        "dedup_node_dispatch": float("deepep" in said or "hybridep" in said),
-        "tp_reductions_per_block": 1 if "parallel transformer block" in said or "parallel layers" in said else 2,
+        "dedup_node_dispatch": float("deepep" in lowered or "hybridep" in lowered),
+        "tp_reductions_per_block": 1 if "parallel transformer block" in lowered or "parallel layers" in lowered else 2,
         "deepspeed": float(deepspeed),
-        "scatter_gather_p2p": float(not (named or "nanotron" in said)),
+        "scatter_gather_p2p": float(not (named or "nanotron" in lowered)),
         "gathers_logits": float(named),
-        "optimizer_post_validation": float("zb-" in said),
+        "optimizer_post_validation": float("zb-" in lowered),
         "pipeline_outermost": 1,
-        "offload": OffloadTarget.CPU if "offload=true" in said else OffloadTarget.NONE,
+        "offload": OffloadTarget.CPU if "offload=true" in lowered else OffloadTarget.NONE,
     }
 
 
@@ -242,14 +246,14 @@ def is_low_precision(precision: str) -> bool:
     return "fp8" in precision or "fp4" in precision
 
 
-def _attention(said: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
-    if "kernel=torch" in said:
+def _attention(description: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
+    if "kernel=torch" in description:
         return AttentionKernel.SEPARATE
-    if "kernel=fused" in said:
+    if "kernel=fused" in description:
         return AttentionKernel.FUSED
-    if "flash_attentionv1" in said:
+    if "flash_attentionv1" in description:
         return AttentionKernel.FLASH_1
-    if "flash" in said or sharded:
+    if "flash" in description or sharded:
         return AttentionKernel.FLASH_2
     if era > 0:
         return AttentionKernel.FLASH_3

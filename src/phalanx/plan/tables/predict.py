@@ -63,15 +63,15 @@ class PredictionFailure:
 
 def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
     """Every row of a table, in its order: all that they may mean in one pass."""
-    found: list[TableJob | PredictionFailure] = []
+    results: list[TableJob | PredictionFailure] = []
     for row in rows:
         try:
-            found.append(job_from_row(row))
+            results.append(job_from_row(row))
         except UserError as error:
-            found.append(PredictionFailure(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
-    jobs = [job for job in found if isinstance(job, TableJob)]
+            results.append(PredictionFailure(row.get("id", ""), str(error).replace("\n", ";"), state_memory(row)))
+    jobs = [job for job in results if isinstance(job, TableJob)]
     done = iter(predict_jobs(jobs))
-    return [next(done) if isinstance(job, TableJob) else job for job in found]
+    return [next(done) if isinstance(job, TableJob) else job for job in results]
 
 
 def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) -> Iterator[Prediction]:
@@ -82,20 +82,20 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
     every = job_table([choice for job in jobs for choice in job.choices])
     seconds, memory, risk = _costs(every, time, memory_constants())
     width = log_half_width(interval_constants(), every)
-    again = [flops for job in jobs for flops in job.recomputed_flops]
+    recomputed_flops = [flops for job in jobs for flops in job.recomputed_flops]
     for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
-        spread = float(np.exp(width[at] * job.width))
+        interval_factor = float(np.exp(width[at] * job.width))
         speed = job.flops_per_step / float(seconds[at])
         yield Prediction(
             id=job.name,
             step_time_s=float(seconds[at]),
-            step_time_low_s=float(seconds[at]) / spread,
-            step_time_high_s=float(seconds[at]) * spread,
+            step_time_low_s=float(seconds[at]) / interval_factor,
+            step_time_high_s=float(seconds[at]) * interval_factor,
             memory_gib=float(memory[at]) / GIB,
             p_oom=float(risk[at]),
             tflops_per_gpu=speed / job.ranks / 1e12,
             mfu=100 * speed / job.peak_flops,
-            hfu=100 * (speed + again[at] / float(seconds[at])) / job.peak_flops,
+            hfu=100 * (speed + recomputed_flops[at] / float(seconds[at])) / job.peak_flops,
             assumed=job.assumed,
         )
 
@@ -109,16 +109,16 @@ def best_choice_per_job(
 
 def _costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
     """Seconds of a step, bytes of the fullest rank, and the probability that they are too many."""
-    held = estimate_memory(memory, jobs)
-    return step_seconds(time, jobs).total, held.allocated, oom_probability(memory, jobs, held)
+    memory_use = estimate_memory(memory, jobs)
+    return step_seconds(time, jobs).total, memory_use.allocated, oom_probability(memory, jobs, memory_use)
 
 
 def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, risk: Column) -> Iterator[int]:
     first = 0
     for job in jobs:
-        mine = slice(first, first + len(job.choices))
-        yield first + best_choice(seconds[mine], memory[mine], risk[mine])
-        first = mine.stop
+        job_choices = slice(first, first + len(job.choices))
+        yield first + best_choice(seconds[job_choices], memory[job_choices], risk[job_choices])
+        first = job_choices.stop
 
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:

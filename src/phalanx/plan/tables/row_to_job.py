@@ -89,10 +89,10 @@ def job_from_row(row: Row) -> TableJob:
     choices, open_ones = _choices(row, fixed, spec.num_layers, batch)
     choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
-    again = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
+    recomputed_flops = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
     flops = flops_per_token(spec, sequence) * tokens
     peak = fixed["peak_flops"] * (2 if is_low_precision(precision) else 1)
-    return TableJob(row.get("id", ""), choices, assumed + open_ones, again, flops, peak * ranks, ranks)
+    return TableJob(row.get("id", ""), choices, assumed + open_ones, recomputed_flops, flops, peak * ranks, ranks)
 
 
 def state_memory(row: Row) -> float | None:
@@ -100,8 +100,16 @@ def state_memory(row: Row) -> float | None:
     excludes activations: in units of 1e9 bytes, as such tables have it (ZeRO, arXiv 1910.02054, table 1)."""
     if "activations excluded" not in row.get("facts", "") or not row.get("params_b"):
         return None
-    zero, ranks, each = read_number(row, "zero", 0), read_number(row, "dp", 1), PUBLISHED_MIXED_PRECISION_ADAM
-    kinds = ((3, each.parameters), (2, each.gradients), (1, each.optimizer))
+    zero, ranks, bytes_per_parameter = (
+        read_number(row, "zero", 0),
+        read_number(row, "dp", 1),
+        PUBLISHED_MIXED_PRECISION_ADAM,
+    )
+    kinds = (
+        (3, bytes_per_parameter.parameters),
+        (2, bytes_per_parameter.gradients),
+        (1, bytes_per_parameter.optimizer),
+    )
     return read_number(row, "params_b") * sum(size / (ranks if zero >= stage else 1) for stage, size in kinds)
 
 
@@ -114,17 +122,19 @@ def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[Job
     micro_batches = micro_batches or [1.0]
     if not stated:
         assumed.append("micro-batch")
-    said = row.get("recompute", "").lower()
+    description = row.get("recompute", "").lower()
     sharded = fixed["zero_stage"] >= 3
     partly = (
         ActivationCheckpointing.OPERATIONS
         if sharded or fixed["hardware_generation"] > 0
         else ActivationCheckpointing.SELECTIVE
     )
-    again = (
-        [_recompute(said, sharded)] if said else [ActivationCheckpointing.NONE, partly, ActivationCheckpointing.FULL]
+    recompute_kinds = (
+        [_recompute(description, sharded)]
+        if description
+        else [ActivationCheckpointing.NONE, partly, ActivationCheckpointing.FULL]
     )
-    if not said:
+    if not description:
         assumed.append("recompute")
     schedule, pp = row.get("schedule", "").lower(), int(fixed["pp"])
     chunks = [read_count(row, "vpp", 0)]
@@ -132,18 +142,18 @@ def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[Job
         chunks = [v for v in divisors(max(layers // pp, 1)) if v <= 8] if layers % pp == 0 else [1, 2, 3, 4]
         assumed.append("virtual stages")
     parallel = row.get("seq_parallel", "")
-    shares = read_number(row, "seq_parallel", 0) > 0
+    sequence_parallel = read_number(row, "seq_parallel", 0) > 0
     if not parallel and fixed["tp"] > 1:
         assumed.append("sequence parallelism")
-    found = []
+    choices = []
     for micro_batch in micro_batches:
-        for recompute in again:
+        for recompute in recompute_kinds:
             for v in chunks:
                 order = _order(schedule, pp, v)
                 modern = (
                     fixed["hardware_generation"] > 0 or fixed["attention"] >= AttentionKernel.FLASH_2
                 ) and recompute != ActivationCheckpointing.FULL
-                found.append(
+                choices.append(
                     {
                         **fixed,
                         "micro_batch": micro_batch,
@@ -151,43 +161,43 @@ def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[Job
                         "recompute": recompute,
                         "virtual_stages": max(v, 1) if order == ScheduleKind.INTERLEAVED else 1,
                         "schedule": order,
-                        "sequence_parallel": float(shares if parallel else modern),
+                        "sequence_parallel": float(sequence_parallel if parallel else modern),
                     }
                 )
-    return found, assumed
+    return choices, assumed
 
 
 def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
     """On a token, counted as `flops_per_token` counts."""
     flash, sharded = choice["attention"] >= AttentionKernel.FLASH_1, choice["zero_stage"] >= 3
-    again = ActivationCheckpointing(int(choice["recompute"]))
-    return recomputed_flops_per_token(spec, sequence, again, flash=flash, sharded=sharded, causal=False)
+    checkpointing = ActivationCheckpointing(int(choice["recompute"]))
+    return recomputed_flops_per_token(spec, sequence, checkpointing, flash=flash, sharded=sharded, causal=False)
 
 
 def _order(schedule: str, pp: int, virtual: int) -> ScheduleKind:
     if pp == 1:
         return ScheduleKind.NONE
-    for word, order in (
+    for keyword, order in (
         ("zb-1p", ScheduleKind.ZB_H1),
         ("zb-2p", ScheduleKind.ZB_H2),
         ("zb-v", ScheduleKind.ZB_V),
         ("dualpipe", ScheduleKind.ZB_V),
         ("gpipe", ScheduleKind.GPIPE),
     ):
-        if word in schedule:
+        if keyword in schedule:
             return order
     return ScheduleKind.INTERLEAVED if virtual > 1 else ScheduleKind.ONE_F_ONE_B
 
 
-def _recompute(said: str, sharded: bool) -> ActivationCheckpointing:
+def _recompute(description: str, sharded: bool) -> ActivationCheckpointing:
     """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products.
     Megatron-Core also takes the names of a block's parts."""
-    if said == "full":
+    if description == "full":
         return ActivationCheckpointing.FULL
-    named = not said.startswith("none") and any(part in said for part in ("norm", "act", "mlp", "moe"))
-    if said.startswith("selective-op") or (said == "selective" and sharded) or named:
+    named = not description.startswith("none") and any(part in description for part in ("norm", "act", "mlp", "moe"))
+    if description.startswith("selective-op") or (description == "selective" and sharded) or named:
         return ActivationCheckpointing.OPERATIONS
-    return ActivationCheckpointing.SELECTIVE if said == "selective" else ActivationCheckpointing.NONE
+    return ActivationCheckpointing.SELECTIVE if description == "selective" else ActivationCheckpointing.NONE
 
 
 def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
@@ -221,15 +231,15 @@ def _machine(row: Row) -> tuple[ClusterSpec, list[str]]:
 def _preset(chip: str) -> tuple[str, list[str]]:
     """The preset that a device's name means, and what that assumes: the one with most of the name's words, in whatever
     order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB v100-32gb, and an MI250X one of its halves, as ROCm counts."""
-    words = re.findall(r"[a-z0-9]+", chip.lower())
-    halved = ["gcd"] if "mi250x" in words and "gcd" not in words else []
+    tokens = re.findall(r"[a-z0-9]+", chip.lower())
+    halved = ["gcd"] if "mi250x" in tokens and "gcd" not in tokens else []
     known = preset_names("machines")
-    meant = [preset for preset in known if {*preset.split("-")} <= {*words, *halved}]
+    meant = [preset for preset in known if {*preset.split("-")} <= {*tokens, *halved}]
     if not meant:
-        fix = did_you_mean("-".join(words), known, "`phalanx info --list` shows those that are")
+        fix = did_you_mean("-".join(tokens), known, "`phalanx info --list` shows those that are")
         raise UserError("gpu_type", chip, "is not a known device", fix)
     preset = max(meant, key=lambda name: name.count("-"))
     assumed = ["gpus are GCDs, of which an MI250X has two"] if halved else []
-    if "pcie" in words and (load_machine(preset).fast_link_domain or 0) > 2:
+    if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:
         assumed.append(f"links of {preset}")
     return preset, assumed
