@@ -109,6 +109,6 @@ def test_read_events_skips_damaged_lines(tmp_path: Path) -> None:
     """Of whatever kind: nobody who reads them is to fail by them."""
     append_event(tmp_path, STARTED, ranks=2, step=0)
     with (tmp_path / EVENTS_FILE).open("ab") as file:
-        file.write(b'\xff\xfe\n1\n[]\n{"what": "began", "time": 2.0}\n{"what": []}\n{"what": "failed"}\n')
+        file.write(b'\xff\xfe\n1\n[]\n{"what": "started", "time": 2.0}\n{"what": []}\n{"what": "failed"}\n')
     append_event(tmp_path, FINISHED, step=3)
     assert [event["what"] for event in read_events(tmp_path)] == [STARTED, FINISHED]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from phalanx.launch import preflight
 from phalanx.runs.metrics import METRICS_FILE, read_metrics
 from phalanx.spec.errors import UserError
-from phalanx.train import loggers
 from phalanx.train.loggers import JsonLinesLogger, open_loggers, wandb_id
 
 
@@ -88,7 +88,7 @@ def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:
 def test_open_loggers_rejects_wandb_when_not_installed(
     a_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
     with pytest.raises(UserError) as caught:
         open_loggers(tmp_path, 0, "project", "run", {})
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")

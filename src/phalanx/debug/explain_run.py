@@ -11,6 +11,7 @@ from typing import Any
 
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.debug.hang_evidence import Explanation, Verdict
+from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import (
     FINISHED,
     LIFECYCLE_EVENTS,
@@ -34,7 +35,7 @@ def explain_run(directory: Path) -> Explanation:
 
     Raises UserError if it is none.
     """
-    run = with_last_used_layout(load_run(directory / "run.toml", environment={}), directory)
+    run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
     dumps, failures, events = read_dumps(directory), read_failures(directory), read_events(directory)
     dumped_world_sizes = [dump["ranks"] for dump in dumps.values()]
     started_world_sizes = [event["ranks"] for event in events if event["what"] == STARTED]

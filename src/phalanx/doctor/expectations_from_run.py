@@ -7,6 +7,7 @@ from pathlib import Path
 from phalanx.cost.exact.model_state import checkpoint_bytes, checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.doctor.expectations import Expectations
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR
 from phalanx.spec.run import RunSpec
 
 
@@ -29,7 +30,7 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
         gpus=gpus,
         ranks=ranks,
         rank_bytes=max((memory.total for memory in held.values()), default=None),
-        checkpoints=str(directory / run.name / "checkpoints"),
+        checkpoints=str(directory / run.name / CHECKPOINTS_DIR),
         checkpoints_bytes=checkpoint_space_needed_bytes(run, existing=0),
         checkpoint_bytes=checkpoint_bytes(run),
         precision=run.training.precision,

@@ -14,7 +14,7 @@ from phalanx.debug.collective_log import is_peer_loss
 from phalanx.debug.explain_run import failure_headline
 from phalanx.debug.oom import describe_kill, format_oom_report
 from phalanx.runs import hang_dumps
-from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.errors import DivergenceError
 from phalanx.spec.errors import UserError
 
@@ -97,7 +97,7 @@ def find_first_failure(
 
 def print_resume_hint(directory: Path) -> None:
     """Print what is there, and the command."""
-    saved = checkpoints(directory / "checkpoints")
+    saved = checkpoints(directory / CHECKPOINTS_DIR)
     last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
     print(f"  {last}; continue with: phalanx train {directory} --resume", file=sys.stderr)
 

@@ -11,7 +11,7 @@ from typing import IO
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
-from phalanx.runs.checkpoints import check_manifest, check_not_all_damaged, checkpoints
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import directory_not_writable, latest_manifest, run_directory
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
@@ -93,11 +93,11 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             "is not a directory that can be written to",
             "set output_dir to another directory",
         )
-    found = checkpoints(directory / "checkpoints")
+    found = checkpoints(directory / CHECKPOINTS_DIR)
     if found and resume:
         check_manifest(run, latest_manifest(found))
     elif resume:
-        check_not_all_damaged(directory / "checkpoints")
+        check_not_all_damaged(directory / CHECKPOINTS_DIR)
     elif found or (directory / METRICS_FILE).exists():
         raise UserError(
             "name",

@@ -30,7 +30,7 @@ from phalanx.launch.failures import (
 from phalanx.launch.process import select_device, set_worker_environment
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
-from phalanx.runs.checkpoints import checkpoints, is_finished, step_of
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, is_finished, step_of
 from phalanx.runs.events import FAILED, FINISHED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
@@ -160,7 +160,7 @@ class FailurePolicy:
         words = self.new_failure_records()
         first = find_first_failure(self.directory, failures, kills, words)
         self._seen.add(_failure_id(first))  # of one without a word it was written down just now
-        saved = checkpoints(self.directory / "checkpoints")
+        saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         began = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
         step = max([*(word.get("step", 0) for word in words), *map(step_of, saved[:1]), *began[-1:]], default=0)
         if step > self.last_step_reached:

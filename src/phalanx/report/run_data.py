@@ -20,8 +20,12 @@ from phalanx.report.run_files import (
     read_rank_records,
     read_rounds,
 )
+from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
+from phalanx.runs.hang_dumps import FAILURES
 from phalanx.runs.lock import is_running
+from phalanx.runs.measured import MEASURED_DIR
+from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord
 from phalanx.schedule.registry import representative_schedule
@@ -62,7 +66,7 @@ class RunData:
     rounds: list[RoundRecord] = field(default_factory=list)
     """Of a swarm's node."""
     run_events: list[Mapping[str, Any]] = field(default_factory=list)
-    """Its starts, failures and ends (`measure.events`)."""
+    """Its starts, failures and ends (`runs.events`)."""
     swarm_journal: list[Line] | None = None
     """What a swarm's coordinator wrote down, which trains nothing; None of other runs."""
 
@@ -103,13 +107,13 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
 
     Raises UserError for what is no run directory.
     """
-    if not (directory / "run.toml").is_file():
-        problem = "has no run.toml" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
+    if not (directory / RUN_FILE).is_file():
+        problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
         raise UserError("run directory", str(directory), problem, "give what phalanx train made: runs/NAME")
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
-    metrics = read_metrics(directory / "metrics.jsonl", problems)
+    metrics = read_metrics(directory / METRICS_FILE, problems)
     rounds = read_rounds(directory / ROUNDS_FILE, problems)
     is_node = (directory / ROUNDS_FILE).is_file()
     # Nodes of a swarm write no step records.
@@ -117,7 +121,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("resumed_at_step", 0)
-    run = _run(directory / "run.toml", world_size, problems)
+    run = _run(directory / RUN_FILE, world_size, problems)
     if run is not None and run.swarm is not None and not rounds:
         problems.append(f"no round has been written to {ROUNDS_FILE} yet")
     if run is not None and machine is not None:
@@ -125,7 +129,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
-    failure, is_active = read_first_failure(directory / "failures"), is_running(directory)
+    failure, is_active = read_first_failure(directory / FAILURES), is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:
@@ -141,7 +145,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         problems.append(f"it went back {count_text}, the last time at {rollbacks[-1]}")
     if damaged_checkpoints := describe_damaged_checkpoints(events):
         problems.append(f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}")
-    measured = read_measurements(directory / "measured", began_after, world_size, problems)
+    measured = read_measurements(directory / MEASURED_DIR, began_after, world_size, problems)
     return RunData(
         directory,
         run,
@@ -160,7 +164,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     events = read_json_lines(directory / JOURNAL_FILE, problems, {"what", "at"})
-    run, is_active = _run(directory / "run.toml", 0, problems), is_running(directory)
+    run, is_active = _run(directory / RUN_FILE, 0, problems), is_running(directory)
     run_data = RunData(directory, run, 0, 0, {}, [], {}, problems, None, is_active, swarm_journal=events)
     if run is not None and run_data.step < run.training.steps:
         problems.append(f"step {run_data.step} of {run.training.steps}: {STATE_DESCRIPTIONS[is_active]}")

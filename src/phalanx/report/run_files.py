@@ -9,12 +9,12 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
+from phalanx.runs.jsonl import JsonRecord, parse_jsonl
 from phalanx.runs.step_records import FORMAT
 from phalanx.runs.swarm_records import RoundRecord
 
-Line = dict[str, Any]
+Line = JsonRecord
 LATE = 2
 """Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
 
@@ -34,32 +34,23 @@ class RankRecord:
     cores: int | None
     """That the ranks on its host may use, where they run on them."""
     steps: list[Line] = field(default_factory=list)
-    """See `measure.record.StepLine`."""
+    """See `runs.step_records.StepRecord`."""
     pauses: list[Line] = field(default_factory=list)
 
 
 def read_json_lines(file: Path, problems: list[str], names: Set[str] = frozenset({"step"})) -> list[Line]:
     """Return the complete lines of a file that have these keys; the last line may still be incomplete."""
-    text = file.read_text(errors="replace")
-    whole, bad = [], 0
-    for line in text.splitlines(keepends=True):
-        try:
-            found = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
-            found = None
-        if isinstance(found, dict) and names <= set(found):
-            whole.append(found)
-        elif line.endswith("\n"):
-            bad += 1
-    if bad:
-        problems.append(f"{file.parent.name}/{file.name}: {bad} lines cannot be read")
-    return whole
+    records = [record for _, record in parse_jsonl(file.read_bytes())]
+    valid = [record for record in records if record is not None and names <= record.keys()]
+    if unreadable := len(records) - len(valid):
+        problems.append(f"{file.parent.name}/{file.name}: {unreadable} lines cannot be read")
+    return valid
 
 
 def read_metrics(file: Path, problems: list[str]) -> list[Line]:
     """Return the lines of metrics.jsonl; none if the file is missing."""
     if not file.is_file():
-        problems.append("metrics.jsonl is missing")
+        problems.append(f"{file.name} is missing")
         return []
     return read_json_lines(file, problems)
 

@@ -26,6 +26,7 @@ from typing import Any
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
+CHECKPOINTS_DIR = "checkpoints"
 FORMAT = "phalanx-checkpoint"
 SUMS = "SHA256SUMS"
 LATEST = "latest"
@@ -76,7 +77,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 def is_finished(run_directory: Path, steps: int) -> bool:
     """Whether a run's last step is saved."""
-    saved = checkpoints(run_directory / "checkpoints")
+    saved = checkpoints(run_directory / CHECKPOINTS_DIR)
     return bool(saved) and step_of(saved[0]) == steps
 
 
@@ -146,7 +147,7 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
 
     Raises UserError if there is none.
     """
-    checkpoint, damaged = latest_valid(run_directory / "checkpoints")
+    checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
     if checkpoint is None:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
         raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")

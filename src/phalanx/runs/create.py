@@ -1,10 +1,13 @@
 """Write and read a run directory.
 
 RUN_DIR/run.toml          the whole run, resolved
-RUN_DIR/data.json         where the tokens lie
+RUN_DIR/plan.json         what the planner offered for `layout = "auto"`
+RUN_DIR/data.json         the paths of the tokens
 RUN_DIR/tokenizer.json
-RUN_DIR/metrics.jsonl     RUN_DIR/tensorboard/     RUN_DIR/checkpoints/     RUN_DIR/failures/
-RUN_DIR/hangs/            RUN_DIR/launcher.lock    RUN_DIR/lock"""
+
+Other modules of this package name the other files: `metrics` (metrics.jsonl, tensorboard/, wandb.id), `checkpoints`,
+`step_records` (trace/), `measured`, `events`, `hang_dumps` (hangs/, failures/), `lock` and `swarm_records`. Only
+layout.json, the layout of the last start, belongs to `spec/files/load.py`."""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
 RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
+PLAN_FILE = "plan.json"
 
 
 def run_directory(run: RunSpec) -> Path:

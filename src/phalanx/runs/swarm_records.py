@@ -1,6 +1,9 @@
 """What a swarm writes down of its rounds, for whoever reads the directories of its members.
 
-nodes/NAME/swarm.jsonl      a node: of each round bytes, seconds and memory (`Spent`)
+nodes/NAME/swarm.jsonl      a node: of each round bytes, seconds and memory (`RoundRecord`)
+nodes/NAME/swarm.toml       the run as the coordinator sent it
+nodes/NAME/link.json        the addresses of the coordinator and of the certificates
+nodes/NAME/base.safetensors, live.safetensors     the weights that all nodes share, and those of this node
 RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/ledger.py`); marks such a directory
 """
 
@@ -9,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROUNDS_FILE, JOURNAL_FILE = "swarm.jsonl", "journal.jsonl"
+SWARM_RUN_FILE, LINK_FILE = "swarm.toml", "link.json"
+SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE = "base.safetensors", "live.safetensors"
 
 
 @dataclass

@@ -34,7 +34,8 @@ from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.lock import acquire_run_lock, check_not_running
-from phalanx.runs.swarm_records import ROUNDS_FILE
+from phalanx.runs.metrics import METRICS_FILE
+from phalanx.runs.swarm_records import LINK_FILE, LOCAL_WEIGHTS_FILE, ROUNDS_FILE, SHARED_WEIGHTS_FILE, SWARM_RUN_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
@@ -49,9 +50,6 @@ from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import JsonLinesLogger, open_loggers
 from phalanx.train.training_data import open_training_data
-
-LINK_FILE = "link.json"
-"""Where the coordinator is, and where the certificates are."""
 
 
 def join_swarm(
@@ -69,19 +67,19 @@ def join_swarm(
         directory = out / name
         check_not_running(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "swarm.toml").write_text(greeting["run"])
+        (directory / SWARM_RUN_FILE).write_text(greeting["run"])
         here = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
         received = [
             "model.from_hf=",
             "model.upcycle_reinit_fraction=",
         ]  # weights come from the coordinator, which alone has that path
-        run = load_run(directory / "swarm.toml", [*here, *received, *overrides])
+        run = load_run(directory / SWARM_RUN_FILE, [*here, *received, *overrides])
         assert run.swarm is not None
-        _check_same(load_run(directory / "swarm.toml", received), run)
+        _check_same(load_run(directory / SWARM_RUN_FILE, received), run)
         ranks = select_nproc(run, nproc)
         sharing = run.layout.tp * run.layout.ep
         capacity = max_trained_experts(run.model, run.swarm, rank_memory_bytes(run, select_device(run)), sharing)
-        for stale in ("base.safetensors", "live.safetensors", "metrics.jsonl"):
+        for stale in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
             (directory / stale).unlink(missing_ok=True)
         create_run(run, ranks, resume=False)
         place = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}

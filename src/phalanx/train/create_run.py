@@ -11,7 +11,7 @@ from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.launch.preflight import preflight
-from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import latest_manifest, run_directory, write_run_directory
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
@@ -37,7 +37,7 @@ def check_and_prepare(
     preflight(run, world_size, resume)
     prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
     run = with_absolute_paths(run)
-    found = checkpoints(run_directory(run) / "checkpoints") if resume else []
+    found = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     sequences = plan_batch(run, world_size).global_batch_size
     _check_tokens(run, prepared, sequences, latest_manifest(found) if found else None)
     if run.model.from_hf and not found:

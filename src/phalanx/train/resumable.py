@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.parallel.mesh import build_mesh
-from phalanx.runs.checkpoints import check_manifest, check_not_all_damaged, read_manifest, step_of
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, read_manifest, step_of
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import Checkpointer, latest_step, latest_valid_checkpoint
@@ -53,7 +53,7 @@ class ResumableLearner(Learner):
         """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
         and the one before."""
         self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, self.batch.dp_size)
-        self.checkpointer = Checkpointer(directory / "checkpoints", run.checkpoint.keep)
+        self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.copies = None
         if run.recovery.in_memory_checkpoint_every:
             described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})

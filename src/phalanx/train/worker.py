@@ -26,7 +26,7 @@ from phalanx.launch.process import (
 )
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
-from phalanx.runs.checkpoints import checkpoints, quarantine, step_name, step_of
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import read_run_directory
 from phalanx.runs.errors import CorruptionError, DivergenceError
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
@@ -141,7 +141,7 @@ def _run(
     if first:
         write_effective_layout(directory, fewer.layout if fewer else None)
         remove_dumps_from_rank(directory, dist.get_world_size() if dist.is_initialized() else 1)
-    fresh = not checkpoints(directory / "checkpoints")
+    fresh = not checkpoints(directory / CHECKPOINTS_DIR)
     if measure or window:
         remove_measured(directory)  # of an earlier start, maybe of other ranks
     corpus, peak = open_training_data(run, data, fresh), rank_peak_flops(run, device)

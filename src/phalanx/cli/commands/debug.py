@@ -31,9 +31,10 @@ def debug(
         phalanx debug runs/first --json
     """
     from phalanx.debug.explain_run import explain_run
+    from phalanx.runs.create import RUN_FILE
 
-    if not (run / "run.toml").is_file():
-        raise UserError("run directory", str(run), "has no run.toml", "give the directory of a run")
+    if not (run / RUN_FILE).is_file():
+        raise UserError("run directory", str(run), f"has no {RUN_FILE}", "give the directory of a run")
     found = explain_run(run)
     print(json.dumps(asdict(found), indent=2)) if json_ else _show(found)
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from phalanx.cli.common.options import Json
 from phalanx.cost.formulas.expert_placement import balanced_expert_order, max_rank_load
 from phalanx.runs.checkpoints import read_manifest, require_valid_checkpoint
+from phalanx.runs.create import RUN_FILE
 from phalanx.spec.base import divisors, require
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -52,7 +53,7 @@ def experts(
         echo '{"0": [3, 1, 0, 2]}' > order.json; phalanx experts runs/moe --ep 2 --order order.json
     """
     require(not (balance and order), "--order", str(order), "does not go with --balance", "remove one of them")
-    described = load_run(run / "run.toml", environment={})
+    described = load_run(run / RUN_FILE, environment={})
     ranks = ep or described.layout.ep
     layers = _layers(run, described.model, ranks)
     checkpoint = require_valid_checkpoint(run)

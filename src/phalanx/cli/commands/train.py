@@ -22,8 +22,6 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
-PLAN_FILE = "plan.json"
-"""In the run directory: what the planner offered where `layout = "auto"`."""
 RETRY_SECONDS = 1.0
 """Until a name that is not known is looked up again."""
 
@@ -160,11 +158,13 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
 def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     if not path.is_dir():
         return load_run(path, overrides, machine=machine)
-    if not (path / "run.toml").is_file():
-        raise UserError("run directory", str(path), "has no run.toml", "give a run file")
+    from phalanx.runs.create import RUN_FILE
+
+    if not (path / RUN_FILE).is_file():
+        raise UserError("run directory", str(path), f"has no {RUN_FILE}", "give a run file")
     place = path.resolve()  # it may have been moved since it was made
     return load_run(
-        path / "run.toml", [*overrides, f"output_dir='{place.parent}'", f"name={place.name}"], machine=machine
+        path / RUN_FILE, [*overrides, f"output_dir='{place.parent}'", f"name={place.name}"], machine=machine
     )
 
 
@@ -265,7 +265,7 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     """The run's directory, and what keeps others out of it."""
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory
-    from phalanx.runs.create import write_run_directory
+    from phalanx.runs.create import PLAN_FILE, write_run_directory
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:

@@ -7,7 +7,7 @@ from threading import Lock
 
 from phalanx.cli.common.http_server import Answer, make_http_server
 from phalanx.report.export.prometheus import RunMetrics
-from phalanx.runs.checkpoints import checkpoints
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 
 EVERYWHERE = "0.0.0.0"
 KIND = "text/plain; version=0.0.4"
@@ -25,7 +25,7 @@ def serve(directory: Path, port: int) -> None:
         if path != "/metrics":
             return 404, "text/plain", "there is /metrics only"
         with one_at_a_time:
-            return 200, KIND, watched.exposition_text(checkpoints(directory / "checkpoints"))
+            return 200, KIND, watched.exposition_text(checkpoints(directory / CHECKPOINTS_DIR))
 
     with make_http_server("--prometheus", EVERYWHERE, port, answer) as found:
         print(f"http://{EVERYWHERE}:{found.server_port}/metrics  (Ctrl-C ends it)", flush=True)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import computed_seconds
+from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
+from phalanx.runs.hang_dumps import FAILURES
 from phalanx.runs.jsonl import JsonlTail
 from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import METRICS_FILE
@@ -100,7 +102,7 @@ class RunMetrics:
         """What Prometheus is told now; `checkpoints` are the complete ones, the newest first."""
         run = None
         with suppress(UserError):  # a run file of another version
-            run = load_run(self.directory / "run.toml", environment={})
+            run = load_run(self.directory / RUN_FILE, environment={})
         name = run.name if run else self.directory.resolve().name
         samples = [*self._of_ranks(), *self._of_steps(), *self._of_run(checkpoints), *(_planned(run) if run else ())]
         return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in samples])
@@ -129,7 +131,7 @@ class RunMetrics:
     def _started(self) -> float:
         """When it last was: when its ranks began, or until they do, when it was asked for."""
         start_times = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
-        return max([*start_times, _modified(self.directory / "run.toml")])
+        return max([*start_times, _modified(self.directory / RUN_FILE)])
 
     def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
         active = is_running(self.directory)
@@ -141,7 +143,7 @@ class RunMetrics:
                 yield "phalanx_checkpoint_step", {}, int(checkpoint.name.removeprefix("step-"))
         yield "phalanx_starts_total", {}, sum(event["what"] == STARTED for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
-        yield "phalanx_failed_ranks", {}, len([*(self.directory / "failures").glob("rank-*.json")])
+        yield "phalanx_failed_ranks", {}, len([*(self.directory / FAILURES).glob("rank-*.json")])
 
     def _of_ranks(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):

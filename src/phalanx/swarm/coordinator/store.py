@@ -21,6 +21,7 @@ from pathlib import Path
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.runs.checkpoints import sync
+from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.aggregation.adamw_step import MOMENTS
 from phalanx.swarm.aggregation.aggregate import AggregationConfig, ModelState, NodeUpdate, aggregate, encode_broadcast
@@ -43,7 +44,7 @@ class SwarmStore:
     @property
     def base(self) -> Path:
         """The weights that every node has."""
-        return self.directory / "model" / "base.safetensors"
+        return self.directory / "model" / SHARED_WEIGHTS_FILE
 
     def round(self, number: int) -> Path:
         """The folder of a round."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
-from phalanx.runs.swarm_records import RoundRecord
+from phalanx.runs.swarm_records import LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, RoundRecord
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SPLIT
 from phalanx.swarm.coordinator.coordinator import NodeTask, aggregation_config
@@ -34,7 +34,7 @@ class RoundExchange:
     def __init__(self, run: RunSpec, directory: Path, name: str, link: SwarmClient | None) -> None:
         assert run.swarm is not None
         self.run, self.swarm, self.directory, self.name, self.link = run, run.swarm, directory, name, link
-        self.base, self.local_weights = (directory / f"{kind}.safetensors" for kind in ("base", "live"))
+        self.base, self.local_weights = directory / SHARED_WEIGHTS_FILE, directory / LOCAL_WEIGHTS_FILE
         self.own: tuple[int, ...] = ()
         """The experts that this node trains."""
         self.version = -1

@@ -14,12 +14,14 @@ from phalanx.parallel.apply import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.checkpoints import require_valid_checkpoint
+from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE
+from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.state import load_checkpoint
 
-SWARM_WEIGHTS = ("model/base.safetensors", "base.safetensors")
+SWARM_WEIGHTS = (f"model/{SHARED_WEIGHTS_FILE}", SHARED_WEIGHTS_FILE)
 """What all nodes of a swarm have, in the directories of its coordinator and of a node: whole parameters."""
 
 
@@ -29,11 +31,11 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]
 
     Raises UserError if there is no intact checkpoint, and no swarm's weights.
     """
-    if not (run_directory / "run.toml").is_file():
+    if not (run_directory / RUN_FILE).is_file():
         raise UserError(
-            "run directory", str(run_directory), "has no run.toml", "give a directory that phalanx train made"
+            "run directory", str(run_directory), f"has no {RUN_FILE}", "give a directory that phalanx train made"
         )
-    run = load_run(run_directory / "run.toml", environment={})
+    run = load_run(run_directory / RUN_FILE, environment={})
     shared = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if shared is None else None
     tokenizer = _tokenizer_of(run, run_directory)
@@ -69,7 +71,7 @@ def _tokenizer_of(run: RunSpec, run_directory: Path) -> Path:
 
     Raises UserError if it does.
     """
-    file = run_directory / "tokenizer.json"
+    file = run_directory / TOKENIZER_FILE
     if not file.exists():
         tokenizer = tokenizer_without_training(run.data)
         if tokenizer is None:
