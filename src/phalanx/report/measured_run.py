@@ -17,7 +17,7 @@ from phalanx.report.step_breakdown import step_times
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
 from phalanx.runs.measured import measured_file
-from phalanx.runs.metrics import METRICS_FILE
+from phalanx.runs.metrics import METRICS_FILE, peak_from_mfu
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 
@@ -59,8 +59,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     run = run.model_copy(
         update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
     )
-    mfu, flops = steady[-1].get("mfu"), training_flops_per_token(run.model, run.training.seq_len)
-    peak = steady[-1]["tokens_per_second"] * flops / world_size / mfu if mfu else None
+    peak = peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size)
     seconds = statistics.median(record["step_seconds"] for record in steady)
     tensor_bytes = measured.get("peak_bytes", {}).get("total")
     return MeasuredRun(directory.name, run, world_size, seconds, steady[-1]["peak_memory_bytes"], peak, tensor_bytes)

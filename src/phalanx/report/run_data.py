@@ -25,7 +25,7 @@ from phalanx.runs.events import describe_damaged_checkpoints, describe_failures,
 from phalanx.runs.hang_dumps import FAILURES
 from phalanx.runs.lock import is_running
 from phalanx.runs.measured import MEASURED_DIR
-from phalanx.runs.metrics import METRICS_FILE
+from phalanx.runs.metrics import METRICS_FILE, peak_from_mfu
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord
 from phalanx.schedule.registry import representative_schedule
@@ -212,12 +212,10 @@ def _machine(
 
 def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
     """FLOP/s of a rank, as it was measured or known when the run began."""
-    record = next((line for line in reversed(steps) if line.get("mfu")), None)
-    if record is None:
-        return None
     flops = training_flops_per_token(run.model, run.training.seq_len)
-    peak = record["tokens_per_second"] * flops / record["mfu"] / record.get("ranks", world_size)
-    return float(f"{peak:.6g}")  # the same from one step to the other
+    peaks = (peak_from_mfu(record, flops, record.get("ranks", world_size)) for record in reversed(steps))
+    peak = next((peak for peak in peaks if peak is not None), None)
+    return None if peak is None else float(f"{peak:.6g}")  # equal for all steps
 
 
 def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:

@@ -13,3 +13,12 @@ METRICS_FILE, WANDB_ID_FILE, TENSORBOARD_DIR = "metrics.jsonl", "wandb.id", "ten
 def read_metrics(directory: Path) -> list[MetricsRecord]:
     """Return all records of a run directory, in order. A number that was not finite is None."""
     return read_jsonl(directory / METRICS_FILE)
+
+
+def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:
+    """Return the peak of one rank in FLOP/s that the MFU of a step's record refers to, or None without an MFU.
+
+    `flops_per_token` are the model FLOPs of training on one token; `ranks` is the number of ranks of the run.
+    """
+    mfu = record.get("mfu")
+    return record["tokens_per_second"] * flops_per_token / ranks / mfu if mfu else None
