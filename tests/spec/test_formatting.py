@@ -21,6 +21,21 @@ def test_format_si_and_bytes_round_to_three_digits(number: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (8_030_261_248, "8.03 G"), (9_996, "10.0 k"), (99_960_000, "100 M")],
+)
+def test_format_si_rounds_to_three_digits_with_prefix(number: float, text: str) -> None:
+    assert formatting.format_si(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1.234e9, "1.23 GB"), (5e21, "5e+03 EB")]
+)
+def test_format_bytes_uses_decimal_units(number: float, text: str) -> None:
+    assert formatting.format_bytes(number) == text
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (formatting.format_si(8_030_261_248, formatting.COUNT_PREFIXES), "8.03 B"),
@@ -33,6 +48,8 @@ def test_format_si_and_bytes_round_to_three_digits(number: float) -> None:
         (formatting.format_count(999_999), "999,999"),
         (formatting.format_percent(0.1234), "12.3 %"),
         (formatting.format_percent(0.995), "100 %"),
+        (formatting.format_ratio(None), "-"),
+        (formatting.format_ratio(1.034), "1.03x"),
         (formatting.format_optional(None), "-"),
         (formatting.format_optional(1.2345), "1.23"),
         (formatting.format_seconds(0.0123), "12.3 ms"),
@@ -40,7 +57,6 @@ def test_format_si_and_bytes_round_to_three_digits(number: float) -> None:
         (formatting.format_seconds_change(1.25), "+1.25 s"),
         (formatting.format_seconds_change(-0.0124), "-12 ms"),
         (formatting.format_seconds_change(5e-6), "+5 µs"),
-        (formatting.format_milliseconds(0.00025), "0.25 ms"),
         (formatting.format_duration(9_000), "2.5 hours"),
         (formatting.format_duration(1.234), "1.2 s"),
     ],

@@ -6,15 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.report.swarm_rounds import ALL, EACH
-from phalanx.spec.formatting import (
-    UNKNOWN,
-    format_bytes,
-    format_count,
-    format_digits,
-    format_percent,
-    format_seconds,
-    plural,
-)
+from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_percent, format_seconds, plural
 
 NAMES = {
     "tokens_per_second": "tokens per second",
@@ -55,11 +47,6 @@ def format_number(value: float | None, unit: str) -> str:
     if unit == "s":
         return format_seconds(value)
     return f"{value:,.0f}" if unit == "tokens/s" else format_percent(value)
-
-
-def format_ratio(ratio: float | None) -> str:
-    """How many times as much: 1.03x."""
-    return UNKNOWN if ratio is None else f"{format_digits(ratio)}x"
 
 
 def row_label(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ UNKNOWN = "-"
 
 def format_digits(value: float) -> str:
     """Format a number with three digits, trailing zeros included: "12.0"."""
-    return f"{value:,.{_decimals(value)}f}"
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def format_optional(value: float | None) -> str:
@@ -25,7 +25,8 @@ def format_optional(value: float | None) -> str:
 def format_si(number: float, prefixes: Sequence[str] = SI_PREFIXES) -> str:
     """Format a number with three digits and the prefix of its power of 1000: "8.03 G", or "8.03 B" for a count."""
     scaled, prefix = _scale(number, prefixes)
-    return f"{scaled:.{_decimals(scaled) if prefix else 0}f} {prefix}"
+    digits = format_digits(scaled).replace(",", "") if prefix else f"{scaled:.0f}"
+    return f"{digits} {prefix}"
 
 
 def format_bytes(size: float, trailing_zeros: bool = False) -> str:
@@ -74,17 +75,17 @@ def format_seconds_change(value: float) -> str:
     return f"{value * 1e3:+.0f} ms" if abs(value) >= 1e-3 else f"{value * 1e6:+.0f} µs"
 
 
-def format_milliseconds(seconds: float) -> str:
-    """Format a duration as milliseconds with up to three digits: "0.25 ms"."""
-    return f"{1e3 * seconds:.3g} ms"
-
-
 def format_duration(seconds: float) -> str:
     """Format a long duration in its largest unit of which it has two: "2.5 hours"."""
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.{1 if seconds < 100 * size else 0}f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """Format how many times as much a measurement is: "1.03x"."""
+    return UNKNOWN if ratio is None else f"{format_digits(ratio)}x"
 
 
 def format_percent(value: float) -> str:
@@ -108,7 +109,3 @@ def _scale(number: float, prefixes: Sequence[str]) -> tuple[float, str]:
     while number >= 999.5 and power < len(prefixes) - 1:
         number, power = number / 1000, power + 1
     return number, prefixes[power]
-
-
-def _decimals(value: float) -> int:
-    return 0 if value >= 99.95 else 1 if value >= 9.995 else 2

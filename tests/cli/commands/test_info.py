@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.formatting import format_si
 from tests.helpers import cli_runner
 
 shown = partial(cli_runner.shown, "info")
@@ -71,11 +70,3 @@ def test_info_raises_user_error_for_invalid_arguments(arguments, message):
 
 def test_info_does_not_import_torch():
     assert "torch" not in cli_runner.imported("info", "tiny")
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 "), (999, "999 "), (999.6, "1.00 k"), (8_030_261_248, "8.03 G"), (9_996, "10.0 k"), (99_960_000, "100 M")],
-)
-def test_format_si_rounds_to_three_digits_with_prefix(number, text):
-    assert format_si(number) == text

@@ -10,6 +10,7 @@ from phalanx.report import formatting
 from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_ratio
 from tests.helpers import cli_runner
 from tests.helpers.cli_runner import known, shown
 from tests.helpers.trained_runs import hybrid, two_ranks
@@ -28,7 +29,7 @@ def test_report_prints_bottleneck_and_all_compared_numbers(found):
     for _, rows in formatting.group_rows(found["comparison"]):
         for row in rows:
             numbers = [formatting.format_number(row[which], row["unit"]) for which in ("predicted", "measured")]
-            assert f"{formatting.row_label(row)} {' '.join(numbers)} {formatting.format_ratio(row['ratio'])}" in lines
+            assert f"{formatting.row_label(row)} {' '.join(numbers)} {format_ratio(row['ratio'])}" in lines
     for rank in found["ranks"]:
         assert any(
             line.startswith(f"{rank['rank']} on {rank['host']} {formatting.format_seconds(rank['compute'])}")

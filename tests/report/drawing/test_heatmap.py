@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, save_picture, svg
 from phalanx.spec.errors import UserError
-from phalanx.spec.formatting import format_bytes
 from tests.helpers.svg_elements import SVG, marked
 
 SENT = np.array([[0.0, 5e9, 0.0, 1e6], [5e9, 0.0, 0.0, 0.0], [0.0, 2.5e3, 0.0, 5e9], [0.0, 0.0, 5e9, 0.0]])
@@ -87,13 +86,6 @@ def test_heatmap_supports_zero_or_uniform_traffic(sent: Any, tmp_path: Path) -> 
     assert len(marked(svg(heat), "cell")) == np.count_nonzero(sent)
     save_picture(heat, tmp_path / "few.png")
     assert (tmp_path / "few.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.parametrize(
-    ("number", "said"), [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1.234e9, "1.23 GB"), (5e21, "5e+03 EB")]
-)
-def test_format_bytes_uses_decimal_units(number: float, said: str) -> None:
-    assert format_bytes(number) == said
 
 
 @given(st.integers(1, 5000), st.integers(0, 72))

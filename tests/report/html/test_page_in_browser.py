@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from phalanx.report import formatting
+from phalanx.spec.formatting import format_ratio
 from tests.helpers.browser import CHROMIUM, Browser
 from tests.helpers.cli_runner import known
 from tests.helpers.trained_runs import command, environment, hybrid, run_file, two_ranks, wait
@@ -124,7 +125,7 @@ def test_report_page_tables_equal_report_json(opened):
         [
             formatting.row_label(row),
             *(formatting.format_number(row[side], row["unit"]) for side in ("predicted", "measured")),
-            formatting.format_ratio(row["ratio"]),
+            format_ratio(row["ratio"]),
         ]
         for facts in whole["runs"]
         for _, group in formatting.group_rows(facts["comparison"])

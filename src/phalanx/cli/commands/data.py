@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli.common.progress import format_counts
 from phalanx.spec.errors import UserError
 from phalanx.spec.tokenizer import BYTES_VOCAB
 from phalanx.train.progress import SECONDS_BETWEEN_LINES
@@ -175,7 +176,7 @@ def _progress(total_bytes: int | None) -> Iterator[Progress]:
     columns = (bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn())
     with bar.Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task("", total=total_bytes)
-        yield lambda counts: shown.update(task, completed=counts.text_bytes, description=_describe(counts))
+        yield lambda counts: shown.update(task, completed=counts.text_bytes, description=format_counts(counts))
 
 
 class _Lines:
@@ -186,12 +187,8 @@ class _Lines:
 
     def __call__(self, counts: TokenizationCounts) -> None:
         if time.monotonic() >= self.next:
-            self.show(_describe(counts))
+            self.show(format_counts(counts))
             self.next = time.monotonic() + SECONDS_BETWEEN_LINES
-
-
-def _describe(counts: TokenizationCounts) -> str:
-    return f"{counts.documents:,} documents, {counts.tokens:,} tokens"
 
 
 def _prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from phalanx.data.tokenize import Progress, TokenizationCounts
-
 if TYPE_CHECKING:
+    from phalanx.data.tokenize import Progress, TokenizationCounts
     from phalanx.plan.search.search import ProgressCallback
 
 
@@ -19,19 +18,18 @@ if TYPE_CHECKING:
 def tokenization_progress() -> Iterator[Progress]:
     """A line on a terminal that counts documents and tokens, and vanishes when they are ready."""
     with Console(stderr=True).status("reading the text ...") as status:
-        yield lambda counts: status.update(format_counts(counts))
+        yield lambda counts: status.update(f"tokenizing: {format_counts(counts)}")
 
 
 def format_counts(counts: TokenizationCounts) -> str:
-    """Documents and tokens so far."""
-    return f"tokenizing: {counts.documents:,} documents, {counts.tokens:,} tokens"
+    """Format the numbers of documents and tokens."""
+    return f"{counts.documents:,} documents, {counts.tokens:,} tokens"
 
 
 @contextmanager
 def search_progress(devices: int) -> Iterator[ProgressCallback]:
     """A bar on a terminal that vanishes when the search ends: layouts evaluated, then how many of the fastest that are
     asked for were found to run and fit. Nothing where stderr is no terminal."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()

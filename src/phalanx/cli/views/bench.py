@@ -9,7 +9,7 @@ from rich.table import Table
 
 from phalanx.bench.latency_bandwidth_fit import WARN_ABOVE
 from phalanx.bench.nccl_tests_format import format_table
-from phalanx.spec.formatting import format_milliseconds, format_si
+from phalanx.spec.formatting import format_si
 
 Facts = dict[str, Any]
 
@@ -58,10 +58,8 @@ def _bandwidth(found: Facts) -> Table:
     grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
     for row in found["bandwidth"]:
         speeds = row["bytes_per_second"], found["world_size"] * row["bytes_per_second"]
-        moved = f"{format_si(row['moved_bytes'])}B"
-        grid.add_row(
-            row["what"], moved, format_milliseconds(row["seconds"]), *(f"{format_si(each)}B/s" for each in speeds)
-        )
+        moved, time = f"{format_si(row['moved_bytes'])}B", f"{1e3 * row['seconds']:.3g} ms"
+        grid.add_row(row["what"], moved, time, *(f"{format_si(speed)}B/s" for speed in speeds))
     return grid
 
 
@@ -74,7 +72,7 @@ def _grid(title: str, *columns: str) -> Table:
 
 
 def _timed(flops: float, seconds: float) -> tuple[str, str]:
-    return format_milliseconds(seconds), format_si(flops / seconds)
+    return f"{1e3 * seconds:.3g} ms", format_si(flops / seconds)
 
 
 def collectives(found: Facts) -> str:

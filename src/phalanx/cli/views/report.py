@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report import formatting
-from phalanx.spec.formatting import format_seconds
+from phalanx.spec.formatting import format_ratio, format_seconds
 
 Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
@@ -141,7 +141,7 @@ def _beside(rows: Sequence[Facts]) -> Table:
         for row in own:
             values = [formatting.format_number(row[name], row["unit"]) for name in ("predicted", "measured")]
             off = "yellow" if formatting.is_off(row["ratio"]) else ""
-            table.add_row(f"  {formatting.row_label(row)}", *values, Text(formatting.format_ratio(row["ratio"]), off))
+            table.add_row(f"  {formatting.row_label(row)}", *values, Text(format_ratio(row["ratio"]), off))
     return table
 
 
@@ -162,7 +162,7 @@ def _comparison(comparison: Facts) -> Iterator[RenderableType]:
     table = _table("", *comparison["names"])
     for row in comparison["rows"]:
         values = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
-        ratios = ["", *(f"  {formatting.format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
+        ratios = ["", *(f"  {format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
         cells = [value + ratio for value, ratio in zip(values, ratios, strict=True)]
         table.add_row(formatting.NAMES.get(row["what"], row["what"]), *cells)
     yield table

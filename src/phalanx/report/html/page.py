@@ -12,7 +12,7 @@ from phalanx.report import formatting
 from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
-from phalanx.spec.formatting import format_bytes, format_seconds
+from phalanx.spec.formatting import format_bytes, format_ratio, format_seconds
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
 TRACE = "train with --profile-steps FIRST:LAST"
@@ -226,7 +226,7 @@ def _row(row: Mapping[str, Any]) -> str:
     css_class = ' class="off"' if formatting.is_off(row["ratio"]) else ""
     return (
         f"<tr><td>{escape(formatting.row_label(row))}</td><td>{predicted}{band}</td><td>{measured}</td>"
-        f"<td{css_class}>{formatting.format_ratio(row['ratio'])}</td></tr>"
+        f"<td{css_class}>{format_ratio(row['ratio'])}</td></tr>"
     )
 
 
@@ -244,5 +244,5 @@ def _comparison(comparison: Facts) -> str:
 
 def _measures(row: Facts) -> str:
     cells = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
-    ratios = ["", *(f" <small>{formatting.format_ratio(ratio)}</small>" for ratio in row["ratio"][1:])]
+    ratios = ["", *(f" <small>{format_ratio(ratio)}</small>" for ratio in row["ratio"][1:])]
     return "".join(f"<td>{value}{ratio}</td>" for value, ratio in zip(cells, ratios, strict=True))
