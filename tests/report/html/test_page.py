@@ -110,7 +110,7 @@ def test_format_number(value, unit, said):
 
 
 def test_group_rows_omits_zero_rows(whole):
-    groups = dict(formatting.group_rows(whole["runs"][0]["beside"]))
+    groups = dict(formatting.group_rows(whole["runs"][0]["comparison"]))
     assert list(groups) == [
         "of a step",
         "memory of pp0",

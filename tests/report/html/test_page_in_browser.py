@@ -118,7 +118,7 @@ def test_report_page_curves_contain_every_run(opened):
 def test_report_page_tables_equal_report_json(opened):
     browser, whole = opened
     rows = browser.value(
-        "[...document.querySelectorAll('.beside tbody tr')].map(row => "
+        "[...document.querySelectorAll('.comparison tbody tr')].map(row => "
         "[...row.cells].map(cell => cell.firstChild.textContent))"
     )
     assert rows == [

@@ -72,7 +72,7 @@ def test_checkpoint_scheduler_counts_slowed_steps_as_save_cost(tmp_path: Path) -
 
 
 def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path: Path) -> None:
-    kinds = ["began", "failed", "began", "failed", "began", "began", "failed"]  # one failure that nobody noticed
+    kinds = ["started", "failed", "started", "failed", "started", "started", "failed"]  # one unrecorded failure
     now = time.time()
     events = [
         {"time": now - 400 + 50 * at, "what": what, **dict.fromkeys(REQUIRED_FIELDS[what], 0)}
