@@ -110,7 +110,7 @@ def join_swarm(
 
 def _check_same(asked: RunSpec, run: RunSpec) -> None:
     """Raise UserError if this node would learn something else than the others."""
-    same = "tokens_per_step", "sequence", "steps", "seed"
+    same = "tokens_per_step", "seq_len", "steps", "seed"
     other = [name for name in ("model", "optimizer", "swarm") if getattr(run, name) != getattr(asked, name)]
     other += [f"training.{name}" for name in same if getattr(run.training, name) != getattr(asked.training, name)]
     if other:
