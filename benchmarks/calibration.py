@@ -207,7 +207,7 @@ def sweep(short: Short, work: Path) -> BenchmarkFile:
     """What `phalanx bench` finds for a layout, unless it is there."""
     file = work / f"{short.name}.json"
     if not file.exists():
-        command_of(["measure", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
+        command_of(["bench", "--sweep", "4KiB:4MiB", "--out", str(file)], short, work)
     return read_benchmark_file(file)
 
 

@@ -16,7 +16,7 @@ from phalanx.spec.errors import UserError
 from tests.helpers import cli_runner
 from tests.helpers.nccl_tests_output import AVERAGE, ROW
 
-shown = partial(cli_runner.shown, "measure")
+shown = partial(cli_runner.shown, "bench")
 
 SMALL = """
 [model]
@@ -77,7 +77,7 @@ def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
         "try: app(sys.argv[1:], standalone_mode=False)\n"
         "except UserError: print('torch' in sys.modules)"
     )
-    words = "measure", str(run), "--nproc", "3", "--set", "layout.tp=2"
+    words = "bench", str(run), "--nproc", "3", "--set", "layout.tp=2"
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=60)
     assert done.stdout == "False\n"
 
@@ -86,7 +86,7 @@ def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
 
 
 def printed(*words: object) -> str:
-    command = [sys.executable, "-m", "phalanx", "measure", *map(str, words)]
+    command = [sys.executable, "-m", "phalanx", "bench", *map(str, words)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 

@@ -53,9 +53,9 @@ def test_calibrated_prediction_matches_calibration_run_within_10_percent(run_dir
     assert found["machine"]["calibration"]["runs"] == 1
 
 
-def test_calibrate_accepts_benchmark_file_of_measure_command(run_directory, tmp_path):
+def test_calibrate_accepts_benchmark_file_of_bench_command(run_directory, tmp_path):
     file, out = tmp_path / "measured.json", tmp_path / "here.toml"
-    cli_runner.shown("measure", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
+    cli_runner.shown("bench", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
     found = known("calibrate", run_directory, file, "--out", out)
     assert [each["kind"] for each in found["operations"]] == ["matrix products", "attention", "memory"]
     assert {each["of"] for each in found["operations"]} == {"measured.json"}

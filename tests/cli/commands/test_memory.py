@@ -28,7 +28,7 @@ def by_name(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 
 def test_memory_lists_all_strategies_and_marks_configured_one(run):
-    text = shown(run, "--ranks", "4")
+    text = shown(run, "--ranks", "4", "--all")
     lines = text.splitlines()
     assert lines[0].startswith("tiny  3 layers")
     assert lines[1].startswith("4 ranks (--ranks), bf16, adamw, sequences of 256 tokens")
@@ -47,6 +47,17 @@ def test_memory_lists_all_strategies_and_marks_configured_one(run):
     assert "exact: parameters" in text
     assert "estimated: activations" in text
     assert "…" not in text
+
+
+def test_memory_shows_only_fullest_rank_of_each_strategy_without_all(run):
+    pipeline = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
+    first, last = "zero2 pp0", "zero2 pp1"
+    assert first in shown(run, *pipeline)
+    assert last not in shown(run, *pipeline)
+    assert last in shown(run, *pipeline, "--all")
+    servers = shown(run, "--ranks", "4")
+    assert "parameter_server worker" in servers
+    assert "parameter_server server" not in servers
 
 
 def test_memory_json_equals_rank_memory(run):
