@@ -140,7 +140,7 @@ def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(seen: bool, tmp_pa
     recovery = judge(tmp_path, restarts=2)
     (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
     if seen:
-        write_dump(tmp_path, dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, beside={"1": "T", "2": "S"}))
+        write_dump(tmp_path, dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, sibling_states={"1": "T", "2": "S"}))
     for number in range(3):
         word(tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="...")
         then = recovery.decide({0: Ended(1)})
