@@ -180,7 +180,7 @@ class SwarmSpec(Spec):
         for field, is_set in {
             "replication": self.replication > 1,
             "rotate_every": self.rotate_every > 0,
-            "frozen": self.frozen_expert_codec != "fp32",
+            "frozen_expert_codec": self.frozen_expert_codec != "fp32",
             "merge.every": self.merge.every > 0,
             "balance.local_expert_weight": self.balance.local_expert_weight < 1,
         }.items():

@@ -165,7 +165,7 @@ BY_BOTTLENECK = (
         "bottleneck",
         "activations of a sequence",
         "recompute",
-        {"recompute": ("selective", "full")},
+        {"activation_checkpointing": ("selective", "full")},
         activations_are_largest,
         f"{MEMORY}; {RECOMPUTE}",
     ),
