@@ -198,13 +198,13 @@ def test_token_loader_state_round_trips_json_and_resumes_at_any_rank_count(write
     ("change", "field"),
     [
         ({"seed": 4}, "training.seed"),
-        ({"sequence": 4}, "training.seq_len"),
+        ({"seq_len": 4}, "training.seq_len"),
         ({"sequences_per_step": 4}, "training.tokens_per_step"),
     ],
 )
 def test_token_loader_rejects_checkpoint_with_changed_settings(write_tokens, change, field):
     dataset = write_tokens([list(range(50))])
-    settings = {"sequence": 8, "sequences_per_step": 2, "seed": 3}
+    settings = {"seq_len": 8, "sequences_per_step": 2, "seed": 3}
     state = TokenLoader(dataset, **settings).state(1)
     with pytest.raises(UserError, match="is not what the checkpoint was made with") as caught:
         TokenLoader(dataset, **{**settings, **change}).resume(state)

@@ -57,8 +57,8 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("matmul",), "measure = 'matmul': needs a run file"),
-        (("memory", "run.toml"), r"measure = 'memory run.toml': is not \[PART\] RUN.toml"),
+        (("matmul",), "bench = 'matmul': needs a run file"),
+        (("memory", "run.toml"), r"bench = 'memory run.toml': is not \[PART\] RUN.toml"),
         (("matmul", "{run}", "--sweep", "1:2"), "--sweep = '1:2': has no meaning for matmul"),
         (("collectives", "{run}", "--nproc", 1), "--nproc = 1: leaves nobody to send to"),
         (("{run}", "--nproc", 3, "--set", "layout.tp=2"), "layout.tp = 2: does not divide the ranks that compute"),

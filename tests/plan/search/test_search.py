@@ -229,11 +229,11 @@ def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
     described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
     piped = [option for option in search_layouts(described, 64, keep=20).options if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
-    assert {option.candidate.rank_order for option in piped} == {"pipeline"}
+    assert {option.candidate.rank_order for option in piped} == {"pipeline_outer"}
     other = best.candidate.layout().model_copy(update={"rank_order": "data_outer"})
     assert evaluate_layout(described, 64, other).step_seconds > 1.05 * best.step_seconds
     alone = [c for c in enumerate_layouts(run("mixtral-8x7b"), 8) if c.pp > 1]
-    assert {c.rank_order for c in alone} == {"data"}
+    assert {c.rank_order for c in alone} == {"data_outer"}
 
 
 def test_search_returns_smallest_layout_when_none_fits():

@@ -89,9 +89,9 @@ def _words(first: str, second: str | None) -> tuple[list[str], Path]:
     """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
     fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
     if second is not None and first not in PARTS:
-        raise UserError("measure", f"{first} {second}", "is not [PART] RUN.toml", fix)
+        raise UserError("bench", f"{first} {second}", "is not [PART] RUN.toml", fix)
     if second is None and first in PARTS and not Path(first).exists():
-        raise UserError("measure", first, "needs a run file", fix)
+        raise UserError("bench", first, "needs a run file", fix)
     return (list(PARTS), Path(first)) if second is None else ([first], Path(second))
 
 
