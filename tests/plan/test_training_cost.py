@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.cost.formulas.reliability import daly_interval_seconds, young_interval_seconds
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
 from tests.helpers.planned_runs import run
@@ -31,6 +32,9 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
     found = estimate_training_cost(described, 8, best)
     assert found.tokens == described.training.steps * described.training.tokens_per_step
     assert found.write_seconds == pytest.approx(12 * 8.03e9 / 10e9, rel=0.001)
+    mtbf = found.mtbf_seconds
+    assert found.young_interval_seconds == young_interval_seconds(found.write_seconds or 0, mtbf)
+    assert found.daly_interval_seconds == daly_interval_seconds(found.write_seconds or 0, mtbf)
     assert found.goodput is not None
     assert 0.9 < found.goodput < 1
     assert found.days == pytest.approx(found.tokens / best.tokens_per_second / 86400 / found.goodput)

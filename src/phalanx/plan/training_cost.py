@@ -9,11 +9,13 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.formulas.energy import energy_cost, energy_kwh, rental_cost
 from phalanx.cost.formulas.reliability import (
     LLAMA3,
+    daly_interval_seconds,
     days_to,
     goodput,
     mtbf_seconds,
     optimal_interval_seconds,
     reliability,
+    young_interval_seconds,
 )
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.run import RunSpec
@@ -32,6 +34,9 @@ class TrainingCost:
     write_seconds: float | None
     interval_seconds: float | None
     """Of work between two checkpoints, where most of it is kept."""
+    young_interval_seconds: float | None
+    daly_interval_seconds: float | None
+    """The same by the published approximations of first and of higher order."""
     goodput: float | None
     """The part of the time that ends up in the model."""
     kwh: float | None
@@ -48,14 +53,16 @@ def estimate_training_cost(
     rate, (saved, write) = failure_rate(run), _checkpoint(run)
     availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
-    hours, watts = 24 * days, cluster.watts_per_device
+    hours, watts, mtbf = 24 * days, cluster.watts_per_device, mtbf_seconds(rate, world_size)
     return TrainingCost(
         tokens=tokens,
         days=days,
-        mtbf_seconds=mtbf_seconds(rate, world_size),
+        mtbf_seconds=mtbf,
         checkpoint_bytes=saved,
         write_seconds=write,
         interval_seconds=availability.interval_seconds if availability else None,
+        young_interval_seconds=young_interval_seconds(write, mtbf) if write else None,
+        daly_interval_seconds=daly_interval_seconds(write, mtbf) if write else None,
         goodput=availability.goodput if availability else None,
         kwh=energy_kwh(watts, world_size, hours) if watts else None,
         electricity=energy_cost(watts, world_size, hours, cluster.price_per_kwh)

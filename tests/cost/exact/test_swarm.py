@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.cost.exact.swarm import encoded_bytes, node_share, round_bytes, spes_traffic_saving, state_bytes
+from phalanx.cost.exact.swarm import encoded_bytes, node_share, round_bytes, state_bytes
 from phalanx.spec.files.load import load_model
 from tests.helpers.tiny_models import TINY
 
@@ -29,18 +29,16 @@ def test_swarm_bytes_match_hand_count_of_tiny_model():
         ("spes-9b", 9_430_950_912, 8_455_716_864, 0.3362),
     ],
 )
-def test_spes_traffic_saving_matches_published_models(name, total, experts, saved):
+def test_spes_round_bytes_save_published_share_of_diloco(name, total, experts, saved):
     """Of both ways SPES saves a third of what DiLoCo sends among four nodes, of the way up two thirds."""
     model = load_model(name)
     assert (count_parameters(model).total, count_parameters(model).experts) == (total, experts)
-    both, up = spes_traffic_saving(model, 4)
-    assert both == pytest.approx(saved, abs=5e-5)
-    assert up == 2 * both
     assert model.moe is not None
     part, whole = (
         round_bytes(node_share(model, method, model.moe.num_experts // 4), method) for method in ("spes", "diloco")
     )
-    assert 1 - part.total / whole.total == pytest.approx(both, rel=1e-9)
+    assert 1 - part.total / whole.total == pytest.approx(saved, abs=5e-5)
+    assert 1 - part.up / whole.up == pytest.approx(2 * (1 - part.total / whole.total))
 
 
 @pytest.mark.parametrize(
@@ -77,10 +75,9 @@ def test_swarm_state_bytes_match_published_models(name, owned, whole, spes, bf16
     assert [each / 1e9 for each in found] == pytest.approx([whole, spes, bf16, int8], abs=0.14)
 
 
-def test_dense_model_has_no_trained_experts_and_no_spes_saving():
+def test_dense_model_has_no_trained_experts():
     dense = TINY.replace(moe=None)
     assert node_share(dense, "spes", 2).trained_experts == 0
-    assert spes_traffic_saving(dense, 4) == (0, 0)
 
 
 def test_swarm_round_downloads_replicated_experts():

@@ -2,25 +2,22 @@
 
 from collections import Counter
 from itertools import pairwise, product
-from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.formulas.collectives import all_gather_sends, reduce_scatter_sends
 from phalanx.cost.formulas.rail_fabric import (
     FabricLoad,
     all_to_all,
     double_tree_all_reduce,
     flat_ring_all_reduce,
     hierarchical_all_reduce,
-    incast_bytes_per_second,
-    incast_seconds,
     network_seconds,
     oversubscription_slowdown,
 )
 from phalanx.spec.errors import UserError
+from tests.helpers.ring_simulation import all_gather_sends, reduce_scatter_sends
 
 S = 5040.0
 SIZES = list(product((1, 2, 3, 4), (1, 2, 3, 4)))
@@ -151,17 +148,6 @@ def test_network_seconds_is_maximum_of_nic_and_spine_time(share, oversubscriptio
     assert network_seconds(FabricLoad(S, 0, share), LINK, oversubscription) == pytest.approx(max(nics, spine))
 
 
-@pytest.mark.parametrize(("senders", "microseconds"), [(2, 335.5), (8, 47.9), (32, 10.8)])
-def test_incast_seconds_match_worked_examples_of_16_mib_buffer(senders, microseconds):
-    assert incast_bytes_per_second(senders, LINK) == (senders - 1) * 50e9
-    assert 1e6 * incast_seconds(16 * 2**20, senders, LINK) == pytest.approx(microseconds, abs=0.05)
-
-
-def test_incast_with_one_sender_never_fills_the_buffer():
-    assert incast_bytes_per_second(1, LINK) == 0
-    assert incast_seconds(1, 1, LINK) == inf
-
-
 @pytest.mark.parametrize("load", [all_to_all, flat_ring_all_reduce, hierarchical_all_reduce, double_tree_all_reduce])
 def test_fabric_loads_reject_zero_nodes_or_devices(load):
     with pytest.raises(UserError, match=r"^nodes = 0"):
@@ -175,7 +161,6 @@ def test_fabric_loads_reject_zero_nodes_or_devices(load):
     [
         (lambda: oversubscription_slowdown(0.5, 0.9), "oversubscription"),
         (lambda: oversubscription_slowdown(1.1, 2), "spine_share"),
-        (lambda: incast_seconds(1, 0, LINK), "senders"),
     ],
 )
 def test_fabric_functions_reject_invalid_arguments(call, field):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from phalanx.cost.formulas.reliability import (
     LLAMA3,
     Reliability,
-    availability_interval_seconds,
     daly_interval_seconds,
     days_to,
     goodput,
@@ -63,7 +62,6 @@ def test_checkpoint_intervals_and_goodput_match_llama3_figures(write, young, dal
 def test_checkpoint_intervals_match_other_published_values():
     assert young_interval_seconds(120, 6 * HOUR) / 60 == pytest.approx(37.9, abs=0.05)
     assert young_interval_seconds(10, 6000 + 600) / 15 == pytest.approx(24.22, abs=0.005)  # repairs counted as uptime
-    assert availability_interval_seconds(10, 6000, 600) / 15 == pytest.approx(24.23, abs=0.005)
 
 
 def test_goodput_without_failures_loses_write_time_only():
@@ -79,7 +77,6 @@ def test_optimal_interval_maximizes_goodput(mtbf, write, restart, other):
         other,
         young_interval_seconds(write, mtbf),
         daly_interval_seconds(write, mtbf),
-        availability_interval_seconds(write, mtbf, restart),
         0.999 * optimal_interval_seconds(write, mtbf),
         1.001 * optimal_interval_seconds(write, mtbf),
     ]
@@ -109,18 +106,6 @@ def test_daly_interval_approximates_optimal_interval(mtbf, half):
 def test_daly_interval_equals_mtbf_when_write_is_at_least_twice_mtbf():
     assert daly_interval_seconds(200, 100) == daly_interval_seconds(900, 100) == 100
     assert daly_interval_seconds(199.999, 100) == pytest.approx(200 * (1 + 1 / 3 + 1 / 9) - 200, rel=1e-3)
-
-
-@given(MTBF, PART, PART, st.floats(0.01, 100))
-def test_availability_interval_maximizes_availability(mtbf, write, restart, factor):
-    write, restart = write * mtbf, restart * mtbf
-
-    def availability(interval):
-        cycle = interval + write
-        return interval / cycle * mtbf / (mtbf + restart + cycle / 2)
-
-    best = availability_interval_seconds(write, mtbf, restart)
-    assert availability(best * factor) <= availability(best) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +149,6 @@ def test_days_to_scales_with_throughput_and_goodput():
         (lambda: young_interval_seconds(0, 1), "write_seconds"),
         (lambda: daly_interval_seconds(1, inf), "mtbf_seconds"),
         (lambda: optimal_interval_seconds(-1, 1), "write_seconds"),
-        (lambda: availability_interval_seconds(1, 1, -1), "restart_seconds"),
         (lambda: goodput(0, 1, 1, 1), "interval_seconds"),
         (lambda: goodput(1, 1, 1, float("nan")), "restart_seconds"),
         (lambda: days_to(1, 1, 1.5), "goodput"),

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from phalanx.cli.commands.plan import DEFAULT_DEVICES_PER_NODE
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.plan.placement.collectives import BUFFER_BYTES, fabric_loads, nccl_latencies
 from phalanx.plan.placement.findings import (
     LINKS,
     NodeLayout,
@@ -29,7 +30,7 @@ from phalanx.plan.placement.traffic_matrix import TrafficMatrix, merge_matrices,
 from phalanx.report.drawing.heatmap import Heatmap, save_picture
 from phalanx.spec.degrees import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.files.load import load_run
-from phalanx.spec.formatting import format_bytes, plural
+from phalanx.spec.formatting import format_bytes, format_seconds, plural
 from phalanx.spec.run import RunSpec
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
@@ -65,7 +66,8 @@ def placement(
     json_: Json = False,
 ) -> None:
     """Show where ranks sit, the bytes of a step by kind of link, the share of cross-rail and spine traffic, the load
-    of network cards, and whether products stay inside the fast domain and stages on their rail.
+    of network cards, what collectives over all ranks send and how late they are, and whether products stay inside the
+    fast domain and stages on their rail.
 
     Examples:
 
@@ -107,7 +109,7 @@ def placement_to_json(
     sizes, whole = parallel_dims(run.layout, world_size), merge_matrices(world_size, list(parts.values()))
     links = bytes_by_link(whole, site)
     network = links["rail"] + links["spine"]
-    loads = nic_loads(whole, site)
+    loads, speed, cluster = nic_loads(whole, site), _network_speed(run, node), run.cluster
     return {
         "run": _name(run, world_size),
         "ranks": world_size,
@@ -119,8 +121,10 @@ def placement_to_json(
         "share_of_all": {link: links[link] / whole.total if whole.total else 0.0 for link in LINKS},
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
-        "busiest_nic_seconds": _seconds(run, site, node, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
-        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, run.cluster)],
+        "busiest_nic_seconds": _seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
+        "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
+        "nccl_latencies": {} if cluster.device == "cpu" else nccl_latencies(world_size, site),
+        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
     }
 
 
@@ -168,12 +172,16 @@ def _name(run: RunSpec, world_size: int) -> str:
     return f"{run.model.preset or run.model.from_hf or 'model'}, {', '.join([kind, *axes])}"
 
 
-def _seconds(run: RunSpec, site: NodeLayout, node: NodeTopology | None, busiest_bytes: float) -> float | None:
-    """What the busiest network device needs at least; None where speeds are not known."""
+def _network_speed(run: RunSpec, node: NodeTopology | None) -> float | None:
+    """Return the network's bytes per second for each device: the topology's if it has one, else the run file's."""
     measured = infer_cluster(node, run.cluster.preset).fields.get("network_bytes_per_second") if node else None
-    of_device = measured or run.cluster.network_bytes_per_second
-    devices = len({name for mine in site.nics for name in mine})
-    return busiest_bytes * devices / (of_device * site.nproc) if of_device else None
+    return measured or run.cluster.network_bytes_per_second
+
+
+def _seconds(speed: float | None, site: NodeLayout, busiest_bytes: float) -> float | None:
+    """What the busiest network device needs at least; None where speeds are not known."""
+    devices = len({name for nics in site.nics for name in nics})
+    return busiest_bytes * devices / (speed * site.nproc) if speed else None
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -193,6 +201,7 @@ def _show(facts: dict[str, Any]) -> None:
         console.print()
         console.print(_table(facts))
         console.print(_network(facts))
+        _show_collectives(console, facts)
     console.print()
     for finding in facts["findings"]:
         verdict = Text(f"{finding['verdict']:4} ", STYLES[finding["verdict"]])
@@ -227,3 +236,22 @@ def _network(facts: dict[str, Any]) -> str:
         f"sends {format_bytes(busiest['sent_bytes'])}, "
         f"receives {format_bytes(busiest['received_bytes'])}{needs}; the mean sends {format_bytes(mean)}"
     )
+
+
+def _show_collectives(console: Console, facts: dict[str, Any]) -> None:
+    """Print the loads and latencies of collectives over all ranks, where their formulas apply."""
+    if facts["fabric_loads"]:
+        numbers = [Column(header, justify="right") for header in ("network card", "fast links", "by spine", "at least")]
+        title = f"{format_bytes(BUFFER_BYTES)} over all ranks"
+        table = Table(title, *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for name, load in facts["fabric_loads"].items():
+            sent = [format_bytes(load[link]) for link in ("nic_bytes", "nvlink_bytes")]
+            seconds = format_seconds(load["seconds"]) if load["seconds"] else "-"
+            table.add_row(name, *sent, f"{load['spine_share']:.1%}", seconds)
+        console.print()
+        console.print(table)
+    if facts["nccl_latencies"]:
+        console.print("\nlatency of a small all-reduce over all ranks, by NCCL's tuning model for Intel hosts:")
+    for algorithm, latencies in facts["nccl_latencies"].items():
+        shown = ", ".join(f"{protocol} {format_seconds(seconds)}" for protocol, seconds in latencies.items())
+        console.print(f"  {algorithm}: {shown}")

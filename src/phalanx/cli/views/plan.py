@@ -28,7 +28,6 @@ from phalanx.spec.formatting import GIB
 from phalanx.spec.run import RunSpec
 
 WIDTH = 120
-BILLION = 1e9
 OTHERS = 4
 """Layouts in a picture beside the one that it explains."""
 
@@ -71,9 +70,11 @@ def _training(run: RunSpec, whole: TrainingCost) -> list[str]:
     kept = f"at a goodput of {whole.goodput:.1%}" if whole.goodput else "without failures"
     lines = [f"{whole.tokens:.3g} tokens with layout 1: {days} {kept}"]
     lines.append(f"a failure every {whole.mtbf_seconds / 3600:,.1f} hours")
-    if whole.interval_seconds:
+    if whole.interval_seconds and whole.young_interval_seconds and whole.daly_interval_seconds:
+        young, daly = whole.young_interval_seconds / 60, whole.daly_interval_seconds / 60
         written = f"{whole.checkpoint_bytes / 1e9:,.0f} GB in {whole.write_seconds:,.1f} s"
         lines[-1] += f"; a checkpoint ({written}) is best written every {whole.interval_seconds / 60:,.1f} minutes"
+        lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
     else:
         lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
     if whole.kwh:

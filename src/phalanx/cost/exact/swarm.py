@@ -82,14 +82,6 @@ def round_bytes(node: NodeShare, method: Method, codec: Codec = "fp32", replicat
     return RoundBytes(bytes_per_element * node.trained, bytes_per_element * (node.total - unsent_parameters))
 
 
-def spes_traffic_saving(model: ModelSpec, nodes: int) -> tuple[float, float]:
-    """Of what DiLoCo sends, the part that SPES does not: of both ways M_e (1 - 1/N) / 2M, and of the way up twice
-    that."""
-    count = count_parameters(model)
-    upload_saving = count.experts * (1 - 1 / nodes) / count.total
-    return upload_saving / 2, upload_saving
-
-
 def state_bytes(node: NodeShare, frozen: Codec = "fp32") -> int:
     """Of weights, gradients and moments of AdamW on a node, in fp32; experts that it does not train may rest in fewer
     bits."""

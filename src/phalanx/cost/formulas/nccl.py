@@ -1,7 +1,6 @@
-"""What NCCL itself expects of an all-reduce: the latencies and bandwidths by which it chooses its algorithm.
+"""Latencies that NCCL's tuning model expects of an all-reduce.
 
-The constants are those of NVIDIA/nccl 2.30, src/graph/tuning.cc. Left out are that model's limits per channel and its
-corrections of trees by size: it is for orders of magnitude, and no measurement.
+The constants are those of NVIDIA/nccl 2.30, src/graph/tuning.cc: orders of magnitude, not measurements.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from typing import Literal
 
 from phalanx.cost.argument_checks import require_at_least_one
 from phalanx.cost.formulas.collectives import ring_steps
-from phalanx.spec.errors import UserError
 
 Algorithm = Literal["ring", "tree"]
 Protocol = Literal["LL", "LL128", "Simple"]
@@ -18,7 +16,6 @@ Protocol = Literal["LL", "LL128", "Simple"]
 Link = Literal["nvlink", "pci"]
 """Between the GPUs of a node."""
 Cpu = Literal["intel", "amd"]
-Generation = Literal["ampere", "hopper", "blackwell"]
 
 _By = dict[Protocol, float]
 
@@ -44,13 +41,6 @@ HOP_MICROSECONDS: dict[Link | Literal["net"], dict[Algorithm, _By]] = {
 """From one rank to the next."""
 NET_OVERHEAD_MICROSECONDS: dict[Cpu, float] = {"intel": 1.0, "amd": 2.0}
 """For the host to post a message: the least a ring's step takes where nodes are several, 3 x as much with Simple."""
-PLATEAU = 1.4
-"""A ring across nodes is so much later with Simple, once a message is 64 B or more per channel and rank."""
-
-LINK_BYTES_PER_SECOND: dict[Generation, float] = {"ampere": 20e9, "hopper": 20.6e9, "blackwell": 40.1e9}
-"""One NVLink, one way: an A100 has 12, an H100 18."""
-LL_BYTES_PER_SECOND: dict[Generation, float] = {"ampere": 87.7e9, "hopper": 141e9, "blackwell": 282e9}
-"""The most that LL moves in one node."""
 
 
 def all_reduce_latency_seconds(
@@ -83,51 +73,3 @@ def all_reduce_latency_seconds(
         + (ring_steps("all_reduce", nodes * ranks_per_node) - steps_between_nodes) * hop_in_node
         + steps_between_nodes * hop_between_nodes
     )
-
-
-def all_reduce_bytes_per_second(
-    algorithm: Algorithm,
-    protocol: Protocol,
-    nodes: int,
-    ranks_per_node: int,
-    bus_bytes_per_second: float,
-    generation: Generation | None = None,
-) -> float:
-    """Speed of reducing a large buffer (algbw), where the slowest links on the way carry `bus_bytes_per_second`.
-
-    Flags leave 1/2 of the bus to LL in a ring, less in a tree, and .92 to LL128; a tree reaches .92 of it. A ring sends
-    2 (N-1)/N of the buffer through every link, a tree 2 x the whole. In one node, `generation` tells the most of LL.
-    """
-    require_at_least_one(nodes=nodes, ranks_per_node=ranks_per_node)
-    if nodes * ranks_per_node == 1:
-        raise UserError("ranks", 1, "has nobody to exchange with", "give two ranks or more")
-    shares: _By = {"LL": 1 / 2, "LL128": 0.92, "Simple": 1.0}
-    if algorithm == "tree":
-        shares = {"LL": 0.92 / 3.8, "LL128": 0.92 * (7 / 9 if nodes == 1 else 120 / 128), "Simple": 0.92}
-    bus = bus_bytes_per_second * shares[protocol]
-    if protocol == "LL" and nodes == 1 and generation is not None:
-        bus = min(bus, LL_BYTES_PER_SECOND[generation])
-    ranks = nodes * ranks_per_node
-    return bus * (ranks / ring_steps("all_reduce", ranks) if algorithm == "ring" else 1 / 2)
-
-
-def all_reduce_seconds(
-    size_bytes: float,
-    algorithm: Algorithm,
-    protocol: Protocol,
-    nodes: int,
-    ranks_per_node: int,
-    bus_bytes_per_second: float,
-    *,
-    channels: int,
-    generation: Generation | None = None,
-    link: Link = "nvlink",
-    cpu: Cpu = "intel",
-) -> float:
-    """Latency, longer on a ring's plateau, and the buffer's bytes over the bandwidth, as NCCL adds them."""
-    latency = all_reduce_latency_seconds(algorithm, protocol, nodes, ranks_per_node, link=link, cpu=cpu)
-    speed = all_reduce_bytes_per_second(algorithm, protocol, nodes, ranks_per_node, bus_bytes_per_second, generation)
-    is_long = size_bytes >= 64 * channels * nodes * ranks_per_node
-    if algorithm == "ring" and protocol == "Simple" and nodes > 1 and is_long:
-        latency *= PLATEAU
-    return latency + size_bytes / speed

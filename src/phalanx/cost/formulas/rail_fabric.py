@@ -1,4 +1,4 @@
-"""What collectives load on a rail fabric: NICs, NVLink and the spine; what too thin a spine and a crowd at one port do.
+"""Bytes that collectives send on a rail fabric through NICs, NVLink and the spine, and what a thin spine costs.
 
 A rail fabric has n nodes of g devices, each with its own NIC; the NICs of all devices of the same number are on one
 rail, whose switches they reach without the spine. N = n g ranks exchange buffers of S bytes each. All-reduces are
@@ -8,7 +8,6 @@ aligned with the rails: g rings or double trees, each for S/g, go from node to n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from phalanx.cost.argument_checks import require_at_least_one
 from phalanx.cost.formulas.collectives import bus_factor
@@ -94,16 +93,3 @@ def oversubscription_slowdown(spine_share: float, oversubscription: float) -> fl
 def network_seconds(load: FabricLoad, nic_bytes_per_second: float, oversubscription: float = 1.0) -> float:
     """Time that the NICs or the spine need for `load`, whichever is slower, without latencies."""
     return load.nic_bytes / nic_bytes_per_second * oversubscription_slowdown(load.spine_share, oversubscription)
-
-
-def incast_bytes_per_second(senders: int, link_bytes_per_second: float) -> float:
-    """Growth of the switch's queue while `senders` send to one port at once: k - 1 times what the port drains."""
-    if senders < 1:
-        raise UserError("senders", senders, "must be 1 or more")
-    return (senders - 1) * link_bytes_per_second
-
-
-def incast_seconds(buffer_bytes: float, senders: int, link_bytes_per_second: float) -> float:
-    """How long a buffer lasts against `senders` until frames are paused (PFC) or dropped: for ever with one."""
-    growth = incast_bytes_per_second(senders, link_bytes_per_second)
-    return buffer_bytes / growth if growth else inf

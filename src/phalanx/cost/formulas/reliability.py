@@ -83,17 +83,6 @@ def optimal_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float
     return previous * mtbf_seconds
 
 
-def availability_interval_seconds(write_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
-    """The interval sqrt(2 (M + R) d + d^2), for the greatest availability (Saxena et al., arXiv 2410.18124).
-
-    It maximises the part of a cycle that is work, (T - d)/T, times the part of time between failures that is kept,
-    M/(M + R + T/2). Their T is from one write to the next: this interval and d.
-    """
-    require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
-    require_non_negative(restart_seconds=restart_seconds)
-    return sqrt(2 * (mtbf_seconds + restart_seconds) * write_seconds + write_seconds**2)
-
-
 def goodput(interval_seconds: float, write_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
     """The part of wall-clock time that ends up in the model: work that is neither lost, nor writing, nor restarting.
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
 COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 """Namespaces of operations whose tensors are buffers of communication, unless they are known as something else."""
 
