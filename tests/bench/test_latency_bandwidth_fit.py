@@ -54,7 +54,9 @@ def test_fit_latency_bandwidth_recovers_two_pieces(
     assert found.max_error < 1e-9
     for piece, known in zip(found.pieces, (first, second), strict=True):
         assert at_every_size(piece) == pytest.approx(at_every_size(known), rel=1e-5)
-    assert found.seconds(where) == pytest.approx(latency + steep * where, rel=1e-6)
+    for piece in found.pieces:
+        seconds = piece.latency_seconds + piece.seconds_per_byte * where
+        assert seconds == pytest.approx(latency + steep * where, rel=1e-6)
 
 
 def test_fit_latency_bandwidth_uses_min_of_pieces_for_published_all_reduce() -> None:

@@ -6,16 +6,20 @@ import atexit
 import copy
 import shutil
 import tempfile
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phalanx.data.loader import prefetch
+from phalanx.data.packing import Batch
 from phalanx.data.prepare import prepare
+from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
+from phalanx.train.profiling.step_profiler import profile_step
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
@@ -79,6 +83,12 @@ def trainer(run: RunSpec) -> Trainer:
     """The real trainer of a run on this rank; every rank finds the data prepared."""
     prepared = prepare(run.data)
     return Trainer(run, open_training_data(run, prepared), Path(run.output_dir) / run.name, torch.device("cpu"))
+
+
+def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
+    """Train one step with the step profiler; return its record and what was measured."""
+    record, profile = profile_step(under_way, partial(under_way.train_step, batches))
+    return record, {"step": record["step"], **profile.as_dict}
 
 
 def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:

@@ -15,8 +15,8 @@ from phalanx.spec.communication_groups import communication_groups
 from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import MEASURED_STEP, metered_step
-from tests.helpers.small_runs import DENSE, MOE, described, trainer
+from phalanx.train.profiling.step_profiler import MEASURED_STEP
+from tests.helpers.small_runs import DENSE, MOE, described, metered_step, trainer
 
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [

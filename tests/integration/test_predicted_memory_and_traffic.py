@@ -26,8 +26,8 @@ from phalanx.plan.predicted_vs_measured import (
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import first_steady_step, metered_step
-from tests.helpers.small_runs import DENSE, MOE, described, trainer
+from phalanx.train.profiling.step_profiler import first_steady_step
+from tests.helpers.small_runs import DENSE, MOE, described, metered_step, trainer
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
 MODELS = {

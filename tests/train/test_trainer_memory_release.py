@@ -12,8 +12,7 @@ import pytest
 from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import metered_step
-from tests.helpers.small_runs import MOE, described, trainer
+from tests.helpers.small_runs import MOE, described, metered_step, trainer
 
 PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "num_layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {

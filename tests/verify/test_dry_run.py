@@ -12,12 +12,12 @@ from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import first_steady_step, metered_step
+from phalanx.train.profiling.step_profiler import first_steady_step
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, dry_run
 from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
 from tests.helpers import cli_runner
 from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, row
-from tests.helpers.small_runs import described, trainer
+from tests.helpers.small_runs import described, metered_step, trainer
 
 
 def _name(value: object) -> str:

@@ -43,10 +43,6 @@ class PiecewiseFit:
     residuals: tuple[float, ...]
     """Of each size, predicted / measured - 1."""
 
-    def seconds(self, size_bytes: float) -> float:
-        """Of one call of this size."""
-        return float(_joined(self.combination, self.pieces, np.array([float(size_bytes)]))[0])
-
     @property
     def mean_error(self) -> float:
         """Mean of the residuals' absolute values."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.tokenizer import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT
+from phalanx.spec.run import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT
 
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 FIELD = "data.tokenizer"

@@ -89,9 +89,9 @@ FACTS, MODULE = "facts", "phalanx.doctor.run_checks"
 Check = Callable[[Machine, Expectations], list[DoctorFinding]]
 
 
-def run_all_checks(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """What all checks find, in their order, with the host's name."""
-    return list(examine_node(machine, expected, with_facts=False).findings)
+def run_all_checks(machine: Machine, expected: Expectations, with_facts: bool = False) -> list[DoctorFinding]:
+    """Return the findings of all checks, in their order, with the host's name."""
+    return list(examine_node(machine, expected, with_facts).findings)
 
 
 def examine_node(

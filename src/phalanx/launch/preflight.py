@@ -16,8 +16,7 @@ from phalanx.runs.create import directory_not_writable, latest_manifest, run_dir
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.errors import UserError
-from phalanx.spec.run import RunSpec
-from phalanx.spec.tokenizer import BYTES_VOCAB
+from phalanx.spec.run import BYTES_VOCAB, RunSpec
 from phalanx.spec.torch_compat import check_torch_supports
 
 

@@ -12,7 +12,13 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.recovery import RecoverySpec
 from phalanx.spec.swarm import SwarmSpec, check_swarm_run
-from phalanx.spec.tokenizer import BYTES_VOCAB
+
+END_OF_TEXT = "<|endoftext|>"
+"""Token that ends a document, in every tokenizer file that Phalanx writes."""
+BYTES_TOKENIZER = {"type": "bytes"}
+"""Content of tokenizer.json for the byte tokenizer."""
+BYTES_VOCAB = 257
+"""Vocabulary size of the byte tokenizer: ids 0 to 255 are the bytes of UTF-8, 256 ends a document."""
 
 
 class DataSpec(Spec):

@@ -94,6 +94,7 @@ def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
     facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h100-nv18.txt"), *layout(tp=4))
     assert (facts["nproc"], facts["nodes"]) == (8, 2)
     assert facts["site"]["assumed"] == []
+    assert facts["numa_nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {nic["nic"] for nic in facts["nics"]} == {f"NIC{i}" for i in range(1, 9)}
     slow = known(run, "--ranks", "2", "--topology", str(TOPOLOGIES / "rtx4090-pcie.txt"), *layout(tp=2))
     assert slow["bytes"]["total"]["fast"] == 0

@@ -67,6 +67,13 @@ def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
     assert slower["step_seconds"] > usual["step_seconds"]
 
 
+def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys):
+    node = Path(__file__).parents[2] / "spec/topology/topologies/rtx4090-pcie.txt"
+    run_on_cluster(run, None, 2, None, ["cluster.network_bytes_per_second=1e9"], node)
+    note = "--topology does not determine cluster.link_bytes_per_second: the GPUs have no NVLinks\n"
+    assert capsys.readouterr().err == note
+
+
 def test_plan_prints_rent_of_training_when_price_is_set(run):
     assert "for the devices" in shown(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
 

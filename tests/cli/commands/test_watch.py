@@ -18,8 +18,8 @@ from threading import Thread
 import pytest
 import typer
 
+from phalanx.cli.commands import watch_servers
 from phalanx.cli.commands.watch import watch
-from phalanx.cli.common import http_server
 from phalanx.cli.views.report import format_latest_step, render_live, sparkline
 from phalanx.report import formatting
 from phalanx.report.compare_runs import report_data
@@ -149,8 +149,10 @@ def test_watch_web_rejects_port_in_use():
 
 
 def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
-    monkeypatch.setattr(http_server, "PATIENCE_SECONDS", 0.1)
-    with http_server.make_http_server("--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)) as found:
+    monkeypatch.setattr(watch_servers, "PATIENCE_SECONDS", 0.1)
+    with watch_servers.make_http_server(
+        "--port", "127.0.0.1", 0, lambda path, host: (200, "text/plain", path)
+    ) as found:
         serves = Thread(target=found.serve_forever)
         serves.start()
         try:

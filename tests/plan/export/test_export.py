@@ -469,7 +469,7 @@ def test_megatron_export_sets_expert_parallel_sizes() -> None:
 
 def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:
     exported = export(make(pp=4, tp=2, data_parallel="zero1"), WORLD, "megatron")
-    script = tmp_path / exported.file_name
+    script = tmp_path / "megatron.sh"
     script.write_text(exported.text)
     subprocess.run(["bash", "-n", script], check=True)
     lines = [line for line in exported.text.splitlines() if line.strip().startswith("--")]

@@ -13,7 +13,7 @@ import typer
 
 from phalanx.cli.common.progress import format_counts
 from phalanx.spec.errors import UserError
-from phalanx.spec.tokenizer import BYTES_VOCAB
+from phalanx.spec.run import BYTES_VOCAB
 from phalanx.train.progress import SECONDS_BETWEEN_LINES
 
 if TYPE_CHECKING:

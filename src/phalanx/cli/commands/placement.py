@@ -116,6 +116,7 @@ def placement_to_json(
         "nproc": site.nproc,
         "nodes": -(-world_size // site.nproc),
         "site": asdict(site),
+        "numa_nodes": node.numa_nodes[: site.nproc] if node else None,
         "seats": seating_by_node(run, world_size, site.nproc),
         "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
         "share_of_all": {link: links[link] / whole.total if whole.total else 0.0 for link in LINKS},
@@ -191,6 +192,8 @@ def _show(facts: dict[str, Any]) -> None:
     for assumed in facts["site"]["assumed"]:
         console.print(f"assumed: {assumed}", style="dim")
     console.print(f"\nrank r is on node r // {facts['nproc']}, device r mod {facts['nproc']}")
+    if facts["numa_nodes"] and None not in facts["numa_nodes"]:
+        console.print(f"  NUMA node of device 0, 1, ...: {', '.join(map(str, facts['numa_nodes']))}")
     for node, seat in enumerate(facts["seats"][:NODES_SHOWN]):
         console.print(f"  node {node}: {seat}")
     if facts["nodes"] > NODES_SHOWN:

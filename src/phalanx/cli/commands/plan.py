@@ -160,10 +160,13 @@ def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
     """What the topology of a node determines of a cluster, as --set takes it."""
     from phalanx.spec.topology.read import infer_cluster, read_topology
 
-    known = infer_cluster(read_topology(topology), cluster.preset).fields
+    inferred = infer_cluster(read_topology(topology), cluster.preset)
+    for name, reason in inferred.unknown.items():
+        if getattr(cluster, name) is None:
+            print(f"--topology does not determine cluster.{name}: {reason}", file=sys.stderr)
     return [
         f"cluster.{name}={value}"
-        for name, value in known.items()
+        for name, value in inferred.fields.items()
         if name != "nproc_per_node" or cluster.nproc_per_node is None
     ]
 

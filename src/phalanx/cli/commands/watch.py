@@ -59,13 +59,13 @@ def watch(
     read_run(run)  # what is no run directory is refused before anything is shown
     with suppress(KeyboardInterrupt):
         if prometheus is not None:
-            from phalanx.cli.commands.watch_prometheus import serve as serve_numbers
+            from phalanx.cli.commands.watch_servers import serve_metrics
 
-            serve_numbers(run, prometheus)
+            serve_metrics(run, prometheus)
         elif web:
-            from phalanx.cli.commands.watch_web import serve
+            from phalanx.cli.commands.watch_servers import serve_page
 
-            serve(run, port, every)
+            serve_page(run, port, every)
         elif sys.stdout.isatty():
             _live(run, every)
         else:

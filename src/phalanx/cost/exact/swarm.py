@@ -64,11 +64,6 @@ class RoundBytes:
     up: float
     down: float
 
-    @property
-    def total(self) -> float:
-        """Both ways."""
-        return self.up + self.down
-
     def seconds(self, up_bytes_per_second: float, down_bytes_per_second: float) -> float:
         """On the wire, where everybody sends before anybody receives: an update is made of all."""
         return self.up / up_bytes_per_second + self.down / down_bytes_per_second

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.tokenizer import BYTES_TOKENIZER, END_OF_TEXT
+from phalanx.spec.run import BYTES_TOKENIZER, END_OF_TEXT
 
 
 def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, str]:

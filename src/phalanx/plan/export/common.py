@@ -30,8 +30,6 @@ class ExportedConfig:
     """The file, its notes as comments where the format has any."""
     notes: list[str]
     """What is approximated, left out, or set elsewhere."""
-    file_name: str
-    """What to call the file."""
 
 
 @dataclass(frozen=True)

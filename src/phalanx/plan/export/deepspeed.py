@@ -44,7 +44,7 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
         "scheduler": _scheduler(job),
     }
     notes = [*_notes(job), *common_notes(job, "deepspeed")]
-    return ExportedConfig(json.dumps(table, indent=2) + "\n", notes, "deepspeed.json")
+    return ExportedConfig(json.dumps(table, indent=2) + "\n", notes)
 
 
 def _check(job: ExportJob) -> None:

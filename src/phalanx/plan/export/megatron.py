@@ -54,7 +54,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
         notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
-    return ExportedConfig(with_comment_header(notes, _script(job, flags)), notes, "megatron.sh")
+    return ExportedConfig(with_comment_header(notes, _script(job, flags)), notes)
 
 
 def _script(job: ExportJob, flags: Flags) -> str:

@@ -66,7 +66,7 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron cuts the pipeline itself; here stages have {layers} layers.")
-    return ExportedConfig(with_comment_header(notes, "\n".join(_yaml(tables)) + "\n"), notes, "nanotron.yaml")
+    return ExportedConfig(with_comment_header(notes, "\n".join(_yaml(tables)) + "\n"), notes)
 
 
 def _parallelism(job: ExportJob) -> Table:

@@ -65,7 +65,7 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
         "lr_scheduler": _lr_scheduler(job),
     }
     notes = [*_notes(job), *common_notes(job, "torchtitan", "training.compile", "layout.reshard_after_forward")]
-    return ExportedConfig(with_comment_header(notes, tomli_w.dumps(tables)), notes, "torchtitan.toml")
+    return ExportedConfig(with_comment_header(notes, tomli_w.dumps(tables)), notes)
 
 
 def _check(job: ExportJob) -> None:

@@ -165,12 +165,6 @@ def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepR
     return outcome, StepProfile(waits, recorder.calls)
 
 
-def metered_step(trainer: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, dict[str, Any]]:
-    """A step like any other, but slower, and what was measured in it."""
-    record, seen = profile_step(trainer, partial(trainer.train_step, batches))
-    return record, {"step": record["step"], **seen.as_dict}
-
-
 def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> list[dict[str, Any]]:
     """The collectives of a step by operation, what did it, and group of ranks: bytes are of the operation asked for,
     `sent_bytes` what a rank sends for it around a ring."""
