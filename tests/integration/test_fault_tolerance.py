@@ -73,9 +73,9 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(disk: Path
     assert step_of(saved[0]) >= newest
 
     others.unlink()
-    begun = len(events(directory, "began"))
+    begun = len(events(directory, "started"))
     with training(TEXT, disk, changes, 2, "--resume") as process:
-        wait_until(lambda: len(events(directory, "began")) > begun, "it goes on")
+        wait_until(lambda: len(events(directory, "started")) > begun, "it goes on")
         stopped(process)
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, changes, len(learned))
@@ -101,8 +101,8 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
     directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
     with training(TEXT, tmp_path, changes) as process:
         for number, harm in enumerate((truncate_file, flip_bit, Path.unlink), 1):
-            wait_until(lambda at=number: len(events(directory, "began")) == at, "it trains")  # type: ignore[misc]
-            began = events(directory, "began")[-1]["step"]
+            wait_until(lambda at=number: len(events(directory, "started")) == at, "it trains")  # type: ignore[misc]
+            began = events(directory, "started")[-1]["step"]
             wait_until(lambda after=began: saved_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
             ranks = rank_pids(directory)
             for pid in ranks.values():
@@ -111,12 +111,12 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
             harm(next(newest.glob("shard-*")))
             for pid in ranks.values():
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda at=number: len(events(directory, "began")) > at, "it trains again")  # type: ignore[misc]
-            assert events(directory, "began")[-1]["step"] == step_of(before)
+            wait_until(lambda at=number: len(events(directory, "started")) > at, "it trains again")  # type: ignore[misc]
+            assert events(directory, "started")[-1]["step"] == step_of(before)
             assert newest.with_name(f"{newest.name}.damaged").exists()
         wait_until(reaches(directory, step_of(before) + 5), "it goes on")
         said = stopped(process)
-    assert said.count("is damaged and was set aside") == len(events(directory, "set aside")) == 3
+    assert said.count("is damaged and was set aside") == len(events(directory, "checkpoint_quarantined")) == 3
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, changes, len(learned))
 

@@ -55,7 +55,7 @@ def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "where", "wait_seconds"),
+    ("layout", "where", "waited"),
     [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "pipeline/p2p.py")],
     ids=["ddp", "pp"],
 )

@@ -101,13 +101,13 @@ def test_in_memory_checkpoint_loses_at_most_one_step_per_killed_rank(tmp_path: P
     directory, kills = tmp_path / "parity", random.Random(7)
     with training(TEXT, tmp_path, {**SHORT, **COPIED, "training.steps": 60}) as process:
         for number in range(KILLS):
-            began = (events(directory, "began") or [{"step": 0}])[-1]["step"]
+            began = (events(directory, "started") or [{"step": 0}])[-1]["step"]
             wait_until(reaches(directory, began + kills.randint(4, 9)), "some steps")
             os.kill(rank_pids(directory)[kills.randint(0, 1)], signal.SIGKILL)
-            wait_until(lambda number=number: len(events(directory, "began")) > number + 1, "a start")
+            wait_until(lambda number=number: len(events(directory, "started")) > number + 1, "a start")
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
-    failed, (_, *again) = events(directory, "failed"), events(directory, "began")
+    failed, (_, *again) = events(directory, "failed"), events(directory, "started")
     assert len(failed) == len(again) == KILLS
     assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, again, strict=True))
     with training(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
@@ -125,8 +125,8 @@ def test_in_memory_checkpoint_of_lost_node_is_restored_from_peer(tmp_path: Path)
         at.kill("second")
         last = trained(directory)
         at.start("second")
-        wait_until(lambda: len(events(directory, "began")) > 1, "a start of both")
-        first, again = events(directory, "began")
+        wait_until(lambda: len(events(directory, "started")) > 1, "a start of both")
+        first, again = events(directory, "started")
         assert (first["ranks"], again["ranks"]) == (4, 4)
         assert again["step"] >= len(last) - 1
         wait_until(reaches(directory, again["step"] + 3), "some more steps")
@@ -143,7 +143,7 @@ def test_in_memory_checkpoint_recovers_single_rank_run_after_sigkill(tmp_path: P
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert "rank 0 was killed by SIGKILL" in said
-    [failed], (_, again) = events(directory, "failed"), events(directory, "began")
+    [failed], (_, again) = events(directory, "failed"), events(directory, "started")
     assert failed["step"] - again["step"] <= 1
     assert trained(directory) == steps(trainer(described(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"])
 

@@ -22,18 +22,18 @@ def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
         at.start("second")
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         at.kill("second")
-        wait_until(lambda: len(events(directory, "began")) > 1, "a start of those who are left")
+        wait_until(lambda: len(events(directory, "started")) > 1, "a start of those who are left")
         at.start("second")
-        wait_until(lambda: len(events(directory, "began")) > 2, "a start of all")
-        wait_until(reaches(directory, events(directory, "began")[-1]["step"] + 5), "some steps of all")
+        wait_until(lambda: len(events(directory, "started")) > 2, "a start of all")
+        wait_until(reaches(directory, events(directory, "started")[-1]["step"] + 5), "some steps of all")
         at.at["second"].send_signal(signal.SIGTERM)
         assert at.ends("second") == EXIT_STOPPED, at.said("second")
-        wait_until(lambda: len(events(directory, "began")) > 3, "a start of those who stay")
+        wait_until(lambda: len(events(directory, "started")) > 3, "a start of those who stay")
         at.at["first"].send_signal(signal.SIGTERM)
         assert at.ends("first") == EXIT_STOPPED, at.said("first")
         for met in ("2 of 2 nodes met: 4 ranks start", "1 of 2 nodes met: 2 ranks start"):
             assert met in at.said("first")
-    assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 2]
+    assert [event["ranks"] for event in events(directory, "started")] == [4, 2, 4, 2]
     assert [event["reason"] for event in events(directory, "failed")] == ["lost ranks of another node"]
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, len(learned))
@@ -47,15 +47,15 @@ def test_multi_node_run_survives_network_cut_and_rendezvous_host_loss(tmp_path: 
         at.start("second")
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         at.network.disconnect("second")
-        wait_until(lambda: len(events(directory, "began")) > 1, "a start of the node where they meet")
+        wait_until(lambda: len(events(directory, "started")) > 1, "a start of the node where they meet")
         at.network.reconnect("second")
-        wait_until(lambda: len(events(directory, "began")) > 2, "a start of both")
-        wait_until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some steps of both")
+        wait_until(lambda: len(events(directory, "started")) > 2, "a start of both")
+        wait_until(reaches(directory, events(directory, "started")[-1]["step"] + 2), "some steps of both")
         at.kill("first")
         at.start("first")
-        wait_until(lambda: len(events(directory, "began")) > 3, "a start of both again")
-        wait_until(reaches(directory, events(directory, "began")[-1]["step"] + 2), "some more steps")
-    assert [event["ranks"] for event in events(directory, "began")] == [4, 2, 4, 4]
+        wait_until(lambda: len(events(directory, "started")) > 3, "a start of both again")
+        wait_until(reaches(directory, events(directory, "started")[-1]["step"] + 2), "some more steps")
+    assert [event["ranks"] for event in events(directory, "started")] == [4, 2, 4, 4]
     learned = trained(directory)
     assert learned == of_one_process(tmp_path, len(learned))
 
@@ -79,7 +79,7 @@ def test_multi_node_run_puts_surplus_node_on_standby(tmp_path: Path) -> None:
         assert (at.ends("first"), at.ends("second")) == (0, 0), at.said("first") + at.said("second")
         assert "1 of 2 ranks train, as no layout fits more" in at.said("first")
         assert "which 2 data-parallel ranks cannot share" in at.said("first")
-    assert [event["ranks"] for event in events(directory, "began")] == [1]
+    assert [event["ranks"] for event in events(directory, "started")] == [1]
     assert len(trained(directory)) == 12
 
 

@@ -45,7 +45,7 @@ def test_recovery_restarts_killed_rank_with_bit_exact_losses(
     assert process.returncode == 0, said
     assert f"rank 1 was killed by {sent.name}" in said
     assert "starting again from step-" in said
-    (failed,), (first, again) = events(directory, "failed"), events(directory, "began")
+    (failed,), (first, again) = events(directory, "failed"), events(directory, "started")
     assert (failed["rank"], first["step"]) == (1, 0)
     assert 0 <= failed["step"] - again["step"] <= 5
     assert trained(directory) == whole
@@ -94,7 +94,7 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
         assert refused.returncode == 2, refused.stderr
         assert f"is in use: process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as
-        wait_until(lambda: len(events(directory, "began")) == 2, "ranks begin anew")
+        wait_until(lambda: len(events(directory, "started")) == 2, "ranks begin anew")
         process.terminate()
         assert process.wait(timeout=SECONDS) == EXIT_STOPPED
 
@@ -116,7 +116,7 @@ def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path:
     codes = [one.returncode, other.returncode]
     assert sorted(codes) == [0, 2], said
     assert "is in use: process" in said[codes.index(2)]
-    assert len(events(tmp_path / "parity", "began")) == 1
+    assert len(events(tmp_path / "parity", "started")) == 1
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -
     assert "going on without rank 2, which failed again and again: with 2 of 3" in said
     assert "continue with: " not in said, "there is nothing to do"
     assert [event["rank"] for event in events(directory, "failed")] == [2, 2]
-    assert [event["ranks"] for event in events(directory, "began")] == [3, 2]
+    assert [event["ranks"] for event in events(directory, "started")] == [3, 2]
     assert (directory / LAYOUT_FILE).exists()
     one = steps(trainer(described(text, tmp_path / "one", SHORT)), STEPS)
     assert trained(directory) == [pytest.approx(step, rel=1e-10) for step in one]

@@ -54,7 +54,7 @@ CASES = [
     pytest.param(n, layout, parts, id=f"{'-'.join(map(str, layout.values()))}-x{n}-acc{parts}")
     for n, layout in LAYOUTS
     for parts in (1, 2)
-    if not (parts > 1 and layout.get("static_graph"))
+    if not (parts > 1 and layout.get("ddp_static_graph"))
 ]
 FIRST_BUCKET = "bucket_cap_mb_list" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 Trajectory = list[tuple[float, float]]
