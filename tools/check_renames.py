@@ -56,7 +56,7 @@ def main(plan: Path) -> int:
     print("renames.tsv:", ", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
     moves = read_rows(plan / "moves.tsv")
     added = {row["path"]: row for row in read_rows(ROOT / "tools" / "new_files.tsv")}
-    replaced = {row["replaces"] for row in added.values()}
+    replaced = {path for row in added.values() for path in (row["replaces"] or "").split()}
     missing = [row["new_path"] for row in moves if not (PACKAGE / row["new_path"]).exists()]
     open_moves = [path for path in missing if path not in replaced]
     print(f"moves.tsv: {len(moves) - len(missing)} executed, {len(missing)} to a better path")
