@@ -46,7 +46,7 @@ from phalanx.testing.processes import rank_pids, wait_until
 from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
-from tests.helpers.faulty_rank import TOGETHER
+from tests.helpers.faulty_rank import ALL_RANK_FAULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "faults.md"
 NODES, PORT = ("first", "second"), 29_400
@@ -253,7 +253,7 @@ def call_wrongly(directory: Path) -> None:
     def wrong(self: Trainer, batches: Any) -> Any:
         at, fault = order.read_text().split() if order.exists() else ("-1", "")
         if self.step == int(at):
-            TOGETHER[fault]()
+            ALL_RANK_FAULTS[fault]()
         return step(self, batches)
 
     Trainer.train_step = wrong  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from phalanx.data.indexed_dataset import IndexedDataset
-    from tests.helpers.random_models import Build
+    from tests.helpers.random_models import ModelBuilder
 
 pytest.register_assert_rewrite("tests.helpers")
 
@@ -81,18 +81,18 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def build() -> Build:
-    """A small model with random parameters, from its spec or from what differs from random_models.SMALL."""
+def build_model() -> ModelBuilder:
+    """A small model with random parameters, from its spec or from what differs from random_models.SMALL_MODEL."""
     from tests.helpers import random_models
 
-    return random_models.build
+    return random_models.build_model
 
 
 @pytest.fixture
 def tokens() -> Tensor:
-    """[2, 24] ids below the vocabulary of random_models.SMALL."""
+    """[2, 24] ids below the vocabulary of random_models.SMALL_MODEL."""
     import torch
 
-    from tests.helpers.random_models import SMALL
+    from tests.helpers.random_models import SMALL_MODEL
 
-    return torch.randint(0, SMALL["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, SMALL_MODEL["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))

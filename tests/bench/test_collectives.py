@@ -27,22 +27,29 @@ from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
-from tests.helpers.dry_run_cases import DENSE, LAYOUTS, row
-from tests.helpers.small_runs import described
+from tests.helpers.dry_run_cases import DENSE, LAYOUTS, dry_run_case
+from tests.helpers.small_runs import small_run
 
 OPERATIONS: list[Operation] = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-SHARES = {"all_reduce": 1.5, "all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75, "broadcast": 1, "send": 1}
+BUS_FACTORS = {
+    "all_reduce": 1.5,
+    "all_gather": 0.75,
+    "reduce_scatter": 0.75,
+    "all_to_all": 0.75,
+    "broadcast": 1,
+    "send": 1,
+}
 """busbw / algbw among 4 ranks (nccl-tests, doc/PERFORMANCE.md)."""
 
 
-def case(operation: Operation, count: int = 3000) -> BenchmarkCase:
+def make_case(operation: Operation, count: int = 3000) -> BenchmarkCase:
     return BenchmarkCase(
         CollectiveKind(operation, "data", "bf16"), dist.get_world_size() if dist.is_initialized() else 4, 2 * count, 1
     )
 
 
-def described_in(folder: Path, changes: dict[str, Any]) -> RunSpec:
-    return described(Path(json.__file__).parent, folder, changes)
+def make_run(folder: Path, changes: dict[str, Any]) -> RunSpec:
+    return small_run(Path(json.__file__).parent, folder, changes)
 
 
 # -- which -------------------------------------------------------------------------------------------------------------
@@ -51,11 +58,11 @@ def described_in(folder: Path, changes: dict[str, Any]) -> RunSpec:
 @pytest.mark.parametrize(("world_size", "changes"), LAYOUTS)
 def test_benchmark_cases_add_up_to_run_traffic(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Of one role; of several, at least what each of them sends."""
-    run = described_in(tmp_path, changes)
+    run = make_run(tmp_path, changes)
     traffic = traffic_by_group(run, world_size)
     for way, roles in collective_kinds_of_run(run, traffic).items():
         n = 4  # whatever it is: what is sent for a size and the size that is sent for are each other's inverse
-        share = SHARES[way.operation]
+        share = BUS_FACTORS[way.operation]
         cases = benchmark_cases(way, roles, n)
         sent = sum(each.calls * each.size_bytes * share for each in cases)
         most = max(sum(row.bytes for row in rows) for rows in roles)
@@ -76,7 +83,7 @@ def test_benchmark_cases_round_mean_call_size_to_equal_shards() -> None:
 
 def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_path: Path) -> None:
     def kinds(**layout: Any) -> dict[str, str]:
-        run = described_in(tmp_path, row(2, **layout, **{"training.precision": "bf16"})[1])
+        run = make_run(tmp_path, dry_run_case(2, **layout, **{"training.precision": "bf16"})[1])
         return {way.operation: way.precision for way in collective_kinds_of_run(run, traffic_by_group(run, 2))}
 
     assert kinds() == {"all_reduce": "fp32"}
@@ -87,7 +94,7 @@ def test_collective_kinds_use_fp32_gradients_unless_layout_reduces_in_bf16(tmp_p
 
 
 def test_collective_kinds_of_parameter_server_exclude_recv(tmp_path: Path) -> None:
-    run = described_in(tmp_path, row(2, DENSE, data_parallel="parameter_server")[1])
+    run = make_run(tmp_path, dry_run_case(2, DENSE, data_parallel="parameter_server")[1])
     assert {way.operation for way in collective_kinds_of_run(run, traffic_by_group(run, 2))} == {"broadcast", "send"}
 
 
@@ -95,27 +102,27 @@ def test_collective_kinds_of_parameter_server_exclude_recv(tmp_path: Path) -> No
 def test_busbw_equals_algbw_times_nccl_tests_factor(operation: Operation) -> None:
     assert bandwidths(BenchmarkCase(CollectiveKind(operation, "data", "fp32"), 4, 4000, 1), 2.0) == (
         2000,
-        2000 * SHARES[operation],
+        2000 * BUS_FACTORS[operation],
     )
 
 
 # -- whether it is right -----------------------------------------------------------------------------------------------
 
 
-def run_one(operation: Operation, call: Call) -> dict[str, int | None]:
+def count_wrong_elements(operation: Operation, call: Call) -> dict[str, int | None]:
     assert dist.group.WORLD is not None
-    return dict(time_case(case(operation), call, dist.group.WORLD, torch.device("cpu"), 2).wrong)
+    return dict(time_case(make_case(operation), call, dist.group.WORLD, torch.device("cpu"), 2).wrong)
 
 
-def right(operation: Operation) -> dict[str, int | None]:
-    return run_one(operation, COLLECTIVE_CALLS[operation])
+def count_wrong_of_correct_call(operation: Operation) -> dict[str, int | None]:
+    return count_wrong_elements(operation, COLLECTIVE_CALLS[operation])
 
 
-def nothing(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+def no_op_call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
     """A call that does not happen."""
 
 
-def shifted(operation: Operation) -> dict[str, int | None]:
+def count_wrong_of_corrupted_call(operation: Operation) -> dict[str, int | None]:
     """One number in the wrong place."""
 
     def call(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
@@ -123,31 +130,31 @@ def shifted(operation: Operation) -> dict[str, int | None]:
         if group.rank() == 0:
             out[7] = out[7] + 1
 
-    return run_one(operation, call)
+    return count_wrong_elements(operation, call)
 
 
-def silent(operation: Operation) -> dict[str, int | None]:
-    return run_one(operation, nothing)
+def count_wrong_of_no_op_call(operation: Operation) -> dict[str, int | None]:
+    return count_wrong_elements(operation, no_op_call)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collective_benchmark_finds_no_errors_in_correct_calls(operation: Operation, world_size: int) -> None:
     unchecked = operation in ("all_to_all", "send")
-    for wrong in rank_pool(world_size).run(right, operation):
+    for wrong in rank_pool(world_size).run(count_wrong_of_correct_call, operation):
         assert wrong == {"out_of_place": 0, "in_place": None if unchecked else 0}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_collective_benchmark_counts_corrupted_and_missing_elements(operation: Operation) -> None:
-    assert [wrong["out_of_place"] for wrong in rank_pool(2).run(shifted, operation)] == [1, 0]
-    assert all(wrong["out_of_place"] for wrong in rank_pool(2).run(silent, operation))
+    assert [wrong["out_of_place"] for wrong in rank_pool(2).run(count_wrong_of_corrupted_call, operation)] == [1, 0]
+    assert all(wrong["out_of_place"] for wrong in rank_pool(2).run(count_wrong_of_no_op_call, operation))
 
 
-def recorded(operation: Operation) -> list[tuple[str, int]]:
+def record_benchmark_calls(operation: Operation) -> list[tuple[str, int]]:
     assert dist.group.WORLD is not None
     with CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
-        time_case(case(operation), COLLECTIVE_CALLS[operation], dist.group.WORLD, torch.device("cpu"), 2)
+        time_case(make_case(operation), COLLECTIVE_CALLS[operation], dist.group.WORLD, torch.device("cpu"), 2)
     dist.barrier()
     return [(call.operation, call.size_bytes) for call in recorder.calls]
 
@@ -155,5 +162,5 @@ def recorded(operation: Operation) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_collective_benchmark_calls_have_operation_and_size_of_case(operation: Operation) -> None:
     """As training's own calls are recorded: warm-up, two iterations and the check, out of place and in place."""
-    for calls in rank_pool(2).run(recorded, operation):
+    for calls in rank_pool(2).run(record_benchmark_calls, operation):
         assert [call for call in calls if call[0] == operation] == [(operation, 6000)] * 8

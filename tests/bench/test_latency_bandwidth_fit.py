@@ -15,19 +15,19 @@ MIB = 2**20
 # simu_tools/efficency_test/nccl_fit.py.
 ALL_REDUCE_US = [46.24, 45.71, 57.93, 86.55, 125.9, 203.3, 328.4, 579.2, 1090.5, 2106.2, 4022.4, 7924.8, 15736, 31450]
 ALL_TO_ALL_US = [75.76, 75.06, 76.64, 79.10, 82.85, 129.9, 220.1, 398.7, 761.2, 1461.0, 2822.3, 5520.5, 10937, 21730]
-SWEPT = [MIB * 2.0**power for power in range(14)]
+SWEEP_SIZES = [MIB * 2.0**power for power in range(14)]
 
 latencies = st.floats(1e-6, 1e-3)
 slopes = st.floats(1e-12, 1e-8)
 
 
-def at_every_size(piece: LinearPiece) -> list[float]:
+def piece_seconds(piece: LinearPiece) -> list[float]:
     return [piece.latency_seconds + piece.seconds_per_byte * size for size in SIZES]
 
 
-def two_lines(first: LinearPiece, second: LinearPiece, joined: str) -> list[float]:
+def combine_pieces(first: LinearPiece, second: LinearPiece, joined: str) -> list[float]:
     longer_or_shorter = max if joined == "max" else min
-    return [longer_or_shorter(pair) for pair in zip(at_every_size(first), at_every_size(second), strict=True)]
+    return [longer_or_shorter(pair) for pair in zip(piece_seconds(first), piece_seconds(second), strict=True)]
 
 
 @given(latencies, slopes)
@@ -42,18 +42,18 @@ def test_fit_latency_bandwidth_recovers_single_line(latency: float, slope: float
 
 @given(latencies, slopes, st.floats(4, 100), st.integers(4, 15), st.sampled_from(["max", "min"]))
 def test_fit_latency_bandwidth_recovers_two_pieces(
-    latency: float, slope: float, times: float, meet: int, joined: str
+    latency: float, slope: float, slope_ratio: float, crossing_index: int, combination: str
 ) -> None:
     """They meet between two sizes, with more sizes than a line needs on either side."""
-    where, steep = 1.4 * SIZES[meet], slope * times
+    where, steep = 1.4 * SIZES[crossing_index], slope * slope_ratio
     gentle, steeper = LinearPiece(latency + (steep - slope) * where, slope), LinearPiece(latency, steep)
-    first, second = (gentle, steeper) if joined == "max" else (steeper, gentle)
-    found = fit_latency_bandwidth(SIZES, two_lines(first, second, joined))
+    first, second = (gentle, steeper) if combination == "max" else (steeper, gentle)
+    found = fit_latency_bandwidth(SIZES, combine_pieces(first, second, combination))
     assert found is not None
-    assert found.combination == joined
+    assert found.combination == combination
     assert found.max_error < 1e-9
     for piece, known in zip(found.pieces, (first, second), strict=True):
-        assert at_every_size(piece) == pytest.approx(at_every_size(known), rel=1e-5)
+        assert piece_seconds(piece) == pytest.approx(piece_seconds(known), rel=1e-5)
     for piece in found.pieces:
         seconds = piece.latency_seconds + piece.seconds_per_byte * where
         assert seconds == pytest.approx(latency + steep * where, rel=1e-6)
@@ -61,7 +61,7 @@ def test_fit_latency_bandwidth_recovers_two_pieces(
 
 def test_fit_latency_bandwidth_uses_min_of_pieces_for_published_all_reduce() -> None:
     """A library that changes its algorithm: no longer-of-two fits these times, the shorter one does, within 8 %."""
-    found = fit_latency_bandwidth(SWEPT, [us / 1e6 for us in ALL_REDUCE_US])
+    found = fit_latency_bandwidth(SWEEP_SIZES, [us / 1e6 for us in ALL_REDUCE_US])
     assert found is not None
     assert found.combination == "min"
     assert found.max_error < 0.08
@@ -72,7 +72,7 @@ def test_fit_latency_bandwidth_uses_min_of_pieces_for_published_all_reduce() -> 
 
 
 def test_fit_latency_bandwidth_finds_latency_floor_of_published_all_to_all() -> None:
-    found = fit_latency_bandwidth(SWEPT, [us / 1e6 for us in ALL_TO_ALL_US])
+    found = fit_latency_bandwidth(SWEEP_SIZES, [us / 1e6 for us in ALL_TO_ALL_US])
     assert found is not None
     assert found.combination == "max"
     floor, link = found.pieces

@@ -17,22 +17,22 @@ from phalanx.cost.exact.flops import rank_flops
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.flop_counter import FlopCounter
-from tests.helpers.dry_run_cases import LAYOUTS, MOE, row
-from tests.helpers.small_runs import described
+from tests.helpers.dry_run_cases import LAYOUTS, MOE, dry_run_case
+from tests.helpers.small_runs import small_run
 
 CPU = torch.device("cpu")
 TEXT = Path(json.__file__).parent
 
 
-def layout_of(changes: dict[str, Any]) -> str:
+def layout_id(changes: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in changes.items() if key.startswith("layout."))
 
 
-@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_of(changes) for _, changes in LAYOUTS])
+@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=[layout_id(changes) for _, changes in LAYOUTS])
 def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
     """Forward and twice as many backward, without what is computed again; through a pipeline at least those of the
     place that computes most."""
-    run = described(TEXT, tmp_path, changes | {"layout.activation_checkpointing": "none"})
+    run = small_run(TEXT, tmp_path, changes | {"layout.activation_checkpointing": "none"})
     forward = sum(product.flops * count for product, (_, count) in matmul_shapes(run, world_size).items())
     forward += sum(core.flops * count for core, count in attention_shapes(run, world_size).items())
     measured = 3 * forward * plan_batch(run, world_size).gradient_accumulation_steps
@@ -41,7 +41,7 @@ def test_layer_shapes_flops_equal_rank_flops(world_size: int, changes: dict[str,
 
 
 def test_layer_shapes_match_tensor_parallel_shard(tmp_path: Path) -> None:
-    run = described(TEXT, tmp_path, row(2, tp=2)[1])
+    run = small_run(TEXT, tmp_path, dry_run_case(2, tp=2)[1])
     found = {names: (product, count) for product, (names, count) in matmul_shapes(run, 2).items()}
     tokens = run.layout.micro_batch_size * 128 if run.layout.micro_batch_size else 0
     assert found["wq", "wk", "wv"] == (MatmulShape(1, tokens, 64, 128), 12)
@@ -51,7 +51,7 @@ def test_layer_shapes_match_tensor_parallel_shard(tmp_path: Path) -> None:
 
 
 def test_matmul_shapes_batch_local_experts(tmp_path: Path) -> None:
-    run = described(TEXT, tmp_path, row(2, MOE, ep=2)[1])
+    run = small_run(TEXT, tmp_path, dry_run_case(2, MOE, ep=2)[1])
     products = {names: product for product, (names, _) in matmul_shapes(run, 2).items()}
     assert products["experts.gate", "experts.up"] == MatmulShape(4, 2 * 128 * 2 // 4, 96, 128)
 
@@ -76,7 +76,7 @@ def test_benchmark_attention_calls_have_stated_flops(masked: bool) -> None:
 
 
 def test_layer_benchmark_rows_contain_seconds_and_flops(tmp_path: Path) -> None:
-    run: RunSpec = described(TEXT, tmp_path, {})
+    run: RunSpec = small_run(TEXT, tmp_path, {})
     for rows, passes in (
         (benchmark_matmul(run, 1, CPU, 2), ("forward", "inputs", "weights")),
         (benchmark_attention(run, 1, CPU, 2), ("forward", "backward")),

@@ -15,7 +15,7 @@ from tests.helpers.nccl_tests_output import AVERAGE, ROW
 DEVICE = re.compile(
     r"^#\s+Rank\s+(\d+) Group\s+(\d+) Pid\s+(\d+) on\s+(\S+) device\s+(\d+) \[(.+)\] (.*)$", re.MULTILINE
 )
-ABOUT = {
+RUN_METADATA = {
     "start_time": "2026-01-01 00:00:00",
     "end_time": "2026-01-01 00:00:01",
     "args": ["x"],
@@ -35,7 +35,7 @@ DEVICES = [
 ]
 
 
-def measured(
+def make_case_result(
     operation: Operation, size: int, out_us: float, in_us: float, ranks: int, checked: bool = True
 ) -> CaseResult:
     case = BenchmarkCase(CollectiveKind(operation, "data", "bf16"), ranks, size, 1)
@@ -45,7 +45,7 @@ def measured(
 
 
 # Rows of nccl-tests on 8 GPUs (2 for send and receive): MooreThreads/SimuMax, simu_tools/efficency_test/nccl_fit.py.
-WRITTEN = [
+REFERENCE_ROWS = [
     ("all_reduce", 8, True, "1048576 524288 bfloat16 sum -1 46.24 22.68 39.69 0 45.89 22.85 39.99 0"),
     ("all_reduce", 8, True, "268435456 134217728 bfloat16 sum -1 1090.5 246.16 430.79 0 1089.8 246.31 431.04 0"),
     ("all_gather", 8, True, "8388608 524288 bfloat16 none -1 48.87 171.67 150.21 0 49.08 170.90 149.54 0"),
@@ -55,14 +55,14 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "ranks", "checked", "written"), WRITTEN)
+@pytest.mark.parametrize(("operation", "ranks", "checked", "reference_row"), REFERENCE_ROWS)
 def test_nccl_tests_table_row_matches_published_output(
-    operation: Operation, ranks: int, checked: bool, written: str
+    operation: Operation, ranks: int, checked: bool, reference_row: str
 ) -> None:
     """The same bytes and times give the same count, kind, algbw and busbw, to the digits of the time."""
-    size, _, _, _, _, out_us, *_ = words = written.split()
-    found = measured(operation, int(size), float(out_us), float(words[9]), ranks, checked)
-    text = format_table(to_json_document([found], 20, False, ABOUT, DEVICES))
+    size, _, _, _, _, out_us, *_ = words = reference_row.split()
+    found = make_case_result(operation, int(size), float(out_us), float(words[9]), ranks, checked)
+    text = format_table(to_json_document([found], 20, False, RUN_METADATA, DEVICES))
     (row,) = ROW.findall(text)
     for ours, theirs in zip(row, words, strict=True):
         if re.fullmatch(r"[\d.]+", theirs):
@@ -72,7 +72,9 @@ def test_nccl_tests_table_row_matches_published_output(
 
 
 def test_nccl_tests_table_column_widths_match_original() -> None:
-    text = format_table(to_json_document([measured("all_reduce", 2**20, 46.24, 139876.5, 8)], 20, True, ABOUT, DEVICES))
+    text = format_table(
+        to_json_document([make_case_result("all_reduce", 2**20, 46.24, 139876.5, 8)], 20, True, RUN_METADATA, DEVICES)
+    )
     row = (
         "     1048576        524288  bfloat16     sum      -1    46.24   22.68   39.68       0   139876    0.01    0.01"
     )
@@ -82,15 +84,17 @@ def test_nccl_tests_table_column_widths_match_original() -> None:
 
 
 def test_nccl_tests_table_averages_busbw_of_both_buffer_modes() -> None:
-    two = [measured("all_reduce", 10**9, 1e6, 5e5, 2), measured("all_reduce", 2 * 10**9, 1e6, 1e6, 2)]
-    text = format_table(to_json_document(two, 20, True, ABOUT, DEVICES))
+    two = [make_case_result("all_reduce", 10**9, 1e6, 5e5, 2), make_case_result("all_reduce", 2 * 10**9, 1e6, 1e6, 2)]
+    text = format_table(to_json_document(two, 20, True, RUN_METADATA, DEVICES))
     assert float(AVERAGE.findall(text)[0]) == pytest.approx((1 + 2 + 2 + 2) / 4)
     assert "# Out of bounds values : 0 OK" in text
 
 
 def test_nccl_tests_json_document_follows_version_3() -> None:
     found = json.loads(
-        json.dumps(to_json_document([measured("send", 2**20, 10, 20, 2, False)], 20, True, ABOUT, DEVICES))
+        json.dumps(
+            to_json_document([make_case_result("send", 2**20, 10, 20, 2, False)], 20, True, RUN_METADATA, DEVICES)
+        )
     )
     assert list(found) == [
         "version",
@@ -140,6 +144,6 @@ def test_merge_ranks_averages_seconds_and_sums_wrong_elements() -> None:
     assert found.seconds["out_of_place"] == pytest.approx(2.0)
     assert found.each["out_of_place"] == [2.0, 4.0]
     assert found.wrong == {"out_of_place": 7, "in_place": None}
-    written = to_json_document([found], 2, False, ABOUT, DEVICES)
+    written = to_json_document([found], 2, False, RUN_METADATA, DEVICES)
     assert written["out_of_bounds"] == {"count": 7, "okay": "false"}
     assert "# Out of bounds values : 7 FAILED" in format_table(written)

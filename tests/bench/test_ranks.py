@@ -19,13 +19,13 @@ from phalanx.spec.communication_groups import group_ranks
 from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, MOE, row
-from tests.helpers.small_runs import described
+from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, MOE, dry_run_case
+from tests.helpers.small_runs import small_run
 
 Groups = dict[tuple[str, str], tuple[int, ...]]
 
 
-def groups_of(run: RunSpec) -> Groups:
+def groups_of_this_rank(run: RunSpec) -> Groups:
     """Of every way, the ranks of this rank's group."""
     world_size = dist.get_world_size()
     mesh = build_mesh(run.layout, world_size, "cpu")
@@ -40,44 +40,46 @@ def groups_of(run: RunSpec) -> Groups:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        *[row(4, data_parallel=data) for data in ("ddp", "zero1", "zero3")],
-        row(4, MOE, data_parallel="hsdp", dp_shard=2),
-        row(4, MOE, data_parallel="hsdp", dp_shard=2, ep=2),
-        row(4, FEW_HEADS, tp=4, data_parallel="zero1"),
-        row(4, cp=2, cp_method="ring", data_parallel="zero1"),
-        row(4, MOE, ep=2),
-        row(4, MOE, ep=2, data_parallel="zero3"),
-        row(4, {**DENSE, "tie_embeddings": True}, pp=2, data_parallel="zero1", schedule="zb-h1"),
-        row(4, MOE, pp=2, ep=2, data_parallel="zero1"),
-        row(4, pp=2, tp=2, rank_order="pipeline_outer"),
+        *[dry_run_case(4, data_parallel=data) for data in ("ddp", "zero1", "zero3")],
+        dry_run_case(4, MOE, data_parallel="hsdp", dp_shard=2),
+        dry_run_case(4, MOE, data_parallel="hsdp", dp_shard=2, ep=2),
+        dry_run_case(4, FEW_HEADS, tp=4, data_parallel="zero1"),
+        dry_run_case(4, cp=2, cp_method="ring", data_parallel="zero1"),
+        dry_run_case(4, MOE, ep=2),
+        dry_run_case(4, MOE, ep=2, data_parallel="zero3"),
+        dry_run_case(4, {**DENSE, "tie_embeddings": True}, pp=2, data_parallel="zero1", schedule="zb-h1"),
+        dry_run_case(4, MOE, pp=2, ep=2, data_parallel="zero1"),
+        dry_run_case(4, pp=2, tp=2, rank_order="pipeline_outer"),
     ],
     ids=str,
 )
 def test_benchmark_groups_equal_planned_groups(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    run = described(Path(json.__file__).parent, tmp_path, changes)
+    run = small_run(Path(json.__file__).parent, tmp_path, changes)
     dims = parallel_dims(run.layout, world_size)
-    for rank, found in enumerate(rank_pool(world_size).run(groups_of, run)):
+    for rank, found in enumerate(rank_pool(world_size).run(groups_of_this_rank, run)):
         assert found
         for (_, among), group in found.items():
             assert group == group_ranks(run, dims, among, rank), (rank, among)  # type: ignore[arg-type]
 
 
 def test_broadcast_benchmark_group_is_server_with_its_workers(tmp_path: Path) -> None:
-    run = described(Path(json.__file__).parent, tmp_path, row(4, data_parallel="parameter_server", num_servers=2)[1])
-    (result, *_) = rank_pool(4).run(measured, run, ["collectives"], [])
+    run = small_run(
+        Path(json.__file__).parent, tmp_path, dry_run_case(4, data_parallel="parameter_server", num_servers=2)[1]
+    )
+    (result, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [])
     by_operation = {way["operation"]: way for way in result["collectives"]}
     assert by_operation["broadcast"]["groups"] == [(0, 2, 3)]
     assert by_operation["send"]["groups"] == [(0, 1, 2, 3)]
 
 
-def measured(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str, Any]:
+def benchmark_rank(run: RunSpec, parts: list[str], sweep: list[int]) -> dict[str, Any]:
     return run_benchmarks(run, torch.device("cpu"), parts, 2, sweep)
 
 
 def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -> None:
     """Two copies of two tensor-parallel ranks: both groups of a kind are measured beside each other."""
-    run = described(Path(json.__file__).parent, tmp_path, row(4, FEW_HEADS, tp=2)[1])
-    (found, *_) = rank_pool(4).run(measured, run, ["collectives"], [4096, 8192])
+    run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(4, FEW_HEADS, tp=2)[1])
+    (found, *_) = rank_pool(4).run(benchmark_rank, run, ["collectives"], [4096, 8192])
     ways = {(way["operation"], way["among"]): way for way in found["collectives"]}
     (rows,) = traffic_by_group(run, 4).values()
     assert set(ways) == {(row.operation, row.group_kind) for row in rows}
@@ -95,8 +97,8 @@ def test_collective_benchmark_uses_sizes_and_groups_of_the_run(tmp_path: Path) -
 
 
 def test_run_benchmarks_measures_only_requested_parts(tmp_path: Path) -> None:
-    run = described(Path(json.__file__).parent, tmp_path, row(2)[1])
-    found, other = rank_pool(2).run(measured, run, ["attention"], [])
+    run = small_run(Path(json.__file__).parent, tmp_path, dry_run_case(2)[1])
+    found, other = rank_pool(2).run(benchmark_rank, run, ["attention"], [])
     assert "attention" in found
     assert not {"matmul", "bandwidth", "collectives"} & set(found)
     assert found["attention"] == other["attention"]  # the slowest rank's times, wherever they are asked for

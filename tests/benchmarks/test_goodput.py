@@ -15,13 +15,13 @@ EVENTS = [
     {"time": 200.25, "what": "failed", "step": 99},
     {"time": 206.0, "what": "started", "step": 98},
 ]
-SEEN = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (205.0, 98), (208.0, 99), (300.0, 150)]
+OBSERVED_STEPS = [(1.0, 1), (99.0, 58), (109.5, 50), (111.0, 51), (200.0, 99), (205.0, 98), (208.0, 99), (300.0, 150)]
 
 
 def test_goodput_benchmark_times_failures_from_kill() -> None:
     """A second kill while the first is dealt with makes no failure of its own; one before the first step after another
     leaves that other without a return, and loses nothing more."""
-    watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=SEEN, ended=300.0)
+    watched = Watched(killed=[100.0, 104.0, 104.5, 200.0], seen=OBSERVED_STEPS, ended=300.0)
     assert failures_of(watched, EVENTS) == [Failure(0.5, None, 8), Failure(1.0, 7.0, 0), Failure(0.25, 8.0, 1)]
 
 

@@ -13,7 +13,7 @@ TRAIN = [b"to be or not to be", b"that is the question", b"", b"\x00\xff be"]
 HELD_OUT = [b"to be that is", b"unseen \xfe", b"t", b""]
 
 
-def by_definition(train: list[bytes], held_out: list[bytes], context: int) -> float:
+def reference_bits_per_byte(train: list[bytes], held_out: list[bytes], context: int) -> float:
     followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for text in train:
         symbols = [256] * context + list(text)
@@ -39,7 +39,9 @@ def by_definition(train: list[bytes], held_out: list[bytes], context: int) -> fl
 
 @pytest.mark.parametrize("context", range(7))
 def test_witten_bell_matches_reference_implementation(context: int) -> None:
-    assert witten_bell(TRAIN, HELD_OUT, context) == pytest.approx(by_definition(TRAIN, HELD_OUT, context), rel=1e-12)
+    assert witten_bell(TRAIN, HELD_OUT, context) == pytest.approx(
+        reference_bits_per_byte(TRAIN, HELD_OUT, context), rel=1e-12
+    )
 
 
 def test_witten_bell_smooths_probability_of_unseen_byte() -> None:

@@ -11,28 +11,28 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.batch import plan_batch
 
 
-def a_round(fast: float, slow: float, loss: float = 1.0) -> Round:
+def make_round(fast: float, slow: float, loss: float = 1.0) -> Round:
     """Two ranks that wait for each other: a step takes as long on both, the work is not the same."""
     return [Block([slow] * 3, [fast] * 3, [loss] * 3, 10), Block([slow] * 3, [slow] * 3, [loss] * 3, 20)]
 
 
 def test_overhead_benchmark_speed_equals_that_of_slowest_rank() -> None:
-    got = speed([a_round(1, 2), a_round(1, 4), a_round(1, 8)], tokens=800)
+    got = speed([make_round(1, 2), make_round(1, 4), make_round(1, 8)], tokens=800)
     assert (got.wall, got.cpu_bound) == (200, 200)
 
 
 def test_overhead_benchmark_ratio_pairs_adjacent_rounds() -> None:
     """When the machine gets slower for both, the ratio stays."""
-    ours, theirs = [a_round(1, 2), a_round(1, 20)], [a_round(1, 4), a_round(1, 40)]
+    ours, theirs = [make_round(1, 2), make_round(1, 20)], [make_round(1, 4), make_round(1, 40)]
     assert ratio(ours, theirs).wall == 2
 
 
 def test_overhead_benchmark_reports_relative_loss_difference() -> None:
-    assert loss_difference([a_round(1, 1, 2.0)], [a_round(1, 1, 2.5)]) == pytest.approx(0.2)
+    assert loss_difference([make_round(1, 1, 2.0)], [make_round(1, 1, 2.5)]) == pytest.approx(0.2)
 
 
 def test_overhead_table_contains_speed_memory_and_loss_ratios() -> None:
-    rounds = {OURS: [a_round(1, 4)], PLAIN: [a_round(1, 2)]}
+    rounds = {OURS: [make_round(1, 4)], PLAIN: [make_round(1, 2)]}
     assert "| tiny | ddp | 2,048 | 4,096 | 0.500 | 0.500 | 1.000 | 0e+00 |" in overhead_table(
         [Comparison("tiny", "ddp", rounds, rounds)]
     )

@@ -11,23 +11,23 @@ from benchmarks.planner import head, held_rows, interval_lines, memory_lines, se
 from benchmarks.planner_choice import sweeps
 from benchmarks.published import Known, known_rows, step_time_rows
 from phalanx.plan.tables.predict import Prediction, predict_rows
-from tests.helpers.published_rows import ROW
+from tests.helpers.published_rows import MEGATRON_22B_ROW
 
-ANSWERS = {"step_time_s": "", "tflops_per_gpu": "", "mfu": "", "memory_gib": "", "notes": "", "source": ""}
+RESULT_COLUMNS = {"step_time_s": "", "tflops_per_gpu": "", "mfu": "", "memory_gib": "", "notes": "", "source": ""}
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
+def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
     with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, [*ROW, *ANSWERS])
+        table = csv.DictWriter(file, [*MEGATRON_22B_ROW, *RESULT_COLUMNS])
         table.writeheader()
-        table.writerows({**ANSWERS, **row} for row in rows)
+        table.writerows({**RESULT_COLUMNS, **row} for row in rows)
     return path
 
 
-def sweep() -> list[dict[str, str]]:
+def sweep_rows() -> list[dict[str, str]]:
     """Layouts of one model on 16 devices, under the name of a source of sweeps."""
     layouts = [("8", "2", "1"), ("8", "1", "2"), ("4", "4", "1"), ("4", "2", "2"), ("2", "8", "1"), ("8", "1", "4")]
-    common = {**ROW, "gpus": "16", "global_batch": "64", "zero": "1"}
+    common = {**MEGATRON_22B_ROW, "gpus": "16", "global_batch": "64", "zero": "1"}
     return [
         {
             **common,
@@ -42,25 +42,25 @@ def sweep() -> list[dict[str, str]]:
     ]
 
 
-def predicted(rows: list[dict[str, str]]) -> list[Prediction]:
+def predict_all(rows: list[dict[str, str]]) -> list[Prediction]:
     found = predict_rows(rows)
     assert all(isinstance(row, Prediction) for row in found)
     return found  # type: ignore[return-value]
 
 
 @pytest.fixture
-def known(tmp_path: Path) -> list[Known]:
+def known_runs(tmp_path: Path) -> list[Known]:
     """Runs that took a tenth longer than predicted."""
-    rows = sweep()
-    for row, prediction in zip(rows, predicted(rows), strict=True):
+    rows = sweep_rows()
+    for row, prediction in zip(rows, predict_all(rows), strict=True):
         row["step_time_s"], row["memory_gib"] = str(1.1 * prediction.step_time_s), str(prediction.memory_gib)
-    rows.append({**ROW, "id": "vtm-9999", "layers": ""})
-    return known_rows(write(tmp_path / "runs.csv", rows))
+    rows.append({**MEGATRON_22B_ROW, "id": "vtm-9999", "layers": ""})
+    return known_rows(write_csv(tmp_path / "runs.csv", rows))
 
 
-def test_accuracy_report_computes_step_time_errors(known):
-    held = held_rows(step_time_rows(known))
-    assert len(held) == len(sweep())
+def test_accuracy_report_computes_step_time_errors(known_runs):
+    held = held_rows(step_time_rows(known_runs))
+    assert len(held) == len(sweep_rows())
     lines = list(step_time_table(held, {"vtm": 12.0}))
     assert any(line.startswith("| vtm | 6 | 9.1 | -9.1 | 9 | 12.0 |") for line in lines)
     assert any(line.startswith("\nOver 6 rows 9.1 % (target 8): no") for line in lines)
@@ -69,22 +69,22 @@ def test_accuracy_report_computes_step_time_errors(known):
     assert next(interval_lines(held)).startswith(f"{sum(inside) / 6:.1%} of 6 rows")
 
 
-def test_accuracy_report_rank_correlation_is_one_for_perfect_ranking(known):
-    line = list(sweeps(known))[-1]
+def test_accuracy_report_rank_correlation_is_one_for_perfect_ranking(known_runs):
+    line = list(sweeps(known_runs))[-1]
     assert line == "| vtm | 1 | 0 | 0.0 %, met | 0.0 %, met | 1.00, met |"
 
 
-def test_accuracy_report_counts_failed_first_choice(known):
-    rows = [dict(row.row) for row in known]
+def test_accuracy_report_counts_failed_first_choice(known_runs):
+    rows = [dict(row.row) for row in known_runs]
     best = min(range(len(rows)), key=lambda at: float(rows[at]["step_time_s"]))
-    failed = Known(rows[best], known[best].job, None, None, out_of_memory=True)
-    line = list(sweeps([*known[:best], failed, *known[best + 1 :]]))[-1]
+    failed = Known(rows[best], known_runs[best].job, None, None, out_of_memory=True)
+    line = list(sweeps([*known_runs[:best], failed, *known_runs[best + 1 :]]))[-1]
     assert line.startswith("| vtm | 1 | 1 | -, no | -, no |")
 
 
-def test_accuracy_report_compares_memory_with_published_values(known):
-    assert any(line.startswith("| vtm | 6 | 0.0 | ") for line in memory_lines(known))
-    assert any(line.startswith("| vtm | 6 | 0.0 | +0.0 | met |") for line in memory_lines(known))
+def test_accuracy_report_compares_memory_with_published_values(known_runs):
+    assert any(line.startswith("| vtm | 6 | 0.0 | ") for line in memory_lines(known_runs))
+    assert any(line.startswith("| vtm | 6 | 0.0 | +0.0 | met |") for line in memory_lines(known_runs))
 
 
 def test_accuracy_report_compares_search_speed_with_targets():

@@ -15,7 +15,7 @@ from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter, prefix_o
 from phalanx.spec.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [], [65_499], [1] * 1000, [2, 3]]
-CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
+DTYPE_CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
 
 def read_megatron(prefix: Path) -> tuple[int, list[list[int]]]:
@@ -28,14 +28,14 @@ def read_megatron(prefix: Path) -> tuple[int, list[list[int]]]:
     lengths = struct.unpack_from(f"<{sequences}i", index, 34)
     pointers = struct.unpack_from(f"<{sequences}q", index, 34 + 4 * sequences)
     documents = struct.unpack_from(f"<{entries}q", index, 34 + 12 * sequences)
-    kind = CODES[code]
+    kind = DTYPE_CODES[code]
     read = [list(struct.unpack_from(f"<{n}{kind}", tokens, at)) for n, at in zip(lengths, pointers, strict=True)]
     return code, [list(chain(*read[first:last])) for first, last in pairwise(documents)]
 
 
 def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
     """A pair whose documents may have several sequences, as Megatron writes it."""
-    kind, size = CODES[code], struct.calcsize(CODES[code])
+    kind, size = DTYPE_CODES[code], struct.calcsize(DTYPE_CODES[code])
     sequences = [ids for document in documents for ids in document]
     lengths = [len(ids) for ids in sequences]
     pointers = [size * sum(lengths[:i]) for i in range(len(lengths))]
@@ -52,7 +52,7 @@ def write_megatron(prefix: Path, documents: list[list[list[int]]], code: int) ->
     )
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
+def write_pair(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> None:
     with IndexedWriter(prefix, np.dtype(dtype)) as writer:
         for ids in documents:
             writer.add(np.array(ids, np.int64))
@@ -60,11 +60,11 @@ def write(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> 
 
 @pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
 def test_indexed_writer_output_is_readable_as_megatron_format(tmp_path: Path, dtype: type, code: int) -> None:
-    write(tmp_path / "pair", DOCUMENTS, dtype)
+    write_pair(tmp_path / "pair", DOCUMENTS, dtype)
     assert read_megatron(tmp_path / "pair") == (code, DOCUMENTS)
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", DTYPE_CODES)
 def test_indexed_dataset_reads_megatron_files(tmp_path: Path, code: int) -> None:
     documents = [[[5, 6], [7]], [[9]], [], [[], [100, 101], [102, 103, 104]]]
     write_megatron(tmp_path / "pair", documents, code)
@@ -83,7 +83,7 @@ def test_indexed_dataset_round_trips_documents(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
 ) -> None:
     prefix = tmp_path_factory.mktemp("pair") / "pair"
-    write(prefix, documents)
+    write_pair(prefix, documents)
     dataset = IndexedDataset(prefix)
     assert [dataset.document(i).tolist() for i in range(len(dataset))] == documents
 
@@ -97,14 +97,14 @@ def test_token_dtype_equals_megatron_choice() -> None:
 @pytest.mark.parametrize("ids", [[65_536], [-1]])
 def test_indexed_writer_rejects_out_of_range_ids_and_leaves_no_files(tmp_path: Path, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit uint16"):
-        write(tmp_path / "pair", [[1, 2], ids])
+        write_pair(tmp_path / "pair", [[1, 2], ids])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_indexed_writer_failure_leaves_existing_pair_unchanged(tmp_path: Path) -> None:
-    write(tmp_path / "pair", DOCUMENTS)
+    write_pair(tmp_path / "pair", DOCUMENTS)
     with pytest.raises(ValueError, match="do not fit"):
-        write(tmp_path / "pair", [[1], [-1]])
+        write_pair(tmp_path / "pair", [[1], [-1]])
     assert read_megatron(tmp_path / "pair") == (8, DOCUMENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pair.bin", "pair.idx"]
 
@@ -116,7 +116,7 @@ def test_indexed_writer_publishes_files_only_when_complete(tmp_path: Path) -> No
         assert not (tmp_path / "pair.idx").exists()
 
 
-def damage(prefix: Path, suffix: str, change: object) -> None:
+def corrupt_file(prefix: Path, suffix: str, change: object) -> None:
     path = Path(f"{prefix}{suffix}")
     path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
 
@@ -138,8 +138,8 @@ def damage(prefix: Path, suffix: str, change: object) -> None:
     ],
 )
 def test_indexed_dataset_rejects_corrupt_files(tmp_path: Path, suffix: str, change: object, message: str) -> None:
-    write(tmp_path / "pair", DOCUMENTS)
-    damage(tmp_path / "pair", suffix, change)
+    write_pair(tmp_path / "pair", DOCUMENTS)
+    corrupt_file(tmp_path / "pair", suffix, change)
     with pytest.raises(UserError, match=message) as caught:
         IndexedDataset(tmp_path / "pair", "data.held_out")
     assert caught.value.field == "data.held_out"
@@ -148,7 +148,7 @@ def test_indexed_dataset_rejects_corrupt_files(tmp_path: Path, suffix: str, chan
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_indexed_dataset_reports_missing_file(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / "pair", DOCUMENTS)
+    write_pair(tmp_path / "pair", DOCUMENTS)
     Path(f"{tmp_path / 'pair'}{suffix}").unlink()
     with pytest.raises(UserError, match=f"has no {suffix} file"):
         IndexedDataset(tmp_path / "pair")
@@ -156,7 +156,7 @@ def test_indexed_dataset_reports_missing_file(tmp_path: Path, suffix: str) -> No
 
 
 def test_prefix_of_accepts_path_with_and_without_suffix(tmp_path: Path) -> None:
-    write(tmp_path / "pair", DOCUMENTS)
+    write_pair(tmp_path / "pair", DOCUMENTS)
     for name in ("pair", "pair.bin", "pair.idx"):
         assert prefix_of(str(tmp_path / name)) == str(tmp_path / "pair")
     assert prefix_of(str(tmp_path / "other")) is None
@@ -170,7 +170,7 @@ def test_indexed_dataset_fingerprint_depends_on_content_not_path(tmp_path: Path)
         ("token", [[1, 2, 3], [5]]),
         ("cut", [[1, 2], [3, 4]]),
     ):
-        write(tmp_path / name, documents)
+        write_pair(tmp_path / name, documents)
         marks.append(IndexedDataset(tmp_path / name).fingerprint())
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
@@ -184,7 +184,7 @@ def test_split_tail_divides_tokens_by_fraction(
     folder = tmp_path_factory.mktemp("cut")
     total = sum(lengths)
     flat = list(range(total))
-    write(folder / "all", [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))])
+    write_pair(folder / "all", [flat[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))])
     dataset = IndexedDataset(folder / "all")
     if total < 2:
         with pytest.raises(UserError, match="too small to hold anything out"):

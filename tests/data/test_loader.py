@@ -18,7 +18,7 @@ from phalanx.spec.errors import UserError
 lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)
 
 
-def dataset_of(folder, lengths):
+def write_dataset_of_unique_tokens(folder, lengths):
     """Documents whose tokens are all different, so that a token says where it came from."""
     begin = 0
     with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
@@ -28,7 +28,7 @@ def dataset_of(folder, lengths):
     return IndexedDataset(folder / "tokens")
 
 
-def reference(dataset, sequence, seed, epoch):
+def reference_rows(dataset, sequence, seed, epoch):
     """The rows of an epoch in the order they are seen: (tokens, targets, starts), one token after the other."""
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     stream = []
@@ -44,7 +44,7 @@ def reference(dataset, sequence, seed, epoch):
     return [rows[i] for i in generator.permutation(len(rows))]
 
 
-def rows_of(batch):
+def batch_rows(batch):
     starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
     return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 
@@ -52,22 +52,22 @@ def rows_of(batch):
 @settings(max_examples=60, deadline=None)
 @given(lengths=lengths, sequence=st.integers(1, 12), per_step=st.integers(1, 7), seed=st.integers(0, 9))
 def test_token_loader_batches_match_reference_over_epochs(tmp_path_factory, lengths, sequence, per_step, seed):
-    dataset = dataset_of(tmp_path_factory.mktemp("data"), lengths)
+    dataset = write_dataset_of_unique_tokens(tmp_path_factory.mktemp("data"), lengths)
     if dataset.size <= sequence:
         with pytest.raises(UserError, match=f"has {dataset.size} tokens.* need {sequence + 1}") as caught:
             TokenLoader(dataset, sequence, per_step, seed)
         assert caught.value.field == "data.train"
         return
     loader = TokenLoader(dataset, sequence, per_step, seed)
-    expected = list(chain(*(reference(dataset, sequence, seed, epoch) for epoch in range(3))))
+    expected = list(chain(*(reference_rows(dataset, sequence, seed, epoch) for epoch in range(3))))
     for step in range(len(expected) // per_step):
-        assert rows_of(loader.step(step)) == expected[step * per_step : (step + 1) * per_step]
+        assert batch_rows(loader.step(step)) == expected[step * per_step : (step + 1) * per_step]
 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=lengths, sequence=st.integers(1, 10), epoch=st.integers(0, 3))
 def test_token_loader_epoch_yields_each_token_once_except_remainder(tmp_path_factory, lengths, sequence, epoch):
-    dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 30])
+    dataset = write_dataset_of_unique_tokens(tmp_path_factory.mktemp("data"), [*lengths, 30])
     per_epoch = TokenLoader(dataset, sequence, 1, 0).sequences_per_epoch
     loader = TokenLoader(dataset, sequence, per_epoch, seed=0)
     batch = loader.step(epoch)
@@ -83,15 +83,19 @@ def test_token_loader_epoch_yields_each_token_once_except_remainder(tmp_path_fac
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=lengths, sequence=st.integers(1, 9), share=st.integers(1, 3), ranks=st.sampled_from([1, 2, 3, 4, 6]))
-def test_token_loader_global_batch_is_independent_of_rank_count(tmp_path_factory, lengths, sequence, share, ranks):
-    dataset = dataset_of(tmp_path_factory.mktemp("data"), [*lengths, 10])
-    whole = TokenLoader(dataset, sequence, share * ranks, seed=5)
-    parts = [TokenLoader(dataset, sequence, share * ranks, 5, rank, ranks) for rank in range(ranks)]
+@given(
+    lengths=lengths, sequence=st.integers(1, 9), rows_per_rank=st.integers(1, 3), ranks=st.sampled_from([1, 2, 3, 4, 6])
+)
+def test_token_loader_global_batch_is_independent_of_rank_count(
+    tmp_path_factory, lengths, sequence, rows_per_rank, ranks
+):
+    dataset = write_dataset_of_unique_tokens(tmp_path_factory.mktemp("data"), [*lengths, 10])
+    whole = TokenLoader(dataset, sequence, rows_per_rank * ranks, seed=5)
+    parts = [TokenLoader(dataset, sequence, rows_per_rank * ranks, 5, rank, ranks) for rank in range(ranks)]
     for step in (0, 3, 11):
         batches = [part.step(step) for part in parts]
-        assert all(batch.tokens.shape == (share, sequence) for batch in batches)
-        assert list(chain(*map(rows_of, batches))) == rows_of(whole.step(step))
+        assert all(batch.tokens.shape == (rows_per_rank, sequence) for batch in batches)
+        assert list(chain(*map(batch_rows, batches))) == batch_rows(whole.step(step))
 
 
 def test_token_loader_batch_has_expected_dtypes_shapes_and_layout(write_tokens):
@@ -173,10 +177,10 @@ def test_token_loader_skip_steps_equals_consuming_steps(write_tokens):
     whole, short = (TokenLoader(dataset, 4, 3, seed=1) for _ in range(2))
     short.resume(whole.state(2))
     short.skip_steps(5)
-    assert rows_of(short.step(3)) == rows_of(whole.step(8))
+    assert batch_rows(short.step(3)) == batch_rows(whole.step(8))
     again = TokenLoader(dataset, 4, 3, seed=1)
     again.resume(short.state(3))
-    assert rows_of(again.step(3)) == rows_of(whole.step(8))
+    assert batch_rows(again.step(3)) == batch_rows(whole.step(8))
 
 
 def test_token_loader_state_round_trips_json_and_resumes_at_any_rank_count(write_tokens):
@@ -228,7 +232,7 @@ def test_token_loader_rejects_checkpoint_of_other_data(write_tokens):
 )
 def test_evaluation_batches_cover_every_target_once(tmp_path_factory, lengths, sequence, rows, ranks, limit, tail):
     folder = tmp_path_factory.mktemp("data")
-    dataset = dataset_of(folder, [*lengths, 4])
+    dataset = write_dataset_of_unique_tokens(folder, [*lengths, 4])
     if tail:  # its documents do not begin where its file does
         split_tail(dataset, 0.5, folder / "head", folder / "tail")
         dataset = IndexedDataset(folder / "tail")
@@ -241,7 +245,7 @@ def test_evaluation_batches_cover_every_target_once(tmp_path_factory, lengths, s
     for together in zip(*by_rank, strict=True):
         for batch in together:
             assert batch.tokens.shape == (rows, sequence)
-            for tokens, targets, starts in rows_of(batch):
+            for tokens, targets, starts in batch_rows(batch):
                 for position, target in enumerate(targets):
                     if target == IGNORE_INDEX:
                         continue
@@ -272,7 +276,7 @@ def test_evaluation_batches_reject_dataset_without_targets(write_tokens):
     assert caught.value.field == "data.held_out"
 
 
-class Counting:
+class CountingLoader:
     """A loader that counts what it has made and can fail."""
 
     def __init__(self, fails_at=None):
@@ -292,39 +296,39 @@ class Counting:
             assert self.changed.wait_for(lambda: len(self.made) >= count, timeout=10)
 
 
-def data_threads():
+def prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name == "phalanx-data"]
 
 
 def test_prefetch_yields_steps_in_order():
-    loader = Counting()
+    loader = CountingLoader()
     assert [int(batch.tokens[0, 0]) for batch in prefetch(loader, 3, 9)] == [3, 4, 5, 6, 7, 8]
     assert loader.made == [3, 4, 5, 6, 7, 8]
-    assert data_threads() == []
+    assert prefetch_threads() == []
     assert list(prefetch(loader, 5, 5)) == []
 
 
 def test_prefetch_reads_ahead_at_most_depth_batches():
-    loader = Counting()
+    loader = CountingLoader()
     batches = prefetch(loader, 0, 100, depth=3)
     next(batches)
     loader.wait_for(4)  # the one that was taken, and three more while nobody asks
     batches.close()
     assert loader.made == [0, 1, 2, 3]
-    assert data_threads() == []
+    assert prefetch_threads() == []
 
 
 def test_prefetch_raises_loader_error_after_earlier_batches():
-    batches = prefetch(Counting(fails_at=2), 0, 5)
+    batches = prefetch(CountingLoader(fails_at=2), 0, 5)
     assert [next(batches).tokens[0, 0], next(batches).tokens[0, 0]] == [0, 1]
     with pytest.raises(UserError, match="cannot be read"):
         next(batches)
-    assert data_threads() == []
+    assert prefetch_threads() == []
 
 
 def test_prefetch_thread_stops_when_consumer_breaks_early():
-    for batch in prefetch(Counting(), 0, 1_000_000):
+    for batch in prefetch(CountingLoader(), 0, 1_000_000):
         if batch.tokens[0, 0] == 3:
             break
     del batch
-    assert data_threads() == []
+    assert prefetch_threads() == []

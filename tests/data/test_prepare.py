@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.data import prepare as room
+from phalanx.data import prepare as prepare_module
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.prepare import check_sources, prepare
 from phalanx.data.sources import documents, is_held_out
@@ -23,7 +23,7 @@ from phalanx.spec.run import DataSpec
 
 
 @pytest.fixture
-def spec(corpus, tmp_path):
+def make_data_spec(corpus, tmp_path):
     """A DataSpec over the small corpus, with a cache of its own."""
 
     def build(**options):
@@ -33,7 +33,7 @@ def spec(corpus, tmp_path):
     return build
 
 
-def texts(prefix, tokenizer):
+def decode_documents(prefix, tokenizer):
     dataset = IndexedDataset(prefix)
     tok = load_tokenizer(tokenizer)
     for number in range(len(dataset)):
@@ -41,7 +41,7 @@ def texts(prefix, tokenizer):
     return [tok.decode(dataset.document(number)) for number in range(len(dataset))]
 
 
-def pair(path, ids, vocab=257):
+def write_indexed_pair(path, ids, vocab=257):
     with IndexedWriter(path, np.dtype(np.uint16 if vocab < 65_500 else np.int32)) as writer:
         for document in ids:
             writer.add(np.array(document))
@@ -49,21 +49,21 @@ def pair(path, ids, vocab=257):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
-def test_prepare_holds_out_documents_by_name(spec, corpus, tmp_path, tokenizer):
+def test_prepare_holds_out_documents_by_name(make_data_spec, corpus, tmp_path, tokenizer):
     if tokenizer == "file":
         tokenizer = str(tmp_path / "tokenizer.json")
         train_bpe(["def function(x):\n"] * 50, 300).save(tokenizer)
-    prepared = prepare(spec(tokenizer=tokenizer, tokenizer_vocab=300))
+    prepared = prepare(make_data_spec(tokenizer=tokenizer, tokenizer_vocab=300))
     every = list(documents([str(corpus)]))
     held_out = [document.text for document in every if is_held_out(document.name, 0.2)]
     assert 0 < len(held_out) < 20
-    assert texts(prepared.held_out, prepared.tokenizer) == held_out
+    assert decode_documents(prepared.held_out, prepared.tokenizer) == held_out
     train = [document.text for document in every if not is_held_out(document.name, 0.2)]
-    assert texts(prepared.train, prepared.tokenizer) == train
+    assert decode_documents(prepared.train, prepared.tokenizer) == train
 
 
-def test_prepare_uses_separate_held_out_sources(spec, corpus):
-    prepared = prepare(spec(train=[str(corpus / "part0")], held_out=[str(corpus / "part1")]))
+def test_prepare_uses_separate_held_out_sources(make_data_spec, corpus):
+    prepared = prepare(make_data_spec(train=[str(corpus / "part0")], held_out=[str(corpus / "part1")]))
     assert len(IndexedDataset(prepared.train)) == len(IndexedDataset(prepared.held_out)) == 20
 
 
@@ -80,59 +80,59 @@ def test_prepare_trains_tokenizer_without_held_out_text(tmp_path):
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_prepare_holds_out_tail_of_single_document(spec, tmp_path, monkeypatch, by_name):
+def test_prepare_holds_out_tail_of_single_document(make_data_spec, tmp_path, monkeypatch, by_name):
     text = "".join(f"line {number}\n" for number in range(1000))
     name = next(name for name in map("{}.txt".format, range(100)) if is_held_out(name, 0.05) == by_name)
     (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     for tokenizer in ("bytes", "bpe"):
-        prepared = prepare(spec(train=[name], held_out_fraction=0.05, tokenizer=tokenizer))
+        prepared = prepare(make_data_spec(train=[name], held_out_fraction=0.05, tokenizer=tokenizer))
         tok = load_tokenizer(prepared.tokenizer)
         train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
         assert tok.decode(train.document(0)) + tok.decode(held_out.document(0)) == text
         assert held_out.size / (train.size + held_out.size) == pytest.approx(0.05, abs=0.001)
 
 
-def test_prepare_uses_indexed_pair_in_place_and_holds_out_its_tail(spec, tmp_path):
-    prefix = pair(tmp_path / "tokens", [[n % 256] * 10 for n in range(100)])
-    prepared = prepare(spec(train=[prefix]))
+def test_prepare_uses_indexed_pair_in_place_and_holds_out_its_tail(make_data_spec, tmp_path):
+    prefix = write_indexed_pair(tmp_path / "tokens", [[n % 256] * 10 for n in range(100)])
+    prepared = prepare(make_data_spec(train=[prefix]))
     train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
     assert (len(train), len(held_out)) == (80, 20)
     assert held_out.document(0).tolist() == [80] * 10
     assert os.path.samefile(f"{prepared.train}.bin", f"{prefix}.bin")
-    both = prepare(spec(train=[prefix], held_out=[pair(tmp_path / "other", [[1, 2, 3]])]))
+    both = prepare(make_data_spec(train=[prefix], held_out=[write_indexed_pair(tmp_path / "other", [[1, 2, 3]])]))
     assert (both.train, both.held_out) == (prefix, str(tmp_path / "other"))
 
 
-def test_prepare_tokenizes_held_out_text_for_indexed_pair(spec, tmp_path, corpus):
-    prefix = pair(tmp_path / "tokens", [[1, 2, 3]])
-    prepared = prepare(spec(train=[f"{prefix}.bin"], held_out=[str(corpus)]))
+def test_prepare_tokenizes_held_out_text_for_indexed_pair(make_data_spec, tmp_path, corpus):
+    prefix = write_indexed_pair(tmp_path / "tokens", [[1, 2, 3]])
+    prepared = prepare(make_data_spec(train=[f"{prefix}.bin"], held_out=[str(corpus)]))
     assert prepared.train == prefix
     assert len(IndexedDataset(prepared.held_out)) == 40
 
 
-def test_prepare_with_streaming_writes_only_held_out_data(spec, corpus, monkeypatch):
-    prepared = prepare(spec(streaming=True))
+def test_prepare_with_streaming_writes_only_held_out_data(make_data_spec, corpus, monkeypatch):
+    prepared = prepare(make_data_spec(streaming=True))
     assert prepared.train == ""
     held_out = [document.text for document in documents([str(corpus)]) if is_held_out(document.name, 0.2)]
-    assert texts(prepared.held_out, prepared.tokenizer) == held_out
-    monkeypatch.setattr(room, "STREAMING_HELD_OUT_DOCUMENTS", 3)
-    first = prepare(spec(streaming=True, held_out_fraction=0.21))
+    assert decode_documents(prepared.held_out, prepared.tokenizer) == held_out
+    monkeypatch.setattr(prepare_module, "STREAMING_HELD_OUT_DOCUMENTS", 3)
+    first = prepare(make_data_spec(streaming=True, held_out_fraction=0.21))
     assert len(IndexedDataset(first.held_out)) == 3
 
 
-def test_prepare_reuses_cache_on_second_call(spec, monkeypatch):
-    first = prepare(spec())
-    monkeypatch.setattr(room, "write_indexed_pairs", None)
-    monkeypatch.setattr(room, "train_bpe", None)
-    assert prepare(spec()) == first
-    assert prepare(spec(mask_documents=False)) == first
+def test_prepare_reuses_cache_on_second_call(make_data_spec, monkeypatch):
+    first = prepare(make_data_spec())
+    monkeypatch.setattr(prepare_module, "write_indexed_pairs", None)
+    monkeypatch.setattr(prepare_module, "train_bpe", None)
+    assert prepare(make_data_spec()) == first
+    assert prepare(make_data_spec(mask_documents=False)) == first
 
 
-def test_prepare_cache_key_depends_on_everything_that_affects_tokens(spec, corpus, tmp_path):
+def test_prepare_cache_key_depends_on_everything_that_affects_tokens(make_data_spec, corpus, tmp_path):
     (tmp_path / "t.json").write_text(train_bpe(["ab"], 300).to_json())
     found = [
-        prepare(spec(**options)).held_out
+        prepare(make_data_spec(**options)).held_out
         for options in (
             {},
             {"held_out_fraction": 0.3},
@@ -143,46 +143,46 @@ def test_prepare_cache_key_depends_on_everything_that_affects_tokens(spec, corpu
         )
     ]
     (tmp_path / "t.json").write_text(train_bpe(["abcd" * 9], 300).to_json())
-    found.append(prepare(spec(tokenizer=str(tmp_path / "t.json"))).held_out)
+    found.append(prepare(make_data_spec(tokenizer=str(tmp_path / "t.json"))).held_out)
     os.utime(corpus / "part0" / "file00.py", ns=(1, 1))
-    found.append(prepare(spec()).held_out)
+    found.append(prepare(make_data_spec()).held_out)
     (corpus / "part0" / "file00.py").write_text("other\n")
-    found.append(prepare(spec()).held_out)
+    found.append(prepare(make_data_spec()).held_out)
     assert len(set(found)) == len(found)
 
 
-def test_prepare_reports_progress_counts(spec):
+def test_prepare_reports_progress_counts(make_data_spec):
     seen: list[TokenizationCounts] = []
-    prepare(spec(), progress=seen.append)
+    prepare(make_data_spec(), progress=seen.append)
     assert seen[-1].documents == 40
     assert seen[-1].tokens == seen[-1].text_bytes + 40
 
 
-def test_prepare_leaves_cache_empty_on_failure(spec, corpus, tmp_path):
+def test_prepare_leaves_cache_empty_on_failure(make_data_spec, corpus, tmp_path):
     (corpus / "z.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
     with pytest.raises(UserError, match="is not JSON"):
-        prepare(spec())
+        prepare(make_data_spec())
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_prepare_rewrites_deleted_cache_entry(spec, tmp_path):
-    first = prepare(spec())
-    Path(first.train).with_name(room.MARK).unlink()
+def test_prepare_rewrites_deleted_cache_entry(make_data_spec, tmp_path):
+    first = prepare(make_data_spec())
+    Path(first.train).with_name(prepare_module.MARK).unlink()
     shutil.rmtree(Path(first.train).parent)
-    assert prepare(spec()) == first
+    assert prepare(make_data_spec()) == first
     assert len(IndexedDataset(first.train)) > 0
 
 
-def race(data, barrier, results):
+def prepare_after_barrier(data, barrier, results):
     barrier.wait()
     results.put(prepare(data))
 
 
-def test_prepare_concurrent_runs_share_one_cache_entry(spec):
+def test_prepare_concurrent_runs_share_one_cache_entry(make_data_spec):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    data = spec(tokenizer="bpe", tokenizer_vocab=300)
-    runs = [context.Process(target=race, args=(data, barrier, results)) for _ in range(2)]
+    data = make_data_spec(tokenizer="bpe", tokenizer_vocab=300)
+    runs = [context.Process(target=prepare_after_barrier, args=(data, barrier, results)) for _ in range(2)]
     for run in runs:
         run.start()
     found = [results.get(timeout=60) for _ in runs]
@@ -193,48 +193,48 @@ def test_prepare_concurrent_runs_share_one_cache_entry(spec):
     assert [path.name for path in Path(data.cache).iterdir()] == [Path(found[0].train).parent.name]
 
 
-def test_prepare_uses_cache_entry_finished_by_concurrent_run(spec, monkeypatch):
+def test_prepare_uses_cache_entry_finished_by_concurrent_run(make_data_spec, monkeypatch):
     """The other run finishes while this one is writing."""
-    real = room._write
+    real = prepare_module._write
 
     def slow(data, folder, progress):
         real(data, folder, progress)
-        monkeypatch.setattr(room, "_write", real)
+        monkeypatch.setattr(prepare_module, "_write", real)
         prepare(data)
 
-    monkeypatch.setattr(room, "_write", slow)
-    prepared = prepare(spec())
-    assert len(list(Path(spec().cache).iterdir())) == 1
+    monkeypatch.setattr(prepare_module, "_write", slow)
+    prepared = prepare(make_data_spec())
+    assert len(list(Path(make_data_spec().cache).iterdir())) == 1
     assert len(IndexedDataset(prepared.train)) > 0
 
 
 @pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "its disk is full"), (errno.EROFS, "cannot be written")])
-def test_prepare_reports_unwritable_cache(spec, monkeypatch, code, message):
+def test_prepare_reports_unwritable_cache(make_data_spec, monkeypatch, code, message):
     def fail(*args, **kwargs):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(IndexedWriter, "add", fail)
     with pytest.raises(UserError, match=message) as caught:
-        prepare(spec())
+        prepare(make_data_spec())
     assert caught.value.field == "data.cache"
-    assert list(Path(spec().cache).iterdir()) == []
+    assert list(Path(make_data_spec().cache).iterdir()) == []
 
 
-def test_prepare_rejects_cache_path_under_a_file(spec, tmp_path):
+def test_prepare_rejects_cache_path_under_a_file(make_data_spec, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used: Not a directory") as caught:
-        prepare(spec(cache=str(tmp_path / "file" / "cache")))
+        prepare(make_data_spec(cache=str(tmp_path / "file" / "cache")))
     assert caught.value.field == "data.cache"
 
 
-def make_errors(folder):
+def write_invalid_sources(folder):
     (folder / "empty").mkdir()
     (folder / "empty.txt").write_text("")
     (folder / "text.txt").write_text("text")
     (folder / "rows.jsonl").write_text('{"content": "text"}\n')
-    pair(folder / "good", [[1, 2, 3]])
-    pair(folder / "large", [[300]], vocab=70_000)
-    pair(folder / "short", [[1, 2, 3]])
+    write_indexed_pair(folder / "good", [[1, 2, 3]])
+    write_indexed_pair(folder / "large", [[300]], vocab=70_000)
+    write_indexed_pair(folder / "short", [[1, 2, 3]])
     os.truncate(folder / "short.bin", 2)
     (folder / "lone.idx").write_bytes((folder / "good.idx").read_bytes())
 
@@ -263,11 +263,11 @@ def make_errors(folder):
     ],
 )
 def test_prepare_and_check_sources_reject_invalid_data_before_writing(
-    spec, tmp_path, monkeypatch, options, field, message
+    make_data_spec, tmp_path, monkeypatch, options, field, message
 ):
-    make_errors(tmp_path)
+    write_invalid_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
-    data = spec(**{"train": ["text.txt"]} | options)
+    data = make_data_spec(**{"train": ["text.txt"]} | options)
     for look in (check_sources, prepare):
         with pytest.raises(UserError, match=message) as caught:
             look(data)
@@ -277,18 +277,18 @@ def test_prepare_and_check_sources_reject_invalid_data_before_writing(
 
 
 def test_check_vocabulary_samples_large_dataset_for_invalid_ids(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "WHOLE_CHECK_TOKENS", 100_000)
+    monkeypatch.setattr(prepare_module, "WHOLE_CHECK_TOKENS", 100_000)
     ids = np.ones(300_000, np.int64)
     ids[-1] = 999
-    dataset = IndexedDataset(pair(tmp_path / "tokens", [ids]))
+    dataset = IndexedDataset(write_indexed_pair(tmp_path / "tokens", [ids]))
     with pytest.raises(UserError, match="has token id 999"):
-        room.check_vocabulary(dataset, byte_tokenizer(), "data.train")
+        prepare_module.check_vocabulary(dataset, byte_tokenizer(), "data.train")
 
 
-def test_prepare_rejects_streaming_data_too_small_to_hold_out(spec, tmp_path):
+def test_prepare_rejects_streaming_data_too_small_to_hold_out(make_data_spec, tmp_path):
     (tmp_path / "one.txt").write_text("text")
     with pytest.raises(UserError, match=r"no document of data\.train is held out") as caught:
-        prepare(spec(train=[str(tmp_path / "one.txt")], streaming=True, held_out_fraction=0.0001))
+        prepare(make_data_spec(train=[str(tmp_path / "one.txt")], streaming=True, held_out_fraction=0.0001))
     assert caught.value.fix == "give data.held_out"
 
 

@@ -17,17 +17,17 @@ from phalanx.data.sources import Document, documents, is_held_out, list_source_f
 from phalanx.spec.errors import UserError
 
 
-def names(sources, **options):
+def document_names(sources, **options):
     return [document.name for document in documents([str(source) for source in sources], **options)]
 
 
-def lines(path, rows):
+def write_jsonl(path, rows):
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_data_sources_directory_is_sorted_and_skips_hidden_and_binary_files(corpus):
-    found = names([corpus])
+    found = document_names([corpus])
     assert len(found) == 40
     assert found == sorted(found)
     assert found[0] == str(corpus / "part0" / "file00.py")
@@ -37,19 +37,19 @@ def test_data_sources_sort_folders_by_name(tmp_path):
     for name in "3140592687":
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "a.txt").write_text("text")
-    assert names([tmp_path]) == [str(tmp_path / name / "a.txt") for name in "0123456789"]
+    assert document_names([tmp_path]) == [str(tmp_path / name / "a.txt") for name in "0123456789"]
 
 
 def test_data_sources_preserve_given_order_of_files_and_sort_globs(corpus):
     first, second = corpus / "part1" / "file01.py", corpus / "part0" / "file00.py"
-    assert names([first, second]) == [str(first), str(second)]
-    assert len(names([corpus / "*" / "file0*.py"])) == 10
-    assert names([corpus / "**" / "*5.py"]) == [str(corpus / "part1" / f"file{n}5.py") for n in "0123"]
+    assert document_names([first, second]) == [str(first), str(second)]
+    assert len(document_names([corpus / "*" / "file0*.py"])) == 10
+    assert document_names([corpus / "**" / "*5.py"]) == [str(corpus / "part1" / f"file{n}5.py") for n in "0123"]
 
 
 def test_data_sources_document_name_is_independent_of_path_spelling(corpus, monkeypatch):
     monkeypatch.chdir(corpus)
-    assert names(["part0"]) == names(["./part0/"]) == names(["part0/../part0"])
+    assert document_names(["part0"]) == document_names(["./part0/"]) == document_names(["part0/../part0"])
 
 
 def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):
@@ -59,7 +59,7 @@ def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):
 
 
 def test_data_sources_read_jsonl_records(tmp_path):
-    path = lines(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, "\n", {"text": ""}, {"text": "fö\nur"}])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, "\n", {"text": ""}, {"text": "fö\nur"}])
     assert list(documents([str(path)])) == [Document(f"{path}:1", "one"), Document(f"{path}:4", "fö\nur")]
     assert len(list(read_documents(list_source_files([str(path)])[0]))) == 3  # the empty one keeps its number
 
@@ -82,13 +82,15 @@ def test_stdlib_source_equals_standard_library_files():
         assert source.text == file.read()
 
 
-def hub(monkeypatch, **functions):
+def fake_datasets_module(monkeypatch, **functions):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**functions))
 
 
 def test_hf_source_reads_hub_dataset(monkeypatch):
     rows = [{"text": "one"}, {"text": "two"}]
-    hub(monkeypatch, load_dataset=lambda name, split: rows if (name, split) == ("org/set", "train") else [])
+    fake_datasets_module(
+        monkeypatch, load_dataset=lambda name, split: rows if (name, split) == ("org/set", "train") else []
+    )
     assert list(documents(["hf:org/set"])) == [Document("hf:org/set:1", "one"), Document("hf:org/set:2", "two")]
 
 
@@ -96,7 +98,7 @@ def test_hf_source_reads_hub_dataset(monkeypatch):
 def test_hf_source_reads_dataset_on_disk(tmp_path, monkeypatch, kind):
     rows = [{"text": "one"}]
     saved = {str(tmp_path): rows if kind == "dataset" else {"test": [], "train": rows}}
-    hub(monkeypatch, load_from_disk=saved.__getitem__)
+    fake_datasets_module(monkeypatch, load_from_disk=saved.__getitem__)
     assert [document.text for document in documents([f"hf:{tmp_path}"])] == ["one"]
     before = list_source_files([f"hf:{tmp_path}"])
     (tmp_path / "data.arrow").write_bytes(b"rows")
@@ -107,7 +109,7 @@ def test_hf_source_reports_dataset_that_cannot_be_loaded(monkeypatch):
     def fail(name, split):
         raise ConnectionError("offline")
 
-    hub(monkeypatch, load_dataset=fail)
+    fake_datasets_module(monkeypatch, load_dataset=fail)
     with pytest.raises(UserError, match="cannot be loaded: offline"):
         list(documents(["hf:org/set"]))
 
@@ -118,13 +120,13 @@ def test_data_sources_report_missing_optional_package(tmp_path, monkeypatch, sou
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Missing(package), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [MissingPackageFinder(package), *sys.meta_path])
     with pytest.raises(UserError, match=f"needs {package}, which is not installed") as caught:
         list(documents([source]))
     assert caught.value.fix == "pip install -e '.[data]'"
 
 
-class Missing:
+class MissingPackageFinder:
     """An import finder for which a package is not there."""
 
     def __init__(self, package):

@@ -17,15 +17,15 @@ SEQUENCE, ROWS, SEED = 37, 6, 4
 TOKENIZER = byte_tokenizer()
 
 
-def data_of(corpus, **options):
+def streaming_data_spec(corpus, **options):
     return DataSpec(train=[str(corpus)], streaming=True, held_out_fraction=0.2, **options)
 
 
-def loader_of(corpus, rank=0, ranks=1, **options):
-    return StreamingLoader(data_of(corpus, **options), TOKENIZER, SEQUENCE, ROWS, SEED, rank, ranks)
+def make_streaming_loader(corpus, rank=0, ranks=1, **options):
+    return StreamingLoader(streaming_data_spec(corpus, **options), TOKENIZER, SEQUENCE, ROWS, SEED, rank, ranks)
 
 
-def reference(corpus, epochs):
+def reference_rows(corpus, epochs):
     """Rows of (tokens, targets, starts) from the text itself, file by file and token by token."""
     rows = []
     files = list_source_files([str(corpus)])
@@ -43,7 +43,7 @@ def reference(corpus, epochs):
     return rows
 
 
-def rows_of(batch):
+def batch_rows(batch):
     starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
     return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 
@@ -63,33 +63,33 @@ def lines(tmp_path):
 @pytest.mark.parametrize("kind", ["corpus", "lines"])
 def test_streaming_loader_batches_match_reference_over_epochs(request, kind):
     folder = request.getfixturevalue(kind)
-    loader, expected = loader_of(folder), reference(folder, epochs=3)
+    loader, expected = make_streaming_loader(folder), reference_rows(folder, epochs=3)
     per_epoch = len(expected) // 3
     assert per_epoch > ROWS
     for step in range(len(expected) // ROWS):
-        assert rows_of(loader.step(step)) == expected[step * ROWS : (step + 1) * ROWS]
+        assert batch_rows(loader.step(step)) == expected[step * ROWS : (step + 1) * ROWS]
     assert loader.state(step + 1)["epoch"] in (2, 3)
 
 
 @pytest.mark.parametrize("kind", ["corpus", "lines"])
 def test_streaming_loader_resumes_exactly_from_every_state(request, kind):
     folder = request.getfixturevalue(kind)
-    loader = loader_of(folder)
+    loader = make_streaming_loader(folder)
     states, batches = [], []
     # How many make an epoch depends on the folder's name, by which documents are held out.
     while len(states) < 25 or states[-1]["epoch"] == 0:
         states.append(json.loads(json.dumps(loader.state(len(states)))))
-        batches.append(rows_of(loader.step(len(batches))))
+        batches.append(batch_rows(loader.step(len(batches))))
     assert states[3]["tokens"] == 3 * ROWS * SEQUENCE
     for step, state in enumerate(states):
-        again = loader_of(folder)
+        again = make_streaming_loader(folder)
         again.resume(state)
         assert again.state(step) == state
-        assert [rows_of(again.step(n)) for n in range(step, min(step + 3, len(batches)))] == batches[step : step + 3]
+        assert [batch_rows(again.step(n)) for n in range(step, min(step + 3, len(batches)))] == batches[step : step + 3]
 
 
 def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
-    loader = loader_of(corpus)
+    loader = make_streaming_loader(corpus)
     for step in range(4):
         loader.step(step)
     state = loader.state(4)
@@ -98,7 +98,7 @@ def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
         "phalanx.data.streaming_loader.read_documents",
         lambda part, key: opened.append(part) or read_documents(part, key),
     )
-    again = loader_of(corpus)
+    again = make_streaming_loader(corpus)
     again.resume(state)
     again.step(4)
     order = np.random.Generator(np.random.PCG64([SEED, state["epoch"]])).permutation(
@@ -112,10 +112,10 @@ def test_streaming_loader_resume_skips_files_already_read(corpus, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_streaming_loader_global_batch_is_independent_of_rank_count(lines, ranks):
-    whole = loader_of(lines)
-    shares = [loader_of(lines, rank, ranks) for rank in range(ranks)]
+    whole = make_streaming_loader(lines)
+    shares = [make_streaming_loader(lines, rank, ranks) for rank in range(ranks)]
     for step in range(8):
-        assert list(chain(*(rows_of(share.step(step)) for share in shares))) == rows_of(whole.step(step))
+        assert list(chain(*(batch_rows(share.step(step)) for share in shares))) == batch_rows(whole.step(step))
         assert all(share.state(step + 1) == whole.state(step + 1) for share in shares)
 
 
@@ -123,21 +123,21 @@ def test_streaming_loader_excludes_held_out_documents(corpus):
     names = [document.name for document in documents([str(corpus)])]
     assert 0 < sum(is_held_out(name, 0.2) for name in names) < 20
     marks = {name: f"function_{int(name[-5:-3])}(" for name in names}
-    loader = loader_of(corpus)
+    loader = make_streaming_loader(corpus)
     text = "".join(TOKENIZER.decode(row) for step in range(20) for row in loader.step(step).tokens)
     assert {name for name in names if marks[name] in text} <= {name for name in names if not is_held_out(name, 0.2)}
-    unsplit = loader_of(corpus, held_out=["elsewhere.txt"])
+    unsplit = make_streaming_loader(corpus, held_out=["elsewhere.txt"])
     text = "".join(TOKENIZER.decode(row) for step in range(60) for row in unsplit.step(step).tokens)
     assert sum(mark in text for mark in marks.values()) > sum(not is_held_out(name, 0.2) for name in names)
 
 
 def test_streaming_loader_omits_document_starts_without_masking(corpus):
-    assert loader_of(corpus).step(0).document_starts is not None
-    assert loader_of(corpus, mask_documents=False).step(0).document_starts is None
+    assert make_streaming_loader(corpus).step(0).document_starts is not None
+    assert make_streaming_loader(corpus, mask_documents=False).step(0).document_starts is None
 
 
 def test_streaming_loader_rejects_repeated_step_and_unknown_state(corpus):
-    loader = loader_of(corpus)
+    loader = make_streaming_loader(corpus)
     loader.step(0)
     with pytest.raises(ValueError, match="only give the next, 1"):
         loader.step(0)
@@ -146,20 +146,20 @@ def test_streaming_loader_rejects_repeated_step_and_unknown_state(corpus):
 
 
 def test_streaming_loader_skip_steps_equals_consuming_steps(corpus):
-    whole = loader_of(corpus)
+    whole = make_streaming_loader(corpus)
     batches = [whole.step(number) for number in range(8)]
-    short = loader_of(corpus)
+    short = make_streaming_loader(corpus)
     short.step(0)
     short.skip_steps(3)
-    assert rows_of(short.step(1)) == rows_of(batches[4])
+    assert batch_rows(short.step(1)) == batch_rows(batches[4])
     assert {**short.state(2), "step": 5} == whole.state(5)
-    again = loader_of(corpus)
+    again = make_streaming_loader(corpus)
     again.resume(short.state(2))
-    assert rows_of(again.step(2)) == rows_of(batches[5])
+    assert batch_rows(again.step(2)) == batch_rows(batches[5])
 
 
 def test_streaming_loader_state_of_consumed_step_is_unaffected_by_prefetch(corpus):
-    loader, alone = loader_of(corpus), loader_of(corpus)
+    loader, alone = make_streaming_loader(corpus), make_streaming_loader(corpus)
     for step, _ in enumerate(prefetch(loader, 0, 12, depth=4)):
         alone.step(step)
         assert loader.state(step + 1) == alone.state(step + 1)
@@ -183,7 +183,7 @@ def test_streaming_loader_rejects_text_shorter_than_one_sequence(tmp_path):
     ],
 )
 def test_streaming_loader_rejects_checkpoint_of_other_data_or_settings(corpus, change, field):
-    state = loader_of(corpus).state(0)
+    state = make_streaming_loader(corpus).state(0)
     if "text" in change:
         (corpus / "new.py").write_text(change["text"])
     data = DataSpec(train=[str(corpus)], streaming=True, held_out_fraction=change.get("fraction", 0.2))

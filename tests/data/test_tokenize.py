@@ -59,7 +59,7 @@ def test_tokenize_documents_propagates_reader_errors():
 
 
 @dataclass(frozen=True)
-class Waits(Tokenizer):
+class BlockingTokenizer(Tokenizer):
     """Encodes a text of "wait" when it may."""
 
     may: threading.Event = field(default_factory=threading.Event)
@@ -72,7 +72,7 @@ class Waits(Tokenizer):
 
 def test_tokenize_documents_close_does_not_block_on_worker_threads():
     """The collector may run where a thread is being started, and hold what the end of another one needs."""
-    tokenizer = Waits(vocab=257, end=256)
+    tokenizer = BlockingTokenizer(vocab=257, end=256)
     stream = tokenize_documents([Document("a", "first"), Document("b", "wait")], tokenizer, chunk=1)
     assert next(stream)[0].name == "a"
     closing = threading.Thread(target=stream.close, daemon=True)

@@ -130,7 +130,7 @@ def test_train_bpe_rejects_empty_text(texts):
         train_bpe(texts, 300)
 
 
-def foreign(path: Path, words: list[str], special: list[str], byte_fallback: bool = False) -> Path:
+def write_external_tokenizer(path: Path, words: list[str], special: list[str], byte_fallback: bool = False) -> Path:
     model = Model(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=byte_fallback))
     if byte_fallback:
         model.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -142,19 +142,21 @@ def foreign(path: Path, words: list[str], special: list[str], byte_fallback: boo
 
 @pytest.mark.parametrize("name", END_NAMES)
 def test_load_tokenizer_finds_end_token_of_external_file(tmp_path, name):
-    tokenizer = load_tokenizer(foreign(tmp_path / "tokenizer.json", ["a", "b"], ["<pad>", name]))
+    tokenizer = load_tokenizer(write_external_tokenizer(tmp_path / "tokenizer.json", ["a", "b"], ["<pad>", name]))
     assert (tokenizer.end, tokenizer.vocab) == (3, 4)
     assert tokenizer.token_bytes().tolist() == [1, 1, 0, 0]
 
 
 def test_token_bytes_counts_bytes_of_sentencepiece_pieces(tmp_path):
     words = ["▁", "<0x0A>", "<0xC3>", "<0xA9>", "é", "日本"]
-    tokenizer = load_tokenizer(foreign(tmp_path / "tokenizer.json", words, ["</s>"], byte_fallback=True))
+    tokenizer = load_tokenizer(
+        write_external_tokenizer(tmp_path / "tokenizer.json", words, ["</s>"], byte_fallback=True)
+    )
     assert tokenizer.token_bytes().tolist() == [1, 1, 1, 1, 2, 6, 0]
 
 
 def test_load_tokenizer_vocab_covers_largest_id_when_ids_have_gaps(tmp_path):
-    path = foreign(tmp_path / "tokenizer.json", ["a"], ["</s>"])
+    path = write_external_tokenizer(tmp_path / "tokenizer.json", ["a"], ["</s>"])
     table = json.loads(path.read_text())
     table["model"]["vocab"]["b"] = 9
     path.write_text(json.dumps(table))
@@ -185,5 +187,5 @@ def test_load_tokenizer_rejects_invalid_files(tmp_path, content, message):
 
 def test_load_tokenizer_rejects_file_without_end_token(tmp_path):
     with pytest.raises(UserError, match="has no end-of-text token") as caught:
-        load_tokenizer(foreign(tmp_path / "tokenizer.json", ["a"], ["<pad>"]))
+        load_tokenizer(write_external_tokenizer(tmp_path / "tokenizer.json", ["a"], ["<pad>"]))
     assert "<|im_end|>" in caught.value.fix

@@ -26,7 +26,7 @@ from phalanx.runs.hang_dumps import (
     write_failure,
 )
 from phalanx.spec.degrees import ParallelDims
-from tests.helpers.hang_dumps import BUSY, WAITING, Op, Program, dump, run
+from tests.helpers.hang_dumps import BUSY, WAITING, Op, Program, make_dump, simulate_hang
 
 OPS = st.tuples(
     st.sampled_from(["all", "tp", "dp"]), st.sampled_from(["all_reduce", "all_gather", "all_to_all"]), st.integers(1, 3)
@@ -40,7 +40,7 @@ LAYOUTS = [
 
 
 @st.composite
-def faults(draw: Any) -> tuple[ParallelDims, list[Program], int, int, str]:
+def planted_faults(draw: Any) -> tuple[ParallelDims, list[Program], int, int, str]:
     """A random program of random ranks, in which one rank skips, misshapes or misnames one collective of all ranks."""
     sizes = draw(st.sampled_from(LAYOUTS))
     drawn = draw(st.lists(OPS, min_size=1, max_size=12))
@@ -59,12 +59,12 @@ def faults(draw: Any) -> tuple[ParallelDims, list[Program], int, int, str]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(faults())
+@given(planted_faults())
 def test_diagnose_hang_names_rank_with_faulty_collective(
     planted: tuple[ParallelDims, list[Program], int, int, str],
 ) -> None:
     sizes, programs, rank, place, fault = planted
-    dumps = run(programs, sizes)
+    dumps = simulate_hang(programs, sizes)
     assert dumps is not None
     found = diagnose_hang(dumps, {}, sizes).verdict
     assert found.ranks == (rank,)
@@ -86,7 +86,7 @@ def test_diagnose_hang_names_rank_stuck_outside_collectives(sizes: ParallelDims,
     program = [Op(group, operation, size, line) for line, (group, operation, size) in enumerate(drawn)]
     program.append(Op("all", "all_reduce", 1, 99))
     rank, place = data.draw(st.integers(0, sizes.world_size - 1)), data.draw(st.integers(0, len(program) - 1))
-    dumps = run([program[:place] if at == rank else program for at in range(sizes.world_size)], sizes)
+    dumps = simulate_hang([program[:place] if at == rank else program for at in range(sizes.world_size)], sizes)
     assert dumps is not None
     late = diagnose_hang(dumps, {}, sizes).verdict
     assert (late.kind, late.ranks) == ("absent", (rank,))
@@ -107,7 +107,7 @@ def test_diagnose_hang_names_rank_stuck_outside_collectives(sizes: ParallelDims,
 def test_diagnose_hang_locates_skipped_collective_by_source_line() -> None:
     sizes = ParallelDims(1, 3, 1, 1, 1)
     program = [Op("all", "all_reduce", 4, line) for line in (10, 20, 30, 40)]
-    dumps = run([program, [*program[:1], *program[2:]], program], sizes)
+    dumps = simulate_hang([program, [*program[:1], *program[2:]], program], sizes)
     assert dumps is not None
     found = diagnose_hang(dumps, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
@@ -119,7 +119,7 @@ def test_diagnose_hang_names_busy_stage_when_others_wait_in_pipeline_p2p() -> No
     """A rank that waits for one is not the cause; one that does something else is."""
     sizes = ParallelDims(1, 1, 3, 1, 1)
     inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
-    dumps = {rank: dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
+    dumps = {rank: make_dump(rank, sizes, [], BUSY if rank == 1 else inside, waiting=rank != 1) for rank in range(3)}
     found = diagnose_hang(dumps, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
     assert found.summary == (
@@ -132,21 +132,23 @@ def test_diagnose_hang_reports_lost_pipeline_message_when_all_stages_wait() -> N
     """A lost message: no collective is under way, nobody is busy elsewhere, and a finished one is not to blame."""
     sizes = ParallelDims(1, 1, 2, 1, 1)
     inside = ("/x/phalanx/parallel/pipeline/p2p.py", 68, "receive")
-    dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True) for rank in range(2)}
+    dumps = {rank: make_dump(rank, sizes, [make_call(5, over=True)], inside, waiting=True) for rank in range(2)}
     found = diagnose_hang(dumps, {}, sizes)
     assert (found.verdict.kind, found.verdict.ranks) == ("lost", (0, 1))
     assert found.verdict.summary.startswith(
         "rank 0 (pp=0) in pipeline/p2p.py:68 (receive) and rank 1 (pp=1) in pipeline/p2p.py:68 (receive): nothing"
     )
     lost = {"why": FAILED, "error": "RuntimeError: Timed out"}
-    dumps = {rank: dump(rank, sizes, [call(5, over=True)], inside, waiting=True, **lost) for rank in range(2)}
+    dumps = {rank: make_dump(rank, sizes, [make_call(5, over=True)], inside, waiting=True, **lost) for rank in range(2)}
     found = diagnose_hang(dumps, {}, sizes)
     assert found.verdict.kind == "nothing"
     assert not any("all_reduce" in line for line in found.ranks.values())
 
 
 def test_diagnose_hang_reports_single_stalled_process() -> None:
-    found = diagnose_hang({0: dump(0, ParallelDims(1, 1, 1, 1, 1), [], BUSY)}, {}, ParallelDims(1, 1, 1, 1, 1)).verdict
+    found = diagnose_hang(
+        {0: make_dump(0, ParallelDims(1, 1, 1, 1, 1), [], BUSY)}, {}, ParallelDims(1, 1, 1, 1, 1)
+    ).verdict
     assert (found.kind, found.ranks) == ("lost", (0,))
     assert found.summary.startswith("rank 0 in mine/model.py:7 (forward): nothing moved there")
 
@@ -176,7 +178,7 @@ def test_diagnose_hang_reports_unfinished_collective_joined_by_all_ranks() -> No
         "dtypes": ["Float"],
     }
     calls = [{**call, "over": False, "at": ("mine/model.py", 1, "step")}]
-    found = diagnose_hang({rank: dump(rank, sizes, calls, WAITING) for rank in range(2)}, {}, sizes).verdict
+    found = diagnose_hang({rank: make_dump(rank, sizes, calls, WAITING) for rank in range(2)}, {}, sizes).verdict
     assert found.kind == "lost"
     assert "all ranks came to all_reduce of [4] Float, number 1, and it did not end" in found.summary
 
@@ -206,7 +208,7 @@ def test_is_peer_loss_classifies_error_messages(error: str, loss: bool) -> None:
 
 def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
-    calls = run([[Op("all", "all_reduce", 4, 1)], []], sizes)
+    calls = simulate_hang([[Op("all", "all_reduce", 4, 1)], []], sizes)
     assert calls is not None
     calls[0]["error"] = "RuntimeError: gloo: Connection closed by peer"
     lost = {"rank": 0, "reason": calls[0]["error"], "time": 1.0, "traceback": "..."}
@@ -219,7 +221,7 @@ def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
     assert "ValueError: no such file; the others lost it" in found.summary
 
 
-def call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
+def make_call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
     """A collective of all of two ranks."""
     found = {"group": "all0", "number": number, "operation": "all_reduce", "inputs": [[4]], "outputs": []}
     return {**found, "dtypes": ["Float"], "over": over, "at": ("mine/model.py", number, "step"), **more}
@@ -228,9 +230,9 @@ def call(number: int, over: bool = False, **more: Any) -> dict[str, Any]:
 def test_diagnose_hang_reports_first_collective_missed_by_late_rank() -> None:
     """Ranks run ahead of a device, and of what they called without waiting for it."""
     sizes = ParallelDims(1, 3, 1, 1, 1)
-    ahead = dump(0, sizes, [call(1, over=True), *map(call, (2, 3, 4))], WAITING)
-    behind = dump(2, sizes, [call(1, over=True), call(2)], WAITING)
-    late = dump(1, sizes, [call(1, over=True)], BUSY)
+    ahead = make_dump(0, sizes, [make_call(1, over=True), *map(make_call, (2, 3, 4))], WAITING)
+    behind = make_dump(2, sizes, [make_call(1, over=True), make_call(2)], WAITING)
+    late = make_dump(1, sizes, [make_call(1, over=True)], BUSY)
     found = diagnose_hang({0: ahead, 1: late, 2: behind}, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
     assert "rank 2 (dp=2) waited in all_reduce of [4] Float, number 2 of all ranks" in found.summary
@@ -240,7 +242,7 @@ def test_diagnose_hang_reports_first_collective_missed_by_late_rank() -> None:
 def test_diagnose_hang_compares_sizes_of_nccl_base_collectives(operation: str) -> None:
     sizes = ParallelDims(1, 3, 1, 1, 1)
     dumps = {
-        rank: dump(rank, sizes, [call(1, operation=operation, inputs=[[6 if rank == 2 else 4]])], WAITING)
+        rank: make_dump(rank, sizes, [make_call(1, operation=operation, inputs=[[6 if rank == 2 else 4]])], WAITING)
         for rank in range(3)
     }
     found = diagnose_hang(dumps, {}, sizes).verdict
@@ -249,14 +251,14 @@ def test_diagnose_hang_compares_sizes_of_nccl_base_collectives(operation: str) -
 
 def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
-    lost = dump(0, sizes, [call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
-    aborted = dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
+    lost = make_dump(0, sizes, [make_call(1)], WAITING, error="RuntimeError: gloo: Connection closed by peer")
+    aborted = make_dump(1, sizes, [], BUSY, why=ABORTED, error="aborted (SIGABRT) by a library: see its last output")
     failures = {1: {"rank": 1, "reason": "was killed by SIGABRT without a word", "time": 2.0}}
     found = diagnose_hang({0: lost, 1: aborted}, failures, sizes).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
     assert found.summary == "rank 1 (dp=1) was aborted (SIGABRT) in mine/model.py:7 (forward); the others lost it"
     # NCCL's watchdog aborts who waited too long.
-    waited, late = dump(0, sizes, [call(1)], BUSY, why=ABORTED), dump(1, sizes, [], BUSY)
+    waited, late = make_dump(0, sizes, [make_call(1)], BUSY, why=ABORTED), make_dump(1, sizes, [], BUSY)
     found = diagnose_hang({0: waited, 1: late}, {}, sizes).verdict
     assert (found.kind, found.ranks) == ("absent", (1,))
 
@@ -264,7 +266,7 @@ def test_diagnose_hang_reports_aborted_rank_as_killed_unless_waiting() -> None:
 def test_diagnose_hang_does_not_treat_external_connection_error_as_peer_loss() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     reason = "ConnectionError: no connection to the host of the text"
-    dumps = {0: dump(0, sizes, [call(1)], WAITING), 1: dump(1, sizes, [], BUSY, error=reason)}
+    dumps = {0: make_dump(0, sizes, [make_call(1)], WAITING), 1: make_dump(1, sizes, [], BUSY, error=reason)}
     found = diagnose_hang(dumps, {1: {"rank": 1, "reason": reason, "time": 2.0, "traceback": "..."}}, sizes).verdict
     assert (found.kind, found.ranks) == ("error", (1,))
 
@@ -272,8 +274,8 @@ def test_diagnose_hang_does_not_treat_external_connection_error_as_peer_loss() -
 def test_diagnose_hang_labels_group_over_both_dp_axes_as_dp() -> None:
     sizes = ParallelDims(2, 2, 2, 1, 1)
     ranks = [0, 2, 4, 6]
-    calls = [call(1, group="loss")]
-    dumps = {rank: dump(rank, sizes, calls * (rank != 6), WAITING if rank != 6 else BUSY) for rank in ranks}
+    calls = [make_call(1, group="loss")]
+    dumps = {rank: make_dump(rank, sizes, calls * (rank != 6), WAITING if rank != 6 else BUSY) for rank in ranks}
     for told in dumps.values():
         told["groups"]["loss"] = ranks
     assert "number 1 of the dp ranks 0, 2, 4, 6" in diagnose_hang(dumps, {}, sizes).verdict.summary
@@ -287,7 +289,7 @@ def test_diagnose_hang_labels_expert_parallel_group_by_axis() -> None:
     ):
         late = ranks[1]
         dumps = {
-            rank: dump(rank, sizes, [call(1, group="ep")] * (rank != late), BUSY if rank == late else WAITING)
+            rank: make_dump(rank, sizes, [make_call(1, group="ep")] * (rank != late), BUSY if rank == late else WAITING)
             for rank in ranks
         }
         for told in dumps.values():
@@ -302,7 +304,7 @@ def test_diagnose_hang_returns_nothing_without_dumps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rank", "said"),
+    ("sizes", "rank", "expected"),
     [
         (ParallelDims(1, 1, 1, 1, 1), 0, ""),
         (ParallelDims(1, 2, 4, 1, 8), 21, "pp=2, tp=5, dp=0"),
@@ -312,23 +314,23 @@ def test_diagnose_hang_returns_nothing_without_dumps() -> None:
         (ParallelDims(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
     ],
 )
-def test_format_coordinates_matches_layout(sizes: ParallelDims, rank: int, said: str) -> None:
-    assert format_coordinates(sizes, rank) == said
+def test_format_coordinates_matches_layout(sizes: ParallelDims, rank: int, expected: str) -> None:
+    assert format_coordinates(sizes, rank) == expected
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1))
 @example({0: 1, 1: 2})
-def test_minority_ranks_exclude_majority(said: dict[int, int]) -> None:
-    few = minority_ranks(said)
-    if 0 < len(few) < len(said):
-        most = {said[rank] for rank in said if rank not in few}
+def test_minority_ranks_exclude_majority(values: dict[int, int]) -> None:
+    few = minority_ranks(values)
+    if 0 < len(few) < len(values):
+        most = {values[rank] for rank in values if rank not in few}
         assert len(most) == 1
-        assert not most & {said[rank] for rank in few}
+        assert not most & {values[rank] for rank in few}
 
 
 def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
-    told = dump(1, sizes, [], BUSY)
+    told = make_dump(1, sizes, [], BUSY)
     write_dump(tmp_path, told)
     (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
     (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
@@ -338,7 +340,7 @@ def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
 
 def test_remove_dumps_deletes_dumps_and_failures_of_rank(tmp_path: Any) -> None:
     for rank in range(4):
-        write_dump(tmp_path, dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
+        write_dump(tmp_path, make_dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
         write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})
     remove_dumps(tmp_path, 1)
     assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2, 3]

@@ -15,13 +15,13 @@ from phalanx.debug import oom
 from phalanx.runs.hang_dumps import describe_fault, fault_file, write_dump
 from phalanx.runs.step_records import rank_record_file
 from phalanx.spec.degrees import ParallelDims
-from tests.helpers.hang_dumps import BUSY, dump
+from tests.helpers.hang_dumps import BUSY, make_dump
 
-EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"
-CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
+MEMORY_EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"
+OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
 
 
-def group(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
+def fake_cgroup(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
     """A machine whose kernel says so."""
     (folder / "cgroup").write_text(own)
     for name, text in files.items():
@@ -34,8 +34,8 @@ def group(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[s
 def test_cgroup_oom_kills_and_memory_limit_are_read_from_v2_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"job/memory.events": EVENTS, "job/memory.max": "1048576\n"}
-    group(tmp_path, monkeypatch, "0::/job\n", files)
+    files = {"job/memory.events": MEMORY_EVENTS, "job/memory.max": "1048576\n"}
+    fake_cgroup(tmp_path, monkeypatch, "0::/job\n", files)
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (2, 2**20)
     (tmp_path / "job" / "memory.max").write_text("max\n")
     assert oom.cgroup_memory_limit() is None
@@ -45,15 +45,15 @@ def test_cgroup_oom_kills_and_memory_limit_are_read_from_v1_files_in_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = "5:cpu:/docker/ab\n4:memory:/docker/ab\n0::/docker/ab\n"
-    files = {"memory/memory.oom_control": CONTROL, "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}
-    group(tmp_path, monkeypatch, own, files)
+    files = {"memory/memory.oom_control": OOM_CONTROL, "memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}
+    fake_cgroup(tmp_path, monkeypatch, own, files)
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (5, None)
 
 
 def test_describe_kill_suspects_oom_when_cgroup_files_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group(tmp_path, monkeypatch, "0::/\n", {})
+    fake_cgroup(tmp_path, monkeypatch, "0::/\n", {})
     assert (oom.cgroup_oom_kills(), oom.cgroup_memory_limit()) == (None, None)
     assert oom.describe_kill(tmp_path, 1, "was killed by SIGKILL") == (
         "was killed by SIGKILL without a word; out of memory?"
@@ -87,8 +87,8 @@ harm()
 
 
 def test_describe_kill_reports_last_recorded_memory_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group(tmp_path, monkeypatch, "0::/\n", {"memory.max": str(2 * 10**9)})
-    told = dump(0, ParallelDims(1, 2, 1, 1, 1), [], BUSY)
+    fake_cgroup(tmp_path, monkeypatch, "0::/\n", {"memory.max": str(2 * 10**9)})
+    told = make_dump(0, ParallelDims(1, 2, 1, 1, 1), [], BUSY)
     told["oom_kills"] = 1
     write_dump(tmp_path, told)
     said = "was killed by SIGKILL, by the kernel, for want of memory (limit of its group: 2.00 GB)"

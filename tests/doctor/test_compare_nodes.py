@@ -21,19 +21,19 @@ from phalanx.doctor.machine import Machine
 from phalanx.runs import hang_dumps
 from phalanx.spec.errors import UserError
 from tests.helpers import h100_snapshot
-from tests.helpers.snapshot_edits import new, put, variable
+from tests.helpers.snapshot_edits import create_file, overwrite_file, set_variable
 
 HOSTS = ("node1", "node2", "node3", "node4")
 
 
-def wrong(found: list[DoctorFinding]) -> list[DoctorFinding]:
+def filter_problems(found: list[DoctorFinding]) -> list[DoctorFinding]:
     return [each for each in found if each.severity in ("WARN", "FAIL")]
 
 
 @pytest.fixture(scope="module")
 def h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("h100")
-    h100_snapshot.write(root)
+    h100_snapshot.write_h100_snapshot(root)
     return root
 
 
@@ -43,7 +43,7 @@ def nodes(h100: Path) -> list[NodeReport]:
     return [replace(one, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
 
 
-def changed(nodes: list[NodeReport], number: int, **facts: str) -> list[NodeReport]:
+def with_changed_facts(nodes: list[NodeReport], number: int, **facts: str) -> list[NodeReport]:
     other = replace(nodes[number], facts=nodes[number].facts | facts)
     return [*nodes[:number], other, *nodes[number + 1 :]]
 
@@ -57,17 +57,17 @@ def test_node_facts_match_h100_snapshot(nodes: list[NodeReport]) -> None:
 
 
 def test_node_facts_include_nccl_conf_variables(tmp_path: Path) -> None:
-    h100_snapshot.write(tmp_path)
-    new("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
+    h100_snapshot.write_h100_snapshot(tmp_path)
+    create_file("etc/nccl.conf", "NCCL_IB_QPS_PER_CONNECTION=4\nNCCL_IB_TC=0")(tmp_path)
     known = run_checks.examine_node(Machine(tmp_path), Expectations()).facts
     assert (known["NCCL_IB_QPS_PER_CONNECTION"], known["NCCL_IB_TC"]) == ("4", "106")  # the environment goes before
 
 
 def test_compare_nodes_has_no_findings_for_equal_nodes(nodes: list[NodeReport]) -> None:
-    assert wrong(compare_nodes.compare_nodes(nodes, 4)) == []
+    assert filter_problems(compare_nodes.compare_nodes(nodes, 4)) == []
 
 
-DRIFT = {
+CHANGED_FACTS = {
     "NVIDIA driver": ("550.90.07", "FAIL"),
     "NCCL": ("2.21.5", "FAIL"),
     "PyTorch": ("2.6.0+cu124", "FAIL"),
@@ -81,10 +81,10 @@ DRIFT = {
 }
 
 
-@pytest.mark.parametrize("name", DRIFT)
+@pytest.mark.parametrize("name", CHANGED_FACTS)
 def test_compare_nodes_reports_node_with_different_fact(name: str, nodes: list[NodeReport]) -> None:
-    value, severity = DRIFT[name]
-    (found,) = wrong(compare_nodes.compare_nodes(changed(nodes, 2, **{name: value}), 4))
+    value, severity = CHANGED_FACTS[name]
+    (found,) = filter_problems(compare_nodes.compare_nodes(with_changed_facts(nodes, 2, **{name: value}), 4))
     assert (found.severity, found.host, found.device, found.measured) == (severity, "node3", name, value)
     assert found.threshold == nodes[0].facts[name]
     assert found.remedy
@@ -92,40 +92,40 @@ def test_compare_nodes_reports_node_with_different_fact(name: str, nodes: list[N
 
 def test_compare_nodes_reports_node_with_missing_fact(nodes: list[NodeReport]) -> None:
     less = replace(nodes[1], facts={name: value for name, value in nodes[1].facts.items() if name != "NCCL_IB_TC"})
-    (found,) = wrong(compare_nodes.compare_nodes([nodes[0], less, nodes[2]]))
+    (found,) = filter_problems(compare_nodes.compare_nodes([nodes[0], less, nodes[2]]))
     assert (found.host, found.device, found.measured) == ("node2", "NCCL_IB_TC", "none")
 
 
 def test_compare_nodes_blames_no_host_when_two_nodes_differ(nodes: list[NodeReport]) -> None:
-    (found,) = wrong(compare_nodes.compare_nodes(changed(nodes[:2], 1, NCCL="2.21.5")))
+    (found,) = filter_problems(compare_nodes.compare_nodes(with_changed_facts(nodes[:2], 1, NCCL="2.21.5")))
     assert (found.host, found.severity) == ("", "FAIL")
     assert found.measured == "node1: 2.26.2; node2: 2.21.5"
 
 
 def test_compare_nodes_reports_clock_skew(nodes: list[NodeReport]) -> None:
     late = [*nodes[:3], replace(nodes[3], clock_offset_seconds=-41.0)]
-    (found,) = wrong(compare_nodes.compare_nodes(late))
+    (found,) = filter_problems(compare_nodes.compare_nodes(late))
     assert (found.id, found.host, found.measured) == ("nodes.clock", "node4", -41)
 
 
 def test_compare_nodes_reports_missing_node_report(nodes: list[NodeReport]) -> None:
-    (found,) = wrong(compare_nodes.compare_nodes(nodes[:3], 4))
+    (found,) = filter_problems(compare_nodes.compare_nodes(nodes[:3], 4))
     assert (found.id, found.measured, found.threshold) == ("nodes.missing", 3, "4")
 
 
 def test_compare_nodes_names_slurm_nodes_without_report(tmp_path: Path) -> None:
     """By Slurm, whichever nodes did; srun --exclude takes their names."""
-    h100_snapshot.write(tmp_path)
-    variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
-    new("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
+    h100_snapshot.write_h100_snapshot(tmp_path)
+    set_variable("SLURM_JOB_NODELIST", "node[1-3]")(tmp_path)
+    create_file("commands/job_nodes.txt", "\n".join(HOSTS[:3]))(tmp_path)
     node = run_checks.examine_node(Machine(tmp_path), Expectations())
     compare_nodes.write_node_report(tmp_path, node)
     assert compare_nodes.read_node_reports(tmp_path) == [node]
-    found = wrong(compare_nodes.compare_nodes([node], 3))
+    found = filter_problems(compare_nodes.compare_nodes([node], 3))
     assert [(each.id, each.host) for each in found] == [("nodes.missing", "node2"), ("nodes.missing", "node3")]
     assert report.failing_hosts(found) == ["node2", "node3"]
-    assert wrong(compare_nodes.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
-    put("commands/job_nodes.txt", "[no answer]")(tmp_path)
+    assert filter_problems(compare_nodes.compare_nodes([replace(node, host=host) for host in HOSTS[:3]], 3)) == []
+    overwrite_file("commands/job_nodes.txt", "[no answer]")(tmp_path)
     assert run_checks.examine_node(Machine(tmp_path), Expectations()).job_nodes == ()
 
 
@@ -142,9 +142,9 @@ def test_read_node_reports_round_trips_and_rejects_invalid_files(nodes: list[Nod
 
 def test_stale_node_report_fails(nodes: list[NodeReport], tmp_path: Path) -> None:
     files = [compare_nodes.write_node_report(tmp_path, node) for node in nodes]
-    assert wrong(compare_nodes.stale_report_findings(tmp_path)) == []
+    assert filter_problems(compare_nodes.stale_report_findings(tmp_path)) == []
     os.utime(files[1], (time.time() - 7200, time.time() - 7200))
-    (found,) = wrong(compare_nodes.stale_report_findings(tmp_path))
+    (found,) = filter_problems(compare_nodes.stale_report_findings(tmp_path))
     assert (found.id, found.severity, found.host, found.measured) == ("nodes.old", "FAIL", "node2", 120)
 
 
@@ -165,25 +165,31 @@ def test_storage_clock_returns_offset_when_local_clock_is_ahead(
 # -- counters ----------------------------------------------------------------------------------------------------------
 
 
-PORT = "sys/class/infiniband/mlx5_2/ports/1"
-GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
-    "symbols": (f"{PORT}/counters/symbol_error", lambda _: "12", "counters.link", "FAIL", "mlx5_2 symbol_error"),
+RDMA_PORT_PATH = "sys/class/infiniband/mlx5_2/ports/1"
+INCREASED_COUNTERS: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
+    "symbols": (
+        f"{RDMA_PORT_PATH}/counters/symbol_error",
+        lambda _: "12",
+        "counters.link",
+        "FAIL",
+        "mlx5_2 symbol_error",
+    ),
     "a link that went down": (
-        f"{PORT}/counters/link_downed",
+        f"{RDMA_PORT_PATH}/counters/link_downed",
         lambda _: "1",
         "counters.link",
         "FAIL",
         "mlx5_2 link_downed",
     ),
     "packets out of order": (
-        f"{PORT}/hw_counters/out_of_sequence",
+        f"{RDMA_PORT_PATH}/hw_counters/out_of_sequence",
         lambda _: "90",
         "counters.resent",
         "WARN",
         "mlx5_2 out_of_sequence",
     ),
     "no answer": (
-        f"{PORT}/hw_counters/local_ack_timeout_err",
+        f"{RDMA_PORT_PATH}/hw_counters/local_ack_timeout_err",
         lambda _: "3",
         "counters.resent",
         "WARN",
@@ -242,33 +248,35 @@ GROWN: dict[str, tuple[str, Callable[[str], str], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", GROWN)
+@pytest.mark.parametrize("name", INCREASED_COUNTERS)
 def test_counter_findings_report_increased_counter(name: str, tmp_path: Path) -> None:
-    path, edit, rule, severity, device = GROWN[name]
-    h100_snapshot.write(tmp_path)
+    path, edit, rule, severity, device = INCREASED_COUNTERS[name]
+    h100_snapshot.write_h100_snapshot(tmp_path)
     before = error_counters.read_counters(Machine(tmp_path))
     text = (tmp_path / path).read_text()
     (tmp_path / path).write_text(edit(text))
     assert (tmp_path / path).read_text() != text
     after = error_counters.read_counters(Machine(tmp_path))
-    (found,) = wrong(error_counters.counter_findings(before, after))
+    (found,) = filter_problems(error_counters.counter_findings(before, after))
     assert (found.id, found.severity, found.device) == (rule, severity, device)
     assert found.remedy
-    assert wrong(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
+    assert filter_problems(error_counters.counter_findings(after, after)) == []  # what is old is nobody's fault
 
 
 def test_counter_findings_use_ratio_of_ecn_marked_packets(tmp_path: Path) -> None:
-    h100_snapshot.write(tmp_path)
+    h100_snapshot.write_h100_snapshot(tmp_path)
     before = error_counters.read_counters(Machine(tmp_path))
-    (tmp_path / f"{PORT}/counters/port_rcv_packets").write_text("2000000")
+    (tmp_path / f"{RDMA_PORT_PATH}/counters/port_rcv_packets").write_text("2000000")
     for marked, expected in ((900, []), (1100, ["mlx5_2"])):
-        (tmp_path / f"{PORT}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
-        found = wrong(error_counters.counter_findings(before, error_counters.read_counters(Machine(tmp_path))))
+        (tmp_path / f"{RDMA_PORT_PATH}/hw_counters/np_ecn_marked_roce_packets").write_text(f"{marked}\n")
+        found = filter_problems(
+            error_counters.counter_findings(before, error_counters.read_counters(Machine(tmp_path)))
+        )
         assert [each.device for each in found] == expected
 
 
 def test_error_counter_fault_table_covers_every_rule(h100: Path) -> None:
-    broken = {fault[2] for fault in GROWN.values()} | {"counters.ecn"}
+    broken = {fault[2] for fault in INCREASED_COUNTERS.values()} | {"counters.ecn"}
     assert {rule.id for rule in error_counters.RULES} == broken
     assert set(error_counters.read_counters(Machine(h100))) == broken | {
         error_counters.PACKETS,
@@ -280,7 +288,7 @@ def test_counter_findings_use_new_value_when_counter_was_reset(h100: Path) -> No
     before = error_counters.read_counters(Machine(h100))
     reset = {**before, "counters.link": {"mlx5_0 symbol_error": 2}}
     high = {**before, "counters.link": {"mlx5_0 symbol_error": 50}}
-    assert [each.measured for each in wrong(error_counters.counter_findings(high, reset))] == [2]
+    assert [each.measured for each in filter_problems(error_counters.counter_findings(high, reset))] == [2]
 
 
 def test_counter_findings_skip_counter_without_first_reading(h100: Path) -> None:
@@ -294,7 +302,7 @@ def test_counter_findings_skip_counter_without_first_reading(h100: Path) -> None
 
 
 def test_read_counters_omits_hung_and_missing_counters(tmp_path: Path) -> None:
-    h100_snapshot.write(tmp_path)
+    h100_snapshot.write_h100_snapshot(tmp_path)
     (tmp_path / "commands/ethtool_ens2np0.txt").write_text("[no answer]\n")
     (tmp_path / "commands/smi_nvlink_errors.txt").write_text("NVML: Not Supported\n[exit 3]\n")
     for path in tmp_path.glob("sys/bus/pci/devices/*/aer_*"):
@@ -308,7 +316,9 @@ def test_read_counters_omits_hung_and_missing_counters(tmp_path: Path) -> None:
 # -- collectives and pairs ---------------------------------------------------------------------------------------------
 
 
-def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[str, str], float] | None = None) -> Any:
+def pair_bandwidths(
+    slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[str, str], float] | None = None
+) -> Any:
     found = {(a, b): 50e9 for i, a in enumerate(HOSTS) for b in HOSTS[i + 1 :]}
     for host, share in (slow_hosts or {}).items():
         found = {pair: speed * share if host in pair else speed for pair, speed in found.items()}
@@ -316,30 +326,32 @@ def speeds(slow_hosts: dict[str, float] | None = None, slow_pairs: dict[tuple[st
 
 
 def test_check_node_pairs_reports_slow_node() -> None:
-    assert wrong(cross_node_bandwidth.check_node_pairs(speeds())) == []
-    (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds({"node3": 0.5})))
+    assert filter_problems(cross_node_bandwidth.check_node_pairs(pair_bandwidths())) == []
+    (found,) = filter_problems(cross_node_bandwidth.check_node_pairs(pair_bandwidths({"node3": 0.5})))
     assert (found.id, found.severity, found.host, found.measured) == ("between.slow_node", "FAIL", "node3", 50)
 
 
 def test_check_node_pairs_blames_no_node_for_slow_pair() -> None:
-    (found,) = wrong(cross_node_bandwidth.check_node_pairs(speeds(slow_pairs={("node1", "node4"): 0.4})))
+    (found,) = filter_problems(
+        cross_node_bandwidth.check_node_pairs(pair_bandwidths(slow_pairs={("node1", "node4"): 0.4}))
+    )
     assert (found.id, found.device, found.measured) == ("between.slow_pair", "node1 - node4", 40)
     assert [each.severity for each in cross_node_bandwidth.check_node_pairs({})] == ["SKIP"]
-    assert wrong(cross_node_bandwidth.check_node_pairs({("a", "b"): 1.0})) == []
+    assert filter_problems(cross_node_bandwidth.check_node_pairs({("a", "b"): 1.0})) == []
 
 
 def test_check_collectives_compares_busbw_with_link_bandwidth() -> None:
     good = CollectiveResult("all_reduce among data", 16, LARGE_BYTES, 330e9, 400e9, 0)
-    assert wrong(cross_node_bandwidth.check_collectives([good])) == []
-    (slow,) = wrong(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
+    assert filter_problems(cross_node_bandwidth.check_collectives([good])) == []
+    (slow,) = filter_problems(cross_node_bandwidth.check_collectives([replace(good, bus_bytes_per_second=215e9)]))
     assert (slow.id, slow.measured, slow.threshold) == ("between.busbw", 215, "at least 220")
-    (damaged,) = wrong(cross_node_bandwidth.check_collectives([replace(good, wrong=3)]))
+    (damaged,) = filter_problems(cross_node_bandwidth.check_collectives([replace(good, wrong=3)]))
     assert (damaged.id, damaged.severity, damaged.measured) == ("between.wrong", "FAIL", 3)
     small = replace(good, size_bytes=1024, bus_bytes_per_second=1.0)  # that is latency
-    assert wrong(cross_node_bandwidth.check_collectives([small])) == []
+    assert filter_problems(cross_node_bandwidth.check_collectives([small])) == []
 
 
-HEALTHY = {
+PUBLISHED_BUSBW = {
     "all_reduce, 8 A100": (300e9, 190e9, 218e9, 220e9),
     "all_reduce, 8 H200 with NVLS": (450e9, 348e9, 465e9, 475e9),
     "all_gather": (450e9, 287e9, 341e9, 345e9),
@@ -350,13 +362,13 @@ HEALTHY = {
 fits of stas00/ml-engineering's and SimuMax's sweeps)."""
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", PUBLISHED_BUSBW)
 def test_check_collectives_accepts_published_busbw(name: str) -> None:
-    links, *reached = HEALTHY[name]
+    links, *reached = PUBLISHED_BUSBW[name]
     for size, speed in zip((LARGE_BYTES, 2**30, 2**33), reached, strict=True):
         each = CollectiveResult(name, 8, size, speed, links, 0)
-        assert wrong(cross_node_bandwidth.check_collectives([each])) == []
-        assert wrong(
+        assert filter_problems(cross_node_bandwidth.check_collectives([each])) == []
+        assert filter_problems(
             cross_node_bandwidth.check_collectives([replace(each, bus_bytes_per_second=speed / 2)])
         )  # by half its links
 
@@ -374,7 +386,7 @@ def test_collective_findings_are_read_from_shared_directory(tmp_path: Path) -> N
     assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
     finding = cross_node_bandwidth.PAIR.violation("network", 50, host="node3")
     (tmp_path / compare_nodes.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
-    assert wrong(compare_nodes.collective_findings(tmp_path)) == [finding]
+    assert filter_problems(compare_nodes.collective_findings(tmp_path)) == [finding]
     (tmp_path / compare_nodes.COLLECTIVES).write_text("{")
     with pytest.raises(UserError, match="is not what"):
         compare_nodes.collective_findings(tmp_path)
@@ -384,19 +396,22 @@ def test_stale_collective_findings_fail(nodes: list[NodeReport], tmp_path: Path)
     compare_nodes.write_node_report(tmp_path, nodes[0])
     file = tmp_path / compare_nodes.COLLECTIVES
     file.write_text(json.dumps([cross_node_bandwidth.WRONG.ok(0).__dict__]))
-    assert wrong(compare_nodes.collective_findings(tmp_path)) == []
+    assert filter_problems(compare_nodes.collective_findings(tmp_path)) == []
     os.utime(file, (time.time() - 7200, time.time() - 7200))
     (found,) = compare_nodes.collective_findings(tmp_path)
     assert (found.id, found.severity, found.device, found.measured) == ("nodes.old", "FAIL", file.name, 120)
 
 
-LOST = "DistBackendError: Connection closed by peer [10.0.0.3]:4711"
-FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, str]]]] = {
+PEER_LOSS_ERROR = "DistBackendError: Connection closed by peer [10.0.0.3]:4711"
+RANK_FAILURES: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, str]]]] = {
     "one fails, and others lose it": (
-        {0: ("node1", LOST, 1), 1: ("node2", "OutOfMemoryError: CUDA out of memory", 1)},
+        {0: ("node1", PEER_LOSS_ERROR, 1), 1: ("node2", "OutOfMemoryError: CUDA out of memory", 1)},
         [("node2", "rank 1", "OutOfMemoryError: CUDA out of memory")],
     ),
-    "one is killed before it says anything": ({0: ("node1", LOST, 1), 1: ("node2", LOST, 1)}, [("", "rank 0", LOST)]),
+    "one is killed before it says anything": (
+        {0: ("node1", PEER_LOSS_ERROR, 1), 1: ("node2", PEER_LOSS_ERROR, 1)},
+        [("", "rank 0", PEER_LOSS_ERROR)],
+    ),
     "all fail for one reason": (
         dict.fromkeys(range(3), ("node1", "RuntimeError: no", 1)),
         [("node1", "rank 0", "RuntimeError: no")],
@@ -409,9 +424,9 @@ FAILED: dict[str, tuple[dict[int, tuple[str, str, int]], list[tuple[str, str, st
 """Host, reason and code of each rank's last word; host, device and reason of what is found."""
 
 
-@pytest.mark.parametrize("name", FAILED)
+@pytest.mark.parametrize("name", RANK_FAILURES)
 def test_collective_findings_report_failed_ranks(name: str, nodes: list[NodeReport], tmp_path: Path) -> None:
-    words, expected = FAILED[name]
+    words, expected = RANK_FAILURES[name]
     compare_nodes.write_node_report(tmp_path, nodes[0])
     for rank, (host, reason, code) in words.items():
         told = {"rank": rank, "time": float(rank), "reason": reason, "code": code, "host": host}

@@ -29,10 +29,10 @@ from phalanx.doctor.subprocesses import CommandOutput, run_command
 from phalanx.spec.files.load import run_from_table
 from tests.helpers import h100_snapshot
 
-CPU = Path(__file__).parent / "cpu_snapshot"
+CPU_SNAPSHOT = Path(__file__).parent / "cpu_snapshot"
 
 
-def gone(pid: int) -> bool:
+def process_exits(pid: int) -> bool:
     """Whether a process ended, within 10 s."""
     for _ in range(100):
         try:
@@ -53,7 +53,7 @@ def test_run_command_kills_hung_program_and_its_children(tmp_path: Path) -> None
     answer = run_command(["sh", "-c", program], 2)
     assert time.monotonic() - begun < 60
     assert (answer.text, answer.code) == ("begun\n", None)
-    assert all(gone(int(pid)) for pid in pids.read_text().split())
+    assert all(process_exits(int(pid)) for pid in pids.read_text().split())
 
 
 def test_doctor_reports_hung_commands_within_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_machine_snapshot_replays_failed_and_hung_commands(tmp_path: Path) -> No
 def test_doctor_has_no_findings_on_captured_cpu_node() -> None:
     """Two cores, no GPU, no RDMA: what has no meaning there is skipped with a reason, and nothing is found."""
     found = run_checks.run_all_checks(
-        Machine(CPU), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
+        Machine(CPU_SNAPSHOT), Expectations(gpus=0, ranks=2, rank_bytes=2**30, checkpoints_bytes=10**9)
     )
     assert {each.severity for each in found} == {"OK", "SKIP"}
     skipped = {each.id: each.measured for each in found if each.severity == "SKIP"}
@@ -204,7 +204,7 @@ def test_doctor_has_no_findings_on_captured_cpu_node() -> None:
     assert all(skipped.values())
     assert "memory.headroom" in {each.id for each in found if each.severity == "OK"}
     anywhere = run_checks.run_all_checks(
-        Machine(CPU), Expectations(ranks=2, rank_bytes=2**50)
+        Machine(CPU_SNAPSHOT), Expectations(ranks=2, rank_bytes=2**50)
     )  # where there are no GPUs, on CPUs
     assert "memory.headroom" in {each.id for each in anywhere if each.severity == "FAIL"}
 
@@ -233,7 +233,7 @@ def test_doctor_reports_fault_planted_in_captured_cpu_node(
     path: str, old: str, new: str, rule: str, severity: str, device: str, tmp_path: Path
 ) -> None:
     root = tmp_path / "record"
-    shutil.copytree(CPU, root)
+    shutil.copytree(CPU_SNAPSHOT, root)
     text = (root / path).read_text()
     (root / path).write_text(re.sub(old, new, text, count=1))
     assert (root / path).read_text() != text
@@ -244,30 +244,34 @@ def test_doctor_reports_fault_planted_in_captured_cpu_node(
 
 
 def test_doctor_fails_gpu_run_on_cpu_node() -> None:
-    found = [each for each in run_checks.run_all_checks(Machine(CPU), Expectations(gpus=8)) if each.severity == "FAIL"]
+    found = [
+        each
+        for each in run_checks.run_all_checks(Machine(CPU_SNAPSHOT), Expectations(gpus=8))
+        if each.severity == "FAIL"
+    ]
     assert [(each.id, each.measured) for each in found] == [("gpu.answers", "not installed")]
 
 
-@pytest.mark.parametrize("mutilated", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
-def test_doctor_checks_do_not_raise_on_corrupted_files(mutilated: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("corruption", ["", "\x00\ufffd ][,:%\n-1 nan\n", "half"])
+def test_doctor_checks_do_not_raise_on_corrupted_files(corruption: str, tmp_path: Path) -> None:
     """Each file of the record empty, nonsense, or cut off: checks find, skip, or do without; none raises."""
-    h100_snapshot.write(tmp_path)
+    h100_snapshot.write_h100_snapshot(tmp_path)
     expected = Expectations(gpus=8, ranks=8, nccl_log="/nccl.log")
     others = re.compile("mlx5_[1-7]|ens[1-7]|0000:[4569cd]")  # the first of each kind is enough
     files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and not others.search(str(path))]
     assert len(files) > 80
     for path in files:
         text = path.read_text()
-        path.write_text(text[: len(text) // 2] if mutilated == "half" else mutilated)
+        path.write_text(text[: len(text) // 2] if corruption == "half" else corruption)
         machine = Machine(tmp_path)
-        found = [each for check in run_checks.CHECKS for each in _raising(check, machine, expected)]
+        found = [each for check in run_checks.CHECKS for each in _run_check_unguarded(check, machine, expected)]
         assert found
         node_facts(machine)
         read_counters(machine)
         path.write_text(text)
 
 
-def _raising(check: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+def _run_check_unguarded(check: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """As `examine.run_check` without its last resort."""
     with suppress(CheckSkipped):
         return check.check(machine, expected)  # type: ignore[attr-defined]

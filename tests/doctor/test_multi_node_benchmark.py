@@ -40,11 +40,11 @@ RUN = {
     "layout": {"data_parallel": "zero3", "micro_batch_size": 1},
     "cluster": {"device": "cpu"},
 }
-SLOW, FAST = 100.0, 1000.0
+SLOW_LINK_MBITS, FAST_LINK_MBITS = 100.0, 1000.0
 """Mbit/s of hosts' links."""
 
 
-def way(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
+def collective_kind(operation: str, *groups: tuple[int, ...]) -> dict[str, Any]:
     return {"operation": operation, "groups": groups}
 
 
@@ -52,17 +52,19 @@ def test_expected_bus_bandwidth_matches_hand_computed_limits() -> None:
     """2 nodes of 4 GPUs with 400 GB/s inside, 50 GB/s of a card for each outside."""
     cluster, hosts = ClusterSpec(link_bytes_per_second=400e9, network_bytes_per_second=50e9), ["a"] * 4 + ["b"] * 4
     for asked, expected in (
-        (way("all_reduce", (0, 1, 2, 3), (4, 5, 6, 7)), 400e9),
-        (way("all_reduce", tuple(range(8))), 200e9),
-        (way("all_gather", (0, 4), (1, 5)), 50e9),
-        (way("all_to_all", tuple(range(8))), 50e9 * 7 / 4),
-        (way("send", tuple(range(8))), 50e9),
+        (collective_kind("all_reduce", (0, 1, 2, 3), (4, 5, 6, 7)), 400e9),
+        (collective_kind("all_reduce", tuple(range(8))), 200e9),
+        (collective_kind("all_gather", (0, 4), (1, 5)), 50e9),
+        (collective_kind("all_to_all", tuple(range(8))), 50e9 * 7 / 4),
+        (collective_kind("send", tuple(range(8))), 50e9),
     ):
         assert multi_node_benchmark.expected_bus_bandwidth(asked, hosts, cluster) == pytest.approx(expected)
-    assert multi_node_benchmark.expected_bus_bandwidth(way("all_reduce", (0, 4)), hosts, ClusterSpec()) is None
+    assert (
+        multi_node_benchmark.expected_bus_bandwidth(collective_kind("all_reduce", (0, 4)), hosts, ClusterSpec()) is None
+    )
 
 
-def _pairs() -> dict[tuple[str, str], float]:
+def _measure_pairs() -> dict[tuple[str, str], float]:
     return multi_node_benchmark.measure_node_pairs(
         ["a", "a", "b", "b"] if dist.get_world_size() == 4 else ["a", "b", "c"], torch.device("cpu")
     )
@@ -70,17 +72,17 @@ def _pairs() -> dict[tuple[str, str], float]:
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, {("a", "b")}), (3, {("a", "b"), ("a", "c"), ("b", "c")})])
 def test_measure_node_pairs_covers_every_pair_of_hosts(world_size: int, expected: set[tuple[str, str]]) -> None:
-    found = rank_pool(world_size).run(_pairs)
+    found = rank_pool(world_size).run(_measure_pairs)
     assert all(set(speeds) == expected and all(speed > 0 for speed in speeds.values()) for speeds in found)
 
 
-def _checked() -> list[dict[str, Any]]:
+def _check_nodes() -> list[dict[str, Any]]:
     run = run_from_table(json.loads(json.dumps(RUN)))
     return [asdict(each) for each in multi_node_benchmark.check_nodes(run, torch.device("cpu"))]
 
 
 def test_check_nodes_reports_no_failures_on_a_single_node() -> None:
-    first, *others = rank_pool(2).run(_checked)
+    first, *others = rank_pool(2).run(_check_nodes)
     found = {each["id"]: each for each in first}
     assert others == [first]
     assert {each["severity"] for each in first} <= {"OK", "SKIP", "WARN"}  # others may use the network of this machine
@@ -111,8 +113,8 @@ def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
     run = tmp_path / "run.toml"
     run.write_text(to_toml(run_from_table(json.loads(json.dumps(RUN)))))
     try:
-        with star_network(["n1", "n2", "n3"], FAST) as network:
-            network.shape("n3", SLOW, SLOW)
+        with star_network(["n1", "n2", "n3"], FAST_LINK_MBITS) as network:
+            network.shape("n3", SLOW_LINK_MBITS, SLOW_LINK_MBITS)
             master = network.hosts["n1"].address
             started = []
             for rank, host in enumerate(network.hosts.values()):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 """To answer in, on a machine that others share."""
 FLAGS = (
     "--headless=new",
@@ -39,7 +39,7 @@ class Browser:
 
     def __enter__(self) -> Self:
         assert CHROMIUM
-        self.asked, self.errors = [], []
+        self.requested_urls, self.errors = [], []
         self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
@@ -65,12 +65,12 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait(SECONDS)
+        self._process.wait(TIMEOUT_SECONDS)
         os.close(self._in)
         os.close(self._out)
         self._home.cleanup()
 
-    asked: list[str]
+    requested_urls: list[str]
     """Every address that the page asked for."""
     errors: list[str]
     """What scripts of the page failed of."""
@@ -83,14 +83,14 @@ class Browser:
             self._out, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
         )
         while True:
-            answer = self._next()
+            answer = self._read_message()
             if answer.get("id") == self._last:
                 assert "error" not in answer, answer
                 return answer["result"]
-            self._note(answer)
+            self._record_event(answer)
 
-    def _next(self) -> Any:
-        until = time.monotonic() + SECONDS
+    def _read_message(self) -> Any:
+        until = time.monotonic() + TIMEOUT_SECONDS
         while b"\0" not in self._bytes:
             ready, _, _ = select.select([self._in], [], [], max(0.0, until - time.monotonic()))
             assert ready, "the browser does not answer"
@@ -100,9 +100,9 @@ class Browser:
         message, _, self._bytes = self._bytes.partition(b"\0")
         return json.loads(message)
 
-    def _note(self, event: Any) -> None:
+    def _record_event(self, event: Any) -> None:
         if event.get("method") == "Network.requestWillBeSent":
-            self.asked.append(event["params"]["request"]["url"])
+            self.requested_urls.append(event["params"]["request"]["url"])
         if event.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(event["params"]["exceptionDetails"])[:2000])
 
@@ -110,31 +110,31 @@ class Browser:
         """Go to a page, and wait until its figures are drawn."""
         self.call("Page.navigate", url=address)
         drawn = "[...document.querySelectorAll('.figure')].every(place => place.querySelector('.main-svg'))"
-        self.until(f"document.readyState === 'complete' && !!document.getElementById('figures') && {drawn}")
+        self.wait_until(f"document.readyState === 'complete' && !!document.getElementById('figures') && {drawn}")
 
-    def value(self, expression: str) -> Any:
+    def evaluate(self, expression: str) -> Any:
         """Of an expression of JavaScript; of a promise what it promised."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, expression: str) -> None:
+    def wait_until(self, expression: str) -> None:
         """Wait for it to be true."""
-        deadline = time.monotonic() + SECONDS
-        while not self.value(f"Boolean({expression})"):
-            assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {expression}; {self.errors}"
-            self.value("new Promise(done => setTimeout(done, 50))")
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not self.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < deadline, f"not within {TIMEOUT_SECONDS:g} s: {expression}; {self.errors}"
+            self.evaluate("new Promise(done => setTimeout(done, 50))")
 
-    def look(self, width: int, dark: bool = False) -> None:
+    def set_viewport(self, width: int, dark: bool = False) -> None:
         """Give the window a width, and the person a taste."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.until(
+        self.wait_until(
             f"innerWidth === {width} && matchMedia('(prefers-color-scheme: dark)').matches === {str(dark).lower()}"
         )
         frames = "new Promise(done => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(done)), 400))"
-        self.value(frames)  # plotly resizes figures a moment after the window
+        self.evaluate(frames)  # plotly resizes figures a moment after the window
 
     def screenshot(self, file: Path) -> None:
         """All of the page, as a PNG."""
@@ -147,5 +147,5 @@ if __name__ == "__main__":
     with Browser() as shown:
         shown.open(Path(report).resolve().as_uri())
         for name, width, in_the_dark in (("wide", 1280, False), ("narrow", 400, False), ("dark", 1280, True)):
-            shown.look(width, in_the_dark)
+            shown.set_viewport(width, in_the_dark)
             shown.screenshot(Path(f"{begins}-{name}.png"))

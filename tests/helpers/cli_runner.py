@@ -10,29 +10,29 @@ from typer.testing import CliRunner
 from phalanx.cli.main import app
 
 
-def shown(*words: object, width: int = 120, exit_code: int = 0) -> str:
+def command_output(*words: object, width: int = 120, exit_code: int = 0) -> str:
     """What a command prints, run in this process; its UserError is raised."""
-    return _invoked(words, width, exit_code).stdout
+    return _invoke(words, width, exit_code).stdout
 
 
-def noted(*words: object) -> str:
+def command_stderr(*words: object) -> str:
     """What it prints on stderr, beside its answer."""
-    return _invoked(words, 120, 0).stderr
+    return _invoke(words, 120, 0).stderr
 
 
-def _invoked(words: tuple[object, ...], width: int, exit_code: int) -> Any:
+def _invoke(words: tuple[object, ...], width: int, exit_code: int) -> Any:
     arguments, columns = [str(word) for word in words], {"COLUMNS": str(width)}
     result = CliRunner().invoke(app, arguments, catch_exceptions=False, env=columns)
     assert result.exit_code == exit_code
     return result
 
 
-def known(*words: object, exit_code: int = 0) -> Any:
+def command_json(*words: object, exit_code: int = 0) -> Any:
     """What it prints as JSON."""
-    return json.loads(shown(*words, "--json", exit_code=exit_code))
+    return json.loads(command_output(*words, "--json", exit_code=exit_code))
 
 
-def imported(*words: object) -> set[str]:
+def imported_packages(*words: object) -> set[str]:
     """What a command imports of the packages that take long, run in a process of its own."""
     program = (
         "import sys; from phalanx.cli.main import app; app(sys.argv[1:], standalone_mode=False); "

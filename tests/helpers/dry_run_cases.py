@@ -20,10 +20,10 @@ MOE: Table = {
 }
 TIED: Table = {**DENSE, "tie_embeddings": True}
 FEW_HEADS: Table = {**DENSE, "num_kv_heads": 2, "qk_norm": "full"}
-ROUNDS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
+BASE_SETTINGS = {"training.seq_len": 128, "training.precision": "fp32", "data.mask_documents": False}
 
 
-def row(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Table]:
+def dry_run_case(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Table]:
     """A run of two micro-batches a rank, or of eight through a pipeline; names with a dot are not of the layout."""
     changes = {name if "." in name else f"layout.{name}": value for name, value in layout.items()}
     shared = layout.get("pp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
@@ -33,7 +33,7 @@ def row(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Tabl
     if "pp" in layout or ("tp" in layout and "ep" not in layout):  # four stages; estimates of the peak need more, too
         model = {**model, "num_layers": 4}
     return world_size, {
-        **ROUNDS,
+        **BASE_SETTINGS,
         "model": model,
         "layout.micro_batch_size": micro_batch,
         "training.tokens_per_step": tokens,
@@ -44,37 +44,37 @@ def row(world_size: int, model: Table = DENSE, **layout: Any) -> tuple[int, Tabl
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 BF16 = {"training.precision": "bf16"}
 LAYOUTS: list[tuple[int, Table]] = [
-    *[row(1, activation_checkpointing=mode) for mode in ("none", "selective", "full")],
-    *[row(n, data_parallel=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
-    *[row(2, data_parallel=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
-    row(8, data_parallel="zero2", bucket_mb=0.2),
-    row(2, bucket_mb=0.2),
-    row(2, bucket_mb=0.2, ddp_static_graph=True, **{"training.tokens_per_step": 512}),
-    row(2, gradient_compression="bf16"),
-    row(4, MOE, data_parallel="hsdp", dp_shard=2),
-    row(8, data_parallel="hsdp", dp_shard=4, fsdp_unit="sublayer"),
-    row(2, data_parallel="zero3", fsdp_unit="model", activation_checkpointing="full"),
-    row(2, MOE, data_parallel="parameter_server"),
-    row(4, data_parallel="parameter_server", num_servers=2),
-    *[row(2, data_parallel=data, offload="cpu") for data in ("zero1", "zero3")],
-    *[row(n, tp=n) for n in (2, 4)],
-    row(4, FEW_HEADS, tp=4, data_parallel="zero1"),
-    row(2, MOE, tp=2, sequence_parallel=False),
-    row(2, {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, tp=2, tp_attention="gathered"),
-    *[row(4, FEW_HEADS, tp=2, data_parallel=data) for data in ("ddp", "zero3")],
-    row(8, MOE, tp=4, data_parallel="zero1"),
-    *[row(2, cp=2, cp_method=kind, **BF16) for kind in ("ring", "ulysses")],
-    row(8, MOE, cp=2, tp=2, data_parallel="zero2"),
-    row(2, MOE, ep=2),
-    row(4, MOE, ep=4, data_parallel="zero1", **BF16),
-    row(8, MOE, ep=4, tp=2, data_parallel="zero3"),
-    *[row(2, pp=2, schedule=schedule) for schedule in SCHEDULES],
-    row(2, pp=2, schedule="interleaved", virtual_stages=2, **BF16),
-    row(4, TIED, pp=4),
-    row(4, TIED, pp=2, data_parallel="zero1", schedule="zb-h1"),
-    row(4, pp=2, data_parallel="zero3", schedule="zb-v"),
-    row(4, MOE, pp=2, cp=2, schedule="gpipe"),
-    row(8, pp=2, tp=2, data_parallel="zero1", rank_order="pipeline_outer"),
-    row(8, pp=4, tp=2, schedule="zb-h1", **BF16),
-    row(8, MOE, pp=2, ep=2, data_parallel="zero1"),
+    *[dry_run_case(1, activation_checkpointing=mode) for mode in ("none", "selective", "full")],
+    *[dry_run_case(n, data_parallel=data) for n in (2, 4) for data in ("ddp", "zero1", "zero2", "zero3")],
+    *[dry_run_case(2, data_parallel=data, **BF16) for data in ("ddp", "zero1", "zero2", "zero3")],
+    dry_run_case(8, data_parallel="zero2", bucket_mb=0.2),
+    dry_run_case(2, bucket_mb=0.2),
+    dry_run_case(2, bucket_mb=0.2, ddp_static_graph=True, **{"training.tokens_per_step": 512}),
+    dry_run_case(2, gradient_compression="bf16"),
+    dry_run_case(4, MOE, data_parallel="hsdp", dp_shard=2),
+    dry_run_case(8, data_parallel="hsdp", dp_shard=4, fsdp_unit="sublayer"),
+    dry_run_case(2, data_parallel="zero3", fsdp_unit="model", activation_checkpointing="full"),
+    dry_run_case(2, MOE, data_parallel="parameter_server"),
+    dry_run_case(4, data_parallel="parameter_server", num_servers=2),
+    *[dry_run_case(2, data_parallel=data, offload="cpu") for data in ("zero1", "zero3")],
+    *[dry_run_case(n, tp=n) for n in (2, 4)],
+    dry_run_case(4, FEW_HEADS, tp=4, data_parallel="zero1"),
+    dry_run_case(2, MOE, tp=2, sequence_parallel=False),
+    dry_run_case(2, {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 96}, tp=2, tp_attention="gathered"),
+    *[dry_run_case(4, FEW_HEADS, tp=2, data_parallel=data) for data in ("ddp", "zero3")],
+    dry_run_case(8, MOE, tp=4, data_parallel="zero1"),
+    *[dry_run_case(2, cp=2, cp_method=kind, **BF16) for kind in ("ring", "ulysses")],
+    dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2"),
+    dry_run_case(2, MOE, ep=2),
+    dry_run_case(4, MOE, ep=4, data_parallel="zero1", **BF16),
+    dry_run_case(8, MOE, ep=4, tp=2, data_parallel="zero3"),
+    *[dry_run_case(2, pp=2, schedule=schedule) for schedule in SCHEDULES],
+    dry_run_case(2, pp=2, schedule="interleaved", virtual_stages=2, **BF16),
+    dry_run_case(4, TIED, pp=4),
+    dry_run_case(4, TIED, pp=2, data_parallel="zero1", schedule="zb-h1"),
+    dry_run_case(4, pp=2, data_parallel="zero3", schedule="zb-v"),
+    dry_run_case(4, MOE, pp=2, cp=2, schedule="gpipe"),
+    dry_run_case(8, pp=2, tp=2, data_parallel="zero1", rank_order="pipeline_outer"),
+    dry_run_case(8, pp=4, tp=2, schedule="zb-h1", **BF16),
+    dry_run_case(8, MOE, pp=2, ep=2, data_parallel="zero1"),
 ]

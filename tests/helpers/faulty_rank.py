@@ -21,34 +21,34 @@ from phalanx.train.checkpoint import checkpointer
 from phalanx.train.trainer import Trainer
 from phalanx.train.worker import run_rank
 
-GUILTY, STEP = 1, 3
+FAULTY_RANK, FAULT_STEP = 1, 3
 
 
-def late() -> None:
+def arrive_late() -> None:
     """Far too late to the collectives of a step."""
     time.sleep(1000)
 
 
-def pause() -> None:
+def pause_all_ranks() -> None:
     """On all ranks: longer than the watchdog's patience, and no longer than that of a collective."""
     time.sleep(5.5)
 
 
-def another_shape() -> None:
+def mismatch_shape() -> None:
     """One collective more for everybody; of other sizes on the guilty rank, which gloo aborts for it."""
-    dist.all_reduce(torch.ones(1_000 if dist.get_rank() == GUILTY else 400_000))
+    dist.all_reduce(torch.ones(1_000 if dist.get_rank() == FAULTY_RANK else 400_000))
 
 
-def one_skipped() -> None:
+def skip_collective() -> None:
     """One collective more for everybody but the guilty rank."""
-    if dist.get_rank() != GUILTY:
+    if dist.get_rank() != FAULTY_RANK:
         dist.all_reduce(torch.ones(4))
 
 
-def another_order() -> None:
+def reorder_collectives() -> None:
     """Two collectives more, which the guilty rank calls in another order."""
     mine, parts = torch.ones(4), [torch.empty(4) for _ in range(dist.get_world_size())]
-    if dist.get_rank() == GUILTY:
+    if dist.get_rank() == FAULTY_RANK:
         dist.all_gather(parts, mine)
         dist.all_reduce(mine)
     else:
@@ -56,37 +56,37 @@ def another_order() -> None:
         dist.all_gather(parts, mine)
 
 
-def memory() -> None:
+def exhaust_address_space() -> None:
     """More memory than this process may have, asked for at once."""
     before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (before + 2**28, before + 2**28))
     torch.empty(2**30, dtype=torch.uint8)
 
 
-def much() -> None:
+def exhaust_cgroup_memory() -> None:
     """More memory than the group of processes may have, bit by bit."""
     kept = []
     while True:
         kept.append(torch.ones(2**24))
 
 
-def aborting_library() -> None:
+def abort_in_library() -> None:
     """Other than Python's own abort, it lets other threads run."""
     ctypes.CDLL(None).abort()
 
 
-def slow_disk() -> None:
+def slow_down_disk() -> None:
     """On all ranks: what is saved takes longer to be written than the watchdog's patience."""
     checkpointer.sync = lambda file: time.sleep(9.0)
 
 
-def bit(trainer: Trainer) -> None:
+def flip_parameter_bit(trainer: Trainer) -> None:
     """One bit of the last parameter of all."""
     *_, last = trainer.strategy.trainable_parameters.values()
     last.detach().view(-1).view(torch.uint8)[0] ^= 4
 
 
-def told_early() -> None:
+def signal_during_resume() -> None:
     """A rank is told to stop while it reads where the run is."""
     resume = Trainer.resume
 
@@ -97,8 +97,20 @@ def told_early() -> None:
     Trainer.resume = told  # type: ignore[method-assign]
 
 
-ALONE = {"late": late, "memory": memory, "much": much, "abort": os.abort, "library": aborting_library}
-TOGETHER = {"pause": pause, "disk": slow_disk, "shape": another_shape, "skipped": one_skipped, "order": another_order}
+SINGLE_RANK_FAULTS = {
+    "late": arrive_late,
+    "memory": exhaust_address_space,
+    "much": exhaust_cgroup_memory,
+    "abort": os.abort,
+    "library": abort_in_library,
+}
+ALL_RANK_FAULTS = {
+    "pause": pause_all_ranks,
+    "disk": slow_down_disk,
+    "shape": mismatch_shape,
+    "skipped": skip_collective,
+    "order": reorder_collectives,
+}
 
 
 def main(fault: str, directory: str) -> None:
@@ -106,18 +118,18 @@ def main(fault: str, directory: str) -> None:
     step = Trainer.train_step
 
     def faulty(self: Trainer, batches: Iterator[Any]) -> Any:
-        if self.step == STEP:
-            if fault in TOGETHER:
-                TOGETHER[fault]()
-            elif fault == "bit" and dist.get_rank() == GUILTY:
-                bit(self)
-            elif fault in ALONE and dist.get_rank() == GUILTY:
-                ALONE[fault]()
+        if self.step == FAULT_STEP:
+            if fault in ALL_RANK_FAULTS:
+                ALL_RANK_FAULTS[fault]()
+            elif fault == "bit" and dist.get_rank() == FAULTY_RANK:
+                flip_parameter_bit(self)
+            elif fault in SINGLE_RANK_FAULTS and dist.get_rank() == FAULTY_RANK:
+                SINGLE_RANK_FAULTS[fault]()
         return step(self, batches)
 
     Trainer.train_step = faulty  # type: ignore[method-assign]
     if fault == "told early":
-        told_early()
+        signal_during_resume()
     exit_rank(run_rank(Path(directory), [], resume=False))
 
 

@@ -16,18 +16,24 @@ from phalanx.launch.failures import report_and_exit_code
 from phalanx.launch.process import set_worker_environment
 from phalanx.testing.processes import SECONDS
 from phalanx.train.create_run import create_run
-from tests.helpers.small_runs import described
+from tests.helpers.small_runs import small_run
 
-TIMEOUT = 6.0
+TIMEOUT_SECONDS = 6.0
 
 
-def directory_of(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
-    changes = {"training.steps": 100_000, "training.collective_timeout_seconds": TIMEOUT, "training.precision": "fp32"}
-    run = described(text, out, {**changes, **layout})
+def create_run_directory(text: Path, out: Path, nproc: int, layout: dict[str, Any]) -> Path:
+    changes = {
+        "training.steps": 100_000,
+        "training.collective_timeout_seconds": TIMEOUT_SECONDS,
+        "training.precision": "fp32",
+    }
+    run = small_run(text, out, {**changes, **layout})
     return create_run(run, nproc, resume=False)
 
 
-def started(directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+def start_faulty_run(
+    directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None
+) -> subprocess.Popen[str]:
     program = "import sys; from tests.helpers.faulty_runs import launch; launch(*sys.argv[1:])"
     command = [sys.executable, "-c", program, str(directory), str(nproc), fault]
     places = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
@@ -43,7 +49,7 @@ def launch(directory: str, nproc: str, fault: str) -> None:
     sys.exit(launch_ranks(int(nproc), words, partial(report_and_exit_code, Path(directory))))
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def wait_for_failure(process: subprocess.Popen[str]) -> str:
     """What the launcher said; every process of the run is gone then."""
     try:
         _, said = process.communicate(timeout=SECONDS)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 GPUS = [f"0000:{bus}:00.0" for bus in ("1b", "43", "52", "61", "9d", "c3", "d1", "df")]
-CARDS = [f"0000:{bus}:00.0" for bus in ("18", "40", "4f", "5e", "9a", "c0", "ce", "dc")]
-SWITCH = "0000:07:00.0"
-NAME = "NVIDIA H100 80GB HBM3"
-QOS = """\
+NICS = [f"0000:{bus}:00.0" for bus in ("18", "40", "4f", "5e", "9a", "c0", "ce", "dc")]
+NVSWITCH = "0000:07:00.0"
+GPU_NAME = "NVIDIA H100 80GB HBM3"
+MLNX_QOS = """\
 DCBX mode: OS controlled
 Priority trust state: dscp
 dscp2prio mapping:
@@ -51,7 +51,7 @@ mlx5_core 0000:18:00.0: firmware version: 28.42.1000
 mlx5_core 0000:18:00.0: 504.112 Gb/s available PCIe bandwidth (32.0 GT/s PCIe x16 link)
 EXT4-fs (nvme0n1p2): mounted filesystem with ordered data mode
 """
-LIMITS = """\
+PROCESS_LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
 Max open files            1048576              1048576              files
 Max locked memory         unlimited            unlimited            bytes
@@ -70,7 +70,7 @@ NCCL_IB_HCA=mlx5
 NCCL_IB_TC=106
 NCCL_SOCKET_IFNAME=eno
 """
-LOG = """\
+NCCL_LOG = """\
 node1:4021:4021 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to eno
 node1:4021:4021 [0] NCCL INFO Bootstrap : Using eno1:10.0.0.1<0>
 node1:4021:4021 [0] NCCL INFO NCCL version 2.26.2+cuda12.8
@@ -81,10 +81,10 @@ node2:3811:3902 [0] NCCL INFO NCCL version 2.26.2+cuda12.8
 node2:3811:3902 [0] NCCL INFO Using network IB
 node2:3811:3902 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA
 """
-DF = "Filesystem 1024-blocks Used Available Capacity Mounted on"
-PLAIN = {
+DF_HEADER = "Filesystem 1024-blocks Used Available Capacity Mounted on"
+COMMON_FILES = {
     "environment": ENVIRONMENT,
-    "nccl.log": LOG,
+    "nccl.log": NCCL_LOG,
     "proc/sys/kernel/hostname": "node1",
     "proc/sys/kernel/osrelease": "6.8.0-60-generic",
     "proc/sys/kernel/numa_balancing": "0",
@@ -92,7 +92,7 @@ PLAIN = {
     "sys/devices/system/cpu/present": "0-111",
     "sys/devices/system/cpu/smt/control": "on",
     **{f"dev/nvidia{i}": "" for i in range(8)},
-    "proc/self/limits": LIMITS,
+    "proc/self/limits": PROCESS_LIMITS,
     "proc/meminfo": "MemTotal:       2113412352 kB\nMemFree:        1992294400 kB\nMemAvailable:   2040109465 kB",
     "proc/uptime": "864000.00 190000000.00",
     "proc/modules": "nvidia_peermem 16384 0 - Live 0x0000000000000000",
@@ -104,8 +104,8 @@ PLAIN = {
     "sys/class/net/eno1/duplex": "full",
     "sys/class/net/lo/operstate": "unknown",
     "sys/class/net/docker0/operstate": "down",
-    "commands/df_shm.txt": f"{DF}\ntmpfs 1056706176 0 1056706176 0% /dev/shm",
-    "commands/df_runs.txt": f"{DF}\n/dev/nvme0n1p2 7501123456 1500224691 6000898765 20% /",
+    "commands/df_shm.txt": f"{DF_HEADER}\ntmpfs 1056706176 0 1056706176 0% /dev/shm",
+    "commands/df_runs.txt": f"{DF_HEADER}\n/dev/nvme0n1p2 7501123456 1500224691 6000898765 20% /",
     "commands/write.txt": "268435456 bytes in 0.1342 s",
     "commands/chrony.txt": CHRONY,
     "commands/kernel_log.txt": KERNEL_LOG,
@@ -114,11 +114,11 @@ PLAIN = {
 }
 
 
-def write(root: Path) -> None:
+def write_h100_snapshot(root: Path) -> None:
     """The whole record."""
-    files = {**PLAIN, **_pci(), **_smi(), **_torch()}
-    for card, address in enumerate(CARDS):
-        files |= _card(card, address)
+    files = {**COMMON_FILES, **_pci_files(), **_nvidia_smi_outputs(), **_torch_output()}
+    for card, address in enumerate(NICS):
+        files |= _nic_files(card, address)
     for node in (0, 1):
         files[f"sys/devices/system/node/node{node}/cpulist"] = f"{56 * node}-{56 * node + 55}"
         files[f"sys/devices/system/cpu/cpu{node}/cpufreq/scaling_governor"] = "performance"
@@ -128,8 +128,8 @@ def write(root: Path) -> None:
         place.write_text(text.rstrip("\n") + "\n")
 
 
-def _pci() -> dict[str, str]:
-    kinds = [(GPUS, "0x10de", "0x030200"), (CARDS, "0x15b3", "0x020000"), ([SWITCH], "0x10de", "0x068000")]
+def _pci_files() -> dict[str, str]:
+    kinds = [(GPUS, "0x10de", "0x030200"), (NICS, "0x15b3", "0x020000"), ([NVSWITCH], "0x10de", "0x068000")]
     files = {}
     for addresses, vendor, kind in kinds:
         for i, address in enumerate(addresses):
@@ -151,7 +151,7 @@ def _pci() -> dict[str, str]:
     return files
 
 
-def _card(number: int, address: str) -> dict[str, str]:
+def _nic_files(number: int, address: str) -> dict[str, str]:
     device, interface = f"mlx5_{number}", f"ens{number}np0"
     root, port = f"sys/class/infiniband/{device}", f"sys/class/infiniband/{device}/ports/1"
     gids = ["fe80:0000:0000:0000:a288:c2ff:fe00:0001"] * 2 + ["0000:0000:0000:0000:0000:ffff:0a01:0001"] * 2
@@ -184,28 +184,30 @@ def _card(number: int, address: str) -> dict[str, str]:
         f"sys/class/net/{interface}/ecn/roce_np/cnp_802p_prio": "6",
         f"sys/class/net/{interface}/device/vendor": "0x15b3",
         f"sys/class/net/{interface}/statistics/rx_errors": "0",
-        f"commands/mlnx_qos_{interface}.txt": QOS,
+        f"commands/mlnx_qos_{interface}.txt": MLNX_QOS,
         f"commands/ethtool_{interface}.txt": ETHTOOL,
     }
 
 
-def _table(head: str, row: Callable[[int], str]) -> str:
+def _csv_table(head: str, row: Callable[[int], str]) -> str:
     return "\n".join([head, *map(row, range(8))])
 
 
-def _smi() -> dict[str, str]:
+def _nvidia_smi_outputs() -> dict[str, str]:
     identity = "index, name, pci.bus_id, memory.total [MiB], memory.used [MiB], driver_version, vbios_version"
     state = (
         "index, persistence_mode, mig.mode.current, compute_mode, power.limit [W], power.default_limit [W], "
         "clocks_event_reasons.hw_thermal_slowdown, clocks_event_reasons.hw_power_brake_slowdown"
     )
     ecc = "index, ecc.errors.corrected.volatile.total, ecc.errors.uncorrected.volatile.total"
-    title = (f"GPU {i}: {NAME} (UUID: GPU-00000000-0000-0000-0000-00000000000{i})" for i in range(8))
+    title = (f"GPU {i}: {GPU_NAME} (UUID: GPU-00000000-0000-0000-0000-00000000000{i})" for i in range(8))
     links = [[head, *(f"\t Link {link}: 26.562 GB/s" for link in range(18))] for head in title]
     kinds = ("Replay", "Recovery", "CRC")
     errors = [[head[0], *(f"\t Link {i}: {kind} Errors: 0" for i in range(18) for kind in kinds)] for head in links]
     bus = [f"0000{address.upper()}" for address in GPUS]
-    rows = [[" X " if i == j else "NV18" for j in range(8)] + [_way(i, j) for j in range(8)] for i in range(8)]
+    rows = [
+        [" X " if i == j else "NV18" for j in range(8)] + [_topology_link(i, j) for j in range(8)] for i in range(8)
+    ]
     devices = [f"GPU{i}" for i in range(8)] + [f"NIC{i}" for i in range(8)]
     topology = ["\t".join(["", *devices, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])]
     topology += [
@@ -215,16 +217,20 @@ def _smi() -> dict[str, str]:
     topology += ["", "Legend:", "", "  X    = Self", "  NV#  = Connection traversing a bonded set of # NVLinks"]
     topology += ["", "NIC Legend:", "", *(f"  NIC{i}: mlx5_{i}" for i in range(8))]
     found = {
-        "identity": _table(identity, lambda i: f"{i}, {NAME}, {bus[i]}, 81559, 4, 570.124.06, 96.00.89.00.01"),
-        "state": _table(state, lambda i: f"{i}, Enabled, Disabled, Default, 700.00, 700.00, Not Active, Not Active"),
-        "ecc": _table(ecc, lambda i: f"{i}, 0, 0"),
-        "remapped": _table("gpu_bus_id, remapped_rows.pending, remapped_rows.failure", lambda i: f"{bus[i]}, No, No"),
-        "names": _table("index, name", lambda i: f"{i}, {NAME}"),
-        "facts": _table(
-            "index, driver_version, vbios_version, name, memory.total [MiB]",
-            lambda i: f"{i}, 570.124.06, 96.00.89.00.01, {NAME}, 81559",
+        "identity": _csv_table(identity, lambda i: f"{i}, {GPU_NAME}, {bus[i]}, 81559, 4, 570.124.06, 96.00.89.00.01"),
+        "state": _csv_table(
+            state, lambda i: f"{i}, Enabled, Disabled, Default, 700.00, 700.00, Not Active, Not Active"
         ),
-        "uncorrected": _table("index, ecc.errors.uncorrected.volatile.total", lambda i: f"{i}, 0"),
+        "ecc": _csv_table(ecc, lambda i: f"{i}, 0, 0"),
+        "remapped": _csv_table(
+            "gpu_bus_id, remapped_rows.pending, remapped_rows.failure", lambda i: f"{bus[i]}, No, No"
+        ),
+        "names": _csv_table("index, name", lambda i: f"{i}, {GPU_NAME}"),
+        "facts": _csv_table(
+            "index, driver_version, vbios_version, name, memory.total [MiB]",
+            lambda i: f"{i}, 570.124.06, 96.00.89.00.01, {GPU_NAME}, 81559",
+        ),
+        "uncorrected": _csv_table("index, ecc.errors.uncorrected.volatile.total", lambda i: f"{i}, 0"),
         "nvlink": "\n".join(line for gpu in links for line in gpu),
         "nvlink_errors": "\n".join(line for gpu in errors for line in gpu),
         "topology": "\n".join(topology),
@@ -232,10 +238,10 @@ def _smi() -> dict[str, str]:
     return {f"commands/smi_{name}.txt": text for name, text in found.items()}
 
 
-def _way(gpu: int, card: int) -> str:
+def _topology_link(gpu: int, card: int) -> str:
     return "PXB" if gpu == card else "NODE" if gpu // 4 == card // 4 else "SYS"
 
 
-def _torch() -> dict[str, str]:
+def _torch_output() -> dict[str, str]:
     known = {"torch": "2.7.0+cu128", "cuda": "12.8", "gpus": 8, "nccl": "2.26.2", "error": None}
     return {"commands/torch.txt": json.dumps(known)}

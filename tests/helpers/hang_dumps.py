@@ -29,17 +29,17 @@ class Op:
 Program = list[Op]
 
 
-def members(sizes: ParallelDims) -> dict[str, list[tuple[int, ...]]]:
+def program_groups(sizes: ParallelDims) -> dict[str, list[tuple[int, ...]]]:
     """The groups that a program names, each of which is several groups of ranks."""
     every = tuple(range(sizes.world_size))
     return {"all": [every], "tp": process_groups(sizes, "tp"), "dp": process_groups(sizes, "dp_replicate", "dp_shard")}
 
 
-def ranks_of(sizes: ParallelDims, name: str, rank: int) -> tuple[int, ...]:
-    return next(group for group in members(sizes)[name] if rank in group)
+def group_of_rank(sizes: ParallelDims, name: str, rank: int) -> tuple[int, ...]:
+    return next(group for group in program_groups(sizes)[name] if rank in group)
 
 
-def run(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | None:
+def simulate_hang(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | None:
     """What ranks that block in every collective tell when none of them can go on; None if they come to the end."""
     done = [0] * len(programs)
     count: list[dict[str, int]] = [{} for _ in programs]
@@ -53,13 +53,16 @@ def run(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | N
                 op = program[done[rank]]
                 inside[rank], moved = op, True
                 count[rank][op.group] = count[rank].get(op.group, 0) + 1
-                call = {"group": f"{op.group}{ranks_of(sizes, op.group, rank)[0]}", "number": count[rank][op.group]}
+                call = {
+                    "group": f"{op.group}{group_of_rank(sizes, op.group, rank)[0]}",
+                    "number": count[rank][op.group],
+                }
                 call |= {"operation": op.operation, "inputs": [[op.size]], "outputs": [], "dtypes": ["Float"]}
                 calls[rank].append(call | {"over": False, "at": ("mine/model.py", op.line, "step")})
         for rank, op in enumerate(inside):
             if op is None:
                 continue
-            group = ranks_of(sizes, op.group, rank)
+            group = group_of_rank(sizes, op.group, rank)
             here = [inside[other] for other in group]
             same = {(o.group, o.operation, o.size) if o else None for o in here}
             if len(same) == 1 and len({count[other][op.group] for other in group}) == 1:
@@ -69,11 +72,16 @@ def run(programs: list[Program], sizes: ParallelDims) -> dict[int, HangDump] | N
                     done[other] += 1
     if all(op is None for op in inside):
         return None
-    return {rank: dump(rank, sizes, calls[rank], WAITING if inside[rank] else BUSY) for rank in range(len(programs))}
+    return {
+        rank: make_dump(rank, sizes, calls[rank], WAITING if inside[rank] else BUSY) for rank in range(len(programs))
+    }
 
 
-def dump(rank: int, sizes: ParallelDims, calls: Any, place: Any, **more: Any) -> HangDump:
-    named = {f"{name}{ranks_of(sizes, name, rank)[0]}": list(ranks_of(sizes, name, rank)) for name in members(sizes)}
+def make_dump(rank: int, sizes: ParallelDims, calls: Any, place: Any, **more: Any) -> HangDump:
+    named = {
+        f"{name}{group_of_rank(sizes, name, rank)[0]}": list(group_of_rank(sizes, name, rank))
+        for name in program_groups(sizes)
+    }
     found = {"format": FORMAT, "rank": rank, "ranks": sizes.world_size, "host": "here", "pid": rank, "time": 1.0}
     found |= {
         "step": 3,

@@ -6,7 +6,9 @@ from phalanx.plan.tables.job_columns import machine_columns, model_columns, stag
 from phalanx.spec.files.load import load_machine, load_model
 
 
-def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, **choices: float) -> dict[str, float]:
+def make_job_row(
+    model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, **choices: float
+) -> dict[str, float]:
     """A row of columns: `model` on `machine`, one rank, whatever `choices` say otherwise."""
     degrees = {axis: float(choices.pop(axis, 1)) for axis in ("dp", "tp", "pp", "cp", "ep")}
     ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
@@ -31,6 +33,6 @@ def job(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, *
     return chosen | stage_columns(chosen)
 
 
-def jobs(*rows: dict[str, float]) -> JobTable:
+def make_job_table(*rows: dict[str, float]) -> JobTable:
     """Several as columns."""
     return job_table(rows)

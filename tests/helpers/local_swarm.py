@@ -30,9 +30,9 @@ from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.worker.replica import write_weights
 from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.train.training_data import open_training_data
-from tests.helpers.small_runs import MOE, described, steps, trainer
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until
 
-SECONDS = 120
+TIMEOUT_SECONDS = 120
 NODES = ("ann", "bob", "cid", "dee")
 
 
@@ -48,7 +48,7 @@ def certificates() -> Path:
     return folder
 
 
-def run_of(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
+def tiny_swarm_run(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
     """A tiny mixture of experts that a swarm learns: by default two nodes, four rounds of three steps."""
     model = {**MOE, "tie_embeddings": False, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
     spec = {"method": "spes+", "nodes": 2, "every": 3, "round": {"grace_seconds": 60, "lease_seconds": 60}, **swarm}
@@ -61,10 +61,10 @@ def run_of(folder: Path, changes: dict[str, Any] | None = None, **swarm: Any) ->
         "cluster.device": "cpu",
         **(changes or {}),
     }
-    return described(Path(json.__file__).parent, folder, table)
+    return small_run(Path(json.__file__).parent, folder, table)
 
 
-class Swarm:
+class LocalSwarm:
     """A coordinator that is served, and its clock."""
 
     def __init__(self, run: RunSpec, folder: Path, port: int = 0) -> None:
@@ -84,14 +84,14 @@ class Swarm:
     def stop(self) -> None:
         """As if it had been killed: nothing is said to anybody."""
         self.over.set()
-        self.ticking.join(SECONDS)
-        self.server.stop(0).wait(SECONDS)
+        self.ticking.join(TIMEOUT_SECONDS)
+        self.server.stop(0).wait(TIMEOUT_SECONDS)
         self.coordinator.journal.close()
 
     def client(self, node: str) -> SwarmClient:
         return SwarmClient(f"127.0.0.1:{self.port}", certificates() / node)
 
-    def joined(self, node: str, capacity: float = 4, text: str = "text") -> SwarmClient:
+    def joined_client(self, node: str, capacity: float = 4, text: str = "text") -> SwarmClient:
         """A link of a node that has joined."""
         client = self.client(node)
         client.place = {"capacity": capacity, "text": text}
@@ -105,28 +105,28 @@ class Swarm:
 
     def base(self) -> dict[str, Tensor]:
         with self.coordinator.changed:  # not while a round is put into it
-            return pieces(self.run, self.coordinator.store.base)
+            return read_pieces(self.run, self.coordinator.store.base)
 
 
 @contextmanager
-def served(run: RunSpec, folder: Path) -> Iterator[Swarm]:
-    swarm = Swarm(run, folder / "lead")
+def serve_local_swarm(run: RunSpec, folder: Path) -> Iterator[LocalSwarm]:
+    swarm = LocalSwarm(run, folder / "lead")
     try:
         yield swarm
     finally:
         swarm.stop()
 
 
-def pieces(run: RunSpec, path: Path) -> dict[str, Tensor]:
+def read_pieces(run: RunSpec, path: Path) -> dict[str, Tensor]:
     """A model in a file."""
     with TensorFile(path) as file:
         return {item.key: file.read(item) for item in model_pieces(run.model)}
 
 
-class Members:
+class WorkerThreads:
     """Nodes of one rank under way, each in a thread of its own."""
 
-    def __init__(self, swarm: Swarm, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, swarm: LocalSwarm, folder: Path, names: Sequence[str]) -> None:
         self.swarm, self.folder = swarm, folder
         self.nodes: dict[str, SwarmWorker] = {}
         self.evaluations: dict[str, dict[str, Any]] = {}
@@ -143,25 +143,29 @@ class Members:
         run, directory = self.swarm.run, self.folder / name
         directory.mkdir(exist_ok=True)
         corpus = open_training_data(run, prepare(run.data))
-        self.nodes[name] = SwarmWorker(run, corpus, directory, torch.device("cpu"), name, self.swarm.joined(name))
+        self.nodes[name] = SwarmWorker(
+            run, corpus, directory, torch.device("cpu"), name, self.swarm.joined_client(name)
+        )
 
     def _learn(self, name: str) -> None:
         try:
-            logs = [_List(self.steps[name])]
-            self.evaluations[name] = self.nodes[name].participate(logs, _List(self.rounds[name]), lambda said: None)
+            logs = [_ListLogger(self.steps[name])]
+            self.evaluations[name] = self.nodes[name].participate(
+                logs, _ListLogger(self.rounds[name]), lambda said: None
+            )
         except BaseException as error:
             self.failed.append(error)
 
-    def done(self) -> None:
+    def wait_all(self) -> None:
         """Until the last round is."""
         for thread in self.threads:
-            thread.join(SECONDS)
+            thread.join(TIMEOUT_SECONDS)
             assert not thread.is_alive()
         for error in self.failed:
             raise error
 
 
-class _List:
+class _ListLogger:
     """A log in memory."""
 
     def __init__(self, kept: list[dict[str, Any]]) -> None:
@@ -174,23 +178,23 @@ class _List:
         pass
 
 
-def learned(run: RunSpec, folder: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], Members]:
+def train_local_swarm(run: RunSpec, folder: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], WorkerThreads]:
     """What a swarm of these nodes makes of a run, to its end."""
-    with served(run, folder) as swarm:
-        members = Members(swarm, folder, names)
-        members.done()
+    with serve_local_swarm(run, folder) as swarm:
+        members = WorkerThreads(swarm, folder, names)
+        members.wait_all()
         return swarm.base(), members
 
 
 Weights = dict[str, torch.Tensor]
 
 
-def alone(run: RunSpec, folder: Path) -> Weights:
+def train_without_swarm(run: RunSpec, folder: Path) -> Weights:
     """The weights of the same run, trained by one process as always."""
     plain = run.model_copy(update={"swarm": None})
-    under_way = trainer(plain)
-    steps(under_way, run.training.steps)
+    under_way = make_trainer(plain)
+    train_until(under_way, run.training.steps)
     path = folder / "alone.safetensors"
     with TensorFile.create(path, parameter_shapes(run.model)) as file:
         write_weights(under_way.strategy, under_way.mesh, None, run.model.moe.num_experts, file)
-    return pieces(run, path)
+    return read_pieces(run, path)

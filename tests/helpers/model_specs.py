@@ -8,7 +8,7 @@ from phalanx.spec.model import ModelSpec, MoESpec
 
 
 @st.composite
-def specs(draw) -> ModelSpec:
+def model_specs(draw) -> ModelSpec:
     """Any model that a ModelSpec can describe, in small."""
     kv_heads = draw(st.integers(1, 3))
     layers = draw(st.integers(1, 4))

@@ -18,9 +18,9 @@ from phalanx.data.prepare import prepare
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import described, steps, trainer
+from tests.helpers.small_runs import make_trainer, small_run, train_until
 
-NAMES = ("first", "second")
+NODE_NAMES = ("first", "second")
 PORT = 29_400
 CHANGES = {
     "training.steps": 100_000,
@@ -33,12 +33,12 @@ CHANGES = {
 }
 
 
-class Nodes:
+class MultiNodeRun:
     """The launchers of a run's nodes."""
 
     def __init__(self, network: StarNetwork, run: Path, nodes: str) -> None:
         self.network, self.run, self.nodes = network, run, nodes
-        self.at: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, name: str) -> None:
         """Start a node, or start it again."""
@@ -55,38 +55,38 @@ class Nodes:
             "--resume",
         ]
         with (self.run.parent / f"{name}.log").open("a") as log:
-            self.at[name] = subprocess.Popen(
+            self.processes[name] = subprocess.Popen(
                 [*self.network.hosts[name].prefix, *command], stdout=log, stderr=log, text=True, start_new_session=True
             )
 
     def kill(self, name: str) -> None:
         """A whole node: its launcher, and with it its ranks."""
-        os.kill(self.at[name].pid, signal.SIGKILL)  # ip netns exec has become the launcher
-        self.at[name].wait(timeout=SECONDS)
+        os.kill(self.processes[name].pid, signal.SIGKILL)  # ip netns exec has become the launcher
+        self.processes[name].wait(timeout=SECONDS)
 
-    def said(self, name: str) -> str:
+    def log_text(self, name: str) -> str:
         return (self.run.parent / f"{name}.log").read_text()
 
-    def ends(self, name: str) -> int:
+    def wait_for_exit(self, name: str) -> int:
         try:
-            return self.at[name].wait(timeout=SECONDS)
+            return self.processes[name].wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} does not end: {self.said(name)}") from None
+            raise AssertionError(f"{name} does not end: {self.log_text(name)}") from None
 
 
 @contextmanager
-def nodes(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterator[Nodes]:
-    run = described(Path(json.__file__).parent, tmp_path, {**CHANGES, **changes})
+def multi_node_run(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterator[MultiNodeRun]:
+    run = small_run(Path(json.__file__).parent, tmp_path, {**CHANGES, **changes})
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
     prepare(run.data)
     try:
-        with star_network(NAMES) as network:
-            found = Nodes(network, file, count)
+        with star_network(NODE_NAMES) as network:
+            found = MultiNodeRun(network, file, count)
             try:
                 yield found
             finally:
-                for process in found.at.values():
+                for process in found.processes.values():
                     with suppress(ProcessLookupError):
                         process.kill()
                     process.wait(timeout=SECONDS)
@@ -95,7 +95,7 @@ def nodes(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") -> Iterat
         pytest.skip(f"this process may not make networks: {none}")
 
 
-def of_one_process(tmp_path: Path, count: int) -> list[Any]:
+def single_process_losses(tmp_path: Path, count: int) -> list[Any]:
     changes = {name: value for name, value in CHANGES.items() if name.startswith("training.")}
-    one = trainer(described(Path(json.__file__).parent, tmp_path / "one", changes))
-    return [pytest.approx(step, rel=1e-10) for step in steps(one, count)]
+    one = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in train_until(one, count)]

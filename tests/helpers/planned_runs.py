@@ -6,7 +6,9 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 
-def run(model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, sequences: int = 64, **more) -> RunSpec:
+def make_run(
+    model: str = "llama3-8b", machine: str = "h100", sequence: int = 4096, sequences: int = 64, **more
+) -> RunSpec:
     training = {"seq_len": sequence, "tokens_per_step": sequence * sequences, **more.pop("training", {})}
     cluster = {"preset": machine, "nproc_per_node": 8, **more.pop("cluster", {})}
     return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster, **more})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ROW = {
+MEGATRON_22B_ROW = {
     "id": "row-1",
     "model": "gpt-22b",
     "params_b": "22",

@@ -15,8 +15,15 @@ from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.model import ModelSpec
 
-Build = Callable[..., Transformer]
-SMALL = {"vocab_size": 53, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
+ModelBuilder = Callable[..., Transformer]
+SMALL_MODEL = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_hidden_size": 48,
+    "max_seq_len": 64,
+}
 
 
 def random_weight(name: str, shape: torch.Size) -> Tensor:
@@ -25,10 +32,10 @@ def random_weight(name: str, shape: torch.Size) -> Tensor:
     return 1 + 0.3 * noise if "norm" in name and name.endswith("weight") else noise / shape[-1] ** 0.5
 
 
-def build(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
-    """A model from its spec, or from what differs from SMALL; fp64 unless told."""
+def build_model(spec: ModelSpec | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
+    """A model from its spec, or from what differs from SMALL_MODEL; fp64 unless told."""
     with torch.device("meta"):
-        model = Transformer(spec or ModelSpec(**SMALL | changes)).to(dtype)
+        model = Transformer(spec or ModelSpec(**SMALL_MODEL | changes)).to(dtype)
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), random_weight)
     return model

@@ -6,5 +6,5 @@ import json
 import re
 
 
-def embedded(text: str, name: str):
+def parse_embedded_json(text: str, name: str):
     return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text, re.DOTALL)[1])

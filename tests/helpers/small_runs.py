@@ -49,14 +49,14 @@ STEPS = 20
 
 
 @cache
-def prepared_text() -> str:
+def shared_data_cache() -> str:
     """Where the runs of this process keep their tokens: text is prepared once for all that read the same files."""
     folder = tempfile.mkdtemp(prefix="phalanx-parity-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def described(text: Path, out: Path, changes: Table) -> RunSpec:
+def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
     """A small run over the Python files of a directory, with some values changed ("section.key": value). The first by
     name is held out: a share would be drawn by path, and be another in every folder."""
     held_out, *train = sorted(str(file) for file in text.rglob("*.py"))
@@ -64,7 +64,7 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
         "name": "parity",
         "output_dir": str(out),
         "model": DENSE,
-        "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": prepared_text()},
+        "data": {"train": train, "held_out": [held_out], "tokenizer": "bytes", "cache": shared_data_cache()},
         "training": {"steps": STEPS, "seq_len": 32, "tokens_per_step": 8 * 32, "precision": "fp64"},
         "optimizer": {"warmup_steps": 3, "learning_rate": 0.01},
         "evaluation": {"tokens": 512},
@@ -79,7 +79,7 @@ def described(text: Path, out: Path, changes: Table) -> RunSpec:
     return run_from_table(table)
 
 
-def trainer(run: RunSpec) -> Trainer:
+def make_trainer(run: RunSpec) -> Trainer:
     """The real trainer of a run on this rank; every rank finds the data prepared."""
     prepared = prepare(run.data)
     return Trainer(run, open_training_data(run, prepared), Path(run.output_dir) / run.name, torch.device("cpu"))
@@ -91,24 +91,24 @@ def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsR
     return record, {"step": record["step"], **profile.as_dict}
 
 
-def steps(under_way: Trainer, last: int) -> list[tuple[float, float]]:
+def train_until(under_way: Trainer, last: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of the steps up to `last`."""
     batches = prefetch(under_way.loader, under_way.step, last)
     records = [under_way.train_step(batches) for _ in range(under_way.step, last)]
     return [(record["loss"], record["grad_norm"]) for record in records]
 
 
-def proof(run: RunSpec) -> list[tuple[float, float]]:
+def train_and_evaluate(run: RunSpec) -> list[tuple[float, float]]:
     """The same, and behind it what the trained weights make of the held-out text."""
-    under_way = trainer(run)
-    result = steps(under_way, run.training.steps)
+    under_way = make_trainer(run)
+    result = train_until(under_way, run.training.steps)
     evaluation = under_way.evaluate()
     return [*result, (evaluation["held_out_loss"], evaluation["held_out_bits_per_byte"])]
 
 
-def trajectory(run: RunSpec) -> list[tuple[float, float]]:
+def training_trajectory(run: RunSpec) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, on this rank."""
-    under_way = trainer(run)
-    result = steps(under_way, run.training.steps)
+    under_way = make_trainer(run)
+    result = train_until(under_way, run.training.steps)
     under_way.strategy.drain_pending_updates()
     return result

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-Plant = Callable[[Path], None]
+SnapshotEdit = Callable[[Path], None]
 
 
-def edit(path: str, old: str, new: str, count: int = 1) -> Plant:
+def replace_text(path: str, old: str, new: str, count: int = 1) -> SnapshotEdit:
     """Replace a text in a file, so many times, which must be there."""
 
     def plant(root: Path) -> None:
@@ -21,7 +21,7 @@ def edit(path: str, old: str, new: str, count: int = 1) -> Plant:
     return plant
 
 
-def put(path: str, text: str) -> Plant:
+def overwrite_file(path: str, text: str) -> SnapshotEdit:
     """A file as it would be."""
 
     def plant(root: Path) -> None:
@@ -31,7 +31,7 @@ def put(path: str, text: str) -> Plant:
     return plant
 
 
-def add(path: str, line: str) -> Plant:
+def append_line(path: str, line: str) -> SnapshotEdit:
     """A line at the end of a file."""
 
     def plant(root: Path) -> None:
@@ -41,7 +41,7 @@ def add(path: str, line: str) -> Plant:
     return plant
 
 
-def new(path: str, text: str) -> Plant:
+def create_file(path: str, text: str) -> SnapshotEdit:
     """A file that was not there."""
 
     def plant(root: Path) -> None:
@@ -52,7 +52,7 @@ def new(path: str, text: str) -> Plant:
     return plant
 
 
-def gone(pattern: str) -> Plant:
+def delete_paths(pattern: str) -> SnapshotEdit:
     """Files or directories that are not there."""
 
     def plant(root: Path) -> None:
@@ -64,7 +64,7 @@ def gone(pattern: str) -> Plant:
     return plant
 
 
-def kept(query: str, gpus: int) -> Plant:
+def limit_gpu_rows(query: str, gpus: int) -> SnapshotEdit:
     """The first GPUs alone, in an answer of nvidia-smi."""
 
     def plant(root: Path) -> None:
@@ -74,7 +74,7 @@ def kept(query: str, gpus: int) -> Plant:
     return plant
 
 
-def both(*plants: Plant) -> Plant:
+def combine_edits(*plants: SnapshotEdit) -> SnapshotEdit:
     def plant(root: Path) -> None:
         for each in plants:
             each(root)
@@ -82,7 +82,7 @@ def both(*plants: Plant) -> Plant:
     return plant
 
 
-def row(query: str, gpu: int, old: str, new: str) -> Plant:
+def edit_gpu_row(query: str, gpu: int, old: str, new: str) -> SnapshotEdit:
     """One GPU's row of an answer of nvidia-smi."""
 
     def plant(root: Path) -> None:
@@ -95,7 +95,7 @@ def row(query: str, gpu: int, old: str, new: str) -> Plant:
     return plant
 
 
-def lost(gpu: int) -> Plant:
+def remove_gpu(gpu: int) -> SnapshotEdit:
     """A GPU that nvidia-smi and PyTorch see no more."""
 
     def plant(root: Path) -> None:
@@ -109,30 +109,32 @@ def lost(gpu: int) -> Plant:
     return plant
 
 
-def xid(number: int) -> Plant:
-    return add("commands/kernel_log.txt", f"NVRM: Xid (PCI:0000:52:00): {number}, pid=4021, name=python, Ch 00000008")
-
-
-def pci(address: str, name: str, value: str) -> Plant:
-    return put(f"sys/bus/pci/devices/{address}/{name}", value)
-
-
-def slot(address: str, speed: str, width: str = "16") -> Plant:
-    """The port of a PCIe switch above a device."""
-    above = f"sys/bus/pci/devices/{address.replace(':00.0', ':1f.0')}"
-    return both(
-        new(f"{above}/class", "0x060400"),
-        new(f"{above}/max_link_speed", speed),
-        new(f"{above}/max_link_width", width),
-        new(f"{above}/{address}/class", ""),
+def append_xid(number: int) -> SnapshotEdit:
+    return append_line(
+        "commands/kernel_log.txt", f"NVRM: Xid (PCI:0000:52:00): {number}, pid=4021, name=python, Ch 00000008"
     )
 
 
-def port(number: int, name: str, value: str) -> Plant:
-    return put(f"sys/class/infiniband/mlx5_{number}/ports/1/{name}", value)
+def set_pci_attribute(address: str, name: str, value: str) -> SnapshotEdit:
+    return overwrite_file(f"sys/bus/pci/devices/{address}/{name}", value)
 
 
-def variable(name: str, value: str) -> Plant:
+def add_upstream_port(address: str, speed: str, width: str = "16") -> SnapshotEdit:
+    """The port of a PCIe switch above a device."""
+    above = f"sys/bus/pci/devices/{address.replace(':00.0', ':1f.0')}"
+    return combine_edits(
+        create_file(f"{above}/class", "0x060400"),
+        create_file(f"{above}/max_link_speed", speed),
+        create_file(f"{above}/max_link_width", width),
+        create_file(f"{above}/{address}/class", ""),
+    )
+
+
+def set_rdma_port(number: int, name: str, value: str) -> SnapshotEdit:
+    return overwrite_file(f"sys/class/infiniband/mlx5_{number}/ports/1/{name}", value)
+
+
+def set_variable(name: str, value: str) -> SnapshotEdit:
     """A variable of the environment, in place of its own value."""
 
     def plant(root: Path) -> None:
@@ -143,20 +145,20 @@ def variable(name: str, value: str) -> Plant:
     return plant
 
 
-def everything_of_smi(line: str) -> Plant:
+def append_to_nvidia_smi_outputs(line: str) -> SnapshotEdit:
     """A line at the end of all that nvidia-smi says."""
 
     def plant(root: Path) -> None:
         for path in (root / "commands").glob("smi_*.txt"):
-            add(str(path.relative_to(root)), line)(root)
+            append_line(str(path.relative_to(root)), line)(root)
 
     return plant
 
 
-def unset(name: str) -> Plant:
+def unset_variable(name: str) -> SnapshotEdit:
     """A variable that the environment does not have."""
-    return edit("environment", f"{name}=", f"NOT_{name}=")
+    return replace_text("environment", f"{name}=", f"NOT_{name}=")
 
 
-def everywhere(plant: Callable[[int], Plant]) -> Plant:
-    return both(*(plant(card) for card in range(8)))
+def edit_all_nics(plant: Callable[[int], SnapshotEdit]) -> SnapshotEdit:
+    return combine_edits(*(plant(card) for card in range(8)))

@@ -2,14 +2,14 @@
 
 from xml.etree import ElementTree
 
-SVG = "{http://www.w3.org/2000/svg}"
+SVG_NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
-def marked(text: str, name: str) -> list[ElementTree.Element]:
+def elements_of_class(text: str, name: str) -> list[ElementTree.Element]:
     """Elements of a class."""
     return [element for element in ElementTree.fromstring(text).iter() if element.get("class") == name]
 
 
-def written(text: str, name: str) -> list[str]:
+def texts_of_class(text: str, name: str) -> list[str]:
     """The words of those of a class."""
-    return [element.text or "" for element in marked(text, name)]
+    return [element.text or "" for element in elements_of_class(text, name)]

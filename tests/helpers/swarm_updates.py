@@ -13,25 +13,27 @@ from phalanx.swarm.pieces import model_pieces, pieces_sent_by
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import write_update
-from tests.helpers.local_swarm import NODES, SECONDS, Swarm
+from tests.helpers.local_swarm import NODES, TIMEOUT_SECONDS, LocalSwarm
 
-Owned = tuple[int, ...]
+ExpertIds = tuple[int, ...]
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def owners_of(swarm: Swarm) -> Any:
+def current_owners(swarm: LocalSwarm) -> Any:
     return swarm.coordinator.ledger.owners
 
 
-def written(swarm: Swarm, folder: Path, node: str, change: float = 0.01, experts: Owned | None = None) -> Path:
+def write_node_update(
+    swarm: LocalSwarm, folder: Path, node: str, change: float = 0.01, experts: ExpertIds | None = None
+) -> Path:
     """An update of a node in which all that it trains is moved by as much; or with other experts than its own."""
-    experts = experts_of(owners_of(swarm), node) if experts is None else experts
+    experts = experts_of(current_owners(swarm), node) if experts is None else experts
     owners = tuple((node,) if expert in experts else () for expert in range(4))
     path = folder / f"{node}.told"
     with TensorFile(swarm.coordinator.store.base) as base:
@@ -41,8 +43,10 @@ def written(swarm: Swarm, folder: Path, node: str, change: float = 0.01, experts
     return path
 
 
-def in_a_round(run: RunSpec, swarm: Swarm, names: tuple[str, ...] = NODES[:2]) -> dict[str, SwarmClient]:
-    links = {name: swarm.joined(name) for name in names}
+def join_and_wait_for_round(
+    run: RunSpec, swarm: LocalSwarm, names: tuple[str, ...] = NODES[:2]
+) -> dict[str, SwarmClient]:
+    links = {name: swarm.joined_client(name) for name in names}
     for link in links.values():
         link.wait(round=0)
     return links

@@ -10,27 +10,34 @@ from phalanx.spec.cluster import CalibrationSpec
 from phalanx.spec.files.load import load_machine, run_from_table
 from phalanx.spec.run import RunSpec
 
-TRUTH = {"gemm_0": 0.6, "hbm_0": 0.3, "link": 0.1, "overlap": 0.4, "optimizer_passes": 30.0, "step_seconds": 0.02}
+TRUE_CONSTANTS = {
+    "gemm_0": 0.6,
+    "hbm_0": 0.3,
+    "link": 0.1,
+    "overlap": 0.4,
+    "optimizer_passes": 30.0,
+    "step_seconds": 0.02,
+}
 """What the constants are on an imagined machine."""
 MACHINE = load_machine("cpu").model_copy(update={"cores": 2})
-PROCESS, SHARE, BUFFERS = 400 * 2**20, 1.1, 0.7
-IMAGINED = MACHINE.model_copy(
+TRUE_PROCESS_BYTES, TRUE_MEMORY_SHARE, TRUE_BUFFER_SHARE = 400 * 2**20, 1.1, 0.7
+SYNTHETIC_MACHINE = MACHINE.model_copy(
     update={
         "calibration": CalibrationSpec(
             runs=1,
             precision="fp32",
-            time_constants=TRUTH,
+            time_constants=TRUE_CONSTANTS,
             identified_constants=[],
             log_half_width=0.1,
-            baseline_process_bytes=PROCESS,
-            bytes_per_counted_byte=SHARE,
-            buffer_overhead=BUFFERS,
+            baseline_process_bytes=TRUE_PROCESS_BYTES,
+            bytes_per_counted_byte=TRUE_MEMORY_SHARE,
+            buffer_overhead=TRUE_BUFFER_SHARE,
         )
     }
 )
 
 
-def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
+def make_run(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
     model = {
         "vocab_size": 2048,
         "hidden_size": 256,
@@ -45,8 +52,8 @@ def described(ranks: int, precision: str = "fp32", **layout: object) -> RunSpec:
     )
 
 
-def imagined(ranks: int, **layout: object) -> MeasuredRun:
+def synthesize_measured_run(ranks: int, **layout: object) -> MeasuredRun:
     """A run as the model has it with the imagined constants."""
-    blank = MeasuredRun(str(layout), described(ranks, **layout), ranks, 1.0, 1.0, None)
-    seconds, _, memory = predict_run(IMAGINED, blank)
+    blank = MeasuredRun(str(layout), make_run(ranks, **layout), ranks, 1.0, 1.0, None)
+    seconds, _, memory = predict_run(SYNTHETIC_MACHINE, blank)
     return replace(blank, step_seconds=seconds, memory_bytes=memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.spec.model import ModelSpec, MoESpec
 
-TINY = ModelSpec(
+TINY_MOE = ModelSpec(
     vocab_size=256,
     hidden_size=64,
     num_layers=2,

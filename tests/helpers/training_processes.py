@@ -14,7 +14,7 @@ from phalanx.runs.events import read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import described
+from tests.helpers.small_runs import small_run
 
 STEPS = 24
 SHORT = {"training.steps": STEPS, "checkpoint.every": 5}
@@ -22,13 +22,13 @@ LONG = {"training.steps": 100_000, "checkpoint.every": 5}
 
 
 @contextmanager
-def training(
+def training_run(
     text: Path, folder: Path, changes: dict[str, Any], nproc: int = 2, *more: str
 ) -> Iterator[subprocess.Popen[str]]:
     """A run under way, in folder/parity. None of its processes is left."""
     folder.mkdir(exist_ok=True)
     file = folder / "run.toml"
-    file.write_text(to_toml(described(text, folder, changes)))
+    file.write_text(to_toml(small_run(text, folder, changes)))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -39,15 +39,15 @@ def training(
         wait_until(lambda: not rank_pids(folder / "parity"), "no rank is left")
 
 
-def reaches(directory: Path, step: int) -> Callable[[], bool]:
+def has_reached_step(directory: Path, step: int) -> Callable[[], bool]:
     return lambda: (directory / "metrics.jsonl").exists() and any(r["step"] >= step for r in read_metrics(directory))
 
 
-def trained(directory: Path) -> list[tuple[float, float]]:
+def recorded_losses(directory: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
 
 
-def events(directory: Path, what: str) -> list[Any]:
+def events_of_kind(directory: Path, what: str) -> list[Any]:
     return [event for event in read_events(directory) if event["what"] == what]
 
 

@@ -42,7 +42,7 @@ MODEL = {
     "ffn_hidden_size": 512,
     "max_seq_len": 128,
 }
-THREE = {**MODEL, "num_layers": 3}
+THREE_LAYERS = {**MODEL, "num_layers": 3}
 MOE = {
     **MODEL,
     "num_layers": 2,
@@ -50,7 +50,7 @@ MOE = {
 }
 
 
-def described(out: Path, model: dict[str, Any] = MODEL, **layout: Any) -> RunSpec:
+def build_run_spec(out: Path, model: dict[str, Any] = MODEL, **layout: Any) -> RunSpec:
     return run_from_table(
         {
             "name": "run",
@@ -79,7 +79,7 @@ while not ended and os.getppid() == rank:
 
 
 @contextmanager
-def nothing(trainer: Trainer) -> Iterator[None]:
+def no_slowdown(trainer: Trainer) -> Iterator[None]:
     yield
 
 
@@ -128,27 +128,27 @@ def hot_expert(trainer: Trainer) -> Iterator[None]:
     yield
 
 
-WAYS: dict[str, Callable[[Trainer], Any]] = {
-    "nothing": nothing,
+SLOWDOWNS: dict[str, Callable[[Trainer], Any]] = {
+    "nothing": no_slowdown,
     "slow_rank": slow_rank,
     "starved_loader": starved_loader,
     "hot_expert": hot_expert,
 }
 
 
-def train(directory: Path, way: str) -> None:
+def train_with_slowdown(directory: Path, way: str) -> None:
     """This rank's part of a run, made slow."""
     run, data = read_run_directory(directory)
     trainer = Trainer(run, open_training_data(run, data, True), directory, torch.device("cpu"), 1e11)
     logs = open_loggers(directory, 0, None, run.name, {}) if trainer.is_main else []
     notes = open_step_records(trainer)
-    with WAYS[way](trainer):
+    with SLOWDOWNS[way](trainer):
         trainer.train(logs, ProgressDisplay(0, run.training.steps, quiet=True), None, notes)
     for log in (*logs, notes):
         log.close()
 
 
-def verdict(directory: Path) -> tuple[Bottleneck, str]:
+def read_bottlenecks(directory: Path) -> tuple[Bottleneck, str]:
     recorded = read_run(directory)
     found = step_times(recorded)
     assert found is not None
@@ -158,13 +158,13 @@ def verdict(directory: Path) -> tuple[Bottleneck, str]:
 
 
 @pytest.mark.parametrize(
-    ("way", "model", "layout", "right"),
+    ("slowdown", "model", "layout", "is_expected"),
     [
         ("slow_rank", MODEL, {}, lambda it: (it.kind, it.rank) == ("straggler", 1) and abs(it.since - FROM_STEP) <= 2),
         ("slow_rank", MODEL, {"data_parallel": "zero3"}, lambda it: (it.kind, it.rank) == ("straggler", 1)),
         ("starved_loader", MODEL, {}, lambda it: (it.kind, it.rank) == ("input", 1)),
         ("hot_expert", MOE, {"ep": 2}, lambda it: (it.kind, it.rank) == ("expert", 1) and it.expert[1] == 3),
-        ("nothing", THREE, {"pp": 2, "micro_batch_size": 1}, lambda it: (it.kind, it.stage) == ("stage", 0)),
+        ("nothing", THREE_LAYERS, {"pp": 2, "micro_batch_size": 1}, lambda it: (it.kind, it.stage) == ("stage", 0)),
         ("nothing", MODEL, {"pp": 2, "micro_batch_size": 8}, lambda it: it.kind == "bubble"),
         ("nothing", MODEL, {}, lambda it: it.kind in ("compute", "communication")),
     ],
@@ -179,19 +179,23 @@ def verdict(directory: Path) -> tuple[Bottleneck, str]:
     ],
 )
 def test_find_bottlenecks_identifies_cause_of_slowed_training_run(
-    tmp_path: Path, way: str, model: dict[str, Any], layout: dict[str, Any], right: Callable[[Bottleneck], bool]
+    tmp_path: Path,
+    slowdown: str,
+    model: dict[str, Any],
+    layout: dict[str, Any],
+    is_expected: Callable[[Bottleneck], bool],
 ) -> None:
     for attempt in ("first", "second"):  # others may take a core meanwhile
-        directory = create_run(described(tmp_path / attempt, model, **layout), 2, resume=False)
-        rank_pool(2).run(train, directory, way)
-        first, all_named = verdict(directory)
-        if right(first):
+        directory = create_run(build_run_spec(tmp_path / attempt, model, **layout), 2, resume=False)
+        rank_pool(2).run(train_with_slowdown, directory, slowdown)
+        first, all_named = read_bottlenecks(directory)
+        if is_expected(first):
             break
-    assert right(first), all_named
+    assert is_expected(first), all_named
 
 
 @pytest.fixture
-def shaped() -> Iterator[list[list[str]]]:
+def slow_link_prefixes() -> Iterator[list[list[str]]]:
     """Commands before others that give them a network each, with a link of 40 Mbit/s between the two."""
     try:
         with star_network(["far"], 40) as made:
@@ -202,8 +206,10 @@ def shaped() -> Iterator[list[list[str]]]:
         pytest.skip(f"this process may not make networks: {none}")
 
 
-def test_find_bottlenecks_reports_communication_for_slow_link(tmp_path: Path, shaped: list[list[str]]) -> None:
-    directory = create_run(described(tmp_path), 2, resume=False)
+def test_find_bottlenecks_reports_communication_for_slow_link(
+    tmp_path: Path, slow_link_prefixes: list[list[str]]
+) -> None:
+    directory = create_run(build_run_spec(tmp_path), 2, resume=False)
     variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
@@ -213,7 +219,7 @@ def test_find_bottlenecks_reports_communication_for_slow_link(tmp_path: Path, sh
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, prefix in enumerate(shaped)
+        for rank, prefix in enumerate(slow_link_prefixes)
     ]
     try:
         said = [process.communicate(timeout=200)[1] for process in started]
@@ -221,5 +227,5 @@ def test_find_bottlenecks_reports_communication_for_slow_link(tmp_path: Path, sh
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], said
-    first, all_named = verdict(directory)
+    first, all_named = read_bottlenecks(directory)
     assert first.kind == "communication", all_named

@@ -20,7 +20,7 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.runs.checkpoints import checkpoints
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import MOE, described, steps, trainer, trajectory
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, training_trajectory
 
 MODEL = {**MOE, "num_layers": 4, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}}
 LEGS: list[tuple[str, int, dict[str, Any]]] = [
@@ -31,21 +31,21 @@ LEGS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def leg(run: RunSpec, until: int, again: Path) -> list[tuple[float, float]]:
+def train_leg(run: RunSpec, until: int, again: Path) -> list[tuple[float, float]]:
     """Return from the newest checkpoint, if there is one, and save it anew as this layout holds it; then train on."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     if under_way.resume()[0]:
         there, under_way.checkpointer.directory = under_way.checkpointer.directory, again
         under_way.save()
         under_way.checkpointer.wait()
         under_way.checkpointer.directory = there
-    result = steps(under_way, until)
+    result = train_until(under_way, until)
     under_way.save()
     under_way.checkpointer.wait()
     return result
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
+def load_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
     """All of the newest checkpoint in a folder."""
     reader = HuggingFaceStorageReader(str(checkpoints(folder)[0]))
     entries = reader.read_metadata().state_dict_metadata.items()
@@ -57,19 +57,19 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def test_checkpoint_is_bit_exact_through_four_layouts_and_hf_export(tmp_path: Path) -> None:
     text = tmp_path / "text"
     shutil.copytree(Path(json.__file__).parent, text, ignore=shutil.ignore_patterns("__pycache__"))
-    whole = trajectory(described(text, tmp_path / "whole", {"model": MODEL}))
+    whole = training_trajectory(small_run(text, tmp_path / "whole", {"model": MODEL}))
     kept: dict[str, Tensor] = {}
     for number, (name, world_size, changes) in enumerate(LEGS):
-        run = described(text, tmp_path, {"model": MODEL, **changes})
+        run = small_run(text, tmp_path, {"model": MODEL, **changes})
         again = tmp_path / f"again-{number}"
         again.mkdir()
-        got = rank_pool(world_size).run(leg, run, 5 * (number + 1), again)[0]
+        got = rank_pool(world_size).run(train_leg, run, 5 * (number + 1), again)[0]
         assert got == [pytest.approx(step, rel=1e-10) for step in whole[5 * number : 5 * (number + 1)]], name
         if kept:
-            held = tensors(again)
+            held = load_checkpoint_tensors(again)
             assert held.keys() == kept.keys(), name
             assert all(torch.equal(held[key], kept[key]) for key in kept), name
-        kept = tensors(tmp_path / "parity" / "checkpoints")
+        kept = load_checkpoint_tensors(tmp_path / "parity" / "checkpoints")
 
     model = {key.removeprefix("model."): tensor for key, tensor in kept.items() if key.startswith("model.")}
     folder = tmp_path / "hf"

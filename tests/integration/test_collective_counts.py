@@ -13,25 +13,27 @@ from phalanx.parallel.comm.collectives import REQUESTED_OPERATION
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
-from tests.helpers.small_runs import DENSE, MOE, described, steps, trainer
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_until
 
 
-def operations(run: RunSpec) -> Counter[str]:
+def count_step_collectives(run: RunSpec) -> Counter[str]:
     """How often each was asked for in a step of one micro-batch."""
-    under_way = trainer(run)
-    steps(under_way, 2)
+    under_way = make_trainer(run)
+    train_until(under_way, 2)
     batches = prefetch(under_way.loader, 2, 3)
     with CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
         under_way.train_step(batches)
     return Counter(call.operation for call in recorder.calls)
 
 
-def of_a_layer(text: Path, out: Path, model: dict[str, Any], world_size: int, changes: dict[str, Any]) -> Counter[str]:
+def count_layer_collectives(
+    text: Path, out: Path, model: dict[str, Any], world_size: int, changes: dict[str, Any]
+) -> Counter[str]:
     """The difference that a layer makes."""
     found = []
     for layers in (2, 3):
-        run = described(text, out / str(layers), {"model": {**model, "num_layers": layers}, **changes})
-        each = rank_pool(world_size).run(operations, run)
+        run = small_run(text, out / str(layers), {"model": {**model, "num_layers": layers}, **changes})
+        each = rank_pool(world_size).run(count_step_collectives, run)
         assert each == [each[0]] * world_size
         found.append(each[0])
     found[1].subtract(found[0])
@@ -49,13 +51,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tensor_parallel_layer_runs_two_all_reduces_each_pass(text: Path, tmp_path: Path) -> None:
     """Two pairs in a layer, attention and MLP; none between the products of a pair (Megatron-LM, section 3)."""
     changes = {"layout.tp": 2, "layout.sequence_parallel": False}
-    assert of_a_layer(text, tmp_path, DENSE, 2, changes) == {"all_reduce": 2 + 2}
+    assert count_layer_collectives(text, tmp_path, DENSE, 2, changes) == {"all_reduce": 2 + 2}
 
 
 def test_sequence_parallel_layer_runs_6_all_gathers_and_4_reduce_scatters(text: Path, tmp_path: Path) -> None:
     """Forward and backward one of each for a pair, and backward one more gather: of the input, which is kept in shares
     (arXiv 2205.05198, section 4.2.2)."""
-    found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.tp": 2})
+    found = count_layer_collectives(text, tmp_path, DENSE, 2, {"layout.tp": 2})
     assert found == {"all_gather": 2 + 2 + 2, "reduce_scatter": 2 + 2}
 
 
@@ -65,12 +67,12 @@ def test_gathered_heads_add_one_all_gather_and_one_reduce_scatter(text: Path, tm
     model = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
     changes = {"layout.tp": 2, "layout.sequence_parallel": False, "layout.tp_attention": "gathered"}
     expected = {"all_reduce": 2 + 2, "all_gather": 1, "reduce_scatter": 1}
-    assert of_a_layer(text, tmp_path, model, 2, changes) == expected
+    assert count_layer_collectives(text, tmp_path, model, 2, changes) == expected
 
 
 def test_expert_parallel_layer_runs_4_token_and_1_count_all_to_all(text: Path, tmp_path: Path) -> None:
     """Dispatch and combine (GShard, section 3.2); one more, of counts, tells how many rows will come."""
-    found = of_a_layer(text, tmp_path, MOE, 2, {"layout.ep": 2})
+    found = count_layer_collectives(text, tmp_path, MOE, 2, {"layout.ep": 2})
     assert found["all_to_all"] == 1 + 2 + 2
 
 
@@ -80,5 +82,5 @@ def test_context_parallel_ring_uses_p2p_and_ulysses_all_to_all(
 ) -> None:
     """A ring of two: forward keys and values move once; backward once, and their gradients twice, the last time home.
     Ulysses: there and back, forward and backward."""
-    found = of_a_layer(text, tmp_path, DENSE, 2, {"layout.cp": 2, "layout.cp_method": kind})
+    found = count_layer_collectives(text, tmp_path, DENSE, 2, {"layout.cp": 2, "layout.cp_method": kind})
     assert {name: found[name] for name in expected} == expected

@@ -16,7 +16,7 @@ from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import MEASURED_STEP
-from tests.helpers.small_runs import DENSE, MOE, described, metered_step, trainer
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, metered_step, small_run
 
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -30,9 +30,9 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def collectives(run: RunSpec) -> list[dict[str, Any]]:
+def record_collectives(run: RunSpec) -> list[dict[str, Any]]:
     """Those of this rank in the step that is measured."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, MEASURED_STEP)
     for _ in range(MEASURED_STEP - 1):
         under_way.train_step(batches)
@@ -42,7 +42,7 @@ def collectives(run: RunSpec) -> list[dict[str, Any]]:
     return found
 
 
-def predicted(run: RunSpec, world_size: int) -> Groups:
+def predict_bytes_by_group(run: RunSpec, world_size: int) -> Groups:
     """Bytes that a member sends, by operation and group."""
     sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, tuple[int, ...]], float](float)
     for place, rows in enumerate(traffic_by_group(run, world_size).values()):
@@ -60,13 +60,13 @@ def test_communicating_groups_match_recorded_collectives(
     """To 1 %, but for some hundred bytes of sums and norms. What experts exchange is the mean of a group's members,
     since they are not balanced in the first steps."""
     numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
-    run = described(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
+    run = small_run(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
     measured: Groups = defaultdict(float)
-    for rows in rank_pool(4).run(collectives, run):
+    for rows in rank_pool(4).run(record_collectives, run):
         for row in rows:
             group = tuple(sorted(row["group"]))
             measured[row["operation"], group] += row["sent_bytes"] / len(group)
-    expected = predicted(run, 4)
+    expected = predict_bytes_by_group(run, 4)
     for key in {*expected, *measured}:
         if key[0] not in ("send", "recv"):
             assert measured[key] == pytest.approx(expected[key], rel=0.01, abs=500), key

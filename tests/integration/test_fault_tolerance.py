@@ -23,19 +23,19 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import described, steps, trainer
-from tests.helpers.training_processes import LONG, events, reaches, trained, training
+from tests.helpers.small_runs import make_trainer, small_run, train_until
+from tests.helpers.training_processes import LONG, events_of_kind, has_reached_step, recorded_losses, training_run
 
 TEXT = Path(json.__file__).parent
 
 
-def of_one_process(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
+def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
     """What a run learns that never fails."""
-    one = trainer(described(TEXT, folder / "one", changes))
-    return [pytest.approx(step, rel=1e-10) for step in steps(one, count)]
+    one = make_trainer(small_run(TEXT, folder / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in train_until(one, count)]
 
 
-def stopped(process: subprocess.Popen[str]) -> str:
+def stop_gracefully(process: subprocess.Popen[str]) -> str:
     """End a run in order; returns what it said."""
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=SECONDS)
@@ -47,7 +47,7 @@ def stopped(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk_path(tmp_path: Path) -> Iterator[Path]:
     """A small one."""
     place = tmp_path / "disk"
     try:
@@ -57,12 +57,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(str(not_allowed))
 
 
-def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(disk: Path, tmp_path: Path) -> None:
+def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(small_disk_path: Path, tmp_path: Path) -> None:
     """At once, where a checkpoint is the first thing that does not fit; else after it was started again in vain."""
-    directory, changes = disk / "parity", {**LONG, "recovery.max_restarts": 1}
-    with training(TEXT, disk, changes, 2) as process:
+    directory, changes = small_disk_path / "parity", {**LONG, "recovery.max_restarts": 1}
+    with training_run(TEXT, small_disk_path, changes, 2) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
-        others = fill_disk(disk, but_bytes=300_000)
+        others = fill_disk(small_disk_path, but_bytes=300_000)
         newest = step_of(checkpoints(directory / "checkpoints")[0])
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 or "starting again from step-" in said, said
@@ -73,20 +73,20 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(disk: Path
     assert step_of(saved[0]) >= newest
 
     others.unlink()
-    begun = len(events(directory, "started"))
-    with training(TEXT, disk, changes, 2, "--resume") as process:
-        wait_until(lambda: len(events(directory, "started")) > begun, "it goes on")
-        stopped(process)
-    learned = trained(directory)
-    assert learned == of_one_process(tmp_path, changes, len(learned))
+    begun = len(events_of_kind(directory, "started"))
+    with training_run(TEXT, small_disk_path, changes, 2, "--resume") as process:
+        wait_until(lambda: len(events_of_kind(directory, "started")) > begun, "it goes on")
+        stop_gracefully(process)
+    learned = recorded_losses(directory)
+    assert learned == single_process_losses(tmp_path, changes, len(learned))
 
 
-def test_full_disk_fails_run_without_checkpoints_after_failed_restart(disk: Path) -> None:
+def test_full_disk_fails_run_without_checkpoints_after_failed_restart(small_disk_path: Path) -> None:
     """After it was started again in vain."""
-    directory, changes = disk / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.max_restarts": 1}
-    with training(TEXT, disk, changes, 2) as process:
-        wait_until(reaches(directory, 3), "it trains")
-        fill_disk(disk)
+    directory, changes = small_disk_path / "parity", {**LONG, "checkpoint.every": 10**6, "recovery.max_restarts": 1}
+    with training_run(TEXT, small_disk_path, changes, 2) as process:
+        wait_until(has_reached_step(directory, 3), "it trains")
+        fill_disk(small_disk_path)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, said
     assert "starting again from the beginning" in said
@@ -99,11 +99,11 @@ def test_full_disk_fails_run_without_checkpoints_after_failed_restart(disk: Path
 def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path) -> None:
     """By itself, however the newest was damaged while its ranks were killed."""
     directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
-    with training(TEXT, tmp_path, changes) as process:
+    with training_run(TEXT, tmp_path, changes) as process:
         for number, harm in enumerate((truncate_file, flip_bit, Path.unlink), 1):
-            wait_until(lambda at=number: len(events(directory, "started")) == at, "it trains")  # type: ignore[misc]
-            began = events(directory, "started")[-1]["step"]
-            wait_until(lambda after=began: saved_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
+            wait_until(lambda at=number: len(events_of_kind(directory, "started")) == at, "it trains")  # type: ignore[misc]
+            began = events_of_kind(directory, "started")[-1]["step"]
+            wait_until(lambda after=began: num_checkpoints_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
             ranks = rank_pids(directory)
             for pid in ranks.values():
                 os.kill(pid, signal.SIGSTOP)
@@ -111,17 +111,17 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
             harm(next(newest.glob("shard-*")))
             for pid in ranks.values():
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda at=number: len(events(directory, "started")) > at, "it trains again")  # type: ignore[misc]
-            assert events(directory, "started")[-1]["step"] == step_of(before)
+            wait_until(lambda at=number: len(events_of_kind(directory, "started")) > at, "it trains again")  # type: ignore[misc]
+            assert events_of_kind(directory, "started")[-1]["step"] == step_of(before)
             assert newest.with_name(f"{newest.name}.damaged").exists()
-        wait_until(reaches(directory, step_of(before) + 5), "it goes on")
-        said = stopped(process)
-    assert said.count("is damaged and was set aside") == len(events(directory, "checkpoint_quarantined")) == 3
-    learned = trained(directory)
-    assert learned == of_one_process(tmp_path, changes, len(learned))
+        wait_until(has_reached_step(directory, step_of(before) + 5), "it goes on")
+        said = stop_gracefully(process)
+    assert said.count("is damaged and was set aside") == len(events_of_kind(directory, "checkpoint_quarantined")) == 3
+    learned = recorded_losses(directory)
+    assert learned == single_process_losses(tmp_path, changes, len(learned))
 
 
-def saved_after(directory: Path, step: int) -> int:
+def num_checkpoints_after(directory: Path, step: int) -> int:
     """How many checkpoints there are of later steps."""
     return sum(step_of(each) > step for each in checkpoints(directory / "checkpoints"))
 
@@ -132,27 +132,27 @@ def saved_after(directory: Path, step: int) -> int:
 def test_rank_stalled_below_collective_timeout_is_not_restarted(tmp_path: Path) -> None:
     """One that stands still again and again, for less long than collectives may take."""
     directory, changes = tmp_path / "parity", {**LONG, "training.collective_timeout_seconds": 10}
-    with training(TEXT, tmp_path, changes) as process:
-        wait_until(reaches(directory, 1), "it trains")
+    with training_run(TEXT, tmp_path, changes) as process:
+        wait_until(has_reached_step(directory, 1), "it trains")
         slow = rank_pids(directory)[1]
         for _ in range(8):
             os.kill(slow, signal.SIGSTOP)
-            stands = len(trained(directory))
+            stands = len(recorded_losses(directory))
             time.sleep(0.4)
-            assert len(trained(directory)) <= stands + 1
+            assert len(recorded_losses(directory)) <= stands + 1
             os.kill(slow, signal.SIGCONT)
-            wait_until(reaches(directory, stands + 3), "it goes on")
+            wait_until(has_reached_step(directory, stands + 3), "it goes on")
         assert rank_pids(directory)[1] == slow
-        stopped(process)
-    assert events(directory, "failed") == []
-    learned = trained(directory)
-    assert learned == of_one_process(tmp_path, changes, len(learned))
+        stop_gracefully(process)
+    assert events_of_kind(directory, "failed") == []
+    learned = recorded_losses(directory)
+    assert learned == single_process_losses(tmp_path, changes, len(learned))
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
 
-def family(launcher: int) -> list[int]:
+def launched_processes(launcher: int) -> list[int]:
     """The processes of a launcher's ranks, and theirs, beside itself."""
     mark, found = f"{LAUNCHER_PID_ENV}={launcher}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -162,17 +162,17 @@ def family(launcher: int) -> list[int]:
     return found
 
 
-def ports(pids: list[int]) -> set[str]:
+def listening_ports(pids: list[int]) -> set[str]:
     """The ports at which processes listen."""
     sockets = set()
     for pid in pids:
         for handle in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
                 sockets.add(os.readlink(handle))
-    return {port for port, name in listening() if name in sockets}
+    return {port for port, name in listening_sockets() if name in sockets}
 
 
-def listening() -> Iterator[tuple[str, str]]:
+def listening_sockets() -> Iterator[tuple[str, str]]:
     """Ports at which anybody listens, with their sockets."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -181,14 +181,14 @@ def listening() -> Iterator[tuple[str, str]]:
                 yield words[1], f"socket:[{words[9]}]"
 
 
-def shared(pids: list[int]) -> set[str]:
+def shared_memory_files(pids: list[int]) -> set[str]:
     """Files of shared memory that processes have."""
     lines = {line.split()[-1] for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
     return {name for name in lines if name.startswith("/dev/shm/")}
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where processes put what they mean to take away."""
     place = tmp_path / "temporary"
     place.mkdir()
@@ -198,49 +198,53 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("when", ["trains", "begins"])
-def test_killed_launcher_leaves_no_processes_ports_or_files(when: str, temporary: Path, tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_processes_ports_or_files(
+    when: str, temporary_directory: Path, tmp_path: Path
+) -> None:
     directory = tmp_path / "parity"
-    with training(TEXT, tmp_path, LONG) as process:
-        wait_until(reaches(directory, 3) if when == "trains" else lambda: len(rank_pids(directory)) == 2, f"it {when}")
-        left = family(process.pid)
+    with training_run(TEXT, tmp_path, LONG) as process:
+        wait_until(
+            has_reached_step(directory, 3) if when == "trains" else lambda: len(rank_pids(directory)) == 2, f"it {when}"
+        )
+        left = launched_processes(process.pid)
         assert len(left) >= 2
-        taken, files = ports([process.pid, *left]), shared([process.pid, *left])
+        taken, files = listening_ports([process.pid, *left]), shared_memory_files([process.pid, *left])
         assert taken
         process.kill()
         process.wait(timeout=SECONDS)
-        wait_until(lambda: not family(process.pid), "no process is left")
-        wait_until(lambda: not taken & {port for port, _ in listening()}, "nobody listens any longer")
+        wait_until(lambda: not launched_processes(process.pid), "no process is left")
+        wait_until(lambda: not taken & {port for port, _ in listening_sockets()}, "nobody listens any longer")
         assert [name for name in files if Path(name).exists()] == []
-        assert list(temporary.iterdir()) == []
+        assert list(temporary_directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("when", ["at once", "when ranks are there"])
-def test_sigterm_during_restart_stops_run(when: str, temporary: Path, tmp_path: Path) -> None:
+def test_sigterm_during_restart_stops_run(when: str, temporary_directory: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
-    with training(TEXT, tmp_path, LONG) as process:
+    with training_run(TEXT, tmp_path, LONG) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         before = set(rank_pids(directory).values())
         os.kill(max(before), signal.SIGKILL)
-        wait_until(lambda: events(directory, "failed"), "the failure is noted")
+        wait_until(lambda: events_of_kind(directory, "failed"), "the failure is noted")
         if when == "when ranks are there":
             wait_until(lambda: set(rank_pids(directory).values()) - before, "new ranks")
-        said = stopped(process)
+        said = stop_gracefully(process)
         assert "Traceback" not in said
-        wait_until(lambda: not family(process.pid), "no process is left")
-        assert list(temporary.iterdir()) == []
+        wait_until(lambda: not launched_processes(process.pid), "no process is left")
+        assert list(temporary_directory.iterdir()) == []
 
 
 def test_sigterm_during_rendezvous_stops_run(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(described(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": SECONDS}})))
+    file.write_text(to_toml(small_run(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": SECONDS}})))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
     meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
     with subprocess.Popen([*command, *meeting], stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening()), "it waits")
-        said = stopped(process)
+        wait_until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening_sockets()), "it waits")
+        said = stop_gracefully(process)
     assert "Traceback" not in said
 
 
@@ -251,5 +255,5 @@ def test_sigterm_during_data_preparation_stops_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until(cache.exists, "it prepares text")
-        stopped(process)
+        stop_gracefully(process)
     assert not (tmp_path / "run").exists()

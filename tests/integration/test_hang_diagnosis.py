@@ -20,11 +20,11 @@ from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.testing.fault_injection import NotAllowed, memory_limited
 from phalanx.testing.processes import SECONDS, rank_pids
-from tests.helpers.faulty_runs import TIMEOUT, directory_of, ended, started
+from tests.helpers.faulty_runs import TIMEOUT_SECONDS, create_run_directory, start_faulty_run, wait_for_failure
 from tests.helpers.training_processes import wait_for_steps
 
 
-def explained(directory: Path, said: str) -> Explanation:
+def checked_explanation(directory: Path, said: str) -> Explanation:
     print(said)
     found = explain_run(directory)
     assert f"why: {found.verdict.summary}" in said
@@ -35,8 +35,8 @@ def explained(directory: Path, said: str) -> Explanation:
 
 
 def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1})
-    process = started(directory, 4, "none")
+    directory = create_run_directory(text, tmp_path, 4, {"layout.pp": 2, "layout.tp": 2, "layout.micro_batch_size": 1})
+    process = start_faulty_run(directory, 4, "none")
     try:
         wait_for_steps(process, directory, 3)
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
@@ -44,34 +44,34 @@ def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: 
         while not list((directory / "hangs").glob("rank-00000.json")):
             assert time.monotonic() < begun + SECONDS
             time.sleep(0.02)
-        print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT}")
+        print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT_SECONDS}")
         found = explain_run(directory).verdict
         assert (found.kind, found.ranks) == ("stopped", (1,))
     finally:
-        said = ended(process)
-    found = explained(directory, said)
+        said = wait_for_failure(process)
+    found = checked_explanation(directory, said)
     assert (found.verdict.kind, found.verdict.ranks) == ("stopped", (1,))
     assert "rank 1 (pp=0, tp=1) was stopped (SIGSTOP)" in found.verdict.summary
 
 
 @pytest.mark.parametrize(
-    ("layout", "where", "waited"),
+    ("layout", "axis", "pending_call"),
     [({}, "dp", "all_reduce"), ({"layout.pp": 2, "layout.micro_batch_size": 1}, "pp", "pipeline/p2p.py")],
     ids=["ddp", "pp"],
 )
 def test_hang_diagnosis_names_late_rank_as_absent(
-    layout: dict[str, Any], where: str, waited: str, text: Path, tmp_path: Path
+    layout: dict[str, Any], axis: str, pending_call: str, text: Path, tmp_path: Path
 ) -> None:
-    directory = directory_of(text, tmp_path, 2, layout)
-    found = explained(directory, ended(started(directory, 2, "late")))
+    directory = create_run_directory(text, tmp_path, 2, layout)
+    found = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 2, "late")))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("absent", (1,), 3)
-    assert f"rank 1 ({where}=1) was in helpers/faulty_rank.py" in found.verdict.summary
-    assert f"rank 0 ({where}=0) waited in {waited}" in found.verdict.summary
+    assert f"rank 1 ({axis}=1) was in helpers/faulty_rank.py" in found.verdict.summary
+    assert f"rank 0 ({axis}=0) waited in {pending_call}" in found.verdict.summary
 
 
 def test_watchdog_discards_hang_dumps_when_run_continues(text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 2, {"training.steps": 6})
-    process = started(directory, 2, "pause")
+    directory = create_run_directory(text, tmp_path, 2, {"training.steps": 6})
+    process = start_faulty_run(directory, 2, "pause")
     try:
         seen, deadline = False, time.monotonic() + SECONDS
         while process.poll() is None and time.monotonic() < deadline:
@@ -85,7 +85,7 @@ def test_watchdog_discards_hang_dumps_when_run_continues(text: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("fault", "theirs", "own"),
+    ("fault", "peer_call", "faulty_call"),
     [
         ("shape", "all_reduce of [400000] Float", "all_reduce of [1000] Float"),
         ("skipped", "all_reduce of [4] Float", "all_to_all of [3, "),
@@ -93,19 +93,21 @@ def test_watchdog_discards_hang_dumps_when_run_continues(text: Path, tmp_path: P
     ],
 )
 def test_hang_diagnosis_names_rank_with_mismatched_collective(
-    fault: str, theirs: str, own: str, text: Path, tmp_path: Path
+    fault: str, peer_call: str, faulty_call: str, text: Path, tmp_path: Path
 ) -> None:
-    directory = directory_of(text, tmp_path, 3, {"layout.data_parallel": "zero1", "training.tokens_per_step": 288})
-    found = explained(directory, ended(started(directory, 3, fault)))
+    directory = create_run_directory(
+        text, tmp_path, 3, {"layout.data_parallel": "zero1", "training.tokens_per_step": 288}
+    )
+    found = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 3, fault)))
     assert (found.verdict.kind, found.verdict.ranks, found.step) == ("mismatch", (1,), 3)
-    assert f"rank 1 (dp=1) called {own}" in found.verdict.summary
-    assert f"called {theirs} at helpers/faulty_rank.py" in found.verdict.summary
+    assert f"rank 1 (dp=1) called {faulty_call}" in found.verdict.summary
+    assert f"called {peer_call} at helpers/faulty_rank.py" in found.verdict.summary
 
 
 def test_sigterm_waits_for_slow_checkpoint_beyond_collective_timeout(text: Path, tmp_path: Path) -> None:
     """Also longer than collectives may take, since it waits for none."""
-    directory = directory_of(text, tmp_path, 2, {})
-    process = started(directory, 2, "disk")
+    directory = create_run_directory(text, tmp_path, 2, {})
+    process = start_faulty_run(directory, 2, "disk")
     try:
         wait_for_steps(process, directory, 5)
         process.send_signal(signal.SIGTERM)
@@ -119,7 +121,7 @@ def test_sigterm_waits_for_slow_checkpoint_beyond_collective_timeout(text: Path,
 
 def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path: Path) -> None:
     """While it reads where the run is, which may take minutes."""
-    directory = directory_of(text, tmp_path, 1, {})
+    directory = create_run_directory(text, tmp_path, 1, {})
     command = [sys.executable, "-m", "tests.helpers.faulty_rank", "told early", str(directory)]
     one = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
@@ -131,37 +133,37 @@ def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("fault", "how"),
+    ("fault", "cause"),
     [
         ("library", "was aborted (SIGABRT) in helpers/faulty_rank.py"),
         ("abort", "was killed by SIGABRT: Aborted in helpers/faulty_rank"),
     ],
 )
-def test_failure_report_names_rank_that_aborted(fault: str, how: str, text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 2, {})
-    said = ended(started(directory, 2, fault))
+def test_failure_report_names_rank_that_aborted(fault: str, cause: str, text: Path, tmp_path: Path) -> None:
+    directory = create_run_directory(text, tmp_path, 2, {})
+    said = wait_for_failure(start_faulty_run(directory, 2, fault))
     print(said)
     assert "phalanx: rank 1 was killed by SIGABRT: Aborted in helpers/faulty_rank.py" in said
     assert "why:" not in said, "nobody left a collective out"
     found = explain_run(directory).verdict
     assert (found.kind, found.ranks) == ("killed", (1,))
-    assert f"rank 1 (dp=1) {how}" in found.summary
+    assert f"rank 1 (dp=1) {cause}" in found.summary
 
 
 def test_hang_diagnosis_reports_mismatch_when_pythonfaulthandler_is_set(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    directory = directory_of(
+    directory = create_run_directory(
         text, tmp_path, 2, {"training.collective_timeout_seconds": 60.0}
     )  # long after it was aborted
-    found = explained(directory, ended(started(directory, 2, "shape"))).verdict
+    found = checked_explanation(directory, wait_for_failure(start_faulty_run(directory, 2, "shape"))).verdict
     assert (found.kind, found.ranks) == ("mismatch", (0, 1))
 
 
 def test_oom_report_lists_resident_bytes_of_failed_rank(text: Path, tmp_path: Path) -> None:
-    directory = directory_of(text, tmp_path, 2, {})
-    said = ended(started(directory, 2, "memory"))
+    directory = create_run_directory(text, tmp_path, 2, {})
+    said = wait_for_failure(start_faulty_run(directory, 2, "memory"))
     print(said)
     assert "rank 1 failed after step 3: out of memory: 1.07 GB were wanted beside the" in said
     left = read_failures(directory)[1]
@@ -179,10 +181,10 @@ def test_failure_report_names_rank_killed_by_kernel_oom_killer(text: Path, tmp_p
     changes = {
         "training.collective_timeout_seconds": 60.0
     }  # the kernel first takes back what else the group holds, which is slow
-    directory = directory_of(text, tmp_path, 2, changes)
+    directory = create_run_directory(text, tmp_path, 2, changes)
     try:
         with memory_limited(3 * 2**29) as join:
-            said = ended(started(directory, 2, "much", lambda: join(os.getpid())))
+            said = wait_for_failure(start_faulty_run(directory, 2, "much", lambda: join(os.getpid())))
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
     print(said)

@@ -21,13 +21,13 @@ from phalanx.testing import rank_pool
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
 from phalanx.train.checkpoint.in_memory import latest_common_step
 from phalanx.train.guards.divergence import record_rollback
-from tests.helpers.multi_node_runs import nodes, of_one_process
-from tests.helpers.small_runs import MOE, described, prepared_text, steps, trainer
-from tests.helpers.training_processes import SHORT, events, reaches, trained, training
+from tests.helpers.multi_node_runs import multi_node_run, single_process_losses
+from tests.helpers.small_runs import MOE, make_trainer, shared_data_cache, small_run, train_until
+from tests.helpers.training_processes import SHORT, events_of_kind, has_reached_step, recorded_losses, training_run
 
 TEXT = Path(json.__file__).parent
-COPIED = {"recovery.in_memory_checkpoint_every": 1, "checkpoint.every": 0}
-KILLS = 3
+IN_MEMORY_CHECKPOINTS_ONLY = {"recovery.in_memory_checkpoint_every": 1, "checkpoint.every": 0}
+NUM_KILLS = 3
 
 
 @given(st.data())
@@ -48,22 +48,22 @@ def test_latest_common_step_is_newest_step_available_for_all_ranks(data: st.Data
         assert holder == rank or (step, rank) not in told[rank]
 
 
-def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> list[tuple[float, float]]:
+def train_and_restore(run: RunSpec, memory: str, lost: int | None, last: int) -> list[tuple[float, float]]:
     """Train, lose what one rank has of itself, and go on in another trainer with what was kept."""
     os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "1"  # each rank is a node
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     found = []
     for step in range(1, last + 1):
-        found += steps(under_way, step)
+        found += train_until(under_way, step)
         under_way.save_in_memory()
     assert under_way.copies is not None
     if lost is not None and under_way.mesh.rank == lost:
         for place in under_way.copies._places:
             place.invalidate()
-    again = trainer(run)
+    again = make_trainer(run)
     again.resume()
     assert again.step == last
-    return found + steps(again, 2 * last)
+    return found + train_until(again, 2 * last)
 
 
 @pytest.mark.parametrize(
@@ -81,95 +81,99 @@ def train_and_return(run: RunSpec, memory: str, lost: int | None, last: int) -> 
 )
 def test_in_memory_checkpoint_restore_is_bit_exact(changes: dict[str, Any], count: int, tmp_path: Path) -> None:
     """Also that of a rank that has lost it, from the neighbour."""
-    prepared_text()
-    run = described(TEXT, tmp_path, {**COPIED, **changes})
+    shared_data_cache()
+    run = small_run(TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, **changes})
     prepare(run.data)
     allocate_slots(count)
     memory = os.environ.pop(SLOTS_ENV)
     last = 3
     for lost in (None, 1):
-        for told in rank_pool(count).run(train_and_return, run, memory, lost, last):
-            whole = rank_pool(count).run(of_one_go, described(TEXT, tmp_path, changes), 2 * last)[0]
+        for told in rank_pool(count).run(train_and_restore, run, memory, lost, last):
+            whole = rank_pool(count).run(train_uninterrupted, small_run(TEXT, tmp_path, changes), 2 * last)[0]
             assert told == whole
 
 
-def of_one_go(run: RunSpec, last: int) -> list[tuple[float, float]]:
-    return steps(trainer(run), last)
+def train_uninterrupted(run: RunSpec, last: int) -> list[tuple[float, float]]:
+    return train_until(make_trainer(run), last)
 
 
 def test_in_memory_checkpoint_loses_at_most_one_step_per_killed_rank(tmp_path: Path) -> None:
     directory, kills = tmp_path / "parity", random.Random(7)
-    with training(TEXT, tmp_path, {**SHORT, **COPIED, "training.steps": 60}) as process:
-        for number in range(KILLS):
-            began = (events(directory, "started") or [{"step": 0}])[-1]["step"]
-            wait_until(reaches(directory, began + kills.randint(4, 9)), "some steps")
+    with training_run(TEXT, tmp_path, {**SHORT, **IN_MEMORY_CHECKPOINTS_ONLY, "training.steps": 60}) as process:
+        for number in range(NUM_KILLS):
+            began = (events_of_kind(directory, "started") or [{"step": 0}])[-1]["step"]
+            wait_until(has_reached_step(directory, began + kills.randint(4, 9)), "some steps")
             os.kill(rank_pids(directory)[kills.randint(0, 1)], signal.SIGKILL)
-            wait_until(lambda number=number: len(events(directory, "started")) > number + 1, "a start")
+            wait_until(lambda number=number: len(events_of_kind(directory, "started")) > number + 1, "a start")
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
-    failed, (_, *again) = events(directory, "failed"), events(directory, "started")
-    assert len(failed) == len(again) == KILLS
+    failed, (_, *again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
+    assert len(failed) == len(again) == NUM_KILLS
     assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, again, strict=True))
-    with training(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
+    with training_run(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
         process.communicate(timeout=SECONDS)
-    assert trained(directory) == trained(tmp_path / "whole" / "parity")
+    assert recorded_losses(directory) == recorded_losses(tmp_path / "whole" / "parity")
 
 
 def test_in_memory_checkpoint_of_lost_node_is_restored_from_peer(tmp_path: Path) -> None:
     """Nothing was ever written to disk: the other node had it."""
     directory = tmp_path / "parity"
-    with nodes(tmp_path, COPIED, "2") as at:
+    with multi_node_run(tmp_path, IN_MEMORY_CHECKPOINTS_ONLY, "2") as at:
         at.start("first")
         at.start("second")
-        wait_until(reaches(directory, 5), "some steps")
+        wait_until(has_reached_step(directory, 5), "some steps")
         at.kill("second")
-        last = trained(directory)
+        last = recorded_losses(directory)
         at.start("second")
-        wait_until(lambda: len(events(directory, "started")) > 1, "a start of both")
-        first, again = events(directory, "started")
+        wait_until(lambda: len(events_of_kind(directory, "started")) > 1, "a start of both")
+        first, again = events_of_kind(directory, "started")
         assert (first["ranks"], again["ranks"]) == (4, 4)
         assert again["step"] >= len(last) - 1
-        wait_until(reaches(directory, again["step"] + 3), "some more steps")
-    learned = trained(directory)
-    assert learned == of_one_process(tmp_path, len(learned))
+        wait_until(has_reached_step(directory, again["step"] + 3), "some more steps")
+    learned = recorded_losses(directory)
+    assert learned == single_process_losses(tmp_path, len(learned))
 
 
 def test_in_memory_checkpoint_recovers_single_rank_run_after_sigkill(tmp_path: Path) -> None:
     """Its launcher starts it again, where it was, and it learns what one that never failed does."""
     directory = tmp_path / "parity"
-    with training(TEXT, tmp_path, {**SHORT, **COPIED}, 1) as process:
-        wait_until(reaches(directory, 4), "some steps")
+    with training_run(TEXT, tmp_path, {**SHORT, **IN_MEMORY_CHECKPOINTS_ONLY}, 1) as process:
+        wait_until(has_reached_step(directory, 4), "some steps")
         os.kill(rank_pids(directory)[0], signal.SIGKILL)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert "rank 0 was killed by SIGKILL" in said
-    [failed], (_, again) = events(directory, "failed"), events(directory, "started")
+    [failed], (_, again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
     assert failed["step"] - again["step"] <= 1
-    assert trained(directory) == steps(trainer(described(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"])
+    assert recorded_losses(directory) == train_until(
+        make_trainer(small_run(TEXT, tmp_path / "whole", SHORT)), SHORT["training.steps"]
+    )
 
 
 def test_in_memory_checkpoint_works_with_one_rank_and_no_restarts(tmp_path: Path) -> None:
     """They are the launcher's, which one rank would otherwise do without."""
-    with training(TEXT, tmp_path, {**COPIED, "training.steps": 4, "recovery.max_restarts": 0}, 1) as process:
+    with training_run(
+        TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, "training.steps": 4, "recovery.max_restarts": 0}, 1
+    ) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
-    assert len(trained(tmp_path / "parity")) == 4
+    assert len(recorded_losses(tmp_path / "parity")) == 4
 
 
-def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
+def save_and_permute_ranks(run: RunSpec, memories: list[str], last: int) -> list[int]:
     """Ranks change places between starts, twice before a step is won, and one node's memory is new: who has what goes
     to whom needs it."""
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
     os.environ[SLOTS_ENV] = memories[rank]
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     for step in range(1, last + 1):
-        steps(under_way, step)
+        train_until(under_way, step)
         under_way.save_in_memory()
     found = []
     for moved in (1, 2, 3):
         os.environ[SLOTS_ENV] = memories[-1] if rank == 3 else memories[(rank + moved) % 3]
-        again = trainer(run)
+        again = make_trainer(run)
         again.resume()
         found.append(again.step)
     return found
@@ -178,33 +182,33 @@ def keep_and_move(run: RunSpec, memories: list[str], last: int) -> list[int]:
 @pytest.mark.parametrize("last", [3, 4])
 def test_in_memory_checkpoint_is_found_when_ranks_change_nodes(last: int, tmp_path: Path) -> None:
     """Three nodes of four have moved up by one, the last is new; in either of the two places a copy may be."""
-    prepared_text()
-    run = described(TEXT, tmp_path, {**COPIED, "layout.data_parallel": "zero3"})
+    shared_data_cache()
+    run = small_run(TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, "layout.data_parallel": "zero3"})
     prepare(run.data)
     memories = []
     for _ in range(5):
         allocate_slots(1)
         memories.append(os.environ.pop(SLOTS_ENV))
-    assert rank_pool(4).run(keep_and_move, run, memories, last) == [[last] * 3] * 4
+    assert rank_pool(4).run(save_and_permute_ranks, run, memories, last) == [[last] * 3] * 4
 
 
 def test_in_memory_checkpoint_is_ignored_when_saved_before_rollback(tmp_path: Path) -> None:
-    prepared_text()
-    run = described(TEXT, tmp_path, {**COPIED, "recovery.max_rollbacks": 1})
+    shared_data_cache()
+    run = small_run(TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, "recovery.max_rollbacks": 1})
     prepare(run.data)
     allocate_slots(2)
     memory = os.environ.pop(SLOTS_ENV)
-    assert rank_pool(2).run(copy_and_go_back, run, memory) == [0, 0]
+    assert rank_pool(2).run(save_and_roll_back, run, memory) == [0, 0]
 
 
-def copy_and_go_back(run: RunSpec, memory: str) -> int:
+def save_and_roll_back(run: RunSpec, memory: str) -> int:
     os.environ[SLOTS_ENV], os.environ["LOCAL_WORLD_SIZE"] = memory, "2"
-    under_way = trainer(run)
-    steps(under_way, 3)
+    under_way = make_trainer(run)
+    train_until(under_way, 3)
     under_way.save_in_memory()
     if under_way.is_main:
         record_rollback(under_way.directory, 3, 0, "a spike")
     dist.barrier()
-    again = trainer(run)
+    again = make_trainer(run)
     again.resume()
     return again.step

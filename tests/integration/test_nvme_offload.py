@@ -32,13 +32,13 @@ MODEL = {
     "ffn_hidden_size": 1408,
     "max_seq_len": 64,
 }
-SMALL = {**MODEL, "hidden_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 512}
-ROOM_BYTES = 150 * 2**20
+SMALL_MODEL = {**MODEL, "hidden_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 512}
+HEADROOM_BYTES = 150 * 2**20
 """For activations, the pieces under way, what a busy disk has not taken yet, and whatever else is neither weights nor
 the base of Python and torch."""
 
 
-def described(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
+def write_run_file(directory: Path, name: str, model: dict[str, int], offload: Path | None, **training: int) -> Path:
     """The file of a short run."""
     rests = {"offload": "nvme", "offload_directory": str(offload)} if offload else {}
     run = run_from_table(
@@ -60,12 +60,12 @@ def described(directory: Path, name: str, model: dict[str, int], offload: Path |
     return file
 
 
-def train(file: Path, *options: str, prefix: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_train(file: Path, *options: str, prefix: list[str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [*(prefix or []), *PHALANX, "train", str(file), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
+def recorded_metrics(directory: Path, name: str) -> list[tuple[Any, ...]]:
     """What a run learned, to the last bit."""
     records = map(json.loads, (directory / name / "metrics.jsonl").read_text().splitlines())
     return [(record.get("loss"), record.get("grad_norm"), record.get("held_out_loss")) for record in records]
@@ -73,20 +73,20 @@ def numbers(directory: Path, name: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.timeout(1800)  # four runs, of which two write and read gigabytes
 def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -> None:
-    """The limit is the base of Python and torch, the bf16 weights, and ROOM_BYTES. The optimizer state is larger than
+    """The limit is the base of Python and torch, the bf16 weights, and HEADROOM_BYTES. The optimizer state is larger than
     all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
     if not sys.platform.startswith("linux"):
         pytest.skip("neither cgroups nor a working RLIMIT_DATA on this system")
     total = count_parameters(run_from_table({"model": MODEL}).model).total
     state_bytes = 12 * total
     with memory_limit(None) as probe:
-        above_base = 2 * total + ROOM_BYTES
+        above_base = 2 * total + HEADROOM_BYTES
         limit_bytes = base_bytes(probe.kind) + above_base
     print(f"limited by {probe.kind} to {limit_bytes / 1e6:.0f} MB, {above_base / 1e6:.0f} MB above the base")
     assert state_bytes > 1.4 * limit_bytes
 
     with memory_limit(limit_bytes) as limit:
-        ended = train(described(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
+        ended = run_train(write_run_file(tmp_path, "disk", MODEL, tmp_path), prefix=limit.prefix)
         assert ended.returncode == 0, ended.stderr
         peak = limit.peak_bytes()
         assert peak is None or peak <= limit_bytes
@@ -95,17 +95,17 @@ def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -
     assert len(list(checkpoint.glob("shard-*"))) > 5  # none of which was large
 
     with memory_limit(limit_bytes) as limit:
-        more = described(tmp_path, "disk", MODEL, tmp_path, steps=3)
-        ended = train(more, "--resume", prefix=limit.prefix)
+        more = write_run_file(tmp_path, "disk", MODEL, tmp_path, steps=3)
+        ended = run_train(more, "--resume", prefix=limit.prefix)
         assert ended.returncode == 0, ended.stderr
     with memory_limit(limit_bytes) as limit:
-        assert train(described(tmp_path, "refused", MODEL, None), prefix=limit.prefix).returncode not in (0, 2)
-    assert train(described(tmp_path, "memory", MODEL, None)).returncode == 0
-    assert numbers(tmp_path, "disk")[:3] == numbers(tmp_path, "memory")
+        assert run_train(write_run_file(tmp_path, "refused", MODEL, None), prefix=limit.prefix).returncode not in (0, 2)
+    assert run_train(write_run_file(tmp_path, "memory", MODEL, None)).returncode == 0
+    assert recorded_metrics(tmp_path, "disk")[:3] == recorded_metrics(tmp_path, "memory")
 
 
 @contextmanager
-def filesystem(place: Path, size_bytes: int) -> Iterator[None]:
+def mounted_tmpfs(place: Path, size_bytes: int) -> Iterator[None]:
     """A filesystem of its own, in memory."""
     place.mkdir(exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(place)]
@@ -117,30 +117,30 @@ def filesystem(place: Path, size_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def start(file: Path) -> subprocess.Popen[str]:
+def start_resume(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([*PHALANX, "train", str(file), "--resume"], stderr=subprocess.PIPE, text=True)
 
 
 def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Path) -> None:
     offload = tmp_path / "offload"
-    first = described(tmp_path, "run", SMALL, offload)
+    first = write_run_file(tmp_path, "run", SMALL_MODEL, offload)
     in_files = rank_memory(load_run(first, environment={}), 1)["rank"].on_disk
-    with filesystem(offload, 2 * in_files):
-        assert train(first).returncode == 0
+    with mounted_tmpfs(offload, 2 * in_files):
+        assert run_train(first).returncode == 0
     [checkpoint] = checkpoints(tmp_path / "run" / "checkpoints")
-    more = described(tmp_path, "run", SMALL, offload, steps=4)
+    more = write_run_file(tmp_path, "run", SMALL_MODEL, offload, steps=4)
 
-    with filesystem(offload, in_files // 2):
-        too_small = train(more, "--resume")
+    with mounted_tmpfs(offload, in_files // 2):
+        too_small = run_train(more, "--resume")
     assert too_small.returncode == 2
     assert f"layout.offload_directory = '{offload}'" in too_small.stderr
     assert "rest there" in too_small.stderr
 
-    with filesystem(offload, 2 * in_files):
-        begun = start(more)
+    with mounted_tmpfs(offload, 2 * in_files):
+        begun = start_resume(more)
         wait_until(lambda: "steps = 4" in (tmp_path / "run" / "run.toml").read_text())  # it is checked, and not built
         # Room for the state that the checkpoint brings, and not for the gradients of the first step.
-        state_bytes = checkpoint_bytes(run_from_table({"model": SMALL}))
+        state_bytes = checkpoint_bytes(run_from_table({"model": SMALL_MODEL}))
         (offload / "others").write_bytes(b"0" * (2 * in_files - state_bytes - 500_000))
         _, said = begun.communicate(timeout=200)
     assert begun.returncode == 2
@@ -151,8 +151,8 @@ def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Pat
     assert "the last checkpoint stands" in said
     assert checkpoints(tmp_path / "run" / "checkpoints") == [checkpoint]
     assert find_damage(checkpoint) is None
-    with filesystem(offload, 2 * in_files):
-        assert train(more, "--resume").returncode == 0
+    with mounted_tmpfs(offload, 2 * in_files):
+        assert run_train(more, "--resume").returncode == 0
 
 
 def wait_until(true: Callable[[], bool]) -> None:

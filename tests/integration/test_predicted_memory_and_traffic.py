@@ -27,7 +27,7 @@ from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import first_steady_step
-from tests.helpers.small_runs import DENSE, MOE, described, metered_step, trainer
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, metered_step, small_run
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
 MODELS = {
@@ -62,9 +62,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def measure(run: RunSpec) -> dict[str, Any]:
+def measure_steady_step(run: RunSpec) -> dict[str, Any]:
     """What this rank holds and sends in the step that is measured."""
-    under_way, number = trainer(run), first_steady_step(run)
+    under_way, number = make_trainer(run), first_steady_step(run)
     batches = prefetch(under_way.loader, 0, number)
     for _ in range(number - 1):
         under_way.train_step(batches)
@@ -73,14 +73,14 @@ def measure(run: RunSpec) -> dict[str, Any]:
     return measured
 
 
-def within(row: Comparison) -> bool:
+def is_within_bound(row: Comparison) -> bool:
     """Whether the buffers of communication are within their bound."""
     return bool(row.measured <= 1.1 * row.predicted + 1000)
 
 
 MOE_RUNS = [("moe", "bf16", None, "adamw"), ("moe", "bf16", None, "muon")]
 # Every two of layout, precision and micro-batch meet: the micro-batches take turns.
-RUNS = [
+DATA_PARALLEL_RUNS = [
     (layout, *numbers)
     for place, layout in enumerate(LAYOUTS)
     for numbers in (
@@ -91,18 +91,18 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model", "precision", "micro_batch", "optimizer"), RUNS)
+@pytest.mark.parametrize(("layout", "model", "precision", "micro_batch", "optimizer"), DATA_PARALLEL_RUNS)
 def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
     layout: str, model: str, precision: str, micro_batch: int | None, optimizer: str, text: Path, tmp_path: Path
 ) -> None:
     world_size, changes = LAYOUTS[layout]
     changes = {**changes, **({"layout.micro_batch_size": micro_batch} if micro_batch else {})}
     numbers = {"training.precision": precision, "optimizer.name": optimizer}
-    run = described(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
+    run = small_run(text, tmp_path, {"model": MODELS[model], **numbers, **changes})
     for _ in range(3):  # a thread of gloo may let go of a buffer some time after the wait for it: the least counts
-        measured = rank_pool(world_size).run(measure, run) if world_size > 1 else [measure(run)]
+        measured = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
         rows = compare_with_prediction(run, world_size, dict(enumerate(measured)))
-        if all(within(row) for row in rows if row.quantity == "communication"):
+        if all(is_within_bound(row) for row in rows if row.quantity == "communication"):
             break
     for row in rows:
         if row.quantity in STATE:
@@ -112,22 +112,22 @@ def test_state_and_traffic_match_prediction_for_data_parallel_layouts(
                 continue
             assert row.measured == pytest.approx(row.predicted, rel=0.01), row
         elif row.quantity == "communication":
-            assert within(row), row
+            assert is_within_bound(row), row
             if "powersgd" in layout:  # what it did not send: as much as the gradients
                 assert row.measured >= 4 * count_parameters(run.model).block_matrices, row
 
 
-LONG = {"training.seq_len": 1024, "data.mask_documents": False}
+LONG_SEQUENCES = {"training.seq_len": 1024, "data.mask_documents": False}
 """Sequences so long that activations outweigh what is as large as the weights."""
-PIPELINES = [
+PIPELINE_RUNS = [
     (2, {"layout.schedule": schedule, **choices})
     for schedule in ("gpipe", "1f1b", "zb-h1", "zb-v")
     for choices in ({}, {"layout.activation_checkpointing": "full"})
 ]
-PIPELINES += [(2, {"layout.schedule": "interleaved", "layout.virtual_stages": 2})]
-PIPELINES += [(2, {"layout.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
-SHARED = [
-    *[(n, {"layout.pp": 2, **choices}) for n, choices in PIPELINES],
+PIPELINE_RUNS += [(2, {"layout.schedule": "interleaved", "layout.virtual_stages": 2})]
+PIPELINE_RUNS += [(2, {"layout.schedule": schedule, "model": MOE}) for schedule in ("1f1b", "zb-h1")]
+MODEL_PARALLEL_RUNS = [
+    *[(n, {"layout.pp": 2, **choices}) for n, choices in PIPELINE_RUNS],
     (4, {"layout.pp": 2, "layout.data_parallel": "zero1"}),
     (4, {"layout.pp": 2, "layout.tp": 2}),
     *[(2, {"layout.tp": 2, "layout.sequence_parallel": whole}) for whole in (True, False)],
@@ -143,7 +143,7 @@ SHARED = [
     *[(2, {"layout.cp": 2, "layout.cp_method": kind}) for kind in ("ring", "ulysses")],
     (2, {"layout.ep": 2}),
 ]
-SHARED += [
+MODEL_PARALLEL_RUNS += [
     (world_size, {**axis, "layout.data_parallel": data, "layout.offload": "cpu"})
     for world_size, data, axis in (
         (2, "zero1", {"layout.tp": 2}),
@@ -157,7 +157,10 @@ SHARED += [
 @pytest.mark.alone  # beside other work a tensor on its way is held a little longer
 @pytest.mark.parametrize(
     ("world_size", "changes", "precision"),
-    [*[(*shared, "bf16") for shared in SHARED], *[(*shared, "fp32") for shared in SHARED[::3]]],
+    [
+        *[(*shared, "bf16") for shared in MODEL_PARALLEL_RUNS],
+        *[(*shared, "fp32") for shared in MODEL_PARALLEL_RUNS[::3]],
+    ],
     ids=str,
 )
 def test_memory_matches_prediction_for_model_parallel_layouts(
@@ -179,17 +182,19 @@ def test_memory_matches_prediction_for_model_parallel_layouts(
         "layout.micro_batch_size": 1,
         "training.tokens_per_step": sequences * 1024,
     }
-    run = described(text, tmp_path, {**LONG, **numbers, **changes, "model": model})
-    for row in compare_with_prediction(run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))):
+    run = small_run(text, tmp_path, {**LONG_SEQUENCES, **numbers, **changes, "model": model})
+    for row in compare_with_prediction(
+        run, world_size, dict(enumerate(rank_pool(world_size).run(measure_steady_step, run)))
+    ):
         if row.quantity in STATE:
             assert row.measured == row.predicted, row
         elif row.quantity == "working":
             off = 0.08 if precision == "bf16" and run.layout.activation_checkpointing == "full" else 0.03
-            least = 1 - off if (2, changes) in SHARED[: len(PIPELINES)] else 0.84
+            least = 1 - off if (2, changes) in MODEL_PARALLEL_RUNS[: len(PIPELINE_RUNS)] else 0.84
             assert least * row.predicted <= row.measured <= (1 + off) * row.predicted, row
 
 
-PROPORTIONED = {
+REALISTIC_MODEL = {
     "vocab_size": 1024,
     "hidden_size": 128,
     "num_layers": 6,
@@ -199,7 +204,7 @@ PROPORTIONED = {
     "tie_embeddings": False,
 }
 """As models of use are: no tensor is a large part of the whole."""
-AT_ONE_TIME: list[tuple[int, dict[str, Any]]] = [
+PEAK_MEMORY_RUNS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"layout.activation_checkpointing": "full"}),
     (1, {"layout.activation_checkpointing": "selective"}),
@@ -216,7 +221,7 @@ AT_ONE_TIME: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "changes"), AT_ONE_TIME, ids=str)
+@pytest.mark.parametrize(("world_size", "changes"), PEAK_MEMORY_RUNS, ids=str)
 def test_peak_memory_is_within_5_percent_of_prediction(
     world_size: int, changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
@@ -225,13 +230,13 @@ def test_peak_memory_is_within_5_percent_of_prediction(
     shared = changes.get("layout.pp", 1) * changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     sequences = 2 * world_size // shared
     numbers = {"training.precision": "fp32", "training.seq_len": 256, "training.tokens_per_step": sequences * 256}
-    numbers |= {"layout.micro_batch_size": 2, "data.mask_documents": False, "model": PROPORTIONED}
-    run = described(text, tmp_path, {**numbers, **changes})
+    numbers |= {"layout.micro_batch_size": 2, "data.mask_documents": False, "model": REALISTIC_MODEL}
+    run = small_run(text, tmp_path, {**numbers, **changes})
     for _ in range(3):  # as above
         rows = [
             row
             for row in compare_with_prediction(
-                run, world_size, dict(enumerate(rank_pool(world_size).run(measure, run)))
+                run, world_size, dict(enumerate(rank_pool(world_size).run(measure_steady_step, run)))
             )
             if row.quantity == TOTAL
         ]
@@ -241,11 +246,17 @@ def test_peak_memory_is_within_5_percent_of_prediction(
         assert row.measured == pytest.approx(row.predicted, rel=0.05), row
 
 
-WHOLE_TOKENS = {"layout.sequence_parallel": False}
-EQUAL_HEADS, NO_SHARED = {**DENSE, "num_kv_heads": 4}, {**MOE, "moe": {**MOE["moe"], "num_shared_experts": 0}}
-SENDING: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    *[(2, EQUAL_HEADS, {"layout.tp": 2, "layout.tp_attention": "gathered", **whole}) for whole in ({}, WHOLE_TOKENS)],
-    *[(2, NO_SHARED, {"layout.tp": 2, "layout.activation_checkpointing": again}) for again in ("selective", "full")],
+NO_SEQUENCE_PARALLEL = {"layout.sequence_parallel": False}
+EQUAL_HEADS, NO_SHARED_EXPERTS = {**DENSE, "num_kv_heads": 4}, {**MOE, "moe": {**MOE["moe"], "num_shared_experts": 0}}
+TRAFFIC_RUNS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    *[
+        (2, EQUAL_HEADS, {"layout.tp": 2, "layout.tp_attention": "gathered", **whole})
+        for whole in ({}, NO_SEQUENCE_PARALLEL)
+    ],
+    *[
+        (2, NO_SHARED_EXPERTS, {"layout.tp": 2, "layout.activation_checkpointing": again})
+        for again in ("selective", "full")
+    ],
     *[
         (2, MOE, {"layout.cp": 2, "layout.cp_method": kind, "layout.activation_checkpointing": "full"})
         for kind in ("ring", "ulysses")
@@ -256,15 +267,15 @@ SENDING: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 """Beside the layouts that are traced, run and held against the plan call by call in `tests/verify`."""
 
 
-@pytest.mark.parametrize(("world_size", "model", "changes"), SENDING, ids=str)
+@pytest.mark.parametrize(("world_size", "model", "changes"), TRAFFIC_RUNS, ids=str)
 def test_traffic_matches_prediction_for_model_parallel_layouts(
     world_size: int, model: dict[str, Any], changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
     """To 1 %, but for some hundred bytes of sums and norms. Experts are not balanced in the first steps: of what they
     exchange the mean over ranks is as predicted."""
     numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
-    run = described(text, tmp_path, {**numbers, **changes})
-    measured = rank_pool(world_size).run(measure, run)
+    run = small_run(text, tmp_path, {**numbers, **changes})
+    measured = rank_pool(world_size).run(measure_steady_step, run)
     for role, traffic in traffic_by_role(run, world_size).items():
         expected, mine = bytes_by_operation(traffic), ranks_in_role(role, run.layout, world_size)
         seen = {row["operation"] for rank in mine for row in measured[rank]["collectives"]}
@@ -279,13 +290,13 @@ def test_model_state_bytes_match_zero_paper_formulas(text: Path, tmp_path: Path)
     published = {"ddp": 16.0, "zero1": 4 + 12 / 4, "zero2": 2 + 14 / 4, "zero3": 16 / 4}
     model = {**MODELS["dense"], "vocab_size": 1024}
     for data, per_parameter in published.items():
-        run = described(text, tmp_path, {"model": model, "training.precision": "bf16", "layout.data_parallel": data})
-        held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in rank_pool(4).run(measure, run)]
+        run = small_run(text, tmp_path, {"model": model, "training.precision": "bf16", "layout.data_parallel": data})
+        held = [sum(m["held_bytes"].get(part, 0) for part in STATE) for m in rank_pool(4).run(measure_steady_step, run)]
         assert held == pytest.approx([per_parameter * count_parameters(run.model).total] * 4, rel=0.01)
 
 
 def test_train_measure_memory_prints_predicted_and_measured(text: Path, tmp_path: Path) -> None:
-    run = described(
+    run = small_run(
         text, tmp_path, {"training.steps": 4, "layout.data_parallel": "zero2", "training.precision": "bf16"}
     )
     (tmp_path / "run.toml").write_text(to_toml(run))

@@ -18,72 +18,80 @@ from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import LAYOUT_FILE
 from phalanx.testing.processes import SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import described, steps, trainer
-from tests.helpers.training_processes import LONG, SHORT, STEPS, events, reaches, trained, training
+from tests.helpers.small_runs import make_trainer, small_run, train_until
+from tests.helpers.training_processes import (
+    LONG,
+    SHORT,
+    STEPS,
+    events_of_kind,
+    has_reached_step,
+    recorded_losses,
+    training_run,
+)
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
     """Loss and gradient norm of the run that never failed."""
     folder = tmp_path_factory.mktemp("whole")
-    with training(text, folder, SHORT) as process:
+    with training_run(text, folder, SHORT) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
-    return trained(folder / "parity")
+    return recorded_losses(folder / "parity")
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGSEGV])
 def test_recovery_restarts_killed_rank_with_bit_exact_losses(
-    sent: signal.Signals, whole: list[tuple[float, float]], text: Path, tmp_path: Path
+    sent_signal: signal.Signals, uninterrupted: list[tuple[float, float]], text: Path, tmp_path: Path
 ) -> None:
     """And the run learns what it would have learned, bit for bit."""
     directory = tmp_path / "parity"
-    with training(text, tmp_path, SHORT) as process:
+    with training_run(text, tmp_path, SHORT) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
-        os.kill(rank_pids(directory)[1], sent)
+        os.kill(rank_pids(directory)[1], sent_signal)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
-    assert f"rank 1 was killed by {sent.name}" in said
+    assert f"rank 1 was killed by {sent_signal.name}" in said
     assert "starting again from step-" in said
-    (failed,), (first, again) = events(directory, "failed"), events(directory, "started")
+    (failed,), (first, again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
     assert (failed["rank"], first["step"]) == (1, 0)
     assert 0 <= failed["step"] - again["step"] <= 5
-    assert trained(directory) == whole
+    assert recorded_losses(directory) == uninterrupted
 
 
 def test_recovery_restarts_rank_stopped_by_sigstop(
-    whole: list[tuple[float, float]], text: Path, tmp_path: Path
+    uninterrupted: list[tuple[float, float]], text: Path, tmp_path: Path
 ) -> None:
     """SIGSTOP: it lives and answers nothing, and the others' collectives end by their timeout."""
     directory = tmp_path / "parity"
-    with training(text, tmp_path, {**SHORT, "training.collective_timeout_seconds": 3}) as process:
+    with training_run(text, tmp_path, {**SHORT, "training.collective_timeout_seconds": 3}) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert "starting again from step-" in said
-    assert trained(directory) == whole
+    assert recorded_losses(directory) == uninterrupted
 
 
-@pytest.mark.parametrize("told", ["the launcher", "a rank"])
-def test_sigterm_to_launcher_or_rank_saves_checkpoint_and_stops_run(told: str, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["the launcher", "a rank"])
+def test_sigterm_to_launcher_or_rank_saves_checkpoint_and_stops_run(target: str, text: Path, tmp_path: Path) -> None:
     """Whoever wants the run directory is told of the launcher."""
     directory = tmp_path / "parity"
-    with training(text, tmp_path, LONG) as process:
-        wait_until(reaches(directory, 3), "step 3")
+    with training_run(text, tmp_path, LONG) as process:
+        wait_until(has_reached_step(directory, 3), "step 3")
         assert (directory / "lock").read_text().split()[0] == str(process.pid)
-        os.kill(process.pid if told == "the launcher" else rank_pids(directory)[1], signal.SIGTERM)
+        os.kill(process.pid if target == "the launcher" else rank_pids(directory)[1], signal.SIGTERM)
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == EXIT_STOPPED, said
     last = read_metrics(directory)[-1]["step"]
     assert checkpoints(directory / "checkpoints")[0].name == f"step-{last:08d}"
-    assert not events(directory, "failed")
+    assert not events_of_kind(directory, "failed")
 
 
 def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Path) -> None:
     """Its ranks are gone for a while, and the launcher is not: its run file stays what it was."""
     directory = tmp_path / "parity"
-    with training(text, tmp_path, {**LONG, "training.steps": 400}) as process:
+    with training_run(text, tmp_path, {**LONG, "training.steps": 400}) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         described_as = (directory / "run.toml").read_text()
         assert "nproc_per_node = 2" in described_as, "for whoever goes on with it"
@@ -94,14 +102,14 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
         assert refused.returncode == 2, refused.stderr
         assert f"is in use: process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as
-        wait_until(lambda: len(events(directory, "started")) == 2, "ranks begin anew")
+        wait_until(lambda: len(events_of_kind(directory, "started")) == 2, "ranks begin anew")
         process.terminate()
         assert process.wait(timeout=SECONDS) == EXIT_STOPPED
 
 
 def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_path: Path) -> None:
     directory = tmp_path / "parity"
-    with training(text, tmp_path, LONG) as process:
+    with training_run(text, tmp_path, LONG) as process:
         wait_until((directory / "run.toml").exists, "ranks are about to start")
         process.terminate()
         _, said = process.communicate(timeout=SECONDS)
@@ -111,16 +119,16 @@ def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_
 
 
 def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path: Path) -> None:
-    with training(text, tmp_path, SHORT) as one, training(text, tmp_path, SHORT) as other:
+    with training_run(text, tmp_path, SHORT) as one, training_run(text, tmp_path, SHORT) as other:
         said = [process.communicate(timeout=SECONDS)[1] for process in (one, other)]
     codes = [one.returncode, other.returncode]
     assert sorted(codes) == [0, 2], said
     assert "is in use: process" in said[codes.index(2)]
-    assert len(events(tmp_path / "parity", "started")) == 1
+    assert len(events_of_kind(tmp_path / "parity", "started")) == 1
 
 
 @contextmanager
-def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
+def killing_ranks(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
     """Meanwhile these ranks die whenever they start."""
     over = threading.Event()
 
@@ -143,24 +151,24 @@ def killing(directory: Path, doomed: Callable[[int], bool]) -> Iterator[None]:
 def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -> None:
     """The planner lays it over the other two, and it learns what one process learns."""
     directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
-    with training(text, tmp_path, changes, 3) as process:
+    with training_run(text, tmp_path, changes, 3) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
-        with killing(directory, lambda rank: rank == 2):
+        with killing_ranks(directory, lambda rank: rank == 2):
             _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, said
     assert "going on without rank 2, which failed again and again: with 2 of 3" in said
     assert "continue with: " not in said, "there is nothing to do"
-    assert [event["rank"] for event in events(directory, "failed")] == [2, 2]
-    assert [event["ranks"] for event in events(directory, "started")] == [3, 2]
+    assert [event["rank"] for event in events_of_kind(directory, "failed")] == [2, 2]
+    assert [event["ranks"] for event in events_of_kind(directory, "started")] == [3, 2]
     assert (directory / LAYOUT_FILE).exists()
-    one = steps(trainer(described(text, tmp_path / "one", SHORT)), STEPS)
-    assert trained(directory) == [pytest.approx(step, rel=1e-10) for step in one]
+    one = train_until(make_trainer(small_run(text, tmp_path / "one", SHORT)), STEPS)
+    assert recorded_losses(directory) == [pytest.approx(step, rel=1e-10) for step in one]
 
 
 def test_recovery_gives_up_when_every_start_fails(text: Path, tmp_path: Path) -> None:
     """Fewer ranks do not help either: nobody starts them for ever."""
     directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
-    with killing(directory, lambda rank: rank == 0), training(text, tmp_path, changes) as process:
+    with killing_ranks(directory, lambda rank: rank == 0), training_run(text, tmp_path, changes) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert said.count("rank 0 was killed by SIGKILL") == 4
@@ -170,7 +178,7 @@ def test_recovery_gives_up_when_every_start_fails(text: Path, tmp_path: Path) ->
 def test_recovery_does_not_restart_after_divergence(text: Path, tmp_path: Path) -> None:
     """A loss that is not finite: all ranks go back together, as often as is allowed."""
     changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "optimizer.name": "sgd"}
-    with training(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:
+    with training_run(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "starting again" not in said

@@ -19,9 +19,9 @@ from phalanx.runs.events import read_events
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.local_slurm import LocalSlurm, SlurmUnavailable, local_slurm
-from tests.helpers.cli_runner import shown
+from tests.helpers.cli_runner import command_output
 
-SECONDS = 150.0
+JOB_TIMEOUT_SECONDS = 150.0
 """For a job, on a machine that does much else."""
 MODEL = {
     "vocab_size": 257,
@@ -46,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
         os.environ["PATH"] = path
 
 
-def script(
+def write_batch_script(
     directory: Path, name: str, steps: int, options: Sequence[str] = ("--nproc", "2"), check: bool = False
 ) -> Path:
     """A batch script, beside its run file."""
@@ -59,19 +59,19 @@ def script(
             "training": {"steps": steps, "seq_len": 64, "tokens_per_step": 256},
             "optimizer": {"warmup_steps": 1, "lr_schedule": "none"},
             "evaluation": {"tokens": 128},
-            "recovery": {"rendezvous_timeout_seconds": SECONDS, "last_call_timeout_seconds": 3},
+            "recovery": {"rendezvous_timeout_seconds": JOB_TIMEOUT_SECONDS, "last_call_timeout_seconds": 3},
             "cluster": {"device": "cpu", "peak_flops": 1e12},
         }
     )
     file = directory / f"{name}.toml"
     file.write_text(to_toml(run))
     batch = directory / f"{name}.sbatch"
-    shown("launch", file, "--to", "slurm", *options, "--check" if check else "--no-check", "--out", batch)
+    command_output("launch", file, "--to", "slurm", *options, "--check" if check else "--no-check", "--out", batch)
     return batch
 
 
 @contextmanager
-def shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator[list[str]]:
+def mounted_shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator[list[str]]:
     """Another /dev/shm for what a node runs, which its daemon alone sees; yields what to put before a command there."""
     there = ["nsenter", "--mount", "--target", (cluster.place / f"slurmd-{node}.pid").read_text().strip()]
     subprocess.run([*there, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
@@ -81,37 +81,37 @@ def shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator[list[st
         subprocess.run([*there, "umount", "/dev/shm"], check=True)
 
 
-def steps_done(directory: Path, name: str) -> list[int]:
+def recorded_steps(directory: Path, name: str) -> list[int]:
     file = directory / name / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
 
-def until(true: Callable[[], bool], what: str) -> None:
-    ends = time.monotonic() + SECONDS
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    ends = time.monotonic() + JOB_TIMEOUT_SECONDS
     while not true():
         assert time.monotonic() < ends, what
         time.sleep(0.1)
 
 
-def over(job: dict[str, str]) -> bool:
+def is_finished(job: dict[str, str]) -> bool:
     return job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 
 
 @pytest.mark.timeout(400)
 def test_slurm_job_trains_to_completion(cluster: LocalSlurm, tmp_path: Path) -> None:
     """On a node of which `phalanx doctor` has no more to say than a warning."""
-    with shared_memory(cluster, cluster.nodes[0], "8g") as there:
+    with mounted_shared_memory(cluster, cluster.nodes[0], "8g") as there:
         subprocess.run(
             [*there, "dd", "if=/dev/zero", "of=/dev/shm/left", "bs=1M", "count=16", "status=none"], check=True
         )
-        job = cluster.submit(script(tmp_path, "whole", steps=4, check=True))
-        ended = cluster.wait(job, over, SECONDS)
+        job = cluster.submit(write_batch_script(tmp_path, "whole", steps=4, check=True))
+        ended = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"whole-{job}.log").read_text()
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
     assert re.search(r"^WARN +host.shm_free ", log, re.MULTILINE)
     assert "on 2 ranks (cpu)" in log
-    assert steps_done(tmp_path, "whole") == [1, 2, 3, 4]
+    assert recorded_steps(tmp_path, "whole") == [1, 2, 3, 4]
     [last] = checkpoints(tmp_path / "whole" / "checkpoints")
     assert (last.name, find_damage(last)) == ("step-00000004", None)
 
@@ -120,14 +120,14 @@ def test_slurm_job_trains_to_completion(cluster: LocalSlurm, tmp_path: Path) -> 
 def test_slurm_job_excludes_node_that_fails_check(cluster: LocalSlurm, tmp_path: Path) -> None:
     sick = cluster.nodes[1]
     batches = [
-        script(tmp_path, name, steps=4, options=("--nodes", nodes, "--nproc", "1"), check=True)
+        write_batch_script(tmp_path, name, steps=4, options=("--nodes", nodes, "--nproc", "1"), check=True)
         for name, nodes in (("one", "1:2"), ("both", "2"))
     ]
-    with shared_memory(cluster, cluster.nodes[0], "16g"), shared_memory(cluster, sick, "64m"):
-        one, both = (cluster.wait(cluster.submit(batch), over, SECONDS) for batch in batches)
+    with mounted_shared_memory(cluster, cluster.nodes[0], "16g"), mounted_shared_memory(cluster, sick, "64m"):
+        one, both = (cluster.wait(cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS) for batch in batches)
     logs = [(tmp_path / f"{job['JobName']}-{job['JobId']}.log").read_text() for job in (one, both)]
     assert (one["NumNodes"], one["JobState"], one["ExitCode"]) == ("2", "COMPLETED", "0:0"), logs[0]
-    assert ranks_that_began(tmp_path, "one") == [1]
+    assert started_rank_counts(tmp_path, "one") == [1]
     assert (both["JobState"], both["ExitCode"]) == ("FAILED", "1:0"), logs[1]
     assert f"1 nodes are well, and it takes 2: see above, and submit with --exclude={sick}\n" in logs[1]
     assert all(len(re.findall(r"^FAIL +host.shm ", log, re.MULTILINE)) == 1 for log in logs)
@@ -137,25 +137,25 @@ def test_slurm_job_excludes_node_that_fails_check(cluster: LocalSlurm, tmp_path:
 @pytest.mark.timeout(400)
 def test_slurm_job_excludes_node_whose_check_hangs(cluster: LocalSlurm, tmp_path: Path) -> None:
     """As one on which Python hangs for its disk: in a minute, the least that Slurm counts."""
-    batch = script(tmp_path, "hangs", steps=4, options=("--nodes", "1:2", "--nproc", "1"), check=True)
+    batch = write_batch_script(tmp_path, "hangs", steps=4, options=("--nodes", "1:2", "--nproc", "1"), check=True)
     real, hung = Path(sys.executable).with_name("phalanx"), f'[ "$1 $SLURMD_NODENAME" = "doctor {cluster.nodes[1]}" ]'
     (tmp_path / "phalanx").write_text(f'#!/bin/bash\n{hung} && exec sleep 600\nexec {real} "$@"\n')
     (tmp_path / "phalanx").chmod(0o755)
     text = batch.read_text().replace("--time=5", "--time=1").replace("set -u", f"PATH={tmp_path}:$PATH\nset -u")
     batch.write_text(text)
-    with shared_memory(cluster, cluster.nodes[0], "16g"):
-        ended = cluster.wait(job := cluster.submit(batch), over, 2 * SECONDS)
+    with mounted_shared_memory(cluster, cluster.nodes[0], "16g"):
+        ended = cluster.wait(job := cluster.submit(batch), is_finished, 2 * JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"hangs-{job}.log").read_text()
     assert (ended["NumNodes"], ended["JobState"], ended["ExitCode"]) == ("2", "COMPLETED", "0:0"), log
     assert f"phalanx: not well, or silent, and left out: {cluster.nodes[1]}\n" in log
-    assert ranks_that_began(tmp_path, "hangs") == [1]
+    assert started_rank_counts(tmp_path, "hangs") == [1]
 
 
 @pytest.mark.timeout(400)
 def test_slurm_job_does_not_blame_nodes_when_run_file_is_missing(cluster: LocalSlurm, tmp_path: Path) -> None:
-    batch = script(tmp_path, "elsewhere", steps=4, check=True)
+    batch = write_batch_script(tmp_path, "elsewhere", steps=4, check=True)
     batch.with_suffix(".toml").unlink()
-    ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
+    ended = cluster.wait(job := cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"elsewhere-{job}.log").read_text()
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "2:0"), log
     assert "elsewhere.toml is not here" in log
@@ -164,81 +164,83 @@ def test_slurm_job_does_not_blame_nodes_when_run_file_is_missing(cluster: LocalS
 
 @pytest.mark.timeout(600)
 def test_slurm_job_saves_on_scancel_and_resumes_when_resubmitted(cluster: LocalSlurm, tmp_path: Path) -> None:
-    batch = script(tmp_path, "stopped", steps=100_000)
+    batch = write_batch_script(tmp_path, "stopped", steps=100_000)
     job = cluster.submit(batch)
-    until(lambda: len(steps_done(tmp_path, "stopped")) > 2, "it trains")
+    wait_until(lambda: len(recorded_steps(tmp_path, "stopped")) > 2, "it trains")
     cluster.run("scancel", job)
-    assert cluster.wait(job, over, SECONDS)["JobState"] == "CANCELLED"  # and is not put into the queue again
-    until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved")
+    assert (
+        cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)["JobState"] == "CANCELLED"
+    )  # and is not put into the queue again
+    wait_until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved")
     [saved] = checkpoints(tmp_path / "stopped" / "checkpoints")
     assert find_damage(saved) is None
     step = int(saved.name.removeprefix("step-"))
 
-    batch = script(tmp_path, "stopped", steps=step + 2)
+    batch = write_batch_script(tmp_path, "stopped", steps=step + 2)
     job = cluster.submit(batch)
-    assert cluster.wait(job, over, SECONDS)["JobState"] == "COMPLETED"
+    assert cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)["JobState"] == "COMPLETED"
     assert f"resumed after step {step}" in (tmp_path / f"stopped-{job}.log").read_text()
-    assert steps_done(tmp_path, "stopped") == list(range(1, step + 3))
+    assert recorded_steps(tmp_path, "stopped") == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("right", "wrong", "said"),
+    ("right", "wrong", "message"),
     [("vocab_size = 257", "vocab_size = 200", "model.vocab_size"), ("steps = 4", "step = 4", "training.step")],
 )
 def test_slurm_job_exits_with_2_on_user_error(
-    cluster: LocalSlurm, tmp_path: Path, right: str, wrong: str, said: str
+    cluster: LocalSlurm, tmp_path: Path, right: str, wrong: str, message: str
 ) -> None:
     """Noticed when it is to begin, or before nodes are looked at: of these none is well."""
-    batch = script(tmp_path, "wrong", steps=4, check="step" in wrong)
+    batch = write_batch_script(tmp_path, "wrong", steps=4, check="step" in wrong)
     file = batch.with_suffix(".toml")
     file.write_text(file.read_text().replace(right, wrong))
-    with shared_memory(cluster, cluster.nodes[0], "64m"):
-        ended = cluster.wait(job := cluster.submit(batch), over, SECONDS)
+    with mounted_shared_memory(cluster, cluster.nodes[0], "64m"):
+        ended = cluster.wait(job := cluster.submit(batch), is_finished, JOB_TIMEOUT_SECONDS)
     log = (tmp_path / f"wrong-{job}.log").read_text()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log
-    assert said in log
+    assert message in log
     assert "--exclude" not in log
 
 
-def again_in_the_queue(job: dict[str, str]) -> bool:
+def is_requeued(job: dict[str, str]) -> bool:
     return job["JobState"] == "PENDING" and job["Reason"] == "BeginTime"
 
 
 @pytest.mark.timeout(600)
 def test_slurm_job_saves_and_is_requeued_on_sigterm(cluster: LocalSlurm, tmp_path: Path) -> None:
     """With the signal that `#SBATCH --signal` sends before the time limit: to the steps, not to the script."""
-    job = cluster.submit(script(tmp_path, "again", steps=100_000))
-    until(lambda: len(steps_done(tmp_path, "again")) > 2, "it trains")
+    job = cluster.submit(write_batch_script(tmp_path, "again", steps=100_000))
+    wait_until(lambda: len(recorded_steps(tmp_path, "again")) > 2, "it trains")
     cluster.run("scancel", "--signal=TERM", job)
-    cluster.wait(job, again_in_the_queue, SECONDS)
+    cluster.wait(job, is_requeued, JOB_TIMEOUT_SECONDS)
     [saved] = checkpoints(tmp_path / "again" / "checkpoints")
     step = step_of(saved)
 
-    script(tmp_path, "again", steps=step + 2)
+    write_batch_script(tmp_path, "again", steps=step + 2)
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")  # rather than two minutes later
-    ended = cluster.wait(job, over, SECONDS)
+    ended = cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert f"resumed after step {step}" in (tmp_path / f"again-{job}.log").read_text()
-    assert steps_done(tmp_path, "again") == list(range(1, step + 3))
+    assert recorded_steps(tmp_path, "again") == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(600)
 def test_slurm_job_continues_when_one_of_two_nodes_goes_down(cluster: LocalSlurm, tmp_path: Path) -> None:
     """And what becomes of it is decided by the node that stays, not by what srun says of the other."""
-    job = cluster.submit(script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
-    until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains")
+    job = cluster.submit(write_batch_script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
+    wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains")
     assert cluster.job_info(job)["NumNodes"] == "2"
     cluster.run("scontrol", "update", f"NodeName={cluster.nodes[1]}", "State=down", "Reason=test")
-    until(lambda: ranks_that_began(tmp_path, "two") == [2, 1], "it goes on alone")
-    until(lambda: len(steps_done(tmp_path, "two")) > 2, "it trains alone")
+    wait_until(lambda: started_rank_counts(tmp_path, "two") == [2, 1], "it goes on alone")
+    wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains alone")
     cluster.run("scancel", "--signal=TERM", job)
-    cluster.wait(job, again_in_the_queue, SECONDS)
+    cluster.wait(job, is_requeued, JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", job)
-    done = len(steps_done(tmp_path, "two"))
-    assert steps_done(tmp_path, "two") == list(range(1, done + 1))
+    done = len(recorded_steps(tmp_path, "two"))
+    assert recorded_steps(tmp_path, "two") == list(range(1, done + 1))
     assert step_of(checkpoints(tmp_path / "two" / "checkpoints")[0]) == done
 
 
-def ranks_that_began(directory: Path, name: str) -> list[int]:
+def started_rank_counts(directory: Path, name: str) -> list[int]:
     return [event["ranks"] for event in read_events(directory / name) if event["what"] == "started"]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from phalanx.swarm.worker.worker import SwarmWorker
-from tests.helpers.local_swarm import NODES, Members, run_of, served
+from tests.helpers.local_swarm import NODES, WorkerThreads, serve_local_swarm, tiny_swarm_run
 
 
-class Noted(list[dict[str, Any]]):
+class StepsWithChoiceWeights(list[dict[str, Any]]):
     """What a node logs of its steps, and beside it what choices of each expert counted for in them."""
 
     def __init__(self, node: SwarmWorker) -> None:
@@ -23,19 +23,19 @@ class Noted(list[dict[str, Any]]):
         super().append({**record, "relief": [None if each is None else each.tolist() for each in reliefs]})
 
 
-class Watched(Members):
+class ChoiceWeightRecordingWorkerThreads(WorkerThreads):
     def add(self, name: str) -> None:
         super().add(name)
-        self.steps[name] = Noted(self.nodes[name])
+        self.steps[name] = StepsWithChoiceWeights(self.nodes[name])
 
 
-@pytest.mark.parametrize("how", [{}, {"delay": 1}, {"fragments": 3}], ids=str)
-def test_swarm_balance_loss_ratio_follows_step_number_across_rounds(tmp_path, how):
+@pytest.mark.parametrize("swarm_options", [{}, {"delay": 1}, {"fragments": 3}], ids=str)
+def test_swarm_balance_loss_ratio_follows_step_number_across_rounds(tmp_path, swarm_options):
     """0.4 at first, 1 from half of the 12 steps on."""
-    run = run_of(tmp_path, balance={"local_expert_weight": 0.4, "fraction": 0.5}, **how)
-    with served(run, tmp_path) as swarm:
-        members = Watched(swarm, tmp_path, NODES[:2])
-        members.done()
+    run = tiny_swarm_run(tmp_path, balance={"local_expert_weight": 0.4, "fraction": 0.5}, **swarm_options)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        members = ChoiceWeightRecordingWorkerThreads(swarm, tmp_path, NODES[:2])
+        members.wait_all()
     for name, node in members.nodes.items():
         steps = members.steps[name]
         assert [record["step"] for record in steps] == list(range(1, 13))

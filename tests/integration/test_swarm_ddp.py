@@ -23,52 +23,62 @@ from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.testing import rank_pool
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.training_data import open_training_data
-from tests.helpers.local_swarm import NODES, Members, Swarm, alone, certificates, learned, pieces, run_of, served
-from tests.helpers.swarm_updates import until
+from tests.helpers.local_swarm import (
+    NODES,
+    LocalSwarm,
+    WorkerThreads,
+    certificates,
+    read_pieces,
+    serve_local_swarm,
+    tiny_swarm_run,
+    train_local_swarm,
+    train_without_swarm,
+)
+from tests.helpers.swarm_updates import wait_until
 
 ROUNDS = 6
-CLIPPED = 0.05
+CLIP_NORM = 0.05
 """Far below the norm of any gradient here: every step is clipped."""
 EPS = 1e-4
 """Where terms of a gradient cancel, AdamW divides what rounding left by its own root: this keeps that small."""
 
 
-def described(folder: Path, nodes: int, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
+def swarm_ddp_run(folder: Path, nodes: int, changes: dict[str, Any] | None = None, **swarm: Any) -> RunSpec:
     table = {"training.steps": ROUNDS, "optimizer.warmup_steps": 2, "optimizer.max_grad_norm": 0.0, **(changes or {})}
-    return run_of(folder, table, method="ddp", every=1, nodes=nodes, **swarm)
+    return tiny_swarm_run(folder, table, method="ddp", every=1, nodes=nodes, **swarm)
 
 
-def is_near(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) -> bool:
+def max_difference_is_within(found: dict[str, Tensor], expected: dict[str, Tensor], most: float) -> bool:
     return max(float((found[key] - value).abs().max()) for key, value in expected.items()) <= most
 
 
 def test_single_node_swarm_ddp_equals_plain_training_bitwise(tmp_path):
     """Bit for bit: a gradient is divided by the same tokens, and stepped by the same optimizer, if in pieces."""
-    run = described(tmp_path, 1)
-    found, _ = learned(run, tmp_path, NODES[:1])
-    expected = alone(run, tmp_path)
+    run = swarm_ddp_run(tmp_path, 1)
+    found, _ = train_local_swarm(run, tmp_path, NODES[:1])
+    expected = train_without_swarm(run, tmp_path)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def test_single_node_swarm_ddp_gradient_clipping_matches_plain_training(tmp_path):
     """To rounding: a trainer divides by tokens and clips at once, by a norm that it sums in fp32."""
-    run = described(tmp_path, 1, {"optimizer.max_grad_norm": CLIPPED, "optimizer.eps": EPS})
-    found, members = learned(run, tmp_path, NODES[:1])
-    assert min(record["grad_norm"] for record in members.steps["ann"]) > 10 * CLIPPED
-    assert is_near(found, alone(run, tmp_path), 1e-6)
-    free = described(tmp_path, 1, {"optimizer.eps": EPS})
-    assert not is_near(found, alone(free, tmp_path), 1e-4)
+    run = swarm_ddp_run(tmp_path, 1, {"optimizer.max_grad_norm": CLIP_NORM, "optimizer.eps": EPS})
+    found, members = train_local_swarm(run, tmp_path, NODES[:1])
+    assert min(record["grad_norm"] for record in members.steps["ann"]) > 10 * CLIP_NORM
+    assert max_difference_is_within(found, train_without_swarm(run, tmp_path), 1e-6)
+    free = swarm_ddp_run(tmp_path, 1, {"optimizer.eps": EPS})
+    assert not max_difference_is_within(found, train_without_swarm(free, tmp_path), 1e-4)
 
 
-@pytest.mark.parametrize("clip_norm", [0.0, CLIPPED])
+@pytest.mark.parametrize("clip_norm", [0.0, CLIP_NORM])
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_swarm_ddp_matches_single_process_with_n_times_the_batch_size(tmp_path, nodes, clip_norm):
     changes = {"optimizer.max_grad_norm": clip_norm, "optimizer.eps": EPS}
-    run = described(tmp_path, nodes, changes)
-    found, _ = learned(run, tmp_path, NODES[:nodes])
+    run = swarm_ddp_run(tmp_path, nodes, changes)
+    found, _ = train_local_swarm(run, tmp_path, NODES[:nodes])
     larger = {**changes, "training.tokens_per_step": nodes * run.training.tokens_per_step}
-    assert is_near(found, alone(described(tmp_path, 1, larger), tmp_path), 1e-6)
-    assert not is_near(found, alone(described(tmp_path, 1, changes), tmp_path), 1e-4)
+    assert max_difference_is_within(found, train_without_swarm(swarm_ddp_run(tmp_path, 1, larger), tmp_path), 1e-6)
+    assert not max_difference_is_within(found, train_without_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path), 1e-4)
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -83,7 +93,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def take_part(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[int]:
+def run_worker_rank(run: RunSpec, folder: Path, port: int, certificate: Path) -> list[int]:
     """A node's rank; the sizes of optimizer state that it holds in the end."""
     link = None
     if dist.get_rank() == 0:
@@ -101,21 +111,23 @@ def test_swarm_ddp_node_with_any_layout_matches_single_process(tmp_path, layout)
     changes = {
         "training.precision": "fp64",
         "training.steps": 3,
-        "optimizer.max_grad_norm": CLIPPED,
+        "optimizer.max_grad_norm": CLIP_NORM,
         "optimizer.eps": EPS,
     }
-    with served(described(tmp_path, 1, changes), tmp_path) as swarm:
-        run = described(tmp_path, 1, changes | {f"layout.{name}": value for name, value in layout.items()})
+    with serve_local_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path) as swarm:
+        run = swarm_ddp_run(tmp_path, 1, changes | {f"layout.{name}": value for name, value in layout.items()})
         (tmp_path / "ann").mkdir()
-        held = rank_pool(2).run(take_part, run, tmp_path / "ann", swarm.port, certificates() / "ann")
+        held = rank_pool(2).run(run_worker_rank, run, tmp_path / "ann", swarm.port, certificates() / "ann")
         assert held == [[], []]
-        assert is_near(swarm.base(), alone(described(tmp_path, 1, changes), tmp_path), 1e-6)
+        assert max_difference_is_within(
+            swarm.base(), train_without_swarm(swarm_ddp_run(tmp_path, 1, changes), tmp_path), 1e-6
+        )
 
 
 def test_swarm_ddp_traffic_equals_round_bytes_formula(tmp_path):
     """Up 4M and down 4M to the byte; only what names the tensors comes on top, of what is sent."""
-    run = described(tmp_path, 2)
-    _, members = learned(run, tmp_path, NODES[:2])
+    run = swarm_ddp_run(tmp_path, 2)
+    _, members = train_local_swarm(run, tmp_path, NODES[:2])
     expected = round_bytes(node_share(run.model, "ddp"), "ddp")
     assert expected.up == expected.down == 4 * sum(item.numbers for item in model_pieces(run.model))
     for name, node in members.nodes.items():
@@ -127,8 +139,8 @@ def test_swarm_ddp_traffic_equals_round_bytes_formula(tmp_path):
 
 
 def test_swarm_ddp_node_memory_equals_weights_and_gradients(tmp_path):
-    run = described(tmp_path, 1)
-    _, members = learned(run, tmp_path, NODES[:1])
+    run = swarm_ddp_run(tmp_path, 1)
+    _, members = train_local_swarm(run, tmp_path, NODES[:1])
     trainer = members.nodes["ann"].trainer
     assert not optimizer_state_tensors(trainer.optimizers)
     trainer.forward_backward(trainer._micro_batches(trainer.loader.step(0)))
@@ -139,29 +151,29 @@ def test_swarm_ddp_node_memory_equals_weights_and_gradients(tmp_path):
 
 def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
     """Bit for bit as if it had never been away, and as plain training."""
-    run = described(tmp_path, 1, {"training.steps": 30})
-    swarm = Swarm(run, tmp_path / "lead")
-    members = Members(swarm, tmp_path, NODES[:1])
-    until(lambda: swarm.coordinator.ledger.committed >= 3)
+    run = swarm_ddp_run(tmp_path, 1, {"training.steps": 30})
+    swarm = LocalSwarm(run, tmp_path / "lead")
+    members = WorkerThreads(swarm, tmp_path, NODES[:1])
+    wait_until(lambda: swarm.coordinator.ledger.committed >= 3)
     swarm.stop()
     assert not swarm.coordinator.ledger.done
-    swarm = Swarm(run, tmp_path / "lead", swarm.port)
+    swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)
     try:
-        members.done()
+        members.wait_all()
         found = swarm.base()
     finally:
         swarm.stop()
-    expected = alone(run, tmp_path)
+    expected = train_without_swarm(run, tmp_path)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_path):
     """One node's does not hold up the others; of all nodes', the round is skipped as a trainer skips it: neither
     weights nor moments change, nor does AdamW count it, but the schedule goes on."""
-    run = described(tmp_path, 2)
+    run = swarm_ddp_run(tmp_path, 2)
     items = model_pieces(run.model)
-    with served(run, tmp_path) as swarm:
-        links = {name: swarm.joined(name) for name in NODES[:2]}
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = {name: swarm.joined_client(name) for name in NODES[:2]}
 
         def exchange(number: int, tokens: dict[str, int]) -> dict[str, Tensor]:
             for name, link in links.items():
@@ -184,20 +196,20 @@ def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_pa
                 parameter.grad = torch.full_like(parameter, mean)
                 reference.step()
             torch.testing.assert_close(found[key], parameter.detach(), rtol=1e-6, atol=1e-8)
-        kept = pieces(run, swarm.folder / "model" / "exp_avg.safetensors")[key]
+        kept = read_pieces(run, swarm.folder / "model" / "exp_avg.safetensors")[key]
         torch.testing.assert_close(kept, reference.state[parameter]["exp_avg"])
 
 
 def test_swarm_ddp_node_reports_zero_tokens_when_gradient_is_nonfinite(tmp_path):
     """A model that cannot be computed: no tokens, and weights that stay."""
-    run = described(tmp_path, 1, {"training.steps": 4})
-    with served(run, tmp_path) as swarm:
+    run = swarm_ddp_run(tmp_path, 1, {"training.steps": 4})
+    with serve_local_swarm(run, tmp_path) as swarm:
         before = swarm.base()
         broken = model_pieces(run.model)[0]
         with TensorFile(swarm.coordinator.store.base, writable=True) as base:
             base.write(broken, torch.full(broken.shape, math.nan))
-        members = Members(swarm, tmp_path, NODES[:1])
-        members.done()
+        members = WorkerThreads(swarm, tmp_path, NODES[:1])
+        members.wait_all()
         after = swarm.base()
         assert [spent["tokens"] for spent in members.rounds["ann"]] == [0] * 4
         assert not any(spent["refused"] for spent in members.rounds["ann"])

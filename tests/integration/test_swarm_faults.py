@@ -23,82 +23,94 @@ from phalanx.swarm.rpc.certificates import certificate_member, create_certificat
 from phalanx.swarm.rpc.client import SwarmClient, update_id
 from phalanx.swarm.rpc.protocol import SERVICE, pack
 from phalanx.swarm.tensor_files import TensorFile
-from tests.helpers.local_swarm import NODES, SECONDS, Members, Swarm, certificates, pieces, run_of, served
-from tests.helpers.swarm_updates import in_a_round, owners_of, until, written
+from tests.helpers.local_swarm import (
+    NODES,
+    TIMEOUT_SECONDS,
+    LocalSwarm,
+    WorkerThreads,
+    certificates,
+    read_pieces,
+    serve_local_swarm,
+    tiny_swarm_run,
+)
+from tests.helpers.swarm_updates import current_owners, join_and_wait_for_round, wait_until, write_node_update
 
 # -- who lies ----------------------------------------------------------------------------------------------------------
 
 
 def test_coordinator_rejects_update_of_experts_owned_by_another_node(tmp_path):
     """Its certificate says who it is: another's experts are refused, its own are not."""
-    run = run_of(tmp_path, codec="fp32")
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
-        others = experts_of(owners_of(swarm), "bob")
+    run = tiny_swarm_run(tmp_path, codec="fp32")
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
+        others = experts_of(current_owners(swarm), "bob")
         with pytest.raises(UpdateRejected, match=r"foreign: it tells of .*, which the node does not train"):
-            links["ann"].upload_update(written(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
-        links["ann"].upload_update(written(swarm, tmp_path, "ann"), 0, 100, 3)
+            links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", experts=others), 0, 100, 3)
+        links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann"), 0, 100, 3)
         (ann, _) = swarm.coordinator.status()["nodes"]
         assert (ann["node"], ann["told"], ann["refused"]) == ("ann", True, {"foreign": 1})
 
 
-def _not_a_number(path: Path) -> Path:
-    item = model_pieces(TINY_MODEL.model)[0]
+def _write_nan_piece(path: Path) -> Path:
+    item = model_pieces(TINY_RUN.model)[0]
     with TensorFile(path, writable=True) as file:
         file.write_raw(item.key, b"\xff" * encoded_bytes(item.numbers, "fp32"))
     return path
 
 
-TINY_MODEL = run_of(Path("/tmp"))
-LIES: dict[str, tuple[str, Callable[[Swarm, Path], Path]]] = {
-    "nan": ("not finite: numbers of embedding", lambda swarm, path: _not_a_number(written(swarm, path, "ann"))),
-    "no file": ("malformed: .*no safetensors", lambda swarm, path: _file(path, b"x" * 1000)),
-    "too large": ("oversized", lambda swarm, path: _file(path, b"x" * 2**25)),
-    "nothing": ("malformed", lambda swarm, path: _file(path, b"")),
-    "one piece": ("malformed: .* is missing", lambda swarm, path: _one_piece(path)),
-    "pickle": ("malformed: .*no safetensors", lambda swarm, path: _file(path, b"\x80\x04\x95" + b"0" * 100)),
+TINY_RUN = tiny_swarm_run(Path("/tmp"))
+INVALID_UPDATES: dict[str, tuple[str, Callable[[LocalSwarm, Path], Path]]] = {
+    "nan": (
+        "not finite: numbers of embedding",
+        lambda swarm, path: _write_nan_piece(write_node_update(swarm, path, "ann")),
+    ),
+    "no file": ("malformed: .*no safetensors", lambda swarm, path: _write_raw_file(path, b"x" * 1000)),
+    "too large": ("oversized", lambda swarm, path: _write_raw_file(path, b"x" * 2**25)),
+    "nothing": ("malformed", lambda swarm, path: _write_raw_file(path, b"")),
+    "one piece": ("malformed: .* is missing", lambda swarm, path: _write_single_piece(path)),
+    "pickle": ("malformed: .*no safetensors", lambda swarm, path: _write_raw_file(path, b"\x80\x04\x95" + b"0" * 100)),
 }
 
 
-def _file(folder: Path, content: bytes) -> Path:
+def _write_raw_file(folder: Path, content: bytes) -> Path:
     path = folder / "lie"
     path.write_bytes(content)
     return path
 
 
-def _one_piece(folder: Path) -> Path:
-    item = model_pieces(TINY_MODEL.model)[0]
+def _write_single_piece(folder: Path) -> Path:
+    item = model_pieces(TINY_RUN.model)[0]
     TensorFile.create(folder / "lie", {item.key: (encoded_bytes(item.numbers, "fp32"),)}, "U8").close()
     return folder / "lie"
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_coordinator_rejects_invalid_update_and_records_its_sender(tmp_path, lie):
-    run = run_of(tmp_path, codec="fp32")
-    said, make = LIES[lie]
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
+@pytest.mark.parametrize("invalid_update", INVALID_UPDATES)
+def test_coordinator_rejects_invalid_update_and_records_its_sender(tmp_path, invalid_update):
+    run = tiny_swarm_run(tmp_path, codec="fp32")
+    said, make = INVALID_UPDATES[invalid_update]
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
         with pytest.raises(UpdateRejected, match=said):
             links["ann"].upload_update(make(swarm, tmp_path), 0, 100, 3)
         assert sum(swarm.coordinator.ledger.refused.values()) == 1
         assert {node for node, _ in swarm.coordinator.ledger.refused} == {"ann"}
         before = swarm.base()
         for name, link in links.items():  # it may still tell the truth
-            link.upload_update(written(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
+            link.upload_update(write_node_update(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
         links["ann"].wait(committed=1)
         for item in model_pieces(run.model):
             if item.expert is None:
                 torch.testing.assert_close(swarm.base()[item.key], before[item.key] + 0.02, rtol=0, atol=1e-6)
 
 
-def raw_put(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
+def send_raw_update(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
     """As nobody's client does it."""
     digest = pack({"checksum": head.get("checksum", xxhash.xxh3_128(content).hexdigest())})
-    link._channel.stream_unary(f"/{SERVICE}/put")(iter([pack(head), content, digest]), timeout=SECONDS)
+    link._channel.stream_unary(f"/{SERVICE}/put")(iter([pack(head), content, digest]), timeout=TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize(
-    ("head", "code", "why"),
+    ("head", "code", "reason"),
     [
         ({"checksum": "0" * 32}, grpc.StatusCode.INVALID_ARGUMENT, "damaged"),
         ({"round": 7}, grpc.StatusCode.FAILED_PRECONDITION, "not open yet"),
@@ -112,29 +124,29 @@ def raw_put(link: SwarmClient, head: dict[str, Any], content: bytes) -> None:
         ({"round": None}, grpc.StatusCode.INVALID_ARGUMENT, "malformed"),
     ],
 )
-def test_coordinator_rejects_malformed_raw_upload_and_continues_round(tmp_path, head, code, why):
+def test_coordinator_rejects_malformed_raw_upload_and_continues_round(tmp_path, head, code, reason):
     """A flipped bit, another round, no tokens, another size: refused, counted, and the round goes on."""
-    run = run_of(tmp_path, codec="fp32")
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
-        content = written(swarm, tmp_path, "ann").read_bytes()
+    run = tiny_swarm_run(tmp_path, codec="fp32")
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
+        content = write_node_update(swarm, tmp_path, "ann").read_bytes()
         right = {"round": 0, "offset": 0, "bytes": len(content), "mark": "x", "tokens": 100, "steps": 3}
         with pytest.raises(grpc.RpcError) as caught:
-            raw_put(links["ann"], right | head, content)
+            send_raw_update(links["ann"], right | head, content)
         assert caught.value.code() == code
-        assert swarm.coordinator.ledger.refused["ann", why] == 1
-        raw_put(links["ann"], right, content)
+        assert swarm.coordinator.ledger.refused["ann", reason] == 1
+        send_raw_update(links["ann"], right, content)
         with pytest.raises(grpc.RpcError) as caught:  # the same once more
-            raw_put(links["ann"], right, content)
+            send_raw_update(links["ann"], right, content)
         assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
         assert swarm.coordinator.ledger.refused["ann", "already told"] == 1
 
 
 def test_coordinator_rejects_repeated_update_of_previous_round(tmp_path):
-    run = run_of(tmp_path, codec="fp32")
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
-        old = {name: written(swarm, tmp_path, name) for name in links}
+    run = tiny_swarm_run(tmp_path, codec="fp32")
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
+        old = {name: write_node_update(swarm, tmp_path, name) for name in links}
         for name, link in links.items():
             link.upload_update(old[name], 0, 100, 3)
         links["ann"].wait(round=1)
@@ -143,35 +155,35 @@ def test_coordinator_rejects_repeated_update_of_previous_round(tmp_path):
 
 
 def test_coordinator_rejects_outlier_update(tmp_path):
-    run = run_of(tmp_path, codec="fp32", nodes=4, outlier=10.0)
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm, NODES)
+    run = tiny_swarm_run(tmp_path, codec="fp32", nodes=4, outlier=10.0)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm, NODES)
         for name in NODES[:3]:
-            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+            links[name].upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
         with pytest.raises(UpdateRejected, match="outlying: a change of"):
-            links["dee"].upload_update(written(swarm, tmp_path, "dee", 1.0), 0, 100, 3)
-        links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.02), 0, 100, 3)
+            links["dee"].upload_update(write_node_update(swarm, tmp_path, "dee", 1.0), 0, 100, 3)
+        links["dee"].upload_update(write_node_update(swarm, tmp_path, "dee", 0.02), 0, 100, 3)
 
 
 def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path):
     """Nothing is known yet when it comes; when the round closes it is, and it does not count. It learns that by what it
     receives: its own experts, too."""
-    run = run_of(tmp_path, codec="fp32", nodes=4)
-    with served(run, tmp_path) as swarm:
-        links, before = in_a_round(run, swarm, NODES), swarm.base()
-        links["ann"].upload_update(written(swarm, tmp_path, "ann", 1e15), 0, 100, 3)
+    run = tiny_swarm_run(tmp_path, codec="fp32", nodes=4)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links, before = join_and_wait_for_round(run, swarm, NODES), swarm.base()
+        links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", 1e15), 0, 100, 3)
         for name in NODES[1:]:
-            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+            links[name].upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
         links["ann"].wait(committed=1)
         assert swarm.coordinator.ledger.refused["ann", "outlying"] == 1
         for item in model_pieces(run.model):
-            moved = 0.0 if item.expert is not None and "ann" in owners_of(swarm)[item.expert] else 0.01
+            moved = 0.0 if item.expert is not None and "ann" in current_owners(swarm)[item.expert] else 0.01
             torch.testing.assert_close(swarm.base()[item.key], before[item.key] + moved, rtol=0, atol=1e-6)
         sizes = {item.key: (4 * item.numbers,) for item in model_pieces(run.model)}
         for name in ("ann", "bob"):
             own = [
                 item.key
-                for item in pieces_sent_by(model_pieces(run.model), owners_of(swarm), name)
+                for item in pieces_sent_by(model_pieces(run.model), current_owners(swarm), name)
                 if item.expert is not None
             ]
             links[name].download_round(tmp_path / f"{name}-down", 0, own, sizes.__getitem__)
@@ -181,9 +193,9 @@ def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path
 
 
 def test_coordinator_retains_one_partial_update_file_per_node(tmp_path):
-    run = run_of(tmp_path)
-    with served(run, tmp_path) as swarm:
-        in_a_round(run, swarm)
+    run = tiny_swarm_run(tmp_path)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        join_and_wait_for_round(run, swarm)
         for mark in "abc":
             with swarm.coordinator.receiving_update("ann", 0, mark) as (path, _):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,12 +204,12 @@ def test_coordinator_retains_one_partial_update_file_per_node(tmp_path):
 
 
 def test_swarm_trimmed_mean_bounds_effect_of_poisoned_update(tmp_path):
-    run = run_of(tmp_path, codec="fp32", nodes=4, outlier=0.0, robust="trimmed")
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm, NODES)
+    run = tiny_swarm_run(tmp_path, codec="fp32", nodes=4, outlier=0.0, robust="trimmed")
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm, NODES)
         before = swarm.base()
         for name, change in zip(NODES, (0.01, 0.02, 0.03, 1e6), strict=True):
-            links[name].upload_update(written(swarm, tmp_path, name, change), 0, 100, 3)
+            links[name].upload_update(write_node_update(swarm, tmp_path, name, change), 0, 100, 3)
         links["ann"].wait(committed=1)
         for item in model_pieces(run.model):
             if item.expert is None:
@@ -210,13 +222,15 @@ def test_swarm_trimmed_mean_bounds_effect_of_poisoned_update(tmp_path):
 
 def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_path):
     """The divisor is that of those who told; its experts stay as they were for that round."""
-    run = run_of(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm, NODES[:3])
-        before, lost = swarm.base(), experts_of(owners_of(swarm), "cid")
+    run = tiny_swarm_run(tmp_path, codec="fp32", nodes=3, round={"lease_seconds": 1.0, "grace_seconds": 30})
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm, NODES[:3])
+        before, lost = swarm.base(), experts_of(current_owners(swarm), "cid")
         for name, change in (("ann", 0.01), ("bob", 0.03)):
-            links[name].upload_update(written(swarm, tmp_path, name, change), 0, 100, 3)
-        until(lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.ledger.committed == 1)
+            links[name].upload_update(write_node_update(swarm, tmp_path, name, change), 0, 100, 3)
+        wait_until(
+            lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.ledger.committed == 1
+        )
         base = swarm.base()
         for item in model_pieces(run.model):
             moved = base[item.key] - before[item.key]
@@ -224,56 +238,58 @@ def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_pa
             if expected is not None:
                 torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=0, atol=1e-6)
         links["ann"].wait(round=1)
-        assert owners_of(swarm)
-        assert {node for of in owners_of(swarm) for node in of} == {"ann", "bob"}
+        assert current_owners(swarm)
+        assert {node for of in current_owners(swarm) for node in of} == {"ann", "bob"}
 
 
 def test_swarm_node_rejoins_after_its_lease_expired(tmp_path):
     """Its link was cut for longer than its lease: it joins by itself, and is in the round after."""
-    run = run_of(tmp_path, {"training.steps": 60}, codec="fp32", round={"lease_seconds": 1.0, "grace_seconds": 30})
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
-        links["bob"].upload_update(written(swarm, tmp_path, "bob"), 0, 100, 3)
-        until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.ledger.members)
+    run = tiny_swarm_run(
+        tmp_path, {"training.steps": 60}, codec="fp32", round={"lease_seconds": 1.0, "grace_seconds": 30}
+    )
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
+        links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 0, 100, 3)
+        wait_until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.ledger.members)
         links["bob"].wait(round=1)
         back = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
-        until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.ledger.members)
-        links["bob"].upload_update(written(swarm, tmp_path, "bob"), 1, 100, 3)
-        until(lambda: links["bob"].heartbeat() and back.done())
+        wait_until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.ledger.members)
+        links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 1, 100, 3)
+        wait_until(lambda: links["bob"].heartbeat() and back.done())
         assert back.result().round == 2
         assert len(back.result().owned) == 2
 
 
 def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
     """Nothing changes in it, and those who come later go on."""
-    run = run_of(tmp_path, codec="fp32", round={"lease_seconds": 0.5, "grace_seconds": 30})
-    with served(run, tmp_path) as swarm:
-        in_a_round(run, swarm)
+    run = tiny_swarm_run(tmp_path, codec="fp32", round={"lease_seconds": 0.5, "grace_seconds": 30})
+    with serve_local_swarm(run, tmp_path) as swarm:
+        join_and_wait_for_round(run, swarm)
         before = swarm.base()
-        until(lambda: swarm.coordinator.ledger.committed == 1 and not swarm.coordinator.ledger.members)
-        late = swarm.joined("cid")
+        wait_until(lambda: swarm.coordinator.ledger.committed == 1 and not swarm.coordinator.ledger.members)
+        late = swarm.joined_client("cid")
         assert late.wait(round=1).round == 1
         assert all(torch.equal(value, before[key]) for key, value in swarm.base().items())
 
 
 def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_path):
     """Three told; after the grace the round is closed. What comes then is late; in the next round it tells less."""
-    run = run_of(
+    run = tiny_swarm_run(
         tmp_path, codec="fp32", nodes=4, round={"grace_seconds": 0.5, "timeout_multiplier": 3.0, "lease_seconds": 60}
     )
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm, NODES)
-        late = written(swarm, tmp_path, "dee")
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm, NODES)
+        late = write_node_update(swarm, tmp_path, "dee")
         for name in NODES[:3]:
-            links[name].upload_update(written(swarm, tmp_path, name), 0, 100, 3)
-        until(lambda: swarm.coordinator.ledger.committed == 1)
+            links[name].upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
+        wait_until(lambda: swarm.coordinator.ledger.committed == 1)
         with pytest.raises(UpdateRejected, match="closed"):
             links["dee"].upload_update(late, 0, 100, 3)
         assert links["dee"].wait(round=1).closes_in_seconds is not None  # it is told how long there is
         before = swarm.base()
         for name in NODES[:3]:
-            links[name].upload_update(written(swarm, tmp_path, name, 0.04), 1, 300, 3)
-        links["dee"].upload_update(written(swarm, tmp_path, "dee", 0.0), 1, 100, 1)
+            links[name].upload_update(write_node_update(swarm, tmp_path, name, 0.04), 1, 300, 3)
+        links["dee"].upload_update(write_node_update(swarm, tmp_path, "dee", 0.0), 1, 100, 1)
         links["dee"].wait(committed=2)
         item = model_pieces(run.model)[0]
         moved = swarm.base()[item.key] - before[item.key]
@@ -282,13 +298,13 @@ def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_pa
 
 def test_swarm_node_joins_running_swarm_at_round_boundary(tmp_path):
     """While others learn; its experts are theirs until then."""
-    run = run_of(tmp_path, {"training.steps": 240})
-    with served(run, tmp_path) as swarm:
-        members = Members(swarm, tmp_path, NODES[:2])
-        until(lambda: swarm.coordinator.ledger.committed >= 1)
-        later = Members(swarm, tmp_path, ["cid"])
+    run = tiny_swarm_run(tmp_path, {"training.steps": 240})
+    with serve_local_swarm(run, tmp_path) as swarm:
+        members = WorkerThreads(swarm, tmp_path, NODES[:2])
+        wait_until(lambda: swarm.coordinator.ledger.committed >= 1)
+        later = WorkerThreads(swarm, tmp_path, ["cid"])
         for each in (members, later):
-            each.done()
+            each.wait_all()
         rounds = [spent["round"] for spent in later.rounds["cid"]]
         assert rounds == list(range(rounds[0], 80))
         assert rounds[0] >= 1
@@ -302,16 +318,16 @@ def test_swarm_node_joins_running_swarm_at_round_boundary(tmp_path):
 
 def test_coordinator_restart_resumes_open_round_with_accepted_updates(tmp_path):
     """With what was accepted before; the nodes notice a pause."""
-    run = run_of(tmp_path, {"training.steps": 24}, codec="fp32")
-    swarm = Swarm(run, tmp_path / "lead")
-    links = in_a_round(run, swarm)
-    links["ann"].upload_update(written(swarm, tmp_path, "ann", 0.01), 0, 100, 3)
-    told = written(swarm, tmp_path, "bob", 0.03)
-    before, owners, port = swarm.base(), owners_of(swarm), swarm.port
+    run = tiny_swarm_run(tmp_path, {"training.steps": 24}, codec="fp32")
+    swarm = LocalSwarm(run, tmp_path / "lead")
+    links = join_and_wait_for_round(run, swarm)
+    links["ann"].upload_update(write_node_update(swarm, tmp_path, "ann", 0.01), 0, 100, 3)
+    told = write_node_update(swarm, tmp_path, "bob", 0.03)
+    before, owners, port = swarm.base(), current_owners(swarm), swarm.port
     swarm.stop()
-    swarm = Swarm(run, tmp_path / "lead", port)
+    swarm = LocalSwarm(run, tmp_path / "lead", port)
     try:
-        assert owners_of(swarm) == owners
+        assert current_owners(swarm) == owners
         assert set(swarm.coordinator.ledger.round.updates) == {"ann"}
         links["bob"].upload_update(told, 0, 100, 3)
         links["bob"].wait(committed=1)
@@ -323,58 +339,58 @@ def test_coordinator_restart_resumes_open_round_with_accepted_updates(tmp_path):
 
 
 def test_swarm_workers_continue_training_through_coordinator_restart(tmp_path):
-    run = run_of(tmp_path, {"training.steps": 30})
-    swarm = Swarm(run, tmp_path / "lead")
-    members = Members(swarm, tmp_path, NODES[:2])
-    until(lambda: swarm.coordinator.ledger.committed >= 2)
+    run = tiny_swarm_run(tmp_path, {"training.steps": 30})
+    swarm = LocalSwarm(run, tmp_path / "lead")
+    members = WorkerThreads(swarm, tmp_path, NODES[:2])
+    wait_until(lambda: swarm.coordinator.ledger.committed >= 2)
     swarm.stop()
-    swarm = Swarm(run, tmp_path / "lead", swarm.port)
+    swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)
     try:
-        members.done()
+        members.wait_all()
         assert swarm.coordinator.ledger.done
         assert [spent["round"] for spent in members.rounds["ann"]] == list(range(10))
     finally:
         swarm.stop()
 
 
-@pytest.mark.parametrize("where", ["before the journal", "after the journal"])
-def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize("crash_point", ["before the journal", "after the journal"])
+def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_path, monkeypatch, crash_point):
     """It does again what it had not done, and comes to the same."""
-    run = run_of(tmp_path)
+    run = tiny_swarm_run(tmp_path)
     found = []
     for dies in (False, True):
         folder = tmp_path / str(dies)
         folder.mkdir()
-        swarm = Swarm(run, folder / "lead")
-        links = in_a_round(run, swarm)
+        swarm = LocalSwarm(run, folder / "lead")
+        links = join_and_wait_for_round(run, swarm)
         if dies:
             swarm.over.set()
-            swarm.ticking.join(SECONDS)
+            swarm.ticking.join(TIMEOUT_SECONDS)
         for name, link in links.items():
-            link.upload_update(written(swarm, folder, name), 0, 100, 3)
+            link.upload_update(write_node_update(swarm, folder, name), 0, 100, 3)
         if dies:
-            point = "apply_round" if where == "after the journal" else "aggregate_round"
+            point = "apply_round" if crash_point == "after the journal" else "aggregate_round"
             with monkeypatch.context() as patched:
-                patched.setattr(f"phalanx.swarm.coordinator.store.SwarmStore.{point}", _die)
+                patched.setattr(f"phalanx.swarm.coordinator.store.SwarmStore.{point}", _raise_keyboard_interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     swarm.coordinator.tick()
             swarm.stop()
-            swarm = Swarm(run, folder / "lead", swarm.port)
-        until(lambda swarm=swarm: swarm.coordinator.ledger.committed == 1)
+            swarm = LocalSwarm(run, folder / "lead", swarm.port)
+        wait_until(lambda swarm=swarm: swarm.coordinator.ledger.committed == 1)
         found.append(swarm.base())
         swarm.stop()
     assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
 
 
-def _die(*_: Any) -> None:
+def _raise_keyboard_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
 def test_swarm_client_resumes_interrupted_upload_at_offset(tmp_path):
-    run = run_of(tmp_path, codec="fp32")
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
-        path = written(swarm, tmp_path, "ann")
+    run = tiny_swarm_run(tmp_path, codec="fp32")
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
+        path = write_node_update(swarm, tmp_path, "ann")
         content = path.read_bytes()
         half = len(content) // 2
         part = swarm.coordinator.store.partial_update_path(0, "ann", update_id(path))
@@ -387,9 +403,9 @@ def test_swarm_client_resumes_interrupted_upload_at_offset(tmp_path):
 
 def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
     """The link breaks after a few tensors, and a round ends before it is back: the rest is of the same weights."""
-    run = run_of(tmp_path)
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
+    run = tiny_swarm_run(tmp_path)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
         before, shapes = swarm.base(), parameter_shapes(run.model)
         into, came = SwarmClient._into, list[str]()
 
@@ -397,21 +413,21 @@ def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
             came.append(key)
             if len(came) == 4:
                 for name, link in links.items():
-                    link.upload_update(written(swarm, tmp_path, name), 0, 100, 3)
+                    link.upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
                 links["ann"].wait(committed=1)
-                raise BrokenLink
+                raise UnavailableRpcError
             return into(self, file, key, *rest)
 
         monkeypatch.setattr(SwarmClient, "_into", breaks)
         newcomer = swarm.client("cid")
         assert newcomer.download_round(tmp_path / "weights", None, (), shapes.__getitem__) == 0
         assert sorted(came) == sorted([*shapes, came[3]])
-        found = pieces(run, tmp_path / "weights")
+        found = read_pieces(run, tmp_path / "weights")
         assert all(torch.equal(found[key], value) for key, value in before.items())
         assert any(not torch.equal(found[key], value) for key, value in swarm.base().items())
 
 
-class BrokenLink(grpc.RpcError):
+class UnavailableRpcError(grpc.RpcError):
     """As gRPC tells of one."""
 
     def code(self) -> grpc.StatusCode:
@@ -428,8 +444,8 @@ def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_p
     monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
     create_certificate_authority(tmp_path / "others")
     issue_certificate(tmp_path / "others", "ann", [])
-    run = run_of(tmp_path)
-    with served(run, tmp_path) as swarm:
+    run = tiny_swarm_run(tmp_path)
+    with serve_local_swarm(run, tmp_path) as swarm:
         with pytest.raises(UserError, match="cannot be reached: its certificate is of another authority"):
             SwarmClient(f"127.0.0.1:{swarm.port}", tmp_path / "others" / "ann").status()
         mixed = tmp_path / "mixed"
@@ -458,31 +474,31 @@ def test_swarm_client_reports_address_without_listener(monkeypatch):
 
 
 def test_swarm_server_reports_port_already_in_use(tmp_path):
-    run = run_of(tmp_path)
-    with served(run, tmp_path) as swarm, pytest.raises(UserError, match="Address already in use"):
-        Swarm(run, tmp_path / "second", swarm.port)
+    run = tiny_swarm_run(tmp_path)
+    with serve_local_swarm(run, tmp_path) as swarm, pytest.raises(UserError, match="Address already in use"):
+        LocalSwarm(run, tmp_path / "second", swarm.port)
 
 
 def test_coordinator_rejects_join_with_wrong_version_data_or_capacity(tmp_path):
-    run = run_of(tmp_path)
-    with served(run, tmp_path) as swarm:
+    run = tiny_swarm_run(tmp_path)
+    with serve_local_swarm(run, tmp_path) as swarm:
         with pytest.raises(UpdateRejected, match="version: the swarm speaks 3, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
-        swarm.joined("ann")
+        swarm.joined_client("ann")
         with pytest.raises(UpdateRejected, match="text: it is not what the other nodes read"):
-            swarm.joined("bob", text="other")
+            swarm.joined_client("bob", text="other")
         for capacity in (0, float("nan"), float("inf")):
             with pytest.raises(UpdateRejected, match="capacity"):
-                swarm.joined("bob", capacity=capacity)
+                swarm.joined_client("bob", capacity=capacity)
 
 
 def test_coordinator_waits_until_capacity_covers_all_experts(tmp_path):
-    run = run_of(tmp_path)
-    with served(run, tmp_path) as swarm:
+    run = tiny_swarm_run(tmp_path)
+    with serve_local_swarm(run, tmp_path) as swarm:
         for node in NODES[:2]:
-            swarm.joined(node, capacity=1)
-        until(lambda: swarm.coordinator.status()["waits_for"] == "memory for 2 more experts of each layer")
-        swarm.joined("cid", capacity=2)
+            swarm.joined_client(node, capacity=1)
+        wait_until(lambda: swarm.coordinator.status()["waits_for"] == "memory for 2 more experts of each layer")
+        swarm.joined_client("cid", capacity=2)
         swarm.client("cid").wait(round=0)
-        counts = {node: len(experts_of(owners_of(swarm), node)) for node in NODES[:3]}
+        counts = {node: len(experts_of(current_owners(swarm), node)) for node in NODES[:3]}
         assert counts == {"ann": 1, "bob": 1, "cid": 2}

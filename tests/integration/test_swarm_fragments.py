@@ -7,19 +7,26 @@ import torch
 
 from phalanx.swarm.pieces import fragment_index, fragment_pieces, model_pieces
 from phalanx.swarm.tensor_files import TensorFile
-from tests.helpers.local_swarm import NODES, Members, learned, pieces, run_of, served
-from tests.helpers.swarm_updates import in_a_round, written
+from tests.helpers.local_swarm import (
+    NODES,
+    WorkerThreads,
+    read_pieces,
+    serve_local_swarm,
+    tiny_swarm_run,
+    train_local_swarm,
+)
+from tests.helpers.swarm_updates import join_and_wait_for_round, write_node_update
 
 
 def test_swarm_round_changes_only_pieces_of_its_fragment(tmp_path):
-    run = run_of(tmp_path, codec="fp32", every=4, fragments=2)
-    with served(run, tmp_path) as swarm:
-        links = in_a_round(run, swarm)
+    run = tiny_swarm_run(tmp_path, codec="fp32", every=4, fragments=2)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        links = join_and_wait_for_round(run, swarm)
         before = swarm.base()
         for number in range(2):
             for name, link in links.items():
-                path = written(swarm, tmp_path, name, 0.5)
-                _keep(path, {item.key for item in fragment_pieces(run.model, number, 2)})
+                path = write_node_update(swarm, tmp_path, name, 0.5)
+                _filter_update(path, {item.key for item in fragment_pieces(run.model, number, 2)})
                 link.upload_update(path, number, 100, 2)
             links["ann"].wait(committed=number + 1)
             after = swarm.base()
@@ -30,7 +37,7 @@ def test_swarm_round_changes_only_pieces_of_its_fragment(tmp_path):
             links["ann"].wait(round=number + 1)
 
 
-def _keep(path, keys):
+def _filter_update(path, keys):
     """Leave of an update some pieces."""
     with TensorFile(path) as file:
         kept = {key: file.raw(key) for key in file.shapes if key in keys}
@@ -52,10 +59,10 @@ def _keep(path, keys):
     ids=str,
 )
 def test_swarm_with_fragments_or_delay_reduces_loss_and_syncs_base_models(tmp_path, swarm):
-    run = run_of(tmp_path, **swarm)
-    base, members = learned(run, tmp_path, NODES[:2])
+    run = tiny_swarm_run(tmp_path, **swarm)
+    base, members = train_local_swarm(run, tmp_path, NODES[:2])
     for node in members.nodes.values():
-        mine = pieces(run, node.directory / "base.safetensors")
+        mine = read_pieces(run, node.directory / "base.safetensors")
         assert all(torch.equal(mine[key], value) for key, value in base.items())
     for name in NODES[:2]:
         losses = [record["loss"] for record in members.steps[name]]
@@ -65,9 +72,9 @@ def test_swarm_with_fragments_or_delay_reduces_loss_and_syncs_base_models(tmp_pa
 
 
 def test_swarm_with_delay_assigns_every_data_step_exactly_once(tmp_path):
-    run = run_of(tmp_path, delay=2)
-    with served(run, tmp_path) as swarm:
-        Members(swarm, tmp_path, NODES[:2]).done()
+    run = tiny_swarm_run(tmp_path, delay=2)
+    with serve_local_swarm(run, tmp_path) as swarm:
+        WorkerThreads(swarm, tmp_path, NODES[:2]).wait_all()
         opened = swarm.events("opened")
     read = [step for event in opened for first, count in event["text"].values() for step in range(first, first + count)]
     assert sorted(read) == list(range(len(read)))

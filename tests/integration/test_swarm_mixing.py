@@ -23,13 +23,13 @@ from phalanx.swarm.worker.replica import read_weights
 from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
-from tests.helpers.local_swarm import NODES, Members, Swarm, pieces, run_of, served
-from tests.helpers.quantization import left_out
+from tests.helpers.local_swarm import NODES, LocalSwarm, WorkerThreads, read_pieces, serve_local_swarm, tiny_swarm_run
+from tests.helpers.quantization import quantization_error_bound
 
 Weights = dict[str, Tensor]
 
 
-def trained(run: RunSpec, under_way: Trainer, own: tuple[int, ...]) -> Weights:
+def read_trained_pieces(run: RunSpec, under_way: Trainer, own: tuple[int, ...]) -> Weights:
     """What a node trains, piece by piece, as it is now."""
     found = {}
     for item in model_pieces(run.model):
@@ -41,7 +41,7 @@ def trained(run: RunSpec, under_way: Trainer, own: tuple[int, ...]) -> Weights:
     return found
 
 
-def of_seed(run: RunSpec, path: Path, seed: int) -> TensorFile:
+def write_random_model(run: RunSpec, path: Path, seed: int) -> TensorFile:
     """A model that is drawn."""
     generator = torch.Generator().manual_seed(seed)
     file = TensorFile.create(path, parameter_shapes(run.model))
@@ -53,19 +53,23 @@ def of_seed(run: RunSpec, path: Path, seed: int) -> TensorFile:
 # -- weights that are taken --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
-@pytest.mark.parametrize("own", [(1, 3), (0, 1, 2, 3)], ids=["some experts", "all experts"])
-def test_read_weights_blends_local_weights_with_base_by_factor(tmp_path, own, share):
+@pytest.mark.parametrize("blend_factor", [0.0, 0.25, 0.75, 1.0])
+@pytest.mark.parametrize("trained_experts", [(1, 3), (0, 1, 2, 3)], ids=["some experts", "all experts"])
+def test_read_weights_blends_local_weights_with_base_by_factor(tmp_path, trained_experts, blend_factor):
     """Of parameters of which nothing is said, nothing; experts that rest are taken whole."""
-    run = run_of(tmp_path)
+    run = tiny_swarm_run(tmp_path)
     under_way = Trainer(
-        run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts(own)
+        run,
+        open_training_data(run, prepare(run.data)),
+        tmp_path,
+        torch.device("cpu"),
+        own=TrainedExperts(trained_experts),
     )
-    kept = {name: share for name in parameter_shapes(run.model) if not name.startswith("blocks.1.")}
-    with of_seed(run, tmp_path / "base", 1) as base:
-        was = trained(run, under_way, own)
-        read_weights(under_way.strategy, TrainedExperts(own), 4, base.read, kept)
-        now = trained(run, under_way, own)
+    kept = {name: blend_factor for name in parameter_shapes(run.model) if not name.startswith("blocks.1.")}
+    with write_random_model(run, tmp_path / "base", 1) as base:
+        was = read_trained_pieces(run, under_way, trained_experts)
+        read_weights(under_way.strategy, TrainedExperts(trained_experts), 4, base.read, kept)
+        now = read_trained_pieces(run, under_way, trained_experts)
         for item in (item for item in model_pieces(run.model) if item.key in now):
             mine, taken, of_mine = was[item.key], base.read(item), kept.get(item.name, 0.0)
             if of_mine in (0, 1):
@@ -79,16 +83,16 @@ def test_read_weights_blends_local_weights_with_base_by_factor(tmp_path, own, sh
 
 def test_read_weights_adds_training_progress_since_last_update_to_base(tmp_path):
     """But where it is said how much of the parameter stays; and where both are the same, nothing is rounded."""
-    run = run_of(tmp_path)
+    run = tiny_swarm_run(tmp_path)
     under_way = Trainer(
         run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts((1, 3))
     )
     kept = {name: 1.0 for name in parameter_shapes(run.model) if name.startswith("blocks.1.")}
-    with of_seed(run, tmp_path / "base", 1) as base, of_seed(run, tmp_path / "since", 2) as since:
+    with write_random_model(run, tmp_path / "base", 1) as base, write_random_model(run, tmp_path / "since", 2) as since:
         for taken in (base, since):
-            was = trained(run, under_way, (1, 3))
+            was = read_trained_pieces(run, under_way, (1, 3))
             read_weights(under_way.strategy, TrainedExperts((1, 3)), 4, taken.read, kept, since.read)
-            now = trained(run, under_way, (1, 3))
+            now = read_trained_pieces(run, under_way, (1, 3))
             for item in (item for item in model_pieces(run.model) if item.key in now):
                 learned = torch.zeros(()) if item.name in kept else taken.read(item) - since.read(item)
                 assert torch.equal(now[item.key], learned + was[item.key])
@@ -98,7 +102,7 @@ def test_read_weights_adds_training_progress_since_last_update_to_base(tmp_path)
 
 
 @dataclass
-class Seen:
+class RoundSnapshot:
     """A round of a node, piece by piece."""
 
     number: int
@@ -113,46 +117,46 @@ class Seen:
     update: dict[str, bytearray]
 
 
-class Watched(Members):
+class RecordingWorkerThreads(WorkerThreads):
     """Nodes of which every round is kept."""
 
-    def __init__(self, swarm: Swarm, folder: Path, names: tuple[str, ...]) -> None:
-        self.seen: dict[str, list[Seen]] = {name: [] for name in names}
+    def __init__(self, swarm: LocalSwarm, folder: Path, names: tuple[str, ...]) -> None:
+        self.seen: dict[str, list[RoundSnapshot]] = {name: [] for name in names}
         super().__init__(swarm, folder, names)
 
     def _learn(self, name: str) -> None:
         try:
-            watch = Watch(self.nodes[name], self.seen[name])
+            watch = RoundRecorder(self.nodes[name], self.seen[name])
             self.nodes[name].participate([watch], watch, lambda said: None)
         except BaseException as error:
             self.failed.append(error)
 
 
-class Watch:
+class RoundRecorder:
     """A log that looks at its node: of steps, and of rounds."""
 
-    def __init__(self, node: SwarmWorker, seen: list[Seen]) -> None:
+    def __init__(self, node: SwarmWorker, seen: list[RoundSnapshot]) -> None:
         self.node, self.seen, self.was = node, seen, {}
 
     def write(self, record: MetricsRecord) -> None:
         node, run = self.node, self.node.run
-        now = trained(run, node.trainer, node.exchange.own)
+        now = read_trained_pieces(run, node.trainer, node.exchange.own)
         if "round" in record:
-            live, base = (pieces(run, node.directory / f"{kind}.safetensors") for kind in ("live", "base"))
+            live, base = (read_pieces(run, node.directory / f"{kind}.safetensors") for kind in ("live", "base"))
             with TensorFile(node.directory / "update") as update:
                 told = {key: update.raw(key) for key in update.shapes}
-            self.seen.append(Seen(record["round"], self.was, now, live, base, told))
+            self.seen.append(RoundSnapshot(record["round"], self.was, now, live, base, told))
         self.was = now
 
     def close(self, failed: bool = False) -> None:
         pass
 
 
-def watched(run: RunSpec, folder: Path) -> tuple[Weights, dict[str, list[Seen]]]:
+def run_recorded_swarm(run: RunSpec, folder: Path) -> tuple[Weights, dict[str, list[RoundSnapshot]]]:
     """What the nodes of a swarm began with, and made of every round."""
-    with served(run, folder) as swarm:
-        first, members = swarm.base(), Watched(swarm, folder, NODES[:2])
-        members.done()
+    with serve_local_swarm(run, folder) as swarm:
+        first, members = swarm.base(), RecordingWorkerThreads(swarm, folder, NODES[:2])
+        members.wait_all()
     assert all(len(rounds) == 4 for rounds in members.seen.values())
     return first, members.seen
 
@@ -174,9 +178,9 @@ CASES: list[dict[str, Any]] = [
 def test_swarm_worker_weights_after_round_equal_mix_of_base_and_local(tmp_path, swarm):
     """Of parameters whose turn it was not, all of its own, bit for bit; so of experts that it alone trains, where it
     learned on; to what it shares is added what it learned since it told, or of its own there is `mixing`."""
-    run = run_of(tmp_path, codec="int4", **swarm)
+    run = tiny_swarm_run(tmp_path, codec="int4", **swarm)
     alone = run.swarm.method == "spes+" and run.swarm.replication == 1
-    for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
+    for seen in (seen for rounds in run_recorded_swarm(run, tmp_path)[1].values() for seen in rounds):
         turn = {item.key for item in round_pieces(run, seen.number)}
         for item in (item for item in model_pieces(run.model) if item.key in seen.now):
             was, now, base = seen.was[item.key], seen.now[item.key], seen.base[item.key]
@@ -196,20 +200,20 @@ def test_swarm_worker_weights_after_round_equal_mix_of_base_and_local(tmp_path, 
 )
 def test_swarm_worker_does_not_resend_quantization_error_of_own_experts(tmp_path, swarm):
     """It is in its weights still: all have these as they were told, but for one coding."""
-    run = run_of(tmp_path, codec="int4", **swarm)
-    for seen in (seen for rounds in watched(run, tmp_path)[1].values() for seen in rounds):
+    run = tiny_swarm_run(tmp_path, codec="int4", **swarm)
+    for seen in (seen for rounds in run_recorded_swarm(run, tmp_path)[1].values() for seen in rounds):
         mine = [item for item in round_pieces(run, seen.number) if item.expert is not None and item.key in seen.update]
         assert mine
         for item in mine:
             error = (seen.base[item.key] - seen.live[item.key]).abs()
-            assert (error <= left_out(seen.update[item.key], item, "int4") + 1e-7).all()
+            assert (error <= quantization_error_bound(seen.update[item.key], item, "int4") + 1e-7).all()
 
 
 @pytest.mark.parametrize("swarm", [{}, {"fragments": 2, "every": 6}, {"delay": 2}], ids=str)
 def test_swarm_worker_sends_quantization_error_in_later_rounds(tmp_path, swarm):
     """What a node told in all rounds is what it learned in them, but for one coding."""
-    run = run_of(tmp_path, codec="int4", **swarm)
-    first, nodes = watched(run, tmp_path)
+    run = tiny_swarm_run(tmp_path, codec="int4", **swarm)
+    first, nodes = run_recorded_swarm(run, tmp_path)
     for rounds in nodes.values():
         for item in (item for item in model_pieces(run.model) if item.expert is None or not run.swarm.delay):
             before, told, learned = first[item.key], torch.zeros(item.shape), torch.zeros(item.shape)
@@ -217,4 +221,6 @@ def test_swarm_worker_sends_quantization_error_in_later_rounds(tmp_path, swarm):
                 told += decode(seen.update[item.key], item.shape, "int4")
                 learned += seen.live[item.key] - before
                 before = seen.base[item.key]
-                assert ((told - learned).abs() <= left_out(seen.update[item.key], item, "int4") + 1e-6).all()
+                assert (
+                    (told - learned).abs() <= quantization_error_bound(seen.update[item.key], item, "int4") + 1e-6
+                ).all()

@@ -15,11 +15,11 @@ from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.serve import initial_pieces, swarm_directory
 from phalanx.train.checkpoint.load_model import load_trained_model
-from tests.helpers.cli_runner import shown
-from tests.helpers.local_swarm import run_of
+from tests.helpers.cli_runner import command_output
+from tests.helpers.local_swarm import tiny_swarm_run
 
 
-def lead_of(run: RunSpec) -> Path:
+def create_coordinator(run: RunSpec) -> Path:
     """A coordinator's directory, as it is at the start."""
     directory = swarm_directory(run)
     Coordinator(run, directory, initial_pieces(run)).journal.close()
@@ -27,55 +27,61 @@ def lead_of(run: RunSpec) -> Path:
 
 
 @pytest.fixture
-def lead(tmp_path: Path) -> Path:
-    return lead_of(run_of(tmp_path, {"name": "lead"}))
+def coordinator_directory(tmp_path: Path) -> Path:
+    return create_coordinator(tiny_swarm_run(tmp_path, {"name": "lead"}))
 
 
-def test_load_trained_model_returns_weights_of_swarm_coordinator(lead):
-    _, model, tokenizer = load_trained_model(lead)
-    base = load_file(lead / "model" / "base.safetensors")
+def test_load_trained_model_returns_weights_of_swarm_coordinator(coordinator_directory):
+    _, model, tokenizer = load_trained_model(coordinator_directory)
+    base = load_file(coordinator_directory / "model" / "base.safetensors")
     found = dict(model.named_parameters())
     assert set(found) == set(base)
     assert all(torch.equal(found[name], weight) for name, weight in base.items())
     assert tokenizer.read_text() == byte_tokenizer().to_json()
 
 
-def test_generate_output_is_equal_for_swarm_coordinator_and_node(lead, tmp_path):
+def test_generate_output_is_equal_for_swarm_coordinator_and_node(coordinator_directory, tmp_path):
     node = tmp_path / "node"
     node.mkdir()
-    shutil.copy(lead / "run.toml", node)
-    shutil.copy(lead / "model" / "base.safetensors", node)
-    said = [shown("generate", place, "--prompt", "def ", "--tokens", 20) for place in (lead, node)]
+    shutil.copy(coordinator_directory / "run.toml", node)
+    shutil.copy(coordinator_directory / "model" / "base.safetensors", node)
+    said = [
+        command_output("generate", place, "--prompt", "def ", "--tokens", 20) for place in (coordinator_directory, node)
+    ]
     assert said[0] == said[1]
     assert said[0].startswith("def ")
 
 
 def test_export_writes_swarm_model_in_hugging_face_format(tmp_path):
     plain = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24}  # a mixture that transformers knows
-    lead = lead_of(run_of(tmp_path, {"name": "lead", "model.moe": plain}))
-    assert "parameters in fp32" in shown("export", lead, tmp_path / "out")
+    lead = create_coordinator(tiny_swarm_run(tmp_path, {"name": "lead", "model.moe": plain}))
+    assert "parameters in fp32" in command_output("export", lead, tmp_path / "out")
     base, out = load_file(lead / "model" / "base.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(out["model.embed_tokens.weight"], base["embedding.weight"])
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_generate_from_coordinator_requires_tokenizer_copied_from_node(tmp_path):
-    lead = lead_of(run_of(tmp_path, {"name": "lead", "data.tokenizer": "bpe", "data.tokenizer_vocab": 257}))
+    lead = create_coordinator(
+        tiny_swarm_run(tmp_path, {"name": "lead", "data.tokenizer": "bpe", "data.tokenizer_vocab": 257})
+    )
     with pytest.raises(UserError, match=r"has no tokenizer\.json") as caught:
-        shown("generate", lead)
+        command_output("generate", lead)
     assert caught.value.fix == f"copy it from a node: cp nodes/NAME/tokenizer.json {lead}"
     byte_tokenizer().save(lead / "tokenizer.json")
-    assert shown("generate", lead, "--prompt", "def ", "--tokens", 3).startswith("def ")
+    assert command_output("generate", lead, "--prompt", "def ", "--tokens", 3).startswith("def ")
 
 
-def test_load_trained_model_rejects_damaged_or_mismatched_swarm_weights(lead):
-    weights = lead / "model" / "base.safetensors"
+def test_load_trained_model_rejects_damaged_or_mismatched_swarm_weights(coordinator_directory):
+    weights = coordinator_directory / "model" / "base.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-40])
     with pytest.raises(UserError, match=r"does not hold the weights of the model in run\.toml"):
-        load_trained_model(lead)
+        load_trained_model(coordinator_directory)
     weights.write_bytes(whole)
-    load_trained_model(lead)
-    (lead / "run.toml").write_text((lead / "run.toml").read_text().replace("hidden_size = 32", "hidden_size = 64"))
+    load_trained_model(coordinator_directory)
+    (coordinator_directory / "run.toml").write_text(
+        (coordinator_directory / "run.toml").read_text().replace("hidden_size = 32", "hidden_size = 64")
+    )
     with pytest.raises(UserError, match=r"embedding.weight is \[257, 32\] there, and \[257, 64\] in the model"):
-        load_trained_model(lead)
+        load_trained_model(coordinator_directory)

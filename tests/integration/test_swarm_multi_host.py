@@ -17,9 +17,9 @@ from phalanx.spec.files.write import to_toml
 from phalanx.swarm.coordinator.ledger import Ledger
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
 from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes
-from tests.helpers.local_swarm import NODES, run_of
+from tests.helpers.local_swarm import NODES, tiny_swarm_run
 
-SECONDS, MBIT = 120, 20
+TIMEOUT_SECONDS, MBIT = 120, 20
 LATE_SECONDS = 10.0
 """That a round may take beyond its deadline, to be put together on a machine that does much else."""
 ROUND = {"grace_seconds": 6, "lease_seconds": 12}
@@ -36,10 +36,10 @@ MODEL = {
 
 
 @pytest.fixture
-def night(tmp_path: Path) -> Iterator[SwarmProcesses]:
+def multi_host_swarm(tmp_path: Path) -> Iterator[SwarmProcesses]:
     """Four nodes and a coordinator that nobody started yet."""
     lines = {"training.steps": 100_000, "model": MODEL, "evaluation.tokens": 1024}
-    run = run_of(tmp_path, lines, method="spes", nodes=4, every=4, round=ROUND)
+    run = tiny_swarm_run(tmp_path, lines, method="spes", nodes=4, every=4, round=ROUND)
     file = tmp_path / "swarm.toml"
     file.write_text(to_toml(run))
     prepare(run.data)  # once, not by four nodes at the same time
@@ -55,70 +55,70 @@ def night(tmp_path: Path) -> Iterator[SwarmProcesses]:
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(night: SwarmProcesses) -> None:
+def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(multi_host_swarm: SwarmProcesses) -> None:
     def until(true: Callable[[], bool], what: str) -> None:
-        night.until(true, what, SECONDS)
+        multi_host_swarm.until(true, what, TIMEOUT_SECONDS)
 
     def rounds(more: int) -> None:
-        wanted = night.committed_rounds() + more
-        until(lambda: night.committed_rounds() >= wanted, f"round {wanted}")
+        wanted = multi_host_swarm.committed_rounds() + more
+        until(lambda: multi_host_swarm.committed_rounds() >= wanted, f"round {wanted}")
 
     def tells(name: str) -> None:
-        until(lambda: name in night.events("committed")[-1]["nodes"], f"{name} tells again")
+        until(lambda: name in multi_host_swarm.events("committed")[-1]["nodes"], f"{name} tells again")
 
     def coming(name: str) -> bool:
         """Whether some of a node's update is there, and not all."""
         with suppress(FileNotFoundError):  # a round that is over meanwhile is removed
-            return any(path.stat().st_size for path in night.lead.glob(f"rounds/*/{name}.*.part"))
+            return any(path.stat().st_size for path in multi_host_swarm.lead.glob(f"rounds/*/{name}.*.part"))
         return False
 
-    night.start_all()
-    until(lambda: night.committed_rounds() >= 2, "two rounds")
+    multi_host_swarm.start_all()
+    until(lambda: multi_host_swarm.committed_rounds() >= 2, "two rounds")
 
     # A node dies while it sends: its round ends without it, its experts go to the others.
     until(lambda: coming("dee"), "an update of dee's under way")
-    night.kill("dee")
-    died_in = night.committed_rounds()
-    until(lambda: any(event["node"] == "dee" for event in night.events("left")), "dee is taken for gone")
+    multi_host_swarm.kill("dee")
+    died_in = multi_host_swarm.committed_rounds()
+    until(lambda: any(event["node"] == "dee" for event in multi_host_swarm.events("left")), "dee is taken for gone")
     rounds(2)
-    assert "dee" not in night.events("committed")[died_in]["nodes"]
-    last = night.events("opened")[-1]
+    assert "dee" not in multi_host_swarm.events("committed")[died_in]["nodes"]
+    last = multi_host_swarm.events("opened")[-1]
     assert set(last["text"]) == {"ann", "bob", "cid"}
     assert {owner for of in last["owners"] for owner in of} == {"ann", "bob", "cid"}
 
     # It comes back, late.
-    night.start("dee")
+    multi_host_swarm.start("dee")
     tells("dee")
 
     # The coordinator dies while an update comes, and goes on with the same round.
     until(lambda: any(map(coming, NODES)), "an update under way")
-    night.kill(LEAD)
-    before = night.events()
-    night.start(LEAD)
+    multi_host_swarm.kill(LEAD)
+    before = multi_host_swarm.events()
+    multi_host_swarm.start(LEAD)
     rounds(2)
-    assert night.events()[: len(before)] == before
+    assert multi_host_swarm.events()[: len(before)] == before
 
     # A link is cut for half a minute: the others do not wait for it, and then all are there again.
-    night.network.disconnect("bob")
-    cut_at, since = time.monotonic(), night.committed_rounds()
+    multi_host_swarm.network.disconnect("bob")
+    cut_at, since = time.monotonic(), multi_host_swarm.committed_rounds()
     until(lambda: time.monotonic() > cut_at + 30, "half a minute")
-    night.network.reconnect("bob")
-    assert any("bob" not in event["nodes"] for event in night.events("committed")[since:])
+    multi_host_swarm.network.reconnect("bob")
+    assert any("bob" not in event["nodes"] for event in multi_host_swarm.events("committed")[since:])
     tells("bob")
 
     # One computes five times as slowly: nobody waits for it beyond the deadline.
-    since = night.committed_rounds()
-    while night.committed_rounds() < since + 4:
-        night.signal("cid", signal.SIGSTOP)
+    since = multi_host_swarm.committed_rounds()
+    while multi_host_swarm.committed_rounds() < since + 4:
+        multi_host_swarm.signal("cid", signal.SIGSTOP)
         time.sleep(0.4)
-        night.signal("cid", signal.SIGCONT)
+        multi_host_swarm.signal("cid", signal.SIGCONT)
         time.sleep(0.1)
     rounds(1)
 
-    check(night)
+    check_journal_of_rounds(multi_host_swarm)
 
 
-def check(night: SwarmProcesses) -> None:
+def check_journal_of_rounds(night: SwarmProcesses) -> None:
     """Of all rounds: whose word was accepted counted, and no other's; none stayed open beyond its deadline."""
     ledger, told, late = Ledger(load_run(night.run_file)), set[str](), []
     for event in night.events():

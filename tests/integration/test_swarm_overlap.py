@@ -11,7 +11,7 @@ import pytest
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.worker import SwarmWorker
-from tests.helpers.local_swarm import NODES, Members, learned, run_of, served
+from tests.helpers.local_swarm import NODES, WorkerThreads, serve_local_swarm, tiny_swarm_run, train_local_swarm
 
 
 @pytest.mark.parametrize("delay", [0, 2])
@@ -27,7 +27,7 @@ def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
         get(exchange, number, told, spent)
 
     monkeypatch.setattr(RoundExchange, "_get", noted)
-    learned(run_of(tmp_path, delay=delay), tmp_path, NODES[:2])
+    train_local_swarm(tiny_swarm_run(tmp_path, delay=delay), tmp_path, NODES[:2])
     assert sorted(place[:2] for place in received) == [(node, number) for node in NODES[:2] for number in range(4)]
     beside = {number for _, number, thread in received if thread == "telling"}
     assert beside == (set(range(3)) if delay else set())
@@ -43,9 +43,9 @@ def test_swarm_worker_raises_training_error_without_waiting_for_open_round(tmp_p
         return learn(node, steps, spent, logs, in_time)
 
     monkeypatch.setattr(SwarmWorker, "_learn", fails)
-    with served(run_of(tmp_path, delay=2), tmp_path) as swarm:
-        swarm.joined(NODES[1])  # and never tells
-        members = Members(swarm, tmp_path, NODES[:1])
+    with serve_local_swarm(tiny_swarm_run(tmp_path, delay=2), tmp_path) as swarm:
+        swarm.joined_client(NODES[1])  # and never tells
+        members = WorkerThreads(swarm, tmp_path, NODES[:1])
         members.threads[0].join(30)
         assert not members.threads[0].is_alive()
         assert [type(error) for error in members.failed] == [MemoryError]

@@ -22,9 +22,9 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import initial_weight
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model
-from tests.helpers.cli_runner import known, shown
+from tests.helpers.cli_runner import command_json, command_output
 
-SECONDS = 240
+TIMEOUT_SECONDS = 240
 RUN = """
 name = "tiny"
 [model]
@@ -60,18 +60,18 @@ round = {{ lease_seconds = 12.0, grace_seconds = 30.0 }}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def swarm_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Certificates and a run file."""
     lines = [path.read_text(errors="replace") for path in sorted(Path(json.__file__).parent.glob("*.py"))]
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "held.txt").write_text(lines[0])
     monkeypatch.chdir(tmp_path)
-    shown("swarm", "certs", "certs", "lead", "--host", "127.0.0.1")
-    shown("swarm", "certs", "certs", "ann", "bob", "cid")
+    command_output("swarm", "certs", "certs", "lead", "--host", "127.0.0.1")
+    command_output("swarm", "certs", "certs", "ann", "bob", "cid")
     return tmp_path
 
 
-def described(folder: Path, steps: int) -> Path:
+def write_swarm_run_file(folder: Path, steps: int) -> Path:
     file = folder / "swarm.toml"
     names = {"text": folder / "text.txt", "held_out": folder / "held.txt", "cache": folder / "cache"}
     file.write_text(RUN.format(steps=steps, **names))
@@ -79,7 +79,7 @@ def described(folder: Path, steps: int) -> Path:
 
 
 @contextmanager
-def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def command_processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts commands, each in a session of its own, and leaves none behind."""
     started: list[subprocess.Popen[str]] = []
 
@@ -97,10 +97,10 @@ def processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         for process in started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(SECONDS)
+            process.wait(TIMEOUT_SECONDS)
 
 
-def served(start: Callable[..., subprocess.Popen[str]], file: Path) -> tuple[subprocess.Popen[str], str]:
+def start_coordinator(start: Callable[..., subprocess.Popen[str]], file: Path) -> tuple[subprocess.Popen[str], str]:
     lead = start("serve", file, "--certs", "certs/lead", "--listen", "127.0.0.1:0")
     said = lead.stdout.readline()
     found = re.search(r"nodes join (127\.0\.0\.1:\d+)", said)
@@ -108,14 +108,16 @@ def served(start: Callable[..., subprocess.Popen[str]], file: Path) -> tuple[sub
     return lead, found[1]
 
 
-def status(address: str) -> dict[str, object]:
+def swarm_status(address: str) -> dict[str, object]:
     command = [sys.executable, "-m", "phalanx", "swarm", "status", address, "--certs", "certs/ann", "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
+    )
 
 
-def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(folder: Path) -> None:
-    with processes() as start:
-        lead, address = served(start, described(folder, 400))
+def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(swarm_directory: Path) -> None:
+    with command_processes() as start:
+        lead, address = start_coordinator(start, write_swarm_run_file(swarm_directory, 400))
         doomed = start("join", address, "--certs", "certs/cid")
         nodes = {
             "ann": start("join", address, "--certs", "certs/ann"),
@@ -123,107 +125,115 @@ def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(folder:
                 "join", address, "--certs", "certs/bob", "--nproc", "2", "--set", "layout.data_parallel=zero1"
             ),
         }
-        deadline = time.monotonic() + SECONDS
-        while len(status(address)["nodes"]) < 3:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(swarm_status(address)["nodes"]) < 3:
             assert time.monotonic() < deadline
         os.killpg(doomed.pid, signal.SIGKILL)
-        said = {name: process.communicate(timeout=SECONDS)[0] for name, process in nodes.items()}
+        said = {name: process.communicate(timeout=TIMEOUT_SECONDS)[0] for name, process in nodes.items()}
         assert {name: process.returncode for name, process in nodes.items()} == {"ann": 0, "bob": 0}, said
-        out, _ = lead.communicate(timeout=SECONDS)
+        out, _ = lead.communicate(timeout=TIMEOUT_SECONDS)
         assert lead.returncode == 0, out
     assert "round 100 of 100" in out
     losses = [re.search(r"held-out loss ([\d.]+)", text) for text in said.values()]
     assert None not in losses, said
     assert float(losses[0][1]) == pytest.approx(float(losses[1][1]), abs=1e-3)
     assert float(losses[0][1]) < 4.5  # of 257 bytes 5.55 know nothing
-    base = load_file(folder / "runs" / "tiny" / "model" / "base.safetensors")
+    base = load_file(swarm_directory / "runs" / "tiny" / "model" / "base.safetensors")
     for name in nodes:
-        mine = load_file(folder / "nodes" / name / "base.safetensors")
+        mine = load_file(swarm_directory / "nodes" / name / "base.safetensors")
         assert all(torch.equal(mine[key], value) for key, value in base.items())
-    events = [json.loads(line) for line in (folder / "runs" / "tiny" / "journal.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (swarm_directory / "runs" / "tiny" / "journal.jsonl").read_text().splitlines()
+    ]
     left = [event for event in events if event["what"] == "left" and event["node"] == "cid"]
     assert {event["why"] for event in left} == {"not heard of"}
     opened = [event for event in events if event["what"] == "opened"]
     assert {node for of in opened[-1]["owners"] for node in of} == {"ann", "bob"}
-    rounds = [json.loads(line) for line in (folder / "nodes" / "ann" / "swarm.jsonl").read_text().splitlines()]
+    rounds = [json.loads(line) for line in (swarm_directory / "nodes" / "ann" / "swarm.jsonl").read_text().splitlines()]
     first = rounds[0]["round"]  # the other two may have begun without it
     assert [spent["round"] for spent in rounds] == list(range(first, 100))
     assert first < 50
     assert all(spent["sent_bytes"] > 0 and spent["refused"] == "" for spent in rounds)
     assert all(spent["held_bytes"] > 0 for spent in rounds)
-    (found,) = known("report", folder / "nodes" / "ann")["runs"]
+    (found,) = command_json("report", swarm_directory / "nodes" / "ann")["runs"]
     told = [event["bytes"] for event in events if event["what"] == "accepted" and event["node"] == "ann"]
     assert found["swarm"]["rounds"]["bytes"]["sent"] == told
-    assert "rounds 100 of 100" in shown("report", folder / "runs" / "tiny")
-    said = [shown("generate", folder / place, "--prompt", "def ") for place in ("runs/tiny", "nodes/bob")]
+    assert "rounds 100 of 100" in command_output("report", swarm_directory / "runs" / "tiny")
+    said = [
+        command_output("generate", swarm_directory / place, "--prompt", "def ") for place in ("runs/tiny", "nodes/bob")
+    ]
     assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("layouts", [("tp", "ep"), ("ep", "tp")], ids=" and ".join)
-def test_swarm_with_two_ranks_per_node_matches_one_rank_per_node(folder: Path, layouts: tuple[str, str]) -> None:
+def test_swarm_with_two_ranks_per_node_matches_one_rank_per_node(
+    swarm_directory: Path, layouts: tuple[str, str]
+) -> None:
     """By columns or one by one: what the swarm learns is what it learns of nodes with one rank."""
-    file = described(folder, 12)
+    file = write_swarm_run_file(swarm_directory, 12)
     first, second = ([], []), tuple(["--nproc", "2", "--set", f"layout.{axis}=2"] for axis in layouts)
     results = []
     for number, nodes in enumerate((first, second)):
-        with processes() as start:
+        with command_processes() as start:
             file.write_text(re.sub('name = "tiny.*"', f'name = "tiny{number}"', file.read_text()))
-            lead, address = served(start, file)
+            lead, address = start_coordinator(start, file)
             ends = [
                 start("join", address, "--certs", f"certs/{name}", *words)
                 for name, words in zip(("ann", "bob"), nodes, strict=True)
             ]
-            said = [process.communicate(timeout=SECONDS)[0] for process in (*ends, lead)]
+            said = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in (*ends, lead)]
             assert [process.returncode for process in (*ends, lead)] == [0, 0, 0], said
-        results.append(load_file(folder / "runs" / f"tiny{number}" / "model" / "base.safetensors"))
+        results.append(load_file(swarm_directory / "runs" / f"tiny{number}" / "model" / "base.safetensors"))
         for name in ("ann", "bob"):
-            mine = load_file(folder / "nodes" / name / "base.safetensors")
+            mine = load_file(swarm_directory / "nodes" / name / "base.safetensors")
             assert all(torch.equal(mine[key], value) for key, value in results[-1].items())
     for key, expected in results[0].items():
         assert (results[1][key] - expected).norm() < 1e-4 * expected.norm()  # a step of coding here and there
 
 
-def test_swarm_nodes_and_coordinator_exit_cleanly_on_sigterm(folder: Path) -> None:
-    with processes() as start:
-        lead, address = served(start, described(folder, 40_000))
+def test_swarm_nodes_and_coordinator_exit_cleanly_on_sigterm(swarm_directory: Path) -> None:
+    with command_processes() as start:
+        lead, address = start_coordinator(start, write_swarm_run_file(swarm_directory, 40_000))
         nodes = [start("join", address, "--certs", f"certs/{name}") for name in ("ann", "bob")]
-        deadline = time.monotonic() + SECONDS
-        while status(address)["round"] < 2:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while swarm_status(address)["round"] < 2:
             assert time.monotonic() < deadline
         for process in nodes:
             os.kill(process.pid, signal.SIGTERM)
-        assert [process.wait(SECONDS) for process in nodes] == [0, 0]
-        assert status(address)["nodes"] == []
+        assert [process.wait(TIMEOUT_SECONDS) for process in nodes] == [0, 0]
+        assert swarm_status(address)["nodes"] == []
         os.kill(lead.pid, signal.SIGTERM)
-        assert lead.wait(SECONDS) == 0
+        assert lead.wait(TIMEOUT_SECONDS) == 0
 
 
-def test_swarm_upcycles_dense_model_available_only_to_coordinator(folder: Path) -> None:
-    spec = load_model(str(described(folder, 8))).replace(moe=None)
+def test_swarm_upcycles_dense_model_available_only_to_coordinator(swarm_directory: Path) -> None:
+    spec = load_model(str(write_swarm_run_file(swarm_directory, 8))).replace(moe=None)
     shapes = {name: torch.Size(shape) for name, shape in parameter_shapes(spec).items()}
-    export_hf(spec, {name: initial_weight(spec, name, shape, 0) for name, shape in shapes.items()}, folder / "dense")
-    file = folder / "swarm.toml"
+    export_hf(
+        spec, {name: initial_weight(spec, name, shape, 0) for name, shape in shapes.items()}, swarm_directory / "dense"
+    )
+    file = swarm_directory / "swarm.toml"
     start_from = '[model]\nfrom_hf = "dense"\nupcycle_reinit_fraction = 0.5'
     file.write_text(
         file.read_text().replace("[model]", start_from).replace("expert_ffn_size = 32", "expert_ffn_size = 64")
     )
-    with processes() as start:
-        _, address = served(start, file)
-        (folder / "dense").rename(folder / "gone")
+    with command_processes() as start:
+        _, address = start_coordinator(start, file)
+        (swarm_directory / "dense").rename(swarm_directory / "gone")
         nodes = [start("join", address, "--certs", f"certs/{name}") for name in ("ann", "bob")]
-        said = [process.communicate(timeout=SECONDS)[0] for process in nodes]
+        said = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in nodes]
         assert [process.returncode for process in nodes] == [0, 0], said
 
 
-def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(folder: Path) -> None:
+def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(swarm_directory: Path) -> None:
     """SPES-7B among four nodes at 1 Gbit/s: a round of 100 steps of 5.5 s."""
-    file = folder / "7b.toml"
+    file = swarm_directory / "7b.toml"
     file.write_text(
         '[model]\npreset = "spes-7b"\n[training]\nsteps = 1000\nseq_len = 2048\ntokens_per_step = 524288\n'
         "[swarm]\nnodes = 4\n"
     )
     words = ("swarm", "plan", file, "--link", "1000", "--step-seconds", "5.5")
-    rows = {(row["method"], row["codec"]): row for row in json.loads(shown(*words, "--json"))}
+    rows = {(row["method"], row["codec"]): row for row in json.loads(command_output(*words, "--json"))}
     whole, best = rows["diloco", "fp32"], rows["spes+", "int8"]
     assert whole["up_bytes"] + whole["down_bytes"] == pytest.approx(58.67e9, rel=1e-3)
     assert best["up_bytes"] + best["down_bytes"] == pytest.approx(8.35e9, rel=1e-3)
@@ -236,15 +246,15 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(folder: Path)
     assert each["state_bytes"] == whole["state_bytes"] / 2
     assert each["utilisation"] == pytest.approx(550 / (550 + 5867e9 / 125e6), rel=1e-3)
     assert best["utilisation"] == pytest.approx(550 / (550 + 8.35e9 / 125e6), rel=1e-3)
-    hidden = json.loads(shown(*words, "--json", "--set", "swarm.delay=20"))[-1]
+    hidden = json.loads(command_output(*words, "--json", "--set", "swarm.delay=20"))[-1]
     assert hidden["utilisation"] == 1.0
-    assert "spes+, int8 (chosen)" in shown(*words)
+    assert "spes+, int8 (chosen)" in command_output(*words)
     with pytest.raises(UserError, match="--link = 'fast': is no speed"):
-        shown("swarm", "plan", file, "--link", "fast")
+        command_output("swarm", "plan", file, "--link", "fast")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("join", "127.0.0.1", "--certs", "certs/ann"), "ADDRESS = '127.0.0.1': is no address"),
         (("join", "127.0.0.1:1", "--certs", "nowhere"), "has no certificate"),
@@ -254,13 +264,15 @@ def test_swarm_plan_predicts_round_bytes_and_utilization_by_method(folder: Path)
         (("certs", "certs", "ann"), "has a certificate already"),
     ],
 )
-def test_swarm_raises_user_error_for_invalid_arguments(folder: Path, words: tuple[str, ...], said: str) -> None:
-    described(folder, 8)
-    (folder / "plain.toml").write_text('[model]\npreset = "tiny"\n')
-    with pytest.raises(UserError, match=said):
-        shown("swarm", *words)
+def test_swarm_raises_user_error_for_invalid_arguments(
+    swarm_directory: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    write_swarm_run_file(swarm_directory, 8)
+    (swarm_directory / "plain.toml").write_text('[model]\npreset = "tiny"\n')
+    with pytest.raises(UserError, match=message):
+        command_output("swarm", *arguments)
 
 
-def test_train_rejects_swarm_run_file(folder: Path) -> None:
+def test_train_rejects_swarm_run_file(swarm_directory: Path) -> None:
     with pytest.raises(UserError, match="is for several sites, and not for phalanx train"):
-        shown("train", described(folder, 8))
+        command_output("train", write_swarm_run_file(swarm_directory, 8))

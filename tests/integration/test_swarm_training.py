@@ -10,15 +10,15 @@ import torch
 from phalanx.cost.exact.swarm import node_share, round_bytes
 from phalanx.swarm.pieces import model_pieces
 from phalanx.swarm.tensor_files import TensorFile
-from tests.helpers.local_swarm import NODES, alone, learned, pieces, run_of
+from tests.helpers.local_swarm import NODES, read_pieces, tiny_swarm_run, train_local_swarm, train_without_swarm
 
 
 @pytest.mark.parametrize("method", ["fedavg", "spes", "spes+"])
 def test_single_node_swarm_equals_plain_training_bitwise(tmp_path, method):
     """Bit for bit, in fp32."""
-    run = run_of(tmp_path, method=method, nodes=1, codec="fp32")
-    found, _ = learned(run, tmp_path, NODES[:1])
-    expected = alone(run, tmp_path)
+    run = tiny_swarm_run(tmp_path, method=method, nodes=1, codec="fp32")
+    found, _ = train_local_swarm(run, tmp_path, NODES[:1])
+    expected = train_without_swarm(run, tmp_path)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
@@ -42,10 +42,10 @@ CASES: list[dict[str, Any]] = [
 def test_swarm_coordinator_and_nodes_have_equal_weights_after_training(tmp_path, case):
     """Coordinator and nodes, to the bit; and what nodes compute with is that."""
     names = NODES[:3] if "robust" in case else NODES[:2]
-    run = run_of(tmp_path, **{**case, "nodes": len(names)})
-    base, members = learned(run, tmp_path, names)
+    run = tiny_swarm_run(tmp_path, **{**case, "nodes": len(names)})
+    base, members = train_local_swarm(run, tmp_path, names)
     for name, node in members.nodes.items():
-        mine = pieces(run, node.directory / "base.safetensors")
+        mine = read_pieces(run, node.directory / "base.safetensors")
         assert all(torch.equal(mine[key], value) for key, value in base.items()), name
         for key, parameter in node.trainer.strategy.trainable_parameters.items():
             if ".experts." not in key:
@@ -59,8 +59,8 @@ def test_swarm_coordinator_and_nodes_have_equal_weights_after_training(tmp_path,
 
 def test_spes_experts_equal_last_update_of_their_owner(tmp_path):
     """SPES in fp32: the last word that each node told of its experts is what all have."""
-    run = run_of(tmp_path, method="spes")
-    base, members = learned(run, tmp_path, NODES[:2])
+    run = tiny_swarm_run(tmp_path, method="spes")
+    base, members = train_local_swarm(run, tmp_path, NODES[:2])
     seen = set()
     for node in members.nodes.values():
         with TensorFile(node.directory / "live.safetensors") as live:
@@ -80,18 +80,18 @@ def test_swarm_with_one_sgd_step_per_round_matches_data_parallel_training(tmp_pa
         "training.precision": "fp64",
         "training.steps": steps,
     }
-    run = run_of(tmp_path, changes, method=method, every=1)
-    found, _ = learned(run, tmp_path, NODES[:2])
+    run = tiny_swarm_run(tmp_path, changes, method=method, every=1)
+    found, _ = train_local_swarm(run, tmp_path, NODES[:2])
     doubled = {**changes, "training.tokens_per_step": 2 * run.training.tokens_per_step}
-    expected = alone(run_of(tmp_path, doubled, method="fedavg", every=1), tmp_path)
+    expected = train_without_swarm(tiny_swarm_run(tmp_path, doubled, method="fedavg", every=1), tmp_path)
     for item in model_pieces(run.model):
         if item.expert is None or method == "fedavg":
             torch.testing.assert_close(found[item.key], expected[item.key], rtol=1e-4, atol=1e-6)
 
 
 def test_swarm_nodes_read_disjoint_data_and_traffic_matches_formulas(tmp_path):
-    run = run_of(tmp_path, method="spes+", codec="fp32", nodes=4)
-    _, members = learned(run, tmp_path, NODES)
+    run = tiny_swarm_run(tmp_path, method="spes+", codec="fp32", nodes=4)
+    _, members = train_local_swarm(run, tmp_path, NODES)
     read: list[int] = []
     for event in members.swarm.events("opened"):
         for first, count in event["text"].values():

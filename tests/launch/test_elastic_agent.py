@@ -19,11 +19,11 @@ from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous, RendezvousError, 
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import SECONDS
 
-SAYS = ("platform",)
+NOOP_WORKER_COMMAND = ("platform",)
 """A module that ends well as a rank."""
 
 
-class Elsewhere(Rendezvous):
+class NonHostRendezvous(Rendezvous):
     """On this machine there is room for one launcher of a run where nodes meet; the other says that it is not there."""
 
     is_host = False
@@ -31,7 +31,7 @@ class Elsewhere(Rendezvous):
 
 def launch(who: str, port: str) -> None:
     """A launcher. The second node is lost when both have met, before it has said how many ranks it has."""
-    kind, assign = {"first": Rendezvous, "second": Elsewhere}[who], ElasticAgent._assign_worker_ranks
+    kind, assign = {"first": Rendezvous, "second": NonHostRendezvous}[who], ElasticAgent._assign_worker_ranks
 
     def lost(agent: ElasticAgent, store: Any, rank: int, nodes: int, spec: Any) -> Any:
         if nodes == 2 and who == "second":
@@ -40,7 +40,7 @@ def launch(who: str, port: str) -> None:
 
     ElasticAgent._assign_worker_ranks = lost  # type: ignore[method-assign]
     meeting = kind("run", "127.0.0.1", int(port), 1, 2, join_seconds=60, last_call_seconds=5)
-    sys.exit(0 if run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting) else 1)
+    sys.exit(0 if run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.END, meeting) else 1)
 
 
 def test_local_address_is_not_loopback_for_host_name_mapped_to_loopback() -> None:
@@ -55,12 +55,14 @@ def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: py
     """Of a service that is silent, for which PyTorch's store would wait for good; and of nobody."""
     monkeypatch.setattr(places, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        meeting = Elsewhere("run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1)
+        meeting = NonHostRendezvous(
+            "run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1
+        )
         with pytest.raises(UserError, match="is no place where nodes meet") as other:
-            run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting)
+            run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.END, meeting)
     assert not isinstance(other.value, RendezvousError)
     with pytest.raises(RendezvousError, match="nobody answered in 1 s"):
-        run_until_done(1, lambda _: SAYS, lambda *_: FailureAction.END, meeting)
+        run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.END, meeting)
 
 
 def test_elastic_agent_starts_without_node_lost_after_rendezvous() -> None:
@@ -81,8 +83,10 @@ def test_elastic_agent_starts_without_node_lost_after_rendezvous() -> None:
     assert "meeting again" in first
 
 
-WAITS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print(end='heard', flush=True)); "
-WAITS += "print(end='ready', flush=True); time.sleep(1000)"
+SIGTERM_IGNORING_PROGRAM = (
+    "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print(end='heard', flush=True)); "
+)
+SIGTERM_IGNORING_PROGRAM += "print(end='ready', flush=True); time.sleep(1000)"
 
 
 def test_elastic_agent_stop_returns_when_a_rank_was_killed_by_the_signal() -> None:
@@ -90,7 +94,7 @@ def test_elastic_agent_stop_returns_when_a_rank_was_killed_by_the_signal() -> No
     ended = subprocess.Popen(
         [sys.executable, "-c", "import time; print(end='ready', flush=True); time.sleep(1000)"], stdout=subprocess.PIPE
     )
-    waits = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE)
+    waits = subprocess.Popen([sys.executable, "-c", SIGTERM_IGNORING_PROGRAM], stdout=subprocess.PIPE)
     try:
         for process in (ended, waits):
             assert process.stdout is not None

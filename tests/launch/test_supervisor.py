@@ -19,15 +19,15 @@ from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
-from tests.helpers.hang_dumps import WAITING, dump
+from tests.helpers.hang_dumps import WAITING, make_dump
 
-ELSEWHERE = Rendezvous("run", "192.0.2.1", 29500, 1, 2, join_seconds=1, last_call_seconds=1)
+REMOTE_RENDEZVOUS = Rendezvous("run", "192.0.2.1", 29500, 1, 2, join_seconds=1, last_call_seconds=1)
 """Two nodes, which meet at an address that is not this machine's."""
-LOST = "RuntimeError: Connection closed by peer [10.0.0.2]:1234"
+PEER_LOSS_REASON = "RuntimeError: Connection closed by peer [10.0.0.2]:1234"
 
 
 @dataclass(frozen=True)
-class Ended:
+class FakeProcessFailure:
     """What torchrun says of a rank."""
 
     exitcode: int
@@ -35,64 +35,74 @@ class Ended:
     pid: int = 0
 
 
-def word(directory: Path, rank: int, reason: str, **more: Any) -> None:
+def write_failure_record(directory: Path, rank: int, reason: str, **more: Any) -> None:
     """What a rank leaves."""
     (directory / "failures").mkdir(exist_ok=True)
     told = {"rank": rank, "step": 7, "time": time.time(), "reason": reason, "code": 1, **more}
     (directory / "failures" / f"rank-{rank:05d}.json").write_text(json.dumps(told))
 
 
-def judge(directory: Path, meeting: Rendezvous = SINGLE_NODE, restarts: int = 1) -> FailurePolicy:
+def make_failure_policy(directory: Path, meeting: Rendezvous = SINGLE_NODE, restarts: int = 1) -> FailurePolicy:
     return FailurePolicy(directory, RecoverySpec(max_restarts=restarts), meeting)
 
 
 def test_failure_policy_restarts_when_steps_progress_without_failure_records(tmp_path: Path) -> None:
     """All ranks were killed at once, again and again, but each start went on from later."""
-    recovery = judge(tmp_path)
+    recovery = make_failure_policy(tmp_path)
     for step in range(0, 60, 15):
         append_event(tmp_path, STARTED, ranks=2, step=step)
-        assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.AGAIN
-    assert recovery.decide({0: Ended(-9), 1: Ended(-9)}) is FailureAction.END
+        assert recovery.decide({0: FakeProcessFailure(-9), 1: FakeProcessFailure(-9)}) is FailureAction.AGAIN
+    assert recovery.decide({0: FakeProcessFailure(-9), 1: FakeProcessFailure(-9)}) is FailureAction.END
 
 
 def test_failure_policy_ends_run_of_stopped_ranks_on_single_node_only(tmp_path: Path) -> None:
     """On several, one node may have been told, and the others go on."""
-    recovery = judge(tmp_path)
-    assert recovery.decide({0: Ended(EXIT_STOPPED), 1: Ended(EXIT_STOPPED)}) is FailureAction.END
+    recovery = make_failure_policy(tmp_path)
+    assert (
+        recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)}) is FailureAction.END
+    )
     assert recovery.code == EXIT_STOPPED
-    assert judge(tmp_path, ELSEWHERE).decide({0: Ended(EXIT_STOPPED)}) is FailureAction.AGAIN
+    assert (
+        make_failure_policy(tmp_path, REMOTE_RENDEZVOUS).decide({0: FakeProcessFailure(EXIT_STOPPED)})
+        is FailureAction.AGAIN
+    )
 
 
 def test_failure_policy_ignores_records_of_earlier_failures(tmp_path: Path) -> None:
     """Whatever clocks say: those of nodes differ."""
-    word(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
-    recovery = judge(tmp_path)
-    word(tmp_path, 0, "RuntimeError: first", time=100.0)
-    assert recovery.decide({0: Ended(1)}) is FailureAction.AGAIN
-    word(tmp_path, 1, "RuntimeError: second", time=50.0)
-    recovery.decide({1: Ended(1)})
+    write_failure_record(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
+    recovery = make_failure_policy(tmp_path)
+    write_failure_record(tmp_path, 0, "RuntimeError: first", time=100.0)
+    assert recovery.decide({0: FakeProcessFailure(1)}) is FailureAction.AGAIN
+    write_failure_record(tmp_path, 1, "RuntimeError: second", time=50.0)
+    recovery.decide({1: FakeProcessFailure(1)})
     assert [event["reason"] for event in read_events(tmp_path)] == ["RuntimeError: first", "RuntimeError: second"]
 
 
 def test_failure_policy_ends_run_when_failure_is_a_user_error(tmp_path: Path) -> None:
-    recovery = judge(tmp_path, restarts=9)
-    word(tmp_path, 1, "training.steps: is wrong", code=2)
-    assert recovery.decide({1: Ended(2)}) is FailureAction.END
+    recovery = make_failure_policy(tmp_path, restarts=9)
+    write_failure_record(tmp_path, 1, "training.steps: is wrong", code=2)
+    assert recovery.decide({1: FakeProcessFailure(2)}) is FailureAction.END
     assert recovery.code == 2
 
 
 def test_failure_policy_blames_failed_rank_not_rank_aborted_by_nccl(tmp_path: Path) -> None:
     """NCCL aborts ranks whose peers are gone."""
-    recovery = judge(tmp_path, restarts=9)
-    word(tmp_path, 1, "DivergenceError: step 7: loss nan", final=True)
-    assert recovery.decide({0: Ended(-6), 1: Ended(1)}) is FailureAction.END
+    recovery = make_failure_policy(tmp_path, restarts=9)
+    write_failure_record(tmp_path, 1, "DivergenceError: step 7: loss nan", final=True)
+    assert recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(1)}) is FailureAction.END
     assert [(event["rank"], event["reason"][:15]) for event in read_events(tmp_path)] == [(1, "DivergenceError")]
 
 
 def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path) -> None:
     """The kernel killed rank 5 for want of memory, NCCL aborted rank 0 for want of rank 5, and both left no word."""
-    recovery = judge(tmp_path, ELSEWHERE)
-    assert recovery.decide({0: Ended(-6, 2.0), 5: Ended(-9, 1.0), 4: Ended(-9, 3.0)}) is FailureAction.AGAIN
+    recovery = make_failure_policy(tmp_path, REMOTE_RENDEZVOUS)
+    assert (
+        recovery.decide(
+            {0: FakeProcessFailure(-6, 2.0), 5: FakeProcessFailure(-9, 1.0), 4: FakeProcessFailure(-9, 3.0)}
+        )
+        is FailureAction.AGAIN
+    )
     (failed,) = read_events(tmp_path)
     assert (failed["rank"], failed["here"]) == (5, True)
 
@@ -100,7 +110,7 @@ def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path
 @pytest.mark.parametrize(
     "reason",
     [
-        LOST,
+        PEER_LOSS_REASON,
         "checkpoint: could not be written: Connection reset by peer",
         "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
         "DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1",
@@ -108,50 +118,57 @@ def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path
 )
 def test_failure_policy_does_not_blame_ranks_that_lost_peers(reason: str, tmp_path: Path) -> None:
     """Also where that looks like something for people to mend; nobody here leaves, or notes a failure of its own."""
-    recovery = judge(tmp_path, ELSEWHERE)
+    recovery = make_failure_policy(tmp_path, REMOTE_RENDEZVOUS)
     for _ in range(2):
-        word(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)
-        assert recovery.decide({0: Ended(1)}) is FailureAction.AGAIN
-    assert recovery.decide({0: Ended(-6), 1: Ended(-6)}) is FailureAction.END  # NCCL aborts; and it was often enough
+        write_failure_record(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)
+        assert recovery.decide({0: FakeProcessFailure(1)}) is FailureAction.AGAIN
+    assert (
+        recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(-6)}) is FailureAction.END
+    )  # NCCL aborts; and it was often enough
     assert {event["here"] for event in read_events(tmp_path) if event["what"] == FAILED} == {False}
 
 
 def test_failure_policy_makes_node_leave_after_repeated_failures(tmp_path: Path) -> None:
     for meeting, restarts, then in (
-        (ELSEWHERE, 1, FailureAction.LEAVE),
+        (REMOTE_RENDEZVOUS, 1, FailureAction.LEAVE),
         (
-            replace(ELSEWHERE, host="127.0.0.1"),
+            replace(REMOTE_RENDEZVOUS, host="127.0.0.1"),
             1,
             FailureAction.END,
         ),  # the others meet here, and cannot go on without it
-        (ELSEWHERE, 0, FailureAction.END),
+        (REMOTE_RENDEZVOUS, 0, FailureAction.END),
         (SINGLE_NODE, 1, FailureAction.END),
     ):
-        recovery = judge(tmp_path, meeting, restarts)
+        recovery = make_failure_policy(tmp_path, meeting, restarts)
         for number in range(restarts + 1):
-            word(tmp_path, 1, f"RuntimeError: an ECC error, the {number}th of {meeting}")
-            found = recovery.decide({1: Ended(1)})
+            write_failure_record(tmp_path, 1, f"RuntimeError: an ECC error, the {number}th of {meeting}")
+            found = recovery.decide({1: FakeProcessFailure(1)})
         assert found is then
 
 
-@pytest.mark.parametrize("seen", [True, False])
-def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(seen: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_hang_dump", [True, False])
+def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(has_hang_dump: bool, tmp_path: Path) -> None:
     """And none where it is not known which that was."""
-    recovery = judge(tmp_path, restarts=2)
+    recovery = make_failure_policy(tmp_path, restarts=2)
     (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
-    if seen:
-        write_dump(tmp_path, dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, sibling_states={"1": "T", "2": "S"}))
+    if has_hang_dump:
+        write_dump(tmp_path, make_dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, sibling_states={"1": "T", "2": "S"}))
     for number in range(3):
-        word(tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="...")
-        then = recovery.decide({0: Ended(1)})
+        write_failure_record(
+            tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="..."
+        )
+        then = recovery.decide({0: FakeProcessFailure(1)})
     assert then is FailureAction.END
-    assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if seen else None)
+    assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if has_hang_dump else None)
     assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "rank_dropped"] == (
-        [1] if seen else []
+        [1] if has_hang_dump else []
     )
 
 
 def test_failure_policy_does_not_count_stopped_ranks_as_failures(tmp_path: Path) -> None:
-    recovery = judge(tmp_path, ELSEWHERE)
-    assert recovery.decide({0: Ended(EXIT_STOPPED), 1: Ended(EXIT_STOPPED)}) is FailureAction.AGAIN
+    recovery = make_failure_policy(tmp_path, REMOTE_RENDEZVOUS)
+    assert (
+        recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)})
+        is FailureAction.AGAIN
+    )
     assert recovery.consecutive_failures == recovery.consecutive_remote_failures == 0

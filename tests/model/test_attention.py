@@ -3,7 +3,7 @@ import torch
 
 from phalanx.model import attention
 
-KINDS = {
+MODEL_VARIANTS = {
     "rope": {},
     "learned": {
         "position_embedding": "learned",
@@ -17,9 +17,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_mask_makes_packed_documents_independent(build, tokens, kind):
-    model = build(**KINDS[kind])
+@pytest.mark.parametrize("kind", MODEL_VARIANTS)
+def test_attention_mask_makes_packed_documents_independent(build_model, tokens, kind):
+    model = build_model(**MODEL_VARIANTS[kind])
     lengths = [[5, 1, 11, 7], [24]]
     starts = torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])
     packed, _ = model(tokens, starts)
@@ -28,16 +28,16 @@ def test_attention_mask_makes_packed_documents_independent(build, tokens, kind):
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_with_single_document_mask_equals_unmasked(build, tokens, kind):
-    model = build(**KINDS[kind])
+@pytest.mark.parametrize("kind", MODEL_VARIANTS)
+def test_attention_with_single_document_mask_equals_unmasked(build_model, tokens, kind):
+    model = build_model(**MODEL_VARIANTS[kind])
     masked, _ = model(tokens, torch.zeros_like(tokens))
     torch.testing.assert_close(masked, model(tokens)[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_causal(build, tokens, kind):
-    model = build(**KINDS[kind])
+@pytest.mark.parametrize("kind", MODEL_VARIANTS)
+def test_attention_is_causal(build_model, tokens, kind):
+    model = build_model(**MODEL_VARIANTS[kind])
     changed = tokens.clone()
     changed[:, 15] = (changed[:, 15] + 1) % 53
     before, after = model(tokens)[0], model(changed)[0]
@@ -45,12 +45,12 @@ def test_attention_is_causal(build, tokens, kind):
     assert ((after - before)[:, 15:].abs().amax(-1) > 1e-6).all()
 
 
-def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build, tokens, monkeypatch):
+def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, monkeypatch):
     """What CUDA computes, on the CPU: outputs and gradients."""
     starts = torch.tensor([0, 9, 20]).repeat_interleave(torch.tensor([9, 11, 4])).expand(2, -1)
 
     def computed():
-        model = build(**KINDS["gqa"])
+        model = build_model(**MODEL_VARIANTS["gqa"])
         logits = model(tokens, starts)[0]
         logits.square().mean().backward()
         return logits, *(parameter.grad for parameter in model.parameters())
@@ -71,8 +71,8 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build, tokens, monkey
     assert all(query == key and not grouped for query, key, grouped in calls)
 
 
-def test_gqa_equals_mha_with_repeated_kv_heads(build, tokens):
-    grouped, repeated = build(num_kv_heads=2), build(num_kv_heads=4)
+def test_gqa_equals_mha_with_repeated_kv_heads(build_model, tokens):
+    grouped, repeated = build_model(num_kv_heads=2), build_model(num_kv_heads=4)
     state = grouped.state_dict()
     for name in list(state):
         if name.endswith(("wk.weight", "wv.weight")):

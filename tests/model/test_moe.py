@@ -7,14 +7,14 @@ from phalanx.model.moe import Experts, MoE, Router, balance_loss, z_loss
 from phalanx.spec.model import ModelSpec, MoESpec
 
 
-def specs(**changes):
+def build_specs(**changes):
     moe = MoESpec(**{"num_experts": 8, "top_k": 3, "expert_ffn_size": 16, **changes})
     return ModelSpec(
         vocab_size=9, hidden_size=32, num_layers=1, num_heads=4, ffn_hidden_size=16, max_seq_len=8, moe=moe
     ), moe
 
 
-def randomized(module, dtype=torch.float64):
+def randomize_parameters(module, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     module = module.to(dtype)
     for parameter in module.parameters():
@@ -23,7 +23,7 @@ def randomized(module, dtype=torch.float64):
     return module
 
 
-def inputs(*shape):
+def random_inputs(*shape):
     return torch.randn(*shape, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -39,8 +39,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_moe_output_equals_weighted_sum_of_expert_outputs(variant):
-    spec, moe = specs(**variant)
-    layer, x = randomized(MoE(spec, moe)), inputs(2, 7)
+    spec, moe = build_specs(**variant)
+    layer, x = randomize_parameters(MoE(spec, moe)), random_inputs(2, 7)
     out, _ = layer(x)
     expected = torch.zeros_like(x)
     for place in [(b, t) for b in range(2) for t in range(7)]:
@@ -59,11 +59,11 @@ def test_moe_output_equals_weighted_sum_of_expert_outputs(variant):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1, 0, 0, 9, 2], [0, 0, 0, 20, 0, 0, 0, 0]], ids=str)
 def test_experts_grouped_mm_equals_per_expert_loop(monkeypatch, dtype, tolerance, sizes):
-    spec, moe = specs()
-    x, ends = inputs(20).to(dtype), torch.tensor(sizes).cumsum(0)
+    spec, moe = build_specs()
+    x, ends = random_inputs(20).to(dtype), torch.tensor(sizes).cumsum(0)
     results = []
     for grouped in (True, False):
-        experts = randomized(Experts(spec, moe), dtype)
+        experts = randomize_parameters(Experts(spec, moe), dtype)
         if not grouped:
             monkeypatch.setattr(moe_file, "supports_grouped_mm", lambda x, weight: False)
         assert moe_file.supports_grouped_mm(x, experts.gate) is grouped
@@ -76,8 +76,8 @@ def test_experts_grouped_mm_equals_per_expert_loop(monkeypatch, dtype, tolerance
 
 
 def test_router_bias_changes_selection_but_not_weights():
-    spec, moe = specs(bias_update_rate=0.1, normalize_top_k=False)
-    router, x = randomized(Router(spec, moe)), inputs(2, 7)
+    spec, moe = build_specs(bias_update_rate=0.1, normalize_top_k=False)
+    router, x = randomize_parameters(Router(spec, moe)), random_inputs(2, 7)
     _, before, _ = router(x)
     router.bias[5] = 10.0
     weights, chosen, _ = router(x)
@@ -87,7 +87,7 @@ def test_router_bias_changes_selection_but_not_weights():
 
 
 def test_router_update_bias_raises_idle_and_lowers_busy_experts():
-    spec, moe = specs(num_experts=4, bias_update_rate=0.1)
+    spec, moe = build_specs(num_experts=4, bias_update_rate=0.1)
     router = Router(spec, moe)
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
     router.update_bias()
@@ -100,8 +100,8 @@ def test_router_update_bias_raises_idle_and_lowers_busy_experts():
 
 
 def test_router_update_bias_evens_expert_load():
-    spec, moe = specs(bias_update_rate=0.004)
-    router, x = randomized(Router(spec, moe)), inputs(4, 64) + 0.5
+    spec, moe = build_specs(bias_update_rate=0.004)
+    router, x = randomize_parameters(Router(spec, moe)), random_inputs(4, 64) + 0.5
 
     def busiest():
         router.load.zero_()
@@ -117,17 +117,17 @@ def test_router_update_bias_evens_expert_load():
 
 
 def test_router_load_counts_training_tokens_only():
-    spec, moe = specs()
-    router = randomized(Router(spec, moe))
-    router(inputs(2, 7))
+    spec, moe = build_specs()
+    router = randomize_parameters(Router(spec, moe))
+    router(random_inputs(2, 7))
     with torch.no_grad():
-        router(inputs(2, 7))
+        router(random_inputs(2, 7))
     assert router.load.sum() == 2 * 7 * 3
 
 
-@pytest.mark.parametrize("over", ["sequence", "micro_batch"])
-def test_balance_loss_is_minimal_and_equals_coefficient_when_load_is_even(over):
-    _, moe = specs(balance_loss_coef=0.02, balance_loss_scope=over)
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
+def test_balance_loss_is_minimal_and_equals_coefficient_when_load_is_even(scope):
+    _, moe = build_specs(balance_loss_coef=0.02, balance_loss_scope=scope)
 
     def loss(logits_E):
         share = logits_E.softmax(0).expand(3, 16, 8)
@@ -144,13 +144,13 @@ def test_balance_loss_is_minimal_and_equals_coefficient_when_load_is_even(over):
 
 
 def test_z_loss_equals_scaled_squared_logsumexp():
-    _, moe = specs(z_loss_coef=0.001)
-    logits = inputs(2, 7)[..., :8]
+    _, moe = build_specs(z_loss_coef=0.001)
+    logits = random_inputs(2, 7)[..., :8]
     expected = sum(0.001 * torch.log(torch.exp(row).sum()) ** 2 for row in logits.flatten(0, 1))
     torch.testing.assert_close(z_loss(moe, logits), expected)
 
 
-def test_sequence_balance_loss_is_independent_of_micro_batch_split(build):
+def test_sequence_balance_loss_is_independent_of_micro_batch_split(build_model):
     tokens = torch.randint(0, 53, (4, 16), generator=torch.Generator().manual_seed(0))
 
     def difference(over):
@@ -161,7 +161,7 @@ def test_sequence_balance_loss_is_independent_of_micro_batch_split(build):
             "balance_loss_scope": over,
             "balance_loss_coef": 1.0,
         }
-        model = build(moe=moe)
+        model = build_model(moe=moe)
         whole = model(tokens)[1]
         return (whole - sum(model(part)[1] for part in tokens.split([1, 2, 1]))).abs().item() / whole.item()
 
@@ -172,9 +172,9 @@ def test_sequence_balance_loss_is_independent_of_micro_batch_split(build):
 def test_expert_capacity_drops_latest_tokens_of_each_sequence():
     """Each expert keeps its first choices of every sequence, ceil(factor x T k / E) of them; what is dropped adds
     nothing, and the other choices keep their weights."""
-    spec, moe = specs(capacity_factor=0.5, top_k=2, num_shared_experts=0)
-    layer, x = randomized(MoE(spec, moe)), inputs(3, 16)
-    whole = randomized(MoE(spec.model_copy(update={"moe": (free := specs(top_k=2)[1])}), free))
+    spec, moe = build_specs(capacity_factor=0.5, top_k=2, num_shared_experts=0)
+    layer, x = randomize_parameters(MoE(spec, moe)), random_inputs(3, 16)
+    whole = randomize_parameters(MoE(spec.model_copy(update={"moe": (free := build_specs(top_k=2)[1])}), free))
     weights, chosen, _ = whole.router(x)
     capacity = 2  # ceil(0.5 x 16 x 2 / 8)
     expected, dropped = torch.zeros_like(x), 0
@@ -195,7 +195,7 @@ def test_expert_capacity_drops_latest_tokens_of_each_sequence():
 
 
 def test_expert_capacity_drops_no_tokens_when_large():
-    spec, moe = specs(capacity_factor=8.0)
-    layer, free = randomized(MoE(spec, moe)), randomized(MoE(*specs()))
-    assert torch.equal(layer(inputs(2, 16))[0], free(inputs(2, 16))[0])
+    spec, moe = build_specs(capacity_factor=8.0)
+    layer, free = randomize_parameters(MoE(spec, moe)), randomize_parameters(MoE(*build_specs()))
+    assert torch.equal(layer(random_inputs(2, 16))[0], free(random_inputs(2, 16))[0])
     assert layer.router.dropped == 0

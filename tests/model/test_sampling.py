@@ -12,11 +12,11 @@ from phalanx.testing import rank_pool
 PROMPT = torch.tensor([3, 1, 4, 1, 5])
 
 
-def seeded(seed=0):
+def seeded_generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def counting_up(vocab=10):
+def next_number_model(vocab=10):
     """A model that is sure of the next number, and its calls."""
     calls = []
 
@@ -27,45 +27,52 @@ def counting_up(vocab=10):
     return model, calls
 
 
-def test_generate_is_greedy_at_temperature_0(build):
-    model, tokens = build(), PROMPT
+def test_generate_is_greedy_at_temperature_0(build_model):
+    model, tokens = build_model(), PROMPT
     for _ in range(6):
         tokens = torch.cat((tokens, model(tokens[None])[0][0, -1].argmax()[None]))
     assert torch.equal(generate(model, PROMPT, 6, temperature=0), tokens)
-    assert torch.equal(generate(model, PROMPT, 6, top_k=1, generator=seeded()), tokens)
+    assert torch.equal(generate(model, PROMPT, 6, top_k=1, generator=seeded_generator()), tokens)
 
 
-def test_generate_is_reproducible_per_seed(build):
-    model = build()
-    first, again, other = (generate(model, PROMPT, 20, generator=seeded(seed)) for seed in (0, 0, 1))
+def test_generate_is_reproducible_per_seed(build_model):
+    model = build_model()
+    first, again, other = (generate(model, PROMPT, 20, generator=seeded_generator(seed)) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 def test_sample_token_frequencies_match_top_k_softmax():
-    logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), seeded()
+    logits, generator = torch.tensor([0.0, 1.0, 2.0, -1.0]), seeded_generator()
     counts = torch.bincount(torch.tensor([sample_token(logits, 0.5, 3, generator) for _ in range(4000)]), minlength=4)
     expected = torch.cat(((logits[:3] / 0.5).softmax(0), torch.zeros(1)))
     assert_close(counts / 4000, expected, rtol=0, atol=0.02)
 
 
 def test_generate_repeats_end_token_and_runs_every_forward_pass():
-    model, calls = counting_up()
-    tokens = generate(model, torch.tensor([5]), 6, end=8, generator=seeded())
+    model, calls = next_number_model()
+    tokens = generate(model, torch.tensor([5]), 6, end=8, generator=seeded_generator())
     assert tokens.tolist() == [5, 6, 7, 8, 8, 8, 8]
     assert len(calls) == 6
 
 
 def test_generate_truncates_model_input_to_context_length():
-    model, calls = counting_up()
-    assert generate(model, torch.tensor([7, 8]), 4, context=3, generator=seeded()).tolist() == [7, 8, 9, 0, 1, 2]
+    model, calls = next_number_model()
+    assert generate(model, torch.tensor([7, 8]), 4, context=3, generator=seeded_generator()).tolist() == [
+        7,
+        8,
+        9,
+        0,
+        1,
+        2,
+    ]
     assert calls == [(1, 2), (1, 3), (1, 3), (1, 3)]
 
 
 SPEC = ModelSpec(vocab_size=53, hidden_size=32, num_layers=2, num_heads=4, ffn_hidden_size=48, max_seq_len=64)
 
 
-def sampled(data, world_size):
+def generate_with_layout(data, world_size):
     layout = Layout(data_parallel=data)
     mesh = build_mesh(layout, world_size, "cpu")
 
@@ -73,8 +80,8 @@ def sampled(data, world_size):
         return initial_weight(SPEC, name, shape, 0)
 
     strategy = apply_layout(SPEC, layout, mesh, torch.device("cpu"), weights, "fp64")
-    return generate(strategy.model, PROMPT, 8, generator=seeded()).tolist()
+    return generate(strategy.model, PROMPT, 8, generator=seeded_generator()).tolist()
 
 
 def test_generate_with_zero3_equals_single_process():
-    assert rank_pool(2).run(sampled, "zero3", 2) == [sampled("ddp", 1)] * 2
+    assert rank_pool(2).run(generate_with_layout, "zero3", 2) == [generate_with_layout("ddp", 1)] * 2

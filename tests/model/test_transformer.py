@@ -15,8 +15,8 @@ def test_transformer_parameter_count_matches_cost_model(preset):
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).total
 
 
-def test_transformer_with_tied_head_uses_embedding_weights(build, tokens):
-    tied, untied = build(tie_embeddings=True), build()
+def test_transformer_with_tied_head_uses_embedding_weights(build_model, tokens):
+    tied, untied = build_model(tie_embeddings=True), build_model()
     untied.load_state_dict(tied.state_dict() | {"head.weight": tied.embedding.weight})
     torch.testing.assert_close(tied(tokens)[0], untied(tokens)[0], rtol=0, atol=1e-12)
 

@@ -23,30 +23,30 @@ from phalanx.testing import rank_pool
 from phalanx.train.create_run import create_run
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import initial_weights
-from tests.helpers.small_runs import DENSE, described, trainer
+from tests.helpers.small_runs import DENSE, make_trainer, small_run
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 48}
 TOKENS = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
-def dense(tmp_path: Path, build: Any) -> Path:
+def dense_checkpoint(tmp_path: Path, build_model: Any) -> Path:
     """A dense checkpoint whose every parameter is random."""
-    model = build(ModelSpec.model_validate(DENSE), torch.float32)
+    model = build_model(ModelSpec.model_validate(DENSE), torch.float32)
     export_hf(model.spec, dict(model.named_parameters()), tmp_path / "dense")
     return tmp_path / "dense"
 
 
-def run_of(
+def build_run_from_checkpoint(
     source: Path, model: dict[str, Any] | None = None, moe: dict[str, Any] | None = EXPERTS, **more: Any
 ) -> RunSpec:
     table = {"from_hf": str(source), **({"moe": moe} if moe else {}), **(model or {})}
-    return described(Path(json.__file__).parent, source.parent, {"model": table, **more})
+    return small_run(Path(json.__file__).parent, source.parent, {"model": table, **more})
 
 
-def logits(run: RunSpec) -> Tensor:
+def compute_logits(run: RunSpec) -> Tensor:
     with torch.no_grad():
-        return trainer(run).module(TOKENS)[0]
+        return make_trainer(run).module(TOKENS)[0]
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,26 @@ def logits(run: RunSpec) -> Tensor:
     [{}, {"top_k": 1}, {"top_k": 4, "router_score": "sigmoid"}, {"num_leading_dense_layers": 1}],
     ids=str,
 )
-def test_upcycled_moe_equals_dense_model_with_normalized_scores(dense, moe):
-    expected, found = logits(run_of(dense, moe=None)), logits(run_of(dense, moe={**EXPERTS, **moe}))
+def test_upcycled_moe_equals_dense_model_with_normalized_scores(dense_checkpoint, moe):
+    expected, found = (
+        compute_logits(build_run_from_checkpoint(dense_checkpoint, moe=None)),
+        compute_logits(build_run_from_checkpoint(dense_checkpoint, moe={**EXPERTS, **moe})),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert expected.std() > 0.1
-    assert (logits(run_of(dense, {"upcycle_reinit_fraction": 0.5}, {**EXPERTS, **moe})) - expected).abs().max() > 0.01
+    assert (
+        compute_logits(
+            build_run_from_checkpoint(dense_checkpoint, {"upcycle_reinit_fraction": 0.5}, {**EXPERTS, **moe})
+        )
+        - expected
+    ).abs().max() > 0.01
 
 
-def test_upcycled_moe_scales_mlp_output_by_unnormalized_scores(dense):
-    run = run_of(dense, moe={**EXPERTS, "normalize_top_k": False})
-    layer, mlp = (trainer(each).module.blocks[0].mlp for each in (run, run_of(dense, moe=None)))
+def test_upcycled_moe_scales_mlp_output_by_unnormalized_scores(dense_checkpoint):
+    run = build_run_from_checkpoint(dense_checkpoint, moe={**EXPERTS, "normalize_top_k": False})
+    layer, mlp = (
+        make_trainer(each).module.blocks[0].mlp for each in (run, build_run_from_checkpoint(dense_checkpoint, moe=None))
+    )
     x = torch.randn(2, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         total = (x @ layer.router.gate.weight.T).softmax(-1).topk(2).values.sum(-1, keepdim=True)
@@ -102,9 +112,9 @@ def test_replicate_mlp_depends_only_on_seed_layer_and_expert_index():
     assert all(not torch.equal(experts(2)[0], other) for other in others)
 
 
-def weights_of(run: RunSpec) -> dict[str, Tensor]:
+def gather_initial_weights(run: RunSpec) -> dict[str, Tensor]:
     """What a rank trains at first, put together again."""
-    strategy = trainer(run).strategy
+    strategy = make_trainer(run).strategy
     parts = {
         name: strategy.as_global_dtensor(name, parameter.detach())
         for name, parameter in strategy.trainable_parameters.items()
@@ -115,43 +125,50 @@ def weights_of(run: RunSpec) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "layout", [{"ep": 2}, {"tp": 2}, {"data_parallel": "zero3"}, {"data_parallel": "zero1"}], ids=str
 )
-def test_upcycled_initial_weights_are_equal_in_every_layout(dense, layout):
-    whole = weights_of(run_of(dense, {"upcycle_reinit_fraction": 0.5}))
+def test_upcycled_initial_weights_are_equal_in_every_layout(dense_checkpoint, layout):
+    whole = gather_initial_weights(build_run_from_checkpoint(dense_checkpoint, {"upcycle_reinit_fraction": 0.5}))
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    for found in rank_pool(2).run(weights_of, run_of(dense, {"upcycle_reinit_fraction": 0.5}, **changes)):
+    for found in rank_pool(2).run(
+        gather_initial_weights, build_run_from_checkpoint(dense_checkpoint, {"upcycle_reinit_fraction": 0.5}, **changes)
+    ):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-def test_swarm_initial_pieces_equal_upcycled_weights(dense):
+def test_swarm_initial_pieces_equal_upcycled_weights(dense_checkpoint):
     """Coordinators take it piece by piece; nodes hold some experts apart."""
-    run = run_of(dense, {"upcycle_reinit_fraction": 0.5}, **{"training.precision": "fp32"})
-    pieces, whole, router = initial_pieces(run), weights_of(run), "blocks.1.mlp.router.gate.weight"
+    run = build_run_from_checkpoint(
+        dense_checkpoint, {"upcycle_reinit_fraction": 0.5}, **{"training.precision": "fp32"}
+    )
+    pieces, whole, router = initial_pieces(run), gather_initial_weights(run), "blocks.1.mlp.router.gate.weight"
     for item in model_pieces(run.model):
         tensor = whole[item.name]
         tensor = tensor if item.expert is None else tensor[item.expert]
         rows = slice(None) if item.first is None else slice(item.first, item.first + item.shape[0])
         assert torch.equal(pieces(item), tensor[rows]), item.key
     assert torch.equal(whole[router], initial_weight(run.model, router, whole[router].shape, run.training.seed))
-    corpus = trainer(run).corpus
+    corpus = make_trainer(run).corpus
     node = Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=TrainedExperts((1, 3)))
     experts = node.module.blocks[1].mlp.experts
     assert torch.equal(experts.down.detach(), whole["blocks.1.mlp.experts.down"][[1, 3]])
     assert torch.equal(experts.frozen["down"].numbers, whole["blocks.1.mlp.experts.down"][[0, 2]])
 
 
-def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build):
-    model = build(ModelSpec.model_validate({**DENSE, "tie_embeddings": True}), torch.float32)
+def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build_model):
+    model = build_model(ModelSpec.model_validate({**DENSE, "tie_embeddings": True}), torch.float32)
     export_hf(model.spec, dict(model.named_parameters()), tmp_path / "tie_embeddings")
-    run = run_of(tmp_path / "tie_embeddings", {"tie_embeddings": False})
+    run = build_run_from_checkpoint(tmp_path / "tie_embeddings", {"tie_embeddings": False})
     torch.testing.assert_close(
-        logits(run), logits(run_of(tmp_path / "tie_embeddings", moe=None)), rtol=1e-12, atol=1e-12
+        compute_logits(run),
+        compute_logits(build_run_from_checkpoint(tmp_path / "tie_embeddings", moe=None)),
+        rtol=1e-12,
+        atol=1e-12,
     )
-    assert "head.weight" in weights_of(run)
+    assert "head.weight" in gather_initial_weights(run)
 
 
 @pytest.mark.parametrize(
-    ("model", "moe", "said"),
+    ("model", "moe", "message"),
     [
         (
             {},
@@ -164,33 +181,33 @@ def test_untied_head_starts_from_tied_embedding_of_checkpoint(tmp_path, build):
         ({}, {"num_shared_experts": 1}, r"model\.moe\.num_shared_experts = 1: would add the MLP"),
     ],
 )
-def test_create_run_rejects_incompatible_upcycling_before_writing(dense, model, moe, said):
-    run = run_of(dense, model, {**EXPERTS, **moe})
-    with pytest.raises(UserError, match=said):
+def test_create_run_rejects_incompatible_upcycling_before_writing(dense_checkpoint, model, moe, message):
+    run = build_run_from_checkpoint(dense_checkpoint, model, {**EXPERTS, **moe})
+    with pytest.raises(UserError, match=message):
         create_run(run, 1, resume=False)
     assert not (Path(run.output_dir) / run.name).exists()
 
 
-def test_initial_weights_of_moe_checkpoint_are_not_upcycled(tmp_path, build):
-    model = build(
+def test_initial_weights_of_moe_checkpoint_are_not_upcycled(tmp_path, build_model):
+    model = build_model(
         ModelSpec.model_validate({**DENSE, "moe": {**EXPERTS, "expert_ffn_size": 24, "z_loss_coef": 0.0}}),
         torch.float32,
     )
     export_hf(model.spec, dict(model.named_parameters()), tmp_path / "mixture")
-    read = initial_weights(run_of(tmp_path / "mixture", moe=None))
+    read = initial_weights(build_run_from_checkpoint(tmp_path / "mixture", moe=None))
     stacked = model.blocks[0].mlp.experts.gate
     assert torch.equal(read("blocks.0.mlp.experts.gate", stacked.shape), stacked)
     with pytest.raises(
         UserError, match=r"model\.upcycle_reinit_fraction = 0\.5: has no meaning: model\.from_hf has experts"
     ):
-        initial_weights(run_of(tmp_path / "mixture", {"upcycle_reinit_fraction": 0.5}, moe=None))
+        initial_weights(build_run_from_checkpoint(tmp_path / "mixture", {"upcycle_reinit_fraction": 0.5}, moe=None))
 
 
-@pytest.mark.parametrize("without", ["moe", "from_hf"])
-def test_run_spec_rejects_upcycle_reinit_fraction_without_upcycling(dense, without):
-    model = {**DENSE, "from_hf": str(dense), "moe": EXPERTS, "upcycle_reinit_fraction": 0.5}
-    del model[without]
+@pytest.mark.parametrize("missing_key", ["moe", "from_hf"])
+def test_run_spec_rejects_upcycle_reinit_fraction_without_upcycling(dense_checkpoint, missing_key):
+    model = {**DENSE, "from_hf": str(dense_checkpoint), "moe": EXPERTS, "upcycle_reinit_fraction": 0.5}
+    del model[missing_key]
     with pytest.raises(
         UserError, match=r"model\.upcycle_reinit_fraction = 0\.5: is of experts that begin as a dense model's MLP"
     ):
-        described(Path(json.__file__).parent, dense.parent, {"model": model})
+        small_run(Path(json.__file__).parent, dense_checkpoint.parent, {"model": model})

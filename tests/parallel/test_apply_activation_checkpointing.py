@@ -8,9 +8,9 @@ MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts"
 
 
 @pytest.mark.parametrize("changes", [{"num_kv_heads": 2, "qk_norm": "head"}, {"moe": MOE}], ids=["dense", "experts"])
-def test_activation_checkpointing_gradients_are_bitwise_identical(build, tokens, changes):
+def test_activation_checkpointing_gradients_are_bitwise_identical(build_model, tokens, changes):
     def gradients(mode):
-        model = build(**changes)
+        model = build_model(**changes)
         apply_activation_checkpointing(model, mode)
         logits, auxiliary = model(tokens)
         (logits.logsumexp(-1).sum() + auxiliary).backward()

@@ -56,7 +56,9 @@ CASES = [
     for parts in (1, 2)
     if not (parts > 1 and layout.get("ddp_static_graph"))
 ]
-FIRST_BUCKET = "bucket_cap_mb_list" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+SUPPORTS_FIRST_BUCKET_SIZE = (
+    "bucket_cap_mb_list" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+)
 Trajectory = list[tuple[float, float]]
 
 
@@ -74,54 +76,56 @@ def resnet(train: bool) -> ResNetForImageClassification:
     return model
 
 
-def mesh_of(layout: Layout) -> Mesh:
+def build_cpu_mesh(layout: Layout) -> Mesh:
     return build_mesh(layout, dist.get_world_size() if dist.is_initialized() else 1, "cpu")
 
 
-def blocks(model: ResNetForImageClassification) -> list[nn.Module]:
+def residual_blocks(model: ResNetForImageClassification) -> list[nn.Module]:
     return [block for stage in model.resnet.encoder.stages for block in stage.layers]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
+def make_global_batch(step: int) -> tuple[Tensor, Tensor]:
     """The images and labels of a step, over all ranks."""
     random = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 1, 24, 24, generator=random, dtype=torch.float64)
     return images, torch.randint(10, (BATCH,), generator=random)
 
 
-def share_of(whole: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
+def local_batch(whole: tuple[Tensor, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """This rank's."""
     images, labels = whole
     return images[mesh.dp_rank :: mesh.dims.dp_size], labels[mesh.dp_rank :: mesh.dims.dp_size]
 
 
-def adamw(strategy: Strategy) -> list[torch.optim.Optimizer]:
+def make_adamw(strategy: Strategy) -> list[torch.optim.Optimizer]:
     """Of what this rank trains; a worker of a parameter server trains nothing."""
     trained = list(strategy.trainable_parameters.values())
     return [torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)] if trained else []
 
 
-def loss_of(strategy: Strategy, images: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(strategy: Strategy, images: Tensor, labels: Tensor) -> Tensor:
     """Summed over images."""
     return F.cross_entropy(strategy.model(images).logits, labels, reduction="sum")
 
 
-def trajectory(choices: dict[str, Any], train: bool = False, micro_batches: int = 1) -> Trajectory:
+def train_resnet(choices: dict[str, Any], train: bool = False, micro_batches: int = 1) -> Trajectory:
     """Mean loss and gradient norm of every step, clipped."""
     layout = Layout(**choices)
-    mesh, model = mesh_of(layout), resnet(train)
-    strategy = distribute(model, layout, mesh, CPU, blocks(model), "fp64")
-    return train_on(strategy, [share_of(batch(step), mesh) for step in range(STEPS)], micro_batches)
+    mesh, model = build_cpu_mesh(layout), resnet(train)
+    strategy = distribute(model, layout, mesh, CPU, residual_blocks(model), "fp64")
+    return train_on_batches(
+        strategy, [local_batch(make_global_batch(step), mesh) for step in range(STEPS)], micro_batches
+    )
 
 
-def train_on(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_batches: int = 1) -> Trajectory:
+def train_on_batches(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_batches: int = 1) -> Trajectory:
     """Mean loss over ranks and gradient norm of every step."""
-    optimizers, result = adamw(strategy), []
+    optimizers, result = make_adamw(strategy), []
     for images, labels in batches:
         sums = torch.tensor([len(labels) * strategy.runs_model, 0.0], dtype=torch.float64)
         for part in (slice(index, None, micro_batches) for index in range(micro_batches * strategy.runs_model)):
             with strategy.backward(last=part.start == micro_batches - 1):
-                loss = loss_of(strategy, images[part], labels[part])
+                loss = summed_loss(strategy, images[part], labels[part])
                 (strategy.loss_scale * loss).backward()
             sums[1] += loss.detach()
         reduced = strategy.reduce(sums, clip_norm=1.0)
@@ -132,26 +136,26 @@ def train_on(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], micro_bat
 
 
 @cache
-def one_process() -> Trajectory:
-    return trajectory({})
+def single_process_trajectory() -> Trajectory:
+    return train_resnet({})
 
 
-def near(expected: Trajectory) -> list[Any]:
+def approx_trajectory(expected: Trajectory) -> list[Any]:
     return [pytest.approx(step, rel=1e-10) for step in expected]
 
 
 @pytest.mark.parametrize(("world_size", "layout", "micro_batches"), CASES)
 def test_distribute_resnet_equals_single_process(world_size: int, layout: dict[str, Any], micro_batches: int) -> None:
-    for result in rank_pool(world_size).run(trajectory, layout, micro_batches=micro_batches):
-        assert result == near(one_process())
+    for result in rank_pool(world_size).run(train_resnet, layout, micro_batches=micro_batches):
+        assert result == approx_trajectory(single_process_trajectory())
 
 
-def gradient_norm_in_bf16(data: str) -> float:
+def compute_bf16_grad_norm(data: str) -> float:
     """Of a module that is bf16 itself."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, dtype=torch.bfloat16) for _ in range(4)]
     layout = Layout(data_parallel=data)
-    mesh = mesh_of(layout)
+    mesh = build_cpu_mesh(layout)
     strategy = distribute(nn.Sequential(*layers), layout, mesh, CPU, layers, "bf16")
     with strategy.backward(last=True):
         strategy.model(torch.ones(2, 6, dtype=torch.bfloat16)).square().sum().backward()
@@ -160,35 +164,37 @@ def gradient_norm_in_bf16(data: str) -> float:
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_zero_grad_norm_of_bf16_module_matches_single_process(data: str) -> None:
-    assert rank_pool(2).run(gradient_norm_in_bf16, data) == pytest.approx([gradient_norm_in_bf16("ddp")] * 2, rel=0.02)
+    assert rank_pool(2).run(compute_bf16_grad_norm, data) == pytest.approx(
+        [compute_bf16_grad_norm("ddp")] * 2, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_zero_strategies_on_single_rank_equal_plain_training(data: str) -> None:
-    assert trajectory({"data_parallel": data}) == near(one_process())
+    assert train_resnet({"data_parallel": data}) == approx_trajectory(single_process_trajectory())
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_parallel_strategies_agree_with_per_rank_batchnorm(world_size: int) -> None:
     """No strategy equals one process then, for the statistics are of a share; the shares are the same in all."""
     layouts = [layout for n, layout in LAYOUTS if n == world_size and layout["data_parallel"] != "parameter_server"]
-    first, *others = [rank_pool(world_size).run(trajectory, layout, train=True) for layout in layouts]
-    assert first[0] != near(trajectory({}, train=True))
+    first, *others = [rank_pool(world_size).run(train_resnet, layout, train=True) for layout in layouts]
+    assert first[0] != approx_trajectory(train_resnet({}, train=True))
     for other in others:
-        assert other == [near(result) for result in first]
+        assert other == [approx_trajectory(result) for result in first]
 
 
-def complete(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def gather_full_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """A copy of them, of all ranks' parts."""
     full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
     return {name: parameter.detach().clone() for name, parameter in full.items()}
 
 
-def agree(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def assert_parameters_close(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
     torch.testing.assert_close(some, others, rtol=1e-10, atol=1e-13)
 
 
-class Frozen(nn.Module):
+class PartlyFrozenModule(nn.Module):
     """A module of which one part does not learn."""
 
     def __init__(self) -> None:
@@ -201,27 +207,27 @@ class Frozen(nn.Module):
         return self.head(self.body(x).tanh())
 
 
-def with_frozen(choices: dict[str, Any]) -> dict[str, Tensor]:
+def train_partly_frozen_module(choices: dict[str, Any]) -> dict[str, Tensor]:
     """All weights after some steps, as the model computes with them."""
     layout = Layout(**choices)
-    mesh = mesh_of(layout)
-    strategy = distribute(Frozen(), layout, mesh, CPU, precision="fp64")
-    optimizers = adamw(strategy)
+    mesh = build_cpu_mesh(layout)
+    strategy = distribute(PartlyFrozenModule(), layout, mesh, CPU, precision="fp64")
+    optimizers = make_adamw(strategy)
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         with strategy.backward(last=True):
             loss = strategy.model(x[mesh.dp_rank :: mesh.dims.dp_size]).square().sum()
             (strategy.loss_scale * loss).backward()
         strategy.step(optimizers)
-    return complete(dict(strategy.module.named_parameters()))
+    return gather_full_parameters(dict(strategy.module.named_parameters()))
 
 
 @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "zero3"])
 def test_distribute_module_with_frozen_layer_equals_single_process(data: str) -> None:
-    expected = with_frozen({})
-    assert torch.equal(expected["body.weight"], Frozen().body.weight)
-    for result in rank_pool(2).run(with_frozen, {"data_parallel": data}):
-        agree(result, expected)
+    expected = train_partly_frozen_module({})
+    assert torch.equal(expected["body.weight"], PartlyFrozenModule().body.weight)
+    for result in rank_pool(2).run(train_partly_frozen_module, {"data_parallel": data}):
+        assert_parameters_close(result, expected)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3", "hsdp"])
@@ -230,10 +236,10 @@ def test_distribute_rejects_scalar_and_channels_last_parameters(data: str) -> No
     module = nn.Module()
     module.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UserError, match="scale is a scalar"):
-        distribute(module, layout, mesh_of(layout), CPU)
+        distribute(module, layout, build_cpu_mesh(layout), CPU)
     channels_last = nn.Conv2d(3, 10, 3).to(memory_format=torch.channels_last)
     with pytest.raises(UserError, match="rows of weight"):
-        distribute(channels_last, layout, mesh_of(layout), CPU)
+        distribute(channels_last, layout, build_cpu_mesh(layout), CPU)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -244,80 +250,80 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def step_with_one_of(name: str, data: str) -> None:
+def assert_step_rejects_optimizer(name: str, data: str) -> None:
     layout = Layout(data_parallel=data)
-    strategy = distribute(nn.Linear(6, 5), layout, mesh_of(layout), CPU)
+    strategy = distribute(nn.Linear(6, 5), layout, build_cpu_mesh(layout), CPU)
     optimizer = OPTIMIZERS[name](strategy.trainable_parameters.values())
-    before = complete(strategy.trainable_parameters)
+    before = gather_full_parameters(strategy.trainable_parameters)
     with strategy.backward(last=True):
         strategy.model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(UserError, match=f"optimizer = '{name}': .* cannot train what ZeRO splits over ranks"):
         strategy.step([optimizer])
-    agree(complete(strategy.trainable_parameters), before)
+    assert_parameters_close(gather_full_parameters(strategy.trainable_parameters), before)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_zero_rejects_optimizers_that_cannot_be_sharded(name: str, data: str) -> None:
-    rank_pool(2).run(step_with_one_of, name, data)
+    rank_pool(2).run(assert_step_rejects_optimizer, name, data)
 
 
 # -- what only DDP offers ----------------------------------------------------------------------------------------------
 
 
-def uneven(batches: list[int]) -> dict[str, Tensor]:
+def train_with_uneven_batches(batches: list[int]) -> dict[str, Tensor]:
     """The weights after each rank has learned from its own number of batches."""
     layout = Layout()
-    mesh, model = mesh_of(layout), resnet(train=False)
+    mesh, model = build_cpu_mesh(layout), resnet(train=False)
     strategy = distribute(model, layout, mesh, CPU, precision="fp64")
     assert isinstance(strategy, DDP)
-    optimizers = adamw(strategy)
+    optimizers = make_adamw(strategy)
     with strategy.join():
         for step in range(batches[mesh.dp_rank]):
             with strategy.backward(last=True):
-                loss = loss_of(strategy, *share_of(batch(step), mesh)) / BATCH
+                loss = summed_loss(strategy, *local_batch(make_global_batch(step), mesh)) / BATCH
                 (strategy.loss_scale * loss).backward()
             strategy.step(optimizers)  # not `reduce`: who is done does not join its sum
-    return complete(strategy.trainable_parameters)
+    return gather_full_parameters(strategy.trainable_parameters)
 
 
-def of_those_that_are_left(batches: list[int]) -> dict[str, Tensor]:
+def train_single_process_on_uneven_batches(batches: list[int]) -> dict[str, Tensor]:
     """The same in one process: the sum of the gradients that exist."""
     model = resnet(train=False)
     strategy = Strategy(model)
-    optimizers = adamw(strategy)
+    optimizers = make_adamw(strategy)
     for step in range(max(batches)):
-        images, labels = batch(step)
+        images, labels = make_global_batch(step)
         for rank, count in enumerate(batches):
             if step < count:
                 share = slice(rank, None, len(batches))
-                (loss_of(strategy, images[share], labels[share]) / BATCH).backward()
+                (summed_loss(strategy, images[share], labels[share]) / BATCH).backward()
         strategy.step(optimizers)
-    return complete(strategy.trainable_parameters)
+    return gather_full_parameters(strategy.trainable_parameters)
 
 
 @pytest.mark.parametrize("batches", [[2, 4], [4, 2], [3, 1, 4, 1]], ids=str)
 def test_ddp_join_supports_uneven_batch_counts_per_rank(batches: list[int]) -> None:
-    expected = of_those_that_are_left(batches)
-    for result in rank_pool(len(batches)).run(uneven, batches, timeout=60):
-        agree(result, expected)
+    expected = train_single_process_on_uneven_batches(batches)
+    for result in rank_pool(len(batches)).run(train_with_uneven_batches, batches, timeout=60):
+        assert_parameters_close(result, expected)
 
 
-def on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def train_on_one_batch(choices: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of steps on one batch, and the weights at last."""
     layout = Layout(**choices)
-    mesh = mesh_of(layout)
+    mesh = build_cpu_mesh(layout)
     strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
-    result = train_on(strategy, [share_of(batch(0), mesh)] * steps)
-    return [loss for loss, _ in result], complete(strategy.trainable_parameters)
+    result = train_on_batches(strategy, [local_batch(make_global_batch(0), mesh)] * steps)
+    return [loss for loss, _ in result], gather_full_parameters(strategy.trainable_parameters)
 
 
 def test_powersgd_reduces_loss_and_keeps_replicas_identical() -> None:
     compressed = {"gradient_compression": "powersgd", "powersgd_rank": 1}
-    (losses, weights), (_, others) = rank_pool(2).run(on_one_batch, compressed, 40)
+    (losses, weights), (_, others) = rank_pool(2).run(train_on_one_batch, compressed, 40)
     for name, weight in weights.items():
         assert torch.equal(weight, others[name]), name
-    exact = rank_pool(2).run(on_one_batch, {}, 40)[0][0]
+    exact = rank_pool(2).run(train_on_one_batch, {}, 40)[0][0]
     assert losses[:10] == pytest.approx(exact[:10], rel=1e-10)  # it begins with whole gradients
     assert losses[-1] != pytest.approx(exact[-1], rel=1e-6)  # and does compress then
     assert losses[-1] < 0.5 * losses[10] < 0.5 * losses[0]
@@ -336,12 +342,12 @@ class TwoHeads(nn.Module):
         return self.head(x) + self.other(x) if both else self.head(x)
 
 
-def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
+def train_with_unused_head(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
     """The weights after steps of which every second one, on all ranks or only on odd ones, uses one head."""
     layout = Layout(**choices)
-    mesh = mesh_of(layout)
+    mesh = build_cpu_mesh(layout)
     strategy = distribute(TwoHeads(), layout, mesh, CPU, precision="fp64")
-    optimizers = adamw(strategy)
+    optimizers = make_adamw(strategy)
     shares = 2 if mesh.dims.dp_size == 1 else 1
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
@@ -351,32 +357,32 @@ def with_unused(choices: dict[str, Any], on_all: bool) -> dict[str, Tensor]:
             with strategy.backward(last=share == shares - 1):
                 (strategy.loss_scale * strategy.model(x[rank::2], both).square().sum()).backward()
         strategy.step(optimizers)
-    return complete(strategy.trainable_parameters)
+    return gather_full_parameters(strategy.trainable_parameters)
 
 
-@pytest.mark.parametrize("on_all", [True, False], ids=["on-all-ranks", "on-one-rank"])
-def test_ddp_find_unused_parameters_equals_single_process(on_all: bool) -> None:
-    expected = with_unused({}, on_all)
-    for result in rank_pool(2).run(with_unused, {"ddp_find_unused_parameters": True}, on_all):
-        agree(result, expected)
+@pytest.mark.parametrize("unused_on_all_ranks", [True, False], ids=["on-all-ranks", "on-one-rank"])
+def test_ddp_find_unused_parameters_equals_single_process(unused_on_all_ranks: bool) -> None:
+    expected = train_with_unused_head({}, unused_on_all_ranks)
+    for result in rank_pool(2).run(train_with_unused_head, {"ddp_find_unused_parameters": True}, unused_on_all_ranks):
+        assert_parameters_close(result, expected)
 
 
-def bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
+def train_and_get_bucket_sizes(choices: dict[str, Any]) -> tuple[Trajectory, list[int]]:
     """The trajectory, and the bytes of DDP's buckets."""
     layout = Layout(**choices)
-    mesh = mesh_of(layout)
+    mesh = build_cpu_mesh(layout)
     strategy = distribute(resnet(train=False), layout, mesh, CPU, precision="fp64")
     assert isinstance(strategy, DDP)
-    result = train_on(strategy, [share_of(batch(step), mesh) for step in range(STEPS)])
+    result = train_on_batches(strategy, [local_batch(make_global_batch(step), mesh) for step in range(STEPS)])
     sizes = strategy.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
     return result, [int(size) for size in sizes.split(",")]
 
 
-@pytest.mark.skipif(not FIRST_BUCKET, reason="this torch cannot size the first bucket")
+@pytest.mark.skipif(not SUPPORTS_FIRST_BUCKET_SIZE, reason="this torch cannot size the first bucket")
 def test_ddp_first_bucket_is_smaller_when_first_bucket_mb_is_set() -> None:
-    result, small = rank_pool(2).run(bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
-    assert result == near(one_process())
-    _, even = rank_pool(2).run(bucket_sizes, {"bucket_mb": 0.02})[0]
+    result, small = rank_pool(2).run(train_and_get_bucket_sizes, {"first_bucket_mb": 0.002, "bucket_mb": 0.02})[0]
+    assert result == approx_trajectory(single_process_trajectory())
+    _, even = rank_pool(2).run(train_and_get_bucket_sizes, {"bucket_mb": 0.02})[0]
     assert small[0] < even[0], (small, even)
 
 

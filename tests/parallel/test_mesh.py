@@ -14,7 +14,7 @@ from phalanx.spec.layout import Layout
 from phalanx.testing import rank_pool
 
 # A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp, and more), and the data that each rank reads.
-TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
+LAYOUT_CASES: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
     ({}, 1, (1, 1, 1, 1, 1), [0]),
     ({}, 4, (4, 1, 1, 1, 1), [0, 1, 2, 3]),
     ({"data_parallel": "parameter_server"}, 3, (2, 1, 1, 1, 1, 1), [1, 0, 1]),
@@ -34,17 +34,17 @@ TABLE: list[tuple[dict[str, Any], int, tuple[int, ...], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "world_size", "expected", "shares"), TABLE)
+@pytest.mark.parametrize(("layout", "world_size", "expected", "dp_ranks"), LAYOUT_CASES)
 def test_parallel_dims_assign_expected_sizes_and_dp_ranks(
-    layout: Any, world_size: int, expected: Any, shares: list[int]
+    layout: Any, world_size: int, expected: Any, dp_ranks: list[int]
 ) -> None:
     made = parallel_dims(Layout(**layout), world_size)
     assert made == ParallelDims(*expected)
     assert made.world_size == world_size
     assert [
         Mesh(made, rank, None, made.with_cp_as_data_parallel(sharded=False)).dp_rank for rank in range(world_size)
-    ] == shares
-    assert set(shares) == set(range(made.dp_size))
+    ] == dp_ranks
+    assert set(dp_ranks) == set(range(made.dp_size))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
     assert expert_parallel_groups(parallel_dims(Layout(), 8)) == []
 
 
-def made_groups(layout: Layout) -> dict[str, list[int]]:
+def build_groups_by_axis(layout: Layout) -> dict[str, list[int]]:
     """The ranks with which this one works on what, by the groups that are there."""
     mesh = build_mesh(layout, dist.get_world_size(), "cpu")
     assert mesh.device_mesh is not None
@@ -111,7 +111,7 @@ def test_build_mesh_groups_equal_planned_process_groups(layout: Any) -> None:
     """`phalanx mesh` and the run agree on every group of every axis."""
     described = Layout(**layout)
     sizes = parallel_dims(described, 8)
-    for rank, found in enumerate(rank_pool(8).run(made_groups, described)):
+    for rank, found in enumerate(rank_pool(8).run(build_groups_by_axis, described)):
 
         def mine(of_axis: list[tuple[int, ...]], rank: int = rank) -> list[int]:
             (group,) = [group for group in of_axis if rank in group]

@@ -20,10 +20,10 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, GPT2, MOE, Table, described, proof
+from tests.helpers.small_runs import DENSE, GPT2, MOE, Table, small_run, train_and_evaluate
 
 STEPS = 5
-SEQUENCES = 8
+SEQUENCES_PER_STEP = 8
 TOLERANCE = 1e-10
 MODELS: dict[str, Table] = {
     "dense": DENSE,
@@ -33,7 +33,7 @@ MODELS: dict[str, Table] = {
 }
 
 
-def draw(dice: random.Random) -> tuple[int, str, int, Table]:
+def draw_layout(dice: random.Random) -> tuple[int, str, int, Table]:
     """Ranks, a model, its layers, and what to change in the run file; it may be invalid."""
     world_size, model = dice.choice([2, 2, 4, 4, 4, 8]), dice.choice(["moe", *MODELS])
     pp = dice.choice([size for size in (1, 1, 2, 4, 8) if world_size % size == 0])
@@ -65,11 +65,13 @@ def draw(dice: random.Random) -> tuple[int, str, int, Table]:
     layout["optimizer.name"] = dice.choice(["adamw", "adamw", "sgd", "muon"])
     if pp > 1:
         layout["layout.rank_order"] = dice.choice(["data", "data", "pipeline"])
-    layout["training.tokens_per_step"] = dice.choice([SEQUENCES, SEQUENCES, SEQUENCES - 1]) * 32
+    layout["training.tokens_per_step"] = (
+        dice.choice([SEQUENCES_PER_STEP, SEQUENCES_PER_STEP, SEQUENCES_PER_STEP - 1]) * 32
+    )
     return world_size, model, dice.choice([4, 8] if pp > 1 else [2, 4]), layout
 
 
-def valid(world_size: int, run: RunSpec) -> bool:
+def is_valid_layout(world_size: int, run: RunSpec) -> bool:
     """Whether training takes the layout."""
     try:
         check_layout(run, world_size)
@@ -78,37 +80,39 @@ def valid(world_size: int, run: RunSpec) -> bool:
     return True
 
 
-def layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Table]]:
+def draw_valid_layouts(seed: int, count: int, text: Path) -> list[tuple[int, str, int, Table]]:
     """So many valid ones."""
     dice, found = random.Random(seed), []
     while len(found) < count:
-        world_size, model, layers, changes = drawn = draw(dice)
+        world_size, model, layers, changes = drawn = draw_layout(dice)
         try:
-            run = described(text, text.parent, settings(model, layers, changes))
+            run = small_run(text, text.parent, run_settings(model, layers, changes))
         except UserError:
             continue
-        if valid(world_size, run):
+        if is_valid_layout(world_size, run):
             found.append(drawn)
     return found
 
 
-def settings(model: str, layers: int, changes: Table) -> Table:
+def run_settings(model: str, layers: int, changes: Table) -> Table:
     """A run's changes with its model."""
     return {"model": {**MODELS[model], "num_layers": layers}, "training.steps": STEPS, **changes}
 
 
 @cache
-def reference(text: Path, model: str, layers: int, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
+def single_process_trajectory(
+    text: Path, model: str, layers: int, changes: tuple[tuple[str, Any], ...]
+) -> list[tuple[float, float]]:
     """One process's losses and norms."""
-    return proof(described(text, Path(tempfile.mkdtemp()), settings(model, layers, dict(changes))))
+    return train_and_evaluate(small_run(text, Path(tempfile.mkdtemp()), run_settings(model, layers, dict(changes))))
 
 
-def difference(text: Path, world_size: int, model: str, layers: int, changes: Table) -> float:
+def max_relative_difference(text: Path, world_size: int, model: str, layers: int, changes: Table) -> float:
     """The largest relative difference of a loss or norm from one process's, over ranks and steps."""
     kept = {key: value for key, value in changes.items() if not key.startswith("layout.")}
-    expected = reference(text, model, layers, tuple(sorted(kept.items())))
-    run = described(text, Path(tempfile.mkdtemp()), settings(model, layers, changes))
-    results = rank_pool(world_size).run(proof, run)
+    expected = single_process_trajectory(text, model, layers, tuple(sorted(kept.items())))
+    run = small_run(text, Path(tempfile.mkdtemp()), run_settings(model, layers, changes))
+    results = rank_pool(world_size).run(train_and_evaluate, run)
     return max(
         abs(got - wanted) / abs(wanted)
         for result in results
@@ -124,9 +128,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     text, wrong = Path(json.__file__).parent, 0
-    for world_size, model, layers, changes in layouts(asked.seed, asked.count, text):
+    for world_size, model, layers, changes in draw_valid_layouts(asked.seed, asked.count, text):
         try:
-            worst = difference(text, world_size, model, layers, changes)
+            worst = max_relative_difference(text, world_size, model, layers, changes)
             said = f"{worst:.1e}"
         except Exception as error:  # a layout that ends in an error is a finding like any other
             worst, said = float("inf"), f"{type(error).__name__}: {str(error)[-600:]}"

@@ -22,8 +22,8 @@ from phalanx.schedule.search import search_schedule
 from phalanx.schedule.simulate import ActionTimes
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, GPT2, MOE, described, proof
-from tests.parity.fuzz import difference, layouts
+from tests.helpers.small_runs import DENSE, GPT2, MOE, small_run, train_and_evaluate
+from tests.parity.fuzz import draw_valid_layouts, max_relative_difference
 
 MODELS = {"dense": DENSE, "moe": MOE}
 MODELS |= {
@@ -39,126 +39,134 @@ MODELS |= {
     "full-norm": {**DENSE, "qk_norm": "full"},
 }
 MODELS["six-experts"] = {**MOE, "moe": {**MOE["moe"], "num_experts": 6}}
-UNEVEN = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1}
+UNEVEN_TP_BATCH = {"layout.tp": 2, "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1}
 MODELS["capacity"] = {**MOE, "moe": {**MOE["moe"], "capacity_factor": 0.75}}
 MODELS["three-heads"] = {**DENSE, "num_heads": 3, "num_kv_heads": 3, "hidden_size": 36}
 MODELS |= {"uneven": {**DENSE, "vocab_size": 263}, "wide": {**MOE, "num_heads": 8, "num_kv_heads": 4}}
-DEEP = ("deep", "deep-moe")
+DEEP_MODELS = ("deep", "deep-moe")
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutCase:
     """A layout: its ranks, what it changes in the run file, and the micro-batches of 8 sequences over all ranks."""
 
     name: str
     ranks: int
     changes: dict[str, Any] = field(default_factory=dict)
-    accumulation: int = 1
+    gradient_accumulation_steps: int = 1
     models: tuple[str, ...] = ("dense", "moe")
 
 
-ROWS = [
-    Row("one", 1, accumulation=4),
-    Row("one-recompute-full", 1, {"layout.activation_checkpointing": "full"}),
-    Row("one-recompute-selective", 1, {"layout.activation_checkpointing": "selective"}),
-    Row("ddp", 2),
-    Row("ddp", 2, accumulation=2),
-    Row("ddp", 4),
-    Row("ddp", 4, accumulation=2),
-    Row("ddp-small-buckets-static", 2, {"layout.bucket_mb": 0.01, "layout.ddp_static_graph": True}, models=("dense",)),
-    Row("zero3", 2, {"layout.data_parallel": "zero3"}),
-    Row("zero3", 2, {"layout.data_parallel": "zero3"}, accumulation=2),
-    Row("zero3", 4, {"layout.data_parallel": "zero3"}),
-    Row("zero3", 4, {"layout.data_parallel": "zero3"}, accumulation=2),
-    Row("zero3-recompute-full", 2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "full"}),
-    Row(
+LAYOUT_CASES = [
+    LayoutCase("one", 1, gradient_accumulation_steps=4),
+    LayoutCase("one-recompute-full", 1, {"layout.activation_checkpointing": "full"}),
+    LayoutCase("one-recompute-selective", 1, {"layout.activation_checkpointing": "selective"}),
+    LayoutCase("ddp", 2),
+    LayoutCase("ddp", 2, gradient_accumulation_steps=2),
+    LayoutCase("ddp", 4),
+    LayoutCase("ddp", 4, gradient_accumulation_steps=2),
+    LayoutCase(
+        "ddp-small-buckets-static", 2, {"layout.bucket_mb": 0.01, "layout.ddp_static_graph": True}, models=("dense",)
+    ),
+    LayoutCase("zero3", 2, {"layout.data_parallel": "zero3"}),
+    LayoutCase("zero3", 2, {"layout.data_parallel": "zero3"}, gradient_accumulation_steps=2),
+    LayoutCase("zero3", 4, {"layout.data_parallel": "zero3"}),
+    LayoutCase("zero3", 4, {"layout.data_parallel": "zero3"}, gradient_accumulation_steps=2),
+    LayoutCase("zero3-recompute-full", 2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "full"}),
+    LayoutCase(
         "zero3-whole",
         2,
         {"layout.data_parallel": "zero3", "layout.fsdp_unit": "model", "layout.reshard_after_forward": False},
     ),
-    Row(
+    LayoutCase(
         "zero3-sublayer",
         2,
         {"layout.data_parallel": "zero3", "layout.fsdp_unit": "sublayer", "layout.fsdp_prefetch": 2},
     ),
-    Row("zero1", 2, {"layout.data_parallel": "zero1"}),
-    Row("zero1", 2, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}, accumulation=2),
-    Row("zero1", 4, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}),
-    Row("zero2", 2, {"layout.data_parallel": "zero2"}),
-    Row("zero2", 2, {"layout.data_parallel": "zero2", "layout.bucket_mb": 0.01}, accumulation=2),
-    Row("zero2", 4, {"layout.data_parallel": "zero2", "layout.bucket_mb": 0.01}),
-    Row("zero2", 1, {"layout.data_parallel": "zero2"}, accumulation=2),
-    Row("ddp-uneven", 4, {"layout.micro_batch_size": 2, "training.tokens_per_step": 7 * 32}),
-    Row(
+    LayoutCase("zero1", 2, {"layout.data_parallel": "zero1"}),
+    LayoutCase("zero1", 2, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}, gradient_accumulation_steps=2),
+    LayoutCase("zero1", 4, {"layout.data_parallel": "zero1", "layout.bucket_mb": 0.01}),
+    LayoutCase("zero2", 2, {"layout.data_parallel": "zero2"}),
+    LayoutCase("zero2", 2, {"layout.data_parallel": "zero2", "layout.bucket_mb": 0.01}, gradient_accumulation_steps=2),
+    LayoutCase("zero2", 4, {"layout.data_parallel": "zero2", "layout.bucket_mb": 0.01}),
+    LayoutCase("zero2", 1, {"layout.data_parallel": "zero2"}, gradient_accumulation_steps=2),
+    LayoutCase("ddp-uneven", 4, {"layout.micro_batch_size": 2, "training.tokens_per_step": 7 * 32}),
+    LayoutCase(
         "zero1-uneven",
         4,
         {"layout.data_parallel": "zero1", "training.tokens_per_step": 7 * 32, "layout.micro_batch_size": 1},
     ),
-    Row("server-uneven", 4, {"layout.data_parallel": "parameter_server", "layout.micro_batch_size": 2}),
-    Row("server", 2, {"layout.data_parallel": "parameter_server"}),
-    Row("server", 3, {"layout.data_parallel": "parameter_server"}, accumulation=2),
-    Row("servers-2", 4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2}),
-    Row("server-async-0", 3, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 0}),
-    Row(
+    LayoutCase("server-uneven", 4, {"layout.data_parallel": "parameter_server", "layout.micro_batch_size": 2}),
+    LayoutCase("server", 2, {"layout.data_parallel": "parameter_server"}),
+    LayoutCase("server", 3, {"layout.data_parallel": "parameter_server"}, gradient_accumulation_steps=2),
+    LayoutCase("servers-2", 4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2}),
+    LayoutCase("server-async-0", 3, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 0}),
+    LayoutCase(
         "servers-2-async-0",
         4,
         {"layout.data_parallel": "parameter_server", "layout.num_servers": 2, "layout.max_staleness": 0},
     ),
-    Row("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
-    Row("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}, accumulation=2),
+    LayoutCase("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    LayoutCase("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}, gradient_accumulation_steps=2),
 ]
 
 
-def pipeline(schedule: str, pp: int, world_size: int, models: tuple[str, ...] = DEEP, **choices: Any) -> Row:
+def pipeline_case(
+    schedule: str, pp: int, world_size: int, models: tuple[str, ...] = DEEP_MODELS, **choices: Any
+) -> LayoutCase:
     """A row of a pipeline whose ranks have micro-batches of one sequence."""
     name = "-".join([schedule, f"pp{pp}", *map(str, choices.values())])
     changes = {"layout.pp": pp, "layout.schedule": schedule, "layout.micro_batch_size": 1}
     changes |= {key.replace("__", "."): value for key, value in choices.items()}
-    return Row(name, world_size, changes, 8 * pp // world_size, models)
+    return LayoutCase(name, world_size, changes, 8 * pp // world_size, models)
 
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
-ROWS += [pipeline(schedule, 2, 2) for schedule in SCHEDULES]
-ROWS += [pipeline(schedule, 4, 4) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
-ROWS += [pipeline(schedule, 4, 4, ("deeper",)) for schedule in ("zb-v", "dualpipe-v")]
-ROWS += [pipeline("interleaved", 2, 2, layout__virtual_stages=2)]
-ROWS += [pipeline("interleaved", pp, pp, ("deeper",), layout__virtual_stages=v) for pp, v in ((2, 4), (4, 2))]
-ROWS += [pipeline(schedule, 2, 4) for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
-ROWS += [
-    pipeline(schedule, 2, 4, layout__data_parallel=data)
+LAYOUT_CASES += [pipeline_case(schedule, 2, 2) for schedule in SCHEDULES]
+LAYOUT_CASES += [pipeline_case(schedule, 4, 4) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
+LAYOUT_CASES += [pipeline_case(schedule, 4, 4, ("deeper",)) for schedule in ("zb-v", "dualpipe-v")]
+LAYOUT_CASES += [pipeline_case("interleaved", 2, 2, layout__virtual_stages=2)]
+LAYOUT_CASES += [
+    pipeline_case("interleaved", pp, pp, ("deeper",), layout__virtual_stages=v) for pp, v in ((2, 4), (4, 2))
+]
+LAYOUT_CASES += [pipeline_case(schedule, 2, 4) for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")]
+LAYOUT_CASES += [
+    pipeline_case(schedule, 2, 4, layout__data_parallel=data)
     for schedule in ("gpipe", "zb-v")
     for data in ("zero1", "zero2")
 ]
-ROWS += [
-    pipeline(schedule, 2, 4, layout__data_parallel="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
+LAYOUT_CASES += [
+    pipeline_case(schedule, 2, 4, layout__data_parallel="zero3") for schedule in ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
 ]
-ROWS += [
-    pipeline("zb-v", 2, 4, ("deep-tied",), layout__data_parallel="zero3"),
-    pipeline("zb-h1", 2, 4, layout__data_parallel="zero3", layout__activation_checkpointing="full"),
-    pipeline("1f1b", 2, 8, layout__data_parallel="hsdp", layout__dp_shard=2),
-    pipeline("zb-v", 2, 8, layout__data_parallel="zero1"),
-    pipeline("1f1b", 4, 8, layout__data_parallel="zero3"),
+LAYOUT_CASES += [
+    pipeline_case("zb-v", 2, 4, ("deep-tied",), layout__data_parallel="zero3"),
+    pipeline_case("zb-h1", 2, 4, layout__data_parallel="zero3", layout__activation_checkpointing="full"),
+    pipeline_case("1f1b", 2, 8, layout__data_parallel="hsdp", layout__dp_shard=2),
+    pipeline_case("zb-v", 2, 8, layout__data_parallel="zero1"),
+    pipeline_case("1f1b", 4, 8, layout__data_parallel="zero3"),
 ]
-ROWS += [
-    pipeline(schedule, 2, 2, layout__activation_checkpointing=recompute)
+LAYOUT_CASES += [
+    pipeline_case(schedule, 2, 2, layout__activation_checkpointing=recompute)
     for schedule in ("1f1b", "zb-v")
     for recompute in ("full", "selective")
 ]
-ROWS += [
-    pipeline("1f1b", 2, 2, ("deep-gpt2",)),
-    pipeline("zb-h1", 2, 2, ("deep-gpt2",)),
-    pipeline("zb-v", 2, 2, ("deep-tied",)),
-    pipeline("1f1b", 2, 2, ("deep-tied",)),
-    pipeline("zb-h1", 4, 4, ("deep-tied",)),
-    pipeline("gpipe", 2, 4, ("deep-tied",)),
-    pipeline("zb-h2", 2, 4, ("deep-tied",), layout__data_parallel="zero1"),
-    pipeline("dualpipe-v", 2, 4, ("deep-tied",), layout__data_parallel="zero1"),
-    pipeline("1f1b", 2, 2, layout__micro_batch_size=2),
-    pipeline("zb-h1", 2, 4, layout__data_parallel="zero1", training__tokens_per_step=7 * 32),
+LAYOUT_CASES += [
+    pipeline_case("1f1b", 2, 2, ("deep-gpt2",)),
+    pipeline_case("zb-h1", 2, 2, ("deep-gpt2",)),
+    pipeline_case("zb-v", 2, 2, ("deep-tied",)),
+    pipeline_case("1f1b", 2, 2, ("deep-tied",)),
+    pipeline_case("zb-h1", 4, 4, ("deep-tied",)),
+    pipeline_case("gpipe", 2, 4, ("deep-tied",)),
+    pipeline_case("zb-h2", 2, 4, ("deep-tied",), layout__data_parallel="zero1"),
+    pipeline_case("dualpipe-v", 2, 4, ("deep-tied",), layout__data_parallel="zero1"),
+    pipeline_case("1f1b", 2, 2, layout__micro_batch_size=2),
+    pipeline_case("zb-h1", 2, 4, layout__data_parallel="zero1", training__tokens_per_step=7 * 32),
 ]
 
 
-def tensor(tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any) -> Row:
+def tensor_parallel_case(
+    tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any
+) -> LayoutCase:
     """A row of tensor parallelism, with micro-batches of two sequences (one in a pipeline)."""
     name = "-".join([f"tp{tp}", *(str(value) for value in choices.values())])
     changes = {key.replace("__", "."): value for key, value in choices.items()}
@@ -166,161 +174,224 @@ def tensor(tp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"),
     shared = pp * changes.get("layout.cp", 1) * changes.setdefault("layout.tp", tp)
     micro_batch = 2 if pp == 1 and world_size <= 4 * shared else 1
     changes["layout.micro_batch_size"] = micro_batch
-    return Row(name, world_size, changes, 8 * shared // world_size // micro_batch, models)
+    return LayoutCase(name, world_size, changes, 8 * shared // world_size // micro_batch, models)
 
 
-APART = {"layout__sequence_parallel": False}
-ROWS += [tensor(tp, tp, **choices) for tp in (2, 4) for choices in ({}, APART)]
-ROWS += [tensor(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, APART)]
-ROWS += [tensor(4, 4, ("uneven", "full-norm"), **choices) for choices in ({}, APART)]
-ROWS += [tensor(2, 4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [tensor(2, 4, layout__data_parallel="zero3", **APART), tensor(8, 8, ("wide",))]
-ROWS += [
-    tensor(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
+WITHOUT_SEQUENCE_PARALLEL = {"layout__sequence_parallel": False}
+LAYOUT_CASES += [
+    tensor_parallel_case(tp, tp, **choices) for tp in (2, 4) for choices in ({}, WITHOUT_SEQUENCE_PARALLEL)
+]
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, WITHOUT_SEQUENCE_PARALLEL)
+]
+LAYOUT_CASES += [
+    tensor_parallel_case(4, 4, ("uneven", "full-norm"), **choices) for choices in ({}, WITHOUT_SEQUENCE_PARALLEL)
+]
+LAYOUT_CASES += [tensor_parallel_case(2, 4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 4, layout__data_parallel="zero3", **WITHOUT_SEQUENCE_PARALLEL),
+    tensor_parallel_case(8, 8, ("wide",)),
+]
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
     for recompute in ("full", "selective")
 ]
-ROWS += [tensor(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
-ROWS += [tensor(4, 8, ("dense",), layout__data_parallel="zero1")]
-ROWS += [tensor(2, 4, ("moe",), layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero3")]
-ROWS += [
-    tensor(2, 4, models, layout__pp=2, layout__schedule=schedule)
-    for schedule, models in (("1f1b", (*DEEP, "deep-tied")), ("zb-h1", ("deep-moe", "deep-tied")), ("zb-v", DEEP))
+LAYOUT_CASES += [tensor_parallel_case(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
+LAYOUT_CASES += [tensor_parallel_case(4, 8, ("dense",), layout__data_parallel="zero1")]
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 4, ("moe",), layout__data_parallel=data, optimizer__name="muon")
+    for data in ("ddp", "zero3")
 ]
-ROWS += [
-    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-h1", layout__data_parallel="zero3"),
-    tensor(2, 8, ("deep",), layout__pp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero1"),
-    tensor(
-        2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-v", layout__activation_checkpointing="full", **APART
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 4, models, layout__pp=2, layout__schedule=schedule)
+    for schedule, models in (
+        ("1f1b", (*DEEP_MODELS, "deep-tied")),
+        ("zb-h1", ("deep-moe", "deep-tied")),
+        ("zb-v", DEEP_MODELS),
+    )
+]
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="zb-h1", layout__data_parallel="zero3"),
+    tensor_parallel_case(2, 8, ("deep",), layout__pp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero1"),
+    tensor_parallel_case(
+        2,
+        8,
+        ("deep-moe",),
+        layout__pp=2,
+        layout__schedule="zb-v",
+        layout__activation_checkpointing="full",
+        **WITHOUT_SEQUENCE_PARALLEL,
     ),
-    tensor(4, 8, ("deep",), layout__pp=2, layout__schedule="interleaved", layout__virtual_stages=2),
+    tensor_parallel_case(4, 8, ("deep",), layout__pp=2, layout__schedule="interleaved", layout__virtual_stages=2),
 ]
 
 
-def context(cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any) -> Row:
+def context_parallel_case(
+    cp: int, world_size: int, models: tuple[str, ...] = ("dense", "moe"), **choices: Any
+) -> LayoutCase:
     """A row of context parallelism, with micro-batches of two sequences (one in a pipeline)."""
-    row = tensor(1, world_size, models, layout__cp=cp, **choices)
+    row = tensor_parallel_case(1, world_size, models, layout__cp=cp, **choices)
     return replace(row, name=row.name.replace("tp1-", "cp"))
 
 
 ULYSSES = {"layout__cp_method": "ulysses"}
-ROWS += [context(cp, cp, **choices) for cp in (2, 4) for choices in ({}, ULYSSES)]
-ROWS += [context(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, ULYSSES)]
-ROWS += [context(2, 4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero2", "zero3")]
-ROWS += [context(2, 4, ("moe",), **ULYSSES, layout__data_parallel=data) for data in ("zero1", "zero3")]
-ROWS += [context(2, 4, layout__tp=2, **choices) for choices in ({}, ULYSSES, APART)]
-ROWS += [context(2, 8, ("moe",), layout__tp=2, layout__data_parallel="zero3", layout__activation_checkpointing="full")]
-ROWS += [context(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
-ROWS += [context(4, 8, ("dense",), layout__data_parallel="zero2")]
-ROWS += [
-    context(2, 4, DEEP, layout__pp=2, layout__schedule="zb-v"),
-    context(2, 4, ("deep-tied",), layout__pp=2, layout__schedule="1f1b", **ULYSSES),
-    context(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-h1"),
-    context(2, 8, ("deep-moe",), layout__pp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero3"),
+LAYOUT_CASES += [context_parallel_case(cp, cp, **choices) for cp in (2, 4) for choices in ({}, ULYSSES)]
+LAYOUT_CASES += [context_parallel_case(2, 2, ("gpt2", "tied", "full-norm"), **choices) for choices in ({}, ULYSSES)]
+LAYOUT_CASES += [context_parallel_case(2, 4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero2", "zero3")]
+LAYOUT_CASES += [
+    context_parallel_case(2, 4, ("moe",), **ULYSSES, layout__data_parallel=data) for data in ("zero1", "zero3")
+]
+LAYOUT_CASES += [
+    context_parallel_case(2, 4, layout__tp=2, **choices) for choices in ({}, ULYSSES, WITHOUT_SEQUENCE_PARALLEL)
+]
+LAYOUT_CASES += [
+    context_parallel_case(
+        2, 8, ("moe",), layout__tp=2, layout__data_parallel="zero3", layout__activation_checkpointing="full"
+    )
+]
+LAYOUT_CASES += [context_parallel_case(2, 8, ("moe",), layout__data_parallel="hsdp", layout__dp_shard=2)]
+LAYOUT_CASES += [context_parallel_case(4, 8, ("dense",), layout__data_parallel="zero2")]
+LAYOUT_CASES += [
+    context_parallel_case(2, 4, DEEP_MODELS, layout__pp=2, layout__schedule="zb-v"),
+    context_parallel_case(2, 4, ("deep-tied",), layout__pp=2, layout__schedule="1f1b", **ULYSSES),
+    context_parallel_case(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-h1"),
+    context_parallel_case(
+        2, 8, ("deep-moe",), layout__pp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero3"
+    ),
 ]
 
 
-def expert(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choices: Any) -> Row:
+def expert_parallel_case(ep: int, world_size: int, models: tuple[str, ...] = ("moe",), **choices: Any) -> LayoutCase:
     """A row of expert parallelism, with micro-batches of two sequences (one in a pipeline)."""
-    row = tensor(1, world_size, models, layout__ep=ep, **choices)
+    row = tensor_parallel_case(1, world_size, models, layout__ep=ep, **choices)
     return replace(row, name=row.name.replace("tp1-", "ep"))
 
 
-ROWS += [Row("ddp", 2, models=("capacity",)), expert(2, 2, ("capacity",)), tensor(2, 2, ("capacity",), **APART)]
-ROWS += [expert(2, 4, ("capacity",), layout__data_parallel="zero3", layout__activation_checkpointing="full")]
-ROWS += [
-    tensor(tp, tp, ("three-heads",), layout__tp_attention="gathered", **choices)
+LAYOUT_CASES += [
+    LayoutCase("ddp", 2, models=("capacity",)),
+    expert_parallel_case(2, 2, ("capacity",)),
+    tensor_parallel_case(2, 2, ("capacity",), **WITHOUT_SEQUENCE_PARALLEL),
+]
+LAYOUT_CASES += [
+    expert_parallel_case(2, 4, ("capacity",), layout__data_parallel="zero3", layout__activation_checkpointing="full")
+]
+LAYOUT_CASES += [
+    tensor_parallel_case(tp, tp, ("three-heads",), layout__tp_attention="gathered", **choices)
     for tp in (2, 4)
-    for choices in ({}, APART)
+    for choices in ({}, WITHOUT_SEQUENCE_PARALLEL)
 ]
-ROWS += [
-    Row("ep3", 3, {"layout.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
-    Row("tp2-uneven", 4, UNEVEN, models=("moe",)),
+LAYOUT_CASES += [
+    LayoutCase("ep3", 3, {"layout.ep": 3, "training.tokens_per_step": 6 * 32}, models=("six-experts",)),
+    LayoutCase("tp2-uneven", 4, UNEVEN_TP_BATCH, models=("moe",)),
 ]
-ROWS += [
-    Row(
+LAYOUT_CASES += [
+    LayoutCase(
         "zero1-muon-more-ranks-than-rows",
         8,
         {"layout.data_parallel": "zero1", "optimizer.name": "muon"},
         models=("moe",),
     )
 ]
-ROWS += [Row("cp2-muon", 2, {"layout.cp": 2, "optimizer.name": "muon"})]
-ROWS += [tensor(4, 4, optimizer__name="muon")]
-FAMILY = ("ddp", "zero1", "zero2", "zero3")
-ROWS += [expert(ep, n, layout__data_parallel=data) for ep, n in ((2, 2), (2, 4), (4, 4)) for data in FAMILY]
-ROWS += [expert(2, 4, layout__tp=2, layout__data_parallel=data) for data in FAMILY]
-ROWS += [expert(4, 4, layout__cp=2, layout__data_parallel=data) for data in ("ddp", "zero1", "zero3")]
-ROWS += [expert(2, 4, layout__tp=4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero3")]
-ROWS += [
-    expert(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
+LAYOUT_CASES += [LayoutCase("cp2-muon", 2, {"layout.cp": 2, "optimizer.name": "muon"})]
+LAYOUT_CASES += [tensor_parallel_case(4, 4, optimizer__name="muon")]
+DATA_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+LAYOUT_CASES += [
+    expert_parallel_case(ep, n, layout__data_parallel=data)
+    for ep, n in ((2, 2), (2, 4), (4, 4))
+    for data in DATA_STRATEGIES
+]
+LAYOUT_CASES += [expert_parallel_case(2, 4, layout__tp=2, layout__data_parallel=data) for data in DATA_STRATEGIES]
+LAYOUT_CASES += [
+    expert_parallel_case(4, 4, layout__cp=2, layout__data_parallel=data) for data in ("ddp", "zero1", "zero3")
+]
+LAYOUT_CASES += [
+    expert_parallel_case(2, 4, layout__tp=4, layout__data_parallel=data) for data in ("ddp", "zero1", "zero3")
+]
+LAYOUT_CASES += [
+    expert_parallel_case(2, 4, layout__data_parallel="zero3", layout__activation_checkpointing=recompute)
     for recompute in ("full", "selective")
 ]
-ROWS += [expert(2, 4, layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")]
-ROWS += [
-    expert(2, 4, ("deep-moe",), layout__pp=2, layout__schedule=schedule, layout__data_parallel=data)
+LAYOUT_CASES += [
+    expert_parallel_case(2, 4, layout__data_parallel=data, optimizer__name="muon") for data in ("ddp", "zero1", "zero3")
+]
+LAYOUT_CASES += [
+    expert_parallel_case(2, 4, ("deep-moe",), layout__pp=2, layout__schedule=schedule, layout__data_parallel=data)
     for schedule, data in (("1f1b", "ddp"), ("zb-h1", "zero1"), ("zb-v", "zero3"))
 ]
-ROWS += [
-    expert(2, 4, layout__data_parallel="hsdp", layout__dp_shard=2),
-    expert(2, 8, layout__data_parallel="hsdp", layout__dp_shard=4),
-    expert(4, 8, layout__tp=2, layout__cp=2, layout__data_parallel="zero3"),
-    expert(2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data_parallel="zero1"),
-    expert(
+LAYOUT_CASES += [
+    expert_parallel_case(2, 4, layout__data_parallel="hsdp", layout__dp_shard=2),
+    expert_parallel_case(2, 8, layout__data_parallel="hsdp", layout__dp_shard=4),
+    expert_parallel_case(4, 8, layout__tp=2, layout__cp=2, layout__data_parallel="zero3"),
+    expert_parallel_case(
+        2, 8, ("deep-moe",), layout__pp=2, layout__tp=2, layout__schedule="zb-v", layout__data_parallel="zero1"
+    ),
+    expert_parallel_case(
         4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__schedule="dualpipe-v", layout__data_parallel="zero3"
     ),
 ]
-OUTERMOST = {"layout__rank_order": "pipeline_outer"}
-ROWS += [
-    pipeline("zb-v", 2, 4, layout__data_parallel="zero1", **OUTERMOST),
-    expert(2, 4, ("deep-moe",), layout__pp=2, layout__data_parallel="zero3", **OUTERMOST),
-    expert(4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__data_parallel="zero1", **OUTERMOST),
-    tensor(2, 8, ("deep-tied",), layout__pp=2, layout__data_parallel="hsdp", layout__dp_shard=1, **OUTERMOST),
+PIPELINE_OUTERMOST = {"layout__rank_order": "pipeline_outer"}
+LAYOUT_CASES += [
+    pipeline_case("zb-v", 2, 4, layout__data_parallel="zero1", **PIPELINE_OUTERMOST),
+    expert_parallel_case(2, 4, ("deep-moe",), layout__pp=2, layout__data_parallel="zero3", **PIPELINE_OUTERMOST),
+    expert_parallel_case(
+        4, 8, ("deep-moe",), layout__pp=2, layout__cp=2, layout__data_parallel="zero1", **PIPELINE_OUTERMOST
+    ),
+    tensor_parallel_case(
+        2, 8, ("deep-tied",), layout__pp=2, layout__data_parallel="hsdp", layout__dp_shard=1, **PIPELINE_OUTERMOST
+    ),
 ]
-CPU = {"layout__offload": "cpu"}
-ROWS += [
-    tensor(2, world_size, layout__data_parallel=data, **CPU)
+CPU_OFFLOAD = {"layout__offload": "cpu"}
+LAYOUT_CASES += [
+    tensor_parallel_case(2, world_size, layout__data_parallel=data, **CPU_OFFLOAD)
     for world_size, data in ((2, "zero1"), (4, "zero2"), (4, "zero3"))
 ]
-ROWS += [context(2, world_size, layout__data_parallel=data, **CPU) for world_size, data in ((2, "zero2"), (4, "zero3"))]
-ROWS += [
-    expert(2, world_size, layout__data_parallel=data, **CPU)
+LAYOUT_CASES += [
+    context_parallel_case(2, world_size, layout__data_parallel=data, **CPU_OFFLOAD)
+    for world_size, data in ((2, "zero2"), (4, "zero3"))
+]
+LAYOUT_CASES += [
+    expert_parallel_case(2, world_size, layout__data_parallel=data, **CPU_OFFLOAD)
     for world_size in (2, 4)
     for data in ("zero1", "zero2", "zero3")
 ]
-ROWS += [
-    pipeline("1f1b", 2, 2, layout__data_parallel="zero1", **CPU),
-    pipeline("zb-v", 2, 4, layout__data_parallel="zero2", **CPU),
+LAYOUT_CASES += [
+    pipeline_case("1f1b", 2, 2, layout__data_parallel="zero1", **CPU_OFFLOAD),
+    pipeline_case("zb-v", 2, 4, layout__data_parallel="zero2", **CPU_OFFLOAD),
 ]
-ROWS += [
-    pipeline("zb-h1", 2, 4, layout__data_parallel="zero3", **CPU),
-    pipeline("zb-h1", 2, 4, ("deep-tied",), layout__data_parallel="zero1", **CPU),
+LAYOUT_CASES += [
+    pipeline_case("zb-h1", 2, 4, layout__data_parallel="zero3", **CPU_OFFLOAD),
+    pipeline_case("zb-h1", 2, 4, ("deep-tied",), layout__data_parallel="zero1", **CPU_OFFLOAD),
 ]
-ROWS += [
-    tensor(2, 8, ("deep-moe",), layout__pp=2, layout__ep=2, layout__data_parallel=data, **CPU)
+LAYOUT_CASES += [
+    tensor_parallel_case(2, 8, ("deep-moe",), layout__pp=2, layout__ep=2, layout__data_parallel=data, **CPU_OFFLOAD)
     for data in ("zero2", "zero3")
 ]
-FILES = {"layout.offload": "nvme", "layout.offload_directory": tempfile.gettempdir()}
-ROWS += [
-    Row(f"{axis}2-{data}-nvme", 4, {f"layout.{axis}": 2, "layout.data_parallel": data, **FILES}, models=("moe",))
+NVME_OFFLOAD = {"layout.offload": "nvme", "layout.offload_directory": tempfile.gettempdir()}
+LAYOUT_CASES += [
+    LayoutCase(
+        f"{axis}2-{data}-nvme", 4, {f"layout.{axis}": 2, "layout.data_parallel": data, **NVME_OFFLOAD}, models=("moe",)
+    )
     for axis, data in (("tp", "zero2"), ("cp", "zero3"), ("ep", "zero1"))
 ]
-ROWS += [
-    tensor(2, 4, ("moe",), layout__ep=2, layout__data_parallel=data, optimizer__name="muon", **CPU)
+LAYOUT_CASES += [
+    tensor_parallel_case(
+        2, 4, ("moe",), layout__ep=2, layout__data_parallel=data, optimizer__name="muon", **CPU_OFFLOAD
+    )
     for data in ("zero1", "zero3")
 ]
-CASES = [
+PARITY_CASES = [
     pytest.param(
         row,
         model,
-        id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}",
+        id=f"{row.name}-x{row.ranks}-acc{row.gradient_accumulation_steps}-{model}",
         marks=[pytest.mark.thorough] if row.ranks >= 4 and model != row.models[-1] else [],
     )
-    for row in ROWS
+    for row in LAYOUT_CASES
     for model in row.models
 ]
-DATA = {data: {"layout.data_parallel": data} for data in ("ddp", "zero1", "zero2", "zero3")}
-DATA["hsdp"] = {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}
-DATA["parameter_server"] = {"layout.data_parallel": "parameter_server"}
+DATA_PARALLEL_SETTINGS = {data: {"layout.data_parallel": data} for data in ("ddp", "zero1", "zero2", "zero3")}
+DATA_PARALLEL_SETTINGS["hsdp"] = {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}
+DATA_PARALLEL_SETTINGS["parameter_server"] = {"layout.data_parallel": "parameter_server"}
 OPTIMIZERS = {
     "muon": {"optimizer.name": "muon"},
     "sgd": {"optimizer.name": "sgd"},
@@ -341,122 +412,136 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def length(request: pytest.FixtureRequest) -> dict[str, Any]:
+def step_settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How long every row trains."""
     return {"training.steps": request.config.getoption("steps")}
 
 
 @cache
-def trained(text: Path, model: str, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
+def single_process_trajectory(
+    text: Path, model: str, changes: tuple[tuple[str, Any], ...]
+) -> list[tuple[float, float]]:
     """The trajectory of one process."""
-    return proof(described(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)}))
+    return train_and_evaluate(
+        small_run(text, text.parent / f"reference-{model}", {"model": MODELS[model], **dict(changes)})
+    )
 
 
-def reference(text: Path, model: str, changes: dict[str, Any]) -> list[tuple[float, float]]:
+def reference_trajectory(text: Path, model: str, changes: dict[str, Any]) -> list[tuple[float, float]]:
     """The same, of what one process has of a layout's changes: the length, the batch, the optimizer."""
-    return trained(
+    return single_process_trajectory(
         text,
         model,
         tuple((key, value) for key, value in changes.items() if key.startswith(("training.", "optimizer."))),
     )
 
 
-def layout(row: Row, model: str) -> dict[str, Any]:
+def layout_settings(row: LayoutCase, model: str) -> dict[str, Any]:
     servers = row.changes.get("layout.num_servers", 1) if "server" in row.name else 0
-    micro_batch = 8 // (row.ranks - servers) // row.accumulation
+    micro_batch = 8 // (row.ranks - servers) // row.gradient_accumulation_steps
     return {"model": MODELS[model], "layout.micro_batch_size": micro_batch, **row.changes}
 
 
-@pytest.mark.parametrize(("row", "model"), CASES)
+@pytest.mark.parametrize(("case", "model"), PARITY_CASES)
 def test_layout_equals_single_process_training_in_fp64(
-    row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path
+    case: LayoutCase, model: str, text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    changes = {**layout(row, model), **length}
-    run, expected = described(text, tmp_path, changes), reference(text, model, changes)
-    results = [proof(run)] if row.ranks == 1 else rank_pool(row.ranks).run(proof, run)
+    changes = {**layout_settings(case, model), **step_settings}
+    run, expected = small_run(text, tmp_path, changes), reference_trajectory(text, model, changes)
+    results = [train_and_evaluate(run)] if case.ranks == 1 else rank_pool(case.ranks).run(train_and_evaluate, run)
     for rank, result in enumerate(results):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
 # Every two of data, optimizer, ranks and model meet: the models take turns.
-OPTIMIZED = [
+OPTIMIZER_CASES = [
     (data, optimizer, n, ("dense", "moe")[(place + turn + n // 4) % 2])
-    for place, data in enumerate(DATA)
+    for place, data in enumerate(DATA_PARALLEL_SETTINGS)
     for turn, optimizer in enumerate(OPTIMIZERS)
     for n in (2, 4)
     if not (data == "hsdp" and n == 2)
 ]
 
 
-@pytest.mark.parametrize(("data", "optimizer", "world_size", "model"), OPTIMIZED)
+@pytest.mark.parametrize(("data", "optimizer", "world_size", "model"), OPTIMIZER_CASES)
 def test_optimizer_with_data_parallelism_equals_single_process(
-    data: str, optimizer: str, world_size: int, model: str, text: Path, length: dict[str, Any], tmp_path: Path
+    data: str, optimizer: str, world_size: int, model: str, text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = OPTIMIZERS[optimizer]
-    run = described(text, tmp_path, {"model": MODELS[model], **DATA[data], **changes, **length})
-    expected = reference(text, model, {**changes, **length})
-    for rank, result in enumerate(rank_pool(world_size).run(proof, run)):
+    run = small_run(
+        text, tmp_path, {"model": MODELS[model], **DATA_PARALLEL_SETTINGS[data], **changes, **step_settings}
+    )
+    expected = reference_trajectory(text, model, {**changes, **step_settings})
+    for rank, result in enumerate(rank_pool(world_size).run(train_and_evaluate, run)):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
 
 
-NEAR = [Row(data, 2, {"layout.data_parallel": data}) for data in FAMILY]
-NEAR += [Row("ddp-bf16-wire", 2, {"layout.gradient_compression": "bf16"})]
-NEAR += [Row("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}, accumulation=2)]
-NEAR += [Row("zero2", 2, {"layout.data_parallel": "zero2"}, accumulation=2)]
-NEAR += [pipeline("1f1b", 2, 2), pipeline("zb-h1", 2, 4, layout__data_parallel="zero1")]
-NEAR += [pipeline("1f1b", 2, 4, layout__data_parallel="zero3")]
-NEAR += [pipeline("zb-h1", 2, 4, layout__data_parallel="zero3", training__tokens_per_step=4 * 32)]
-NEAR += [
-    tensor(2, 2),
-    tensor(2, 4, layout__data_parallel="zero1", **APART),
-    tensor(2, 4, layout__data_parallel="zero3"),
+BF16_CASES = [LayoutCase(data, 2, {"layout.data_parallel": data}) for data in DATA_STRATEGIES]
+BF16_CASES += [LayoutCase("ddp-bf16-wire", 2, {"layout.gradient_compression": "bf16"})]
+BF16_CASES += [
+    LayoutCase("hsdp-2x2", 4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}, gradient_accumulation_steps=2)
 ]
-NEAR += [context(2, 2), context(2, 2, **ULYSSES), context(2, 4, layout__data_parallel="zero3")]
-NEAR += [expert(2, 2), expert(2, 4, layout__tp=2, layout__data_parallel="zero3")]
+BF16_CASES += [LayoutCase("zero2", 2, {"layout.data_parallel": "zero2"}, gradient_accumulation_steps=2)]
+BF16_CASES += [pipeline_case("1f1b", 2, 2), pipeline_case("zb-h1", 2, 4, layout__data_parallel="zero1")]
+BF16_CASES += [pipeline_case("1f1b", 2, 4, layout__data_parallel="zero3")]
+BF16_CASES += [pipeline_case("zb-h1", 2, 4, layout__data_parallel="zero3", training__tokens_per_step=4 * 32)]
+BF16_CASES += [
+    tensor_parallel_case(2, 2),
+    tensor_parallel_case(2, 4, layout__data_parallel="zero1", **WITHOUT_SEQUENCE_PARALLEL),
+    tensor_parallel_case(2, 4, layout__data_parallel="zero3"),
+]
+BF16_CASES += [
+    context_parallel_case(2, 2),
+    context_parallel_case(2, 2, **ULYSSES),
+    context_parallel_case(2, 4, layout__data_parallel="zero3"),
+]
+BF16_CASES += [expert_parallel_case(2, 2), expert_parallel_case(2, 4, layout__tp=2, layout__data_parallel="zero3")]
 
 
 @pytest.mark.parametrize(
-    ("row", "model"),
+    ("case", "model"),
     [
-        pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.accumulation}-{model}")
-        for row in NEAR
+        pytest.param(row, model, id=f"{row.name}-x{row.ranks}-acc{row.gradient_accumulation_steps}-{model}")
+        for row in BF16_CASES
         for model in ("dense", "moe")
         if model == "moe" or "layout.ep" not in row.changes
     ],
 )
 def test_layout_loss_in_bf16_is_close_to_single_process(
-    row: Row, model: str, text: Path, length: dict[str, Any], tmp_path: Path
+    case: LayoutCase, model: str, text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    changes = {**layout(row, model), **length, "training.precision": "bf16"}
-    run, expected = described(text, tmp_path, changes), reference(text, model, changes)
-    result = rank_pool(row.ranks).run(proof, run)[0]
+    changes = {**layout_settings(case, model), **step_settings, "training.precision": "bf16"}
+    run, expected = small_run(text, tmp_path, changes), reference_trajectory(text, model, changes)
+    result = rank_pool(case.ranks).run(train_and_evaluate, run)[0]
     assert [loss for loss, _ in result] == pytest.approx([loss for loss, _ in expected], rel=0.02)
 
 
 @pytest.mark.parametrize(("sequences", "offload"), [(2, "none"), (4, "cpu"), (8, "none")])
 def test_split_backward_schedule_equals_1f1b_bitwise_in_bf16(
-    sequences: int, offload: str, text: Path, length: dict[str, Any], tmp_path: Path
+    sequences: int, offload: str, text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Over micro-batches in fp32, to the last bit, also where all second halves come after the last first half."""
     changes = {"layout.data_parallel": "zero3", "layout.offload": offload, "training.tokens_per_step": sequences * 32}
-    changes |= {"model": MODELS["deep-moe"], "training.precision": "bf16", **length}
+    changes |= {"model": MODELS["deep-moe"], "training.precision": "bf16", **step_settings}
     whole, halves = (
-        described(text, tmp_path / schedule, {**changes, **pipeline(schedule, 2, 4).changes})
+        small_run(text, tmp_path / schedule, {**changes, **pipeline_case(schedule, 2, 4).changes})
         for schedule in ("1f1b", "zb-h1")
     )
-    assert rank_pool(4).run(proof, halves) == rank_pool(4).run(proof, whole)
+    assert rank_pool(4).run(train_and_evaluate, halves) == rank_pool(4).run(train_and_evaluate, whole)
 
 
-def test_pipeline_schedule_from_csv_equals_single_process(text: Path, length: dict[str, Any], tmp_path: Path) -> None:
+def test_pipeline_schedule_from_csv_equals_single_process(
+    text: Path, step_settings: dict[str, Any], tmp_path: Path
+) -> None:
     """A searched order, written as CSV and trained with; of one that cannot run the first violation is said."""
     file = tmp_path / "searched.csv"
     times = ActionTimes(forward=2, input_grad=3, weight_grad=2, transfer=1)
     file.write_text(to_csv(search_schedule(2, 8, times, Fraction(2), moves=200)))
     changes = {"layout.pp": 2, "layout.schedule_file": str(file), "layout.micro_batch_size": 1}
-    for model in DEEP:
-        run = described(text, tmp_path, {"model": MODELS[model], **changes, **length})
-        expected = reference(text, model, length)
-        for rank, result in enumerate(rank_pool(2).run(proof, run)):
+    for model in DEEP_MODELS:
+        run = small_run(text, tmp_path, {"model": MODELS[model], **changes, **step_settings})
+        expected = reference_trajectory(text, model, step_settings)
+        for rank, result in enumerate(rank_pool(2).run(train_and_evaluate, run)):
             assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
     lines = file.read_text().splitlines()
     file.write_text("\n".join([lines[0].replace("0F0,", "", 1), *lines[1:]]))
@@ -466,13 +551,20 @@ def test_pipeline_schedule_from_csv_equals_single_process(text: Path, length: di
 
 
 def test_parity_comparison_detects_learning_rate_change_of_one_millionth(
-    text: Path, length: dict[str, Any], tmp_path: Path
+    text: Path, step_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """A learning rate off by a millionth is seen."""
-    changed = proof(described(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6), **length}))
-    assert changed != [pytest.approx(step, rel=1e-10) for step in reference(text, "dense", length)]
+    changed = train_and_evaluate(
+        small_run(text, tmp_path, {"optimizer.learning_rate": 0.01 * (1 + 1e-6), **step_settings})
+    )
+    assert changed != [pytest.approx(step, rel=1e-10) for step in reference_trajectory(text, "dense", step_settings)]
 
 
 def test_random_layouts_equal_single_process(text: Path) -> None:
-    for world_size, model, layers, changes in layouts(seed=7, count=6, text=text):
-        assert difference(text, world_size, model, layers, changes) < 1e-10, (world_size, model, layers, changes)
+    for world_size, model, layers, changes in draw_valid_layouts(seed=7, count=6, text=text):
+        assert max_relative_difference(text, world_size, model, layers, changes) < 1e-10, (
+            world_size,
+            model,
+            layers,
+            changes,
+        )

@@ -5,12 +5,12 @@ import pytest
 from phalanx.cost.formulas.reliability import daly_interval_seconds, young_interval_seconds
 from phalanx.plan.search.search import search_layouts
 from phalanx.plan.training_cost import configured_goodput, estimate_training_cost
-from tests.helpers.planned_runs import run
+from tests.helpers.planned_runs import make_run
 
 
 def test_training_cost_uses_llama3_failure_rate_by_default():
     """One in 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
-    described = run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
+    described = make_run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
     (best,) = search_layouts(described, 16384, keep=1).options
     found = estimate_training_cost(described, 16384, best, 15.6e12)
     assert found.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
@@ -27,7 +27,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
         "price_per_kwh": 0.1,
         "restart_seconds": 300,
     }
-    described = run(cluster={**cluster, "failures_per_device_hour": 1e-3})
+    described = make_run(cluster={**cluster, "failures_per_device_hour": 1e-3})
     (best,) = search_layouts(described, 8, keep=1).options
     found = estimate_training_cost(described, 8, best)
     assert found.tokens == described.training.steps * described.training.tokens_per_step
@@ -40,7 +40,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
     assert found.days == pytest.approx(found.tokens / best.tokens_per_second / 86400 / found.goodput)
     assert found.rent == pytest.approx(2.0 * 8 * 24 * found.days)
     assert found.electricity == pytest.approx(0.1 * (found.kwh or 0))
-    often = run(cluster={**cluster, "failures_per_device_hour": 1e-1})
+    often = make_run(cluster={**cluster, "failures_per_device_hour": 1e-1})
     worse = estimate_training_cost(often, 8, best)
     assert worse.goodput is not None
     assert worse.goodput < found.goodput
@@ -49,7 +49,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
 def test_configured_goodput_never_exceeds_optimal_interval_goodput():
     """It keeps as much where it is the best, and less where it is shorter or longer."""
     cluster = {"storage_bytes_per_second": 1e9, "failures_per_device_hour": 0.05, "restart_seconds": 300}
-    described = run(cluster=cluster)
+    described = make_run(cluster=cluster)
     (option,) = search_layouts(described, 8, keep=1).options
     best = estimate_training_cost(described, 8, option)
     assert best.goodput is not None
@@ -67,9 +67,9 @@ def test_configured_goodput_never_exceeds_optimal_interval_goodput():
 
 
 def test_configured_goodput_is_none_without_write_speed_or_interval():
-    described = run()
+    described = make_run()
     (option,) = search_layouts(described, 8, keep=1).options
     assert configured_goodput(described, 8, option) is None
-    stored = run(cluster={"storage_bytes_per_second": 1e9})
+    stored = make_run(cluster={"storage_bytes_per_second": 1e9})
     never = stored.model_copy(update={"checkpoint": stored.checkpoint.model_copy(update={"every": 0})})
     assert configured_goodput(never, 8, option) is None

@@ -22,7 +22,7 @@ from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
-STEPS, WHOLE = 40, 1.0
+STEPS, COMPUTE_SECONDS = 40, 1.0
 DENSE = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -35,7 +35,7 @@ DENSE = {
 MOE = {**DENSE, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 64}}
 
 
-def described(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> RunSpec:
+def build_run_spec(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> RunSpec:
     return run_from_table(
         {
             "model": model,
@@ -47,83 +47,92 @@ def described(ranks: int, model: dict[str, Any] = DENSE, **layout: Any) -> RunSp
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Fault:
     """What is made wrong, from a step on."""
 
-    since: int = 1
-    compute: dict[int, float] = field(default_factory=dict)
+    first_step: int = 1
+    slowdown_by_rank: dict[int, float] = field(default_factory=dict)
     """Ranks that take so many times as long."""
-    stages: dict[int, float] = field(default_factory=dict)
+    slowdown_by_stage: dict[int, float] = field(default_factory=dict)
     """Stages that take so many times as long, on all ranks."""
-    data: dict[int, float] = field(default_factory=dict)
+    data_wait_by_rank: dict[int, float] = field(default_factory=dict)
     """Seconds in which ranks wait for tokens."""
-    link: float = 0.02
+    transfer_seconds: float = 0.02
     """Seconds of transfers that nothing hides."""
-    rows: dict[int, float] = field(default_factory=dict)
+    expert_rows_factor_by_rank: dict[int, float] = field(default_factory=dict)
     """Ranks whose experts are sent so many times as many rows, and that compute so much longer."""
-    update: float = 0.01
+    optimizer_seconds: float = 0.01
 
 
-def recorded(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> RunData:
+def simulate_run_data(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> RunData:
     """A run in which that is wrong."""
     lines: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(ranks)}
     chance = np.random.default_rng(seed)
     for step in range(1, STEPS + 1):
-        now = wrong if step >= wrong.since else Wrong()
+        now = wrong if step >= wrong.first_step else Fault()
         noise = {rank: float(chance.normal(1, 0.03)) for rank in range(ranks)}
-        for rank, line in one_step(run, ranks, now, noise).items():
+        for rank, line in simulate_step_records(run, ranks, now, noise).items():
             lines[rank].append({"step": step, "start": float(step), "peak_memory_bytes": 1, **line})
     records = {rank: RankRecord(rank, "host", "cpu", 0.0, 0.0, 2**34, 2, lines[rank]) for rank in range(ranks)}
     return RunData(Path("run"), run, ranks, 0, records, [], {}, [])
 
 
-def one_step(run: RunSpec, ranks: int, wrong: Wrong, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
+def simulate_step_records(run: RunSpec, ranks: int, wrong: Fault, noise: dict[int, float]) -> dict[int, dict[str, Any]]:
     """What each rank notes: all wait for the last in the collective at the end, and in a pipeline for each other."""
-    slower = {rank: noise[rank] * wrong.compute.get(rank, 1.0) * wrong.rows.get(rank, 1.0) for rank in range(ranks)}
-    passes, stages, waits = (piped if run.layout.pp > 1 else alone)(run, ranks, wrong, slower)
-    before = {rank: wrong.data.get(rank, 0.0001) + passes[rank] for rank in range(ranks)}
+    slower = {
+        rank: noise[rank] * wrong.slowdown_by_rank.get(rank, 1.0) * wrong.expert_rows_factor_by_rank.get(rank, 1.0)
+        for rank in range(ranks)
+    }
+    passes, stages, waits = (simulate_pipeline_passes if run.layout.pp > 1 else simulate_passes_without_pipeline)(
+        run, ranks, wrong, slower
+    )
+    before = {rank: wrong.data_wait_by_rank.get(rank, 0.0001) + passes[rank] for rank in range(ranks)}
     last = max(before.values())
     found = {}
     for rank in range(ranks):
-        reduce = last - before[rank] + wrong.link
+        reduce = last - before[rank] + wrong.transfer_seconds
         found[rank] = {
             "seconds": {
-                "data": wrong.data.get(rank, 0.0001),
+                "data": wrong.data_wait_by_rank.get(rank, 0.0001),
                 "passes": passes[rank],
                 "reduce": reduce,
-                "optimizer": wrong.update,
+                "optimizer": wrong.optimizer_seconds,
             },
             "stages": stages[rank],
             "wait_seconds": {"data": 0.0, "passes": 0.0, "reduce": reduce, "optimizer": 0.0, "pipeline": waits[rank]},
         }
         if run.layout.ep > 1:
-            hot = max(wrong.rows, key=lambda rank: wrong.rows[rank], default=0)
-            found[rank]["expert_rows"] = int(1000 * wrong.rows.get(rank, 1.0))
-            found[rank]["hot_expert"] = [3, 2 * hot + 1, 4.0] if wrong.rows else [5, 0, 1.1]
+            hot = max(
+                wrong.expert_rows_factor_by_rank, key=lambda rank: wrong.expert_rows_factor_by_rank[rank], default=0
+            )
+            found[rank]["expert_rows"] = int(1000 * wrong.expert_rows_factor_by_rank.get(rank, 1.0))
+            found[rank]["hot_expert"] = [3, 2 * hot + 1, 4.0] if wrong.expert_rows_factor_by_rank else [5, 0, 1.1]
     return found
 
 
-def alone(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> tuple[Any, Any, Any]:
+def simulate_passes_without_pipeline(
+    run: RunSpec, ranks: int, wrong: Fault, slower: dict[int, float]
+) -> tuple[Any, Any, Any]:
     """Ranks without a pipeline."""
-    passes = {rank: WHOLE * slower[rank] for rank in range(ranks)}
+    passes = {rank: COMPUTE_SECONDS * slower[rank] for rank in range(ranks)}
     stages = {rank: {"0": {"F": passes[rank] / 3, "B": 2 * passes[rank] / 3}} for rank in range(ranks)}
     return passes, stages, dict.fromkeys(range(ranks), 0.0)
 
 
-def piped(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> tuple[Any, Any, Any]:
+def simulate_pipeline_passes(run: RunSpec, ranks: int, wrong: Fault, slower: dict[int, float]) -> tuple[Any, Any, Any]:
     """Ranks of a pipeline, and of copies of it."""
     sizes, micro_batches = parallel_dims(run.layout, ranks), plan_batch(run, ranks).gradient_accumulation_steps
     schedule = layout_schedule(run.layout, micro_batches)
     passes, stages, waits = {}, {}, {}
     for copy in range(ranks // sizes.pp):
-        members = [rank for rank in range(ranks) if copy_of(run, ranks, rank) == copy]
+        members = [rank for rank in range(ranks) if pipeline_replica_index(run, ranks, rank) == copy]
         at = {sizes.coordinates(rank)["pp"]: rank for rank in members}
         each = [
-            wrong.stages.get(stage, 1.0) * slower[at[schedule.rank_of[stage]]] / micro_batches
+            wrong.slowdown_by_stage.get(stage, 1.0) * slower[at[schedule.rank_of[stage]]] / micro_batches
             for stage in range(schedule.stages)
         ]
         halves = [2 * second for second in each]
-        timeline = simulate(schedule, ActionTimes(each, halves, 0.0, transfer=wrong.link / 4))
+        timeline = simulate(schedule, ActionTimes(each, halves, 0.0, transfer=wrong.transfer_seconds / 4))
         for place, rank in at.items():
             own: dict[str, dict[str, float]] = {}
             for span in timeline.spans[place]:
@@ -136,96 +145,118 @@ def piped(run: RunSpec, ranks: int, wrong: Wrong, slower: dict[int, float]) -> t
     return passes, stages, waits
 
 
-def copy_of(run: RunSpec, ranks: int, rank: int) -> int:
+def pipeline_replica_index(run: RunSpec, ranks: int, rank: int) -> int:
     """Which copy of the pipeline a rank is in."""
     place = parallel_dims(run.layout, ranks).coordinates(rank)
     return place["dp_replicate"] * parallel_dims(run.layout, ranks).dp_shard + place["dp_shard"]
 
 
-DDP4, ZERO8 = described(4), described(8, data_parallel="zero3")
-PIPE = described(4, pp=4, micro_batch_size=2)
-PIPES = described(8, pp=4, data_parallel="zero1", micro_batch_size=2)
-COARSE = described(4, pp=4, micro_batch_size=16)
-EXPERTS = described(4, MOE, ep=4)
-AGAIN = described(4, activation_checkpointing="full")
-ON_DISK = described(4, data_parallel="zero2", offload="nvme", offload_directory="/tmp")
-LABELLED: dict[str, tuple[RunSpec, int, Wrong, Callable[[Bottleneck], bool]]] = {
-    "nothing-ddp": (DDP4, 4, Wrong(), lambda it: it.kind == "compute"),
-    "nothing-zero3": (ZERO8, 8, Wrong(), lambda it: it.kind == "compute"),
-    "nothing-experts": (EXPERTS, 4, Wrong(), lambda it: it.kind == "compute"),
-    "slow-rank": (DDP4, 4, Wrong(compute={2: 1.6}), lambda it: (it.kind, it.rank) == ("straggler", 2)),
-    "slow-rank-of-8": (ZERO8, 8, Wrong(compute={7: 1.5}), lambda it: (it.kind, it.rank) == ("straggler", 7)),
-    "slow-rank-0": (ZERO8, 8, Wrong(compute={0: 2.0}), lambda it: (it.kind, it.rank) == ("straggler", 0)),
+DDP4, ZERO8 = build_run_spec(4), build_run_spec(8, data_parallel="zero3")
+PIPELINE = build_run_spec(4, pp=4, micro_batch_size=2)
+REPLICATED_PIPELINE = build_run_spec(8, pp=4, data_parallel="zero1", micro_batch_size=2)
+FEW_MICRO_BATCHES = build_run_spec(4, pp=4, micro_batch_size=16)
+EXPERT_PARALLEL = build_run_spec(4, MOE, ep=4)
+FULL_CHECKPOINTING = build_run_spec(4, activation_checkpointing="full")
+NVME_OFFLOAD = build_run_spec(4, data_parallel="zero2", offload="nvme", offload_directory="/tmp")
+FAULT_CASES: dict[str, tuple[RunSpec, int, Fault, Callable[[Bottleneck], bool]]] = {
+    "nothing-ddp": (DDP4, 4, Fault(), lambda it: it.kind == "compute"),
+    "nothing-zero3": (ZERO8, 8, Fault(), lambda it: it.kind == "compute"),
+    "nothing-experts": (EXPERT_PARALLEL, 4, Fault(), lambda it: it.kind == "compute"),
+    "slow-rank": (DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), lambda it: (it.kind, it.rank) == ("straggler", 2)),
+    "slow-rank-of-8": (ZERO8, 8, Fault(slowdown_by_rank={7: 1.5}), lambda it: (it.kind, it.rank) == ("straggler", 7)),
+    "slow-rank-0": (ZERO8, 8, Fault(slowdown_by_rank={0: 2.0}), lambda it: (it.kind, it.rank) == ("straggler", 0)),
     "slow-later": (
         DDP4,
         4,
-        Wrong(since=21, compute={1: 1.8}),
+        Fault(first_step=21, slowdown_by_rank={1: 1.8}),
         lambda it: (it.kind, it.rank) == ("straggler", 1) and it.since is not None and abs(it.since - 21) <= 1,
     ),
-    "slow-rank-of-a-pipeline": (PIPES, 8, Wrong(compute={5: 1.8}), lambda it: (it.kind, it.rank) == ("straggler", 5)),
+    "slow-rank-of-a-pipeline": (
+        REPLICATED_PIPELINE,
+        8,
+        Fault(slowdown_by_rank={5: 1.8}),
+        lambda it: (it.kind, it.rank) == ("straggler", 5),
+    ),
     "slow-rank-and-slow-link": (
         DDP4,
         4,
-        Wrong(compute={3: 2.0}, link=0.3),
+        Fault(slowdown_by_rank={3: 2.0}, transfer_seconds=0.3),
         lambda it: (it.kind, it.rank) == ("straggler", 3),
     ),
-    "starved": (DDP4, 4, Wrong(data={1: 0.7}), lambda it: (it.kind, it.rank) == ("input", 1)),
-    "starved-all": (ZERO8, 8, Wrong(data=dict.fromkeys(range(8), 0.5)), lambda it: it.kind == "input"),
+    "starved": (DDP4, 4, Fault(data_wait_by_rank={1: 0.7}), lambda it: (it.kind, it.rank) == ("input", 1)),
+    "starved-all": (ZERO8, 8, Fault(data_wait_by_rank=dict.fromkeys(range(8), 0.5)), lambda it: it.kind == "input"),
     "starved-later": (
         DDP4,
         4,
-        Wrong(since=15, data={0: 0.9}),
+        Fault(first_step=15, data_wait_by_rank={0: 0.9}),
         lambda it: (it.kind, it.rank) == ("input", 0) and it.since is not None and abs(it.since - 15) <= 1,
     ),
-    "slow-link": (DDP4, 4, Wrong(link=0.6), lambda it: it.kind == "communication"),
-    "slow-link-zero3": (ZERO8, 8, Wrong(link=1.5), lambda it: it.kind == "communication"),
+    "slow-link": (DDP4, 4, Fault(transfer_seconds=0.6), lambda it: it.kind == "communication"),
+    "slow-link-zero3": (ZERO8, 8, Fault(transfer_seconds=1.5), lambda it: it.kind == "communication"),
     "slow-link-later": (
         ZERO8,
         8,
-        Wrong(since=10, link=1.0),
+        Fault(first_step=10, transfer_seconds=1.0),
         lambda it: it.kind == "communication" and it.since is not None and abs(it.since - 10) <= 1,
     ),
-    "slow-link-of-a-pipeline": (PIPE, 4, Wrong(link=4.0), lambda it: it.kind == "communication"),
-    "few-micro-batches": (COARSE, 4, Wrong(), lambda it: it.kind == "bubble"),
-    "uneven-stage": (PIPE, 4, Wrong(stages={2: 1.5}), lambda it: (it.kind, it.stage) == ("stage", 2)),
-    "uneven-stage-of-copies": (PIPES, 8, Wrong(stages={0: 1.6}), lambda it: (it.kind, it.stage) == ("stage", 0)),
-    "hot-expert": (EXPERTS, 4, Wrong(rows={2: 2.0}), lambda it: (it.kind, it.rank, it.expert) == ("expert", 2, (3, 5))),
-    "hot-expert-later": (
-        EXPERTS,
+    "slow-link-of-a-pipeline": (PIPELINE, 4, Fault(transfer_seconds=4.0), lambda it: it.kind == "communication"),
+    "few-micro-batches": (FEW_MICRO_BATCHES, 4, Fault(), lambda it: it.kind == "bubble"),
+    "uneven-stage": (PIPELINE, 4, Fault(slowdown_by_stage={2: 1.5}), lambda it: (it.kind, it.stage) == ("stage", 2)),
+    "uneven-stage-of-copies": (
+        REPLICATED_PIPELINE,
+        8,
+        Fault(slowdown_by_stage={0: 1.6}),
+        lambda it: (it.kind, it.stage) == ("stage", 0),
+    ),
+    "hot-expert": (
+        EXPERT_PARALLEL,
         4,
-        Wrong(since=25, rows={0: 1.7}),
+        Fault(expert_rows_factor_by_rank={2: 2.0}),
+        lambda it: (it.kind, it.rank, it.expert) == ("expert", 2, (3, 5)),
+    ),
+    "hot-expert-later": (
+        EXPERT_PARALLEL,
+        4,
+        Fault(first_step=25, expert_rows_factor_by_rank={0: 1.7}),
         lambda it: (it.kind, it.rank) == ("expert", 0) and it.since is not None and abs(it.since - 25) <= 1,
     ),
-    "slow-rank-with-experts": (EXPERTS, 4, Wrong(compute={1: 1.7}), lambda it: (it.kind, it.rank) == ("straggler", 1)),
-    "recomputed": (AGAIN, 4, Wrong(), lambda it: it.kind == "memory"),
-    "on-disk": (ON_DISK, 4, Wrong(update=1.2), lambda it: it.kind == "memory"),
+    "slow-rank-with-experts": (
+        EXPERT_PARALLEL,
+        4,
+        Fault(slowdown_by_rank={1: 1.7}),
+        lambda it: (it.kind, it.rank) == ("straggler", 1),
+    ),
+    "recomputed": (FULL_CHECKPOINTING, 4, Fault(), lambda it: it.kind == "memory"),
+    "on-disk": (NVME_OFFLOAD, 4, Fault(optimizer_seconds=1.2), lambda it: it.kind == "memory"),
 }
 
 
-def judged(run: RunSpec, ranks: int, wrong: Wrong, seed: int) -> list[Bottleneck]:
-    of = recorded(run, ranks, wrong, seed)
+def find_simulated_bottlenecks(run: RunSpec, ranks: int, wrong: Fault, seed: int) -> list[Bottleneck]:
+    of = simulate_run_data(run, ranks, wrong, seed)
     found = step_times(of)
     assert found is not None
     return find_bottlenecks(of, found)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", LABELLED)
+@pytest.mark.parametrize("name", FAULT_CASES)
 def test_find_bottlenecks_identifies_injected_cause(name: str, seed: int) -> None:
-    run, ranks, wrong, right = LABELLED[name]
-    named = judged(run, ranks, wrong, seed)
+    run, ranks, wrong, right = FAULT_CASES[name]
+    named = find_simulated_bottlenecks(run, ranks, wrong, seed)
     assert right(named[0]), "\n".join(map(str, named))
     assert named[0].kind == "compute" or named[0].share >= MIN_SHARE
 
 
 def test_bottleneck_share_equals_step_time_saved_without_straggler() -> None:
-    slow, well = (judged(DDP4, 4, wrong, seed=0)[0] for wrong in (Wrong(compute={2: 1.6}), Wrong()))
+    slow, well = (
+        find_simulated_bottlenecks(DDP4, 4, wrong, seed=0)[0] for wrong in (Fault(slowdown_by_rank={2: 1.6}), Fault())
+    )
     assert slow.share == pytest.approx(0.6 / 1.63, abs=0.04)
     assert well.share == pytest.approx(1 / 1.06, abs=0.05)
 
 
 def test_step_times_components_sum_to_step_duration() -> None:
-    found = step_times(recorded(PIPES, 8, Wrong(), seed=1))
+    found = step_times(simulate_run_data(REPLICATED_PIPELINE, 8, Fault(), seed=1))
     assert isinstance(found, StepTimes)
     assert abs(found.unattributed).max() < 1e-9
     assert found.steps == list(range(3, STEPS + 1))
@@ -233,14 +264,14 @@ def test_step_times_components_sum_to_step_duration() -> None:
 
 def test_step_times_bubble_matches_simulated_schedule() -> None:
     """Whatever a rank waits after its last pass, in the collectives of the step, is idle too."""
-    found = step_times(recorded(PIPE, 4, Wrong(link=0.0), seed=0))
-    schedule = layout_schedule(PIPE.layout, plan_batch(PIPE, 4).gradient_accumulation_steps)
+    found = step_times(simulate_run_data(PIPELINE, 4, Fault(transfer_seconds=0.0), seed=0))
+    schedule = layout_schedule(PIPELINE.layout, plan_batch(PIPELINE, 4).gradient_accumulation_steps)
     assert isinstance(found, StepTimes)
     assert found.bubble == pytest.approx(float(simulate(schedule, ActionTimes(1.0, 2.0, 0.0)).bubble), abs=0.03)
 
 
 def test_find_bottlenecks_ignores_ranks_without_records() -> None:
-    whole = recorded(DDP4, 4, Wrong(compute={2: 1.6}), seed=0)
+    whole = simulate_run_data(DDP4, 4, Fault(slowdown_by_rank={2: 1.6}), seed=0)
     fewer = replace(whole, ranks={rank: record for rank, record in whole.ranks.items() if rank != 1})
     found = step_times(fewer)
     assert found is not None

@@ -13,7 +13,7 @@ from phalanx.report.run_files import RankRecord
 from tests.helpers import trained_runs
 
 
-def call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -> dict[str, Any]:
+def collective_call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -> dict[str, Any]:
     """`exposed` is a share of the time."""
     spent = exposed * ((ended or began) - began)
     return {
@@ -28,7 +28,7 @@ def call(began: float, ended: float | None, exposed: float = 1.0, **more: Any) -
     }
 
 
-def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
+def build_run_data(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
     """Collectives of each rank in each step."""
     lines = {
         rank: [{"step": number, "collectives": step[rank], **more} for number, step in enumerate(steps, 1)]
@@ -40,27 +40,40 @@ def recorded(*steps: dict[int, list[dict[str, Any]]], **more: Any) -> RunData:
 
 def test_collective_times_use_last_arriving_rank():
     """Of two calls of a size in each step the shorter time of both ranks; of these the median."""
-    one = {1: [call(0, 5), call(6, 9)], 3: [call(4, 5), call(6, 7)]}
-    two = {1: [call(0, 3), call(6, 9)], 3: [call(0, 4), call(6, 7)]}
-    assert collective_times(recorded(one, two)) == (CollectiveTiming("all_gather", 2, 2, 64, 1),)
+    one = {1: [collective_call(0, 5), collective_call(6, 9)], 3: [collective_call(4, 5), collective_call(6, 7)]}
+    two = {1: [collective_call(0, 3), collective_call(6, 9)], 3: [collective_call(0, 4), collective_call(6, 7)]}
+    assert collective_times(build_run_data(one, two)) == (CollectiveTiming("all_gather", 2, 2, 64, 1),)
 
 
 @pytest.mark.parametrize(
     "calls",
-    [[call(0, 5, exposed=0.5)], [call(0, None)], [call(5, 5)], [], [call(0, 5, group=[1])], [call(0, 5, bytes=8)]],
+    [
+        [collective_call(0, 5, exposed=0.5)],
+        [collective_call(0, None)],
+        [collective_call(5, 5)],
+        [],
+        [collective_call(0, 5, group=[1])],
+        [collective_call(0, 5, bytes=8)],
+    ],
 )
 def test_collective_times_skip_unmatched_or_overlapped_calls(calls):
-    assert not [each for each in collective_times(recorded({1: [call(0, 5)], 3: calls})) if each.size_bytes == 64]
+    assert not [
+        each
+        for each in collective_times(build_run_data({1: [collective_call(0, 5)], 3: calls}))
+        if each.size_bytes == 64
+    ]
 
 
 def test_collective_times_skip_steps_with_memory_profiling():
-    assert collective_times(recorded({1: [call(0, 5)], 3: [call(0, 5)]}, memory=[])) == ()
+    assert collective_times(build_run_data({1: [collective_call(0, 5)], 3: [collective_call(0, 5)]}, memory=[])) == ()
 
 
 def test_collective_times_exist_only_for_profiled_run():
-    measured = with_measured_parts(read_measured_run(trained_runs.hybrid()), trained_runs.hybrid())
+    measured = with_measured_parts(read_measured_run(trained_runs.hybrid_run()), trained_runs.hybrid_run())
     assert {each.operation for each in measured.exchanges} >= {"all_reduce"}
     assert all(0 < each.seconds < 10 for each in measured.exchanges)
     assert {each.ranks for each in measured.exchanges} <= {2, 4}
-    assert with_measured_parts(read_measured_run(trained_runs.two_ranks()), trained_runs.two_ranks()).exchanges == ()
-    assert collective_times(read_run(trained_runs.two_ranks())) == ()
+    assert (
+        with_measured_parts(read_measured_run(trained_runs.two_rank_run()), trained_runs.two_rank_run()).exchanges == ()
+    )
+    assert collective_times(read_run(trained_runs.two_rank_run())) == ()

@@ -7,46 +7,52 @@ import pytest
 from phalanx.report.compare_runs import compare_runs, report_data, run_labels
 from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
-from tests.helpers.cli_runner import known, shown
-from tests.helpers.trained_runs import copied, hybrid, two_ranks
+from tests.helpers.cli_runner import command_json, command_output
+from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
 
 
 @pytest.fixture(scope="module")
-def two():
-    return report_facts(read_run(two_ranks()))
+def two_rank_facts():
+    return report_facts(read_run(two_rank_run()))
 
 
 @pytest.fixture(scope="module")
-def four():
-    return report_facts(read_run(hybrid()))
+def hybrid_facts():
+    return report_facts(read_run(hybrid_run()))
 
 
-def test_compare_runs_finds_no_difference_for_identical_runs(two):
-    found = compare_runs([two, two])
+def test_compare_runs_finds_no_difference_for_identical_runs(two_rank_facts):
+    found = compare_runs([two_rank_facts, two_rank_facts])
     assert found["same_model"] is True
     assert found["said"] == []
     assert found["loss_apart"] == {"steps": 8, "largest_relative": 0.0}
     assert {ratio for row in found["rows"] for ratio in row["ratio"]} <= {1.0, None}
 
 
-def test_compare_runs_compares_losses_per_step(two):
-    curves = {**two["curves"], "loss": [1.1 * loss for loss in two["curves"]["loss"][:5]] + [None] * 3}
-    found = compare_runs([two, {**two, "curves": curves}])
+def test_compare_runs_compares_losses_per_step(two_rank_facts):
+    curves = {
+        **two_rank_facts["curves"],
+        "loss": [1.1 * loss for loss in two_rank_facts["curves"]["loss"][:5]] + [None] * 3,
+    }
+    found = compare_runs([two_rank_facts, {**two_rank_facts, "curves": curves}])
     assert found["loss_apart"]["steps"] == 5
     assert found["loss_apart"]["largest_relative"] == pytest.approx(0.1)
 
 
-def test_compare_runs_rows_have_ratios_to_first_run(two, four):
-    rows = {row["what"]: row for row in compare_runs([two, four])["rows"]}
-    of = [next(row["measured"] for row in each["comparison"] if row["what"] == "step") for each in (two, four)]
+def test_compare_runs_rows_have_ratios_to_first_run(two_rank_facts, hybrid_facts):
+    rows = {row["what"]: row for row in compare_runs([two_rank_facts, hybrid_facts])["rows"]}
+    of = [
+        next(row["measured"] for row in each["comparison"] if row["what"] == "step")
+        for each in (two_rank_facts, hybrid_facts)
+    ]
     assert rows["step"]["measured"] == of
     assert rows["step"]["ratio"] == [1.0, of[1] / of[0]]
     assert rows["bubble"]["measured"][0] is None  # the first has no pipeline
     assert rows["bubble"]["ratio"] == [None, None]
 
 
-def test_compare_runs_reports_different_models_and_world_sizes(two, four):
-    found = compare_runs([two, four])
+def test_compare_runs_reports_different_models_and_world_sizes(two_rank_facts, hybrid_facts):
+    found = compare_runs([two_rank_facts, hybrid_facts])
     assert found["same_model"] is False
     assert found["said"][0].startswith("These are different models (moe the default and num_experts 4")
     assert found["loss_apart"] is None
@@ -54,17 +60,19 @@ def test_compare_runs_reports_different_models_and_world_sizes(two, four):
 
 
 def test_report_compares_runs_when_run_toml_is_unreadable(tmp_path):
-    directory = copied(two_ranks(), tmp_path)
+    directory = copy_run(two_rank_run(), tmp_path)
     (directory / "run.toml").write_text("what = 'else'\n")
-    comparison = known("report", two_ranks(), directory, "--html", tmp_path / "page.html")["comparison"]
+    comparison = command_json("report", two_rank_run(), directory, "--html", tmp_path / "page.html")["comparison"]
     assert comparison["same_model"] is None
     assert comparison["said"][0].startswith("Whether these are runs of one model is not known: two in ")
 
 
 def test_report_text_and_page_contain_comparison_messages(tmp_path):
     page = tmp_path / "both.html"
-    text = " ".join(shown("report", two_ranks(), hybrid(), "--html", page, width=300).split())
-    for said in report_data([report_facts(read_run(run)) for run in (two_ranks(), hybrid())])["comparison"]["said"]:
+    text = " ".join(command_output("report", two_rank_run(), hybrid_run(), "--html", page, width=300).split())
+    for said in report_data([report_facts(read_run(run)) for run in (two_rank_run(), hybrid_run())])["comparison"][
+        "said"
+    ]:
         assert said in text
         assert said in page.read_text()
 

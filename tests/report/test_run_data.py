@@ -19,16 +19,16 @@ from phalanx.report.run_data import read_run
 from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
-from tests.helpers.cli_runner import known, shown
-from tests.helpers.trained_runs import copied, hybrid, two_ranks
+from tests.helpers.cli_runner import command_json, command_output
+from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
 
 
-def _cut(file: Path, share: float = 0.6) -> None:
+def _truncate_file(file: Path, share: float = 0.6) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[: int(share * len(whole))])
 
 
-def _only_settled_to_come(run: Path) -> None:
+def _keep_first_step_only(run: Path) -> None:
     """As it was after the first step, the second being written."""
     for file in [run / "metrics.jsonl", *(run / "trace").glob("*")]:
         lines = file.read_text().splitlines(keepends=True)
@@ -36,89 +36,89 @@ def _only_settled_to_come(run: Path) -> None:
         file.write_text("".join(lines[:first]) + lines[first][:40])
 
 
-def _nothing_yet(run: Path) -> None:
+def _remove_all_steps(run: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     shutil.rmtree(run / "trace")
     shutil.rmtree(run / "measured", ignore_errors=True)
 
 
-def _other_format(run: Path) -> None:
+def _set_other_trace_format(run: Path) -> None:
     for file in (run / "trace").glob("*"):
         file.write_text(file.read_text().replace('"format": 1', '"format": 0'))
 
 
-def _unknown_field(run: Path) -> None:
+def _add_unknown_field(run: Path) -> None:
     table = tomllib.loads((run / "run.toml").read_text())
     table["training"]["flux_capacitor"] = 3
     (run / "run.toml").write_text(tomli_w.dumps(table))
 
 
-def _no_last_stage(run: Path) -> None:
+def _remove_last_stage_records(run: Path) -> None:
     for rank in (1, 3):
         (run / "trace" / f"rank-{rank:05d}.jsonl").unlink(missing_ok=True)
 
 
-def _schedule_is_gone(run: Path) -> None:
+def _point_to_missing_schedule(run: Path) -> None:
     table = tomllib.loads((run / "run.toml").read_text())
     table["layout"] |= {"schedule_file": str(run / "gone.csv")} if table["layout"]["pp"] > 1 else {}
     (run / "run.toml").write_text(tomli_w.dumps(table))
 
 
-def _not_text(run: Path) -> None:
+def _prepend_binary_bytes(run: Path) -> None:
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n" + (run / "metrics.jsonl").read_bytes())
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "one step is done": (_only_settled_to_come, "too few steps were noted"),
-    "no step is done": (_nothing_yet, "no step has been written yet"),
-    "metrics are cut": (lambda run: _cut(run / "metrics.jsonl"), "step 4 of 8: it was ended there"),
+    "one step is done": (_keep_first_step_only, "too few steps were noted"),
+    "no step is done": (_remove_all_steps, "no step has been written yet"),
+    "metrics are cut": (lambda run: _truncate_file(run / "metrics.jsonl"), "step 4 of 8: it was ended there"),
     "metrics are lost": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
-    "metrics are no text": (_not_text, "metrics.jsonl: 1 lines cannot be read"),
-    "a record is cut": (lambda run: _cut(run / "trace" / "rank-00001.jsonl"), "ends before others"),
+    "metrics are no text": (_prepend_binary_bytes, "metrics.jsonl: 1 lines cannot be read"),
+    "a record is cut": (lambda run: _truncate_file(run / "trace" / "rank-00001.jsonl"), "ends before others"),
     "a record is lost": (lambda run: (run / "trace" / "rank-00001.jsonl").unlink(), "no record of 1 of"),
     "rank 0 is lost": (lambda run: (run / "trace" / "rank-00000.jsonl").unlink(), "no record of 1 of"),
-    "a stage is lost": (_no_last_stage, "no record of"),
+    "a stage is lost": (_remove_last_stage_records, "no record of"),
     "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
-    "another format": (_other_format, "has format 0; this version reads 1"),
-    "an unknown field": (_unknown_field, "run.toml is not of this version"),
-    "run.toml is cut": (lambda run: _cut(run / "run.toml", 0.005), "run.toml is not of this version"),
+    "another format": (_set_other_trace_format, "has format 0; this version reads 1"),
+    "an unknown field": (_add_unknown_field, "run.toml is not of this version"),
+    "run.toml is cut": (lambda run: _truncate_file(run / "run.toml", 0.005), "run.toml is not of this version"),
 }
 
 
-@pytest.mark.parametrize("run", [two_ranks, hybrid])
+@pytest.mark.parametrize("run", [two_rank_run, hybrid_run])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_report_of_damaged_run_lists_problem_and_shows_rest(run, damage, tmp_path):
-    directory = copied(run(), tmp_path)
+    directory = copy_run(run(), tmp_path)
     how, said = DAMAGES[damage]
     how(directory)
-    (found,) = known("report", directory)["runs"]
+    (found,) = command_json("report", directory)["runs"]
     assert said in "\n".join(found["problems"])
     assert found == json.loads(json.dumps(report_facts(read_run(directory))))
-    text = " ".join(shown("report", directory, width=200).split())
+    text = " ".join(command_output("report", directory, width=200).split())
     for problem in (" ".join(problem.split()) for problem in found["problems"]):
         assert problem in text
     assert "</html>" in (directory / "report.html").read_text()
 
 
 def test_report_lists_missing_schedule_file_and_keeps_bottleneck(tmp_path):
-    directory = copied(hybrid(), tmp_path)
-    _schedule_is_gone(directory)
-    (found,) = known("report", directory)["runs"]
+    directory = copy_run(hybrid_run(), tmp_path)
+    _point_to_missing_schedule(directory)
+    (found,) = command_json("report", directory)["runs"]
     assert "run.toml names a schedule that is gone" in found["problems"][0]
     assert found["verdict"] is not None
 
 
 def test_report_facts_have_no_bottleneck_when_stage_records_are_missing(tmp_path):
-    directory = copied(hybrid(), tmp_path)
-    _no_last_stage(directory)
+    directory = copy_run(hybrid_run(), tmp_path)
+    _remove_last_stage_records(directory)
     found = report_facts(read_run(directory))
     assert found["verdict"] is None
     assert found["problems"][-1] == "there is no verdict: no rank left a record of 1 of 2 stages"
     assert [rank["rank"] for rank in found["ranks"]] == [0, 2]
 
 
-@pytest.mark.parametrize("run", [two_ranks, hybrid])
+@pytest.mark.parametrize("run", [two_rank_run, hybrid_run])
 def test_report_facts_list_no_problems_for_complete_run(run):
     assert report_facts(read_run(run()))["problems"] == []
 
@@ -126,9 +126,9 @@ def test_report_facts_list_no_problems_for_complete_run(run):
 @pytest.mark.parametrize("file", ["rank-00000.json", "rank-00002.json"])
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"held_bytes": {}'])
 def test_report_skips_corrupted_measured_memory_files(file, text, tmp_path):
-    directory = copied(hybrid(), tmp_path)
+    directory = copy_run(hybrid_run(), tmp_path)
     (directory / "measured" / file).write_text(text)
-    (found,) = known("report", directory)["runs"]
+    (found,) = command_json("report", directory)["runs"]
     assert f"measured/{file} cannot be read" in found["problems"]
     assert {row["role"] for row in found["comparison"]} == {"", "pp0", "pp1"}
 
@@ -138,21 +138,21 @@ def test_report_skips_corrupted_measured_memory_files(file, text, tmp_path):
 def test_report_and_watch_reject_directory_without_run(command, make, tmp_path):
     make(tmp_path / "run")
     with pytest.raises(UserError) as caught:
-        shown(command, tmp_path / "run")
+        command_output(command, tmp_path / "run")
     assert (caught.value.field, caught.value.value) == ("run directory", str(tmp_path / "run"))
     assert not list(tmp_path.rglob("*.html"))
 
 
-def _rewritten(file: Path, change: Callable[[dict], dict]) -> None:
+def _rewrite_lines(file: Path, change: Callable[[dict], dict]) -> None:
     lines = [change(json.loads(line)) for line in file.read_text().splitlines()]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):
-    directory = copied(hybrid(), tmp_path)
+    directory = copy_run(hybrid_run(), tmp_path)
     for file in (directory / "trace").glob("*"):
-        _rewritten(file, lambda line: {name: value for name, value in line.items() if name != "wait_seconds"})
-    whole, blind = (report_facts(read_run(run)) for run in (hybrid(), directory))
+        _rewrite_lines(file, lambda line: {name: value for name, value in line.items() if name != "wait_seconds"})
+    whole, blind = (report_facts(read_run(run)) for run in (hybrid_run(), directory))
     bubbles = [row["measured"] for of in (whole, blind) for row in of["comparison"] if row["what"] == "bubble"]
     assert bubbles[0] == bubbles[1] > 0
     assert "exposed communication" not in {row["what"] for row in blind["comparison"]}
@@ -160,7 +160,7 @@ def test_report_bubble_is_unchanged_without_host_wait_times(tmp_path):
 
 
 def test_report_omits_predicted_vs_measured_rows_after_resume_on_fewer_ranks(tmp_path):
-    directory = copied(hybrid(), tmp_path)
+    directory = copy_run(hybrid_run(), tmp_path)
     for file in (directory / "trace").glob("*"):
         opening = json.loads(file.read_text().splitlines()[0]) | {"step": 8, "ranks": 2}
         if opening["rank"] < 2:
@@ -171,7 +171,7 @@ def test_report_omits_predicted_vs_measured_rows_after_resume_on_fewer_ranks(tmp
 
 
 def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
-    directory = copied(two_ranks(), tmp_path)
+    directory = copy_run(two_rank_run(), tmp_path)
     table = tomllib.loads((directory / "run.toml").read_text())
     table["layout"] |= {"tp": 4}
     (directory / "run.toml").write_text(tomli_w.dumps(table))
@@ -181,26 +181,26 @@ def test_report_facts_list_layout_invalid_for_world_size(tmp_path):
 
 
 def test_watch_exits_with_reason_of_rank_failure(tmp_path):
-    directory = copied(two_ranks(), tmp_path)
+    directory = copy_run(two_rank_run(), tmp_path)
     lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
     (directory / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
     (directory / "failures").mkdir()
     word = {"rank": 1, "step": 5, "time": 1.0, "reason": "OSError: the disk is full\nsecond line", "code": 1}
     (directory / "failures" / "rank-00001.json").write_text(json.dumps(word))
     assert report_facts(read_run(directory))["problems"] == ["rank 1 failed: OSError: the disk is full"]
-    done = watched(directory)
+    done = run_watch(directory)
     assert (done.returncode, "step 5/8" in done.stdout) == (1, True)
     assert done.stderr == "phalanx: rank 1 failed: OSError: the disk is full\n"
 
 
-def watched(directory: Path) -> subprocess.CompletedProcess[str]:
+def run_watch(directory: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", "watch", str(directory)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
     """The others lost it, and wrote so before anybody wrote of it."""
-    directory = copied(two_ranks(), tmp_path)
+    directory = copy_run(two_rank_run(), tmp_path)
     (directory / "failures").mkdir()
     lost = {"rank": 0, "step": 5, "time": 1.0, "reason": "RuntimeError: Connection reset by peer", "code": 1}
     killed = {"rank": 1, "time": 2.0, "reason": "was killed by SIGKILL without a word; out of memory?", "code": 1}
@@ -211,7 +211,7 @@ def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):
 
 
 def test_read_run_reports_restarts_and_rollbacks(tmp_path):
-    directory = copied(two_ranks(), tmp_path)
+    directory = copy_run(two_rank_run(), tmp_path)
     for step in (3, 5):
         append_event(directory, FAILED, rank=1, step=step, reason="was killed by SIGKILL", verdict=[])
     assert read_run(directory).problems[-1].startswith("it broke off 2 times and went on, the last time at ")
@@ -222,15 +222,15 @@ def test_read_run_reports_restarts_and_rollbacks(tmp_path):
 
 
 def test_watch_exits_with_code_1_when_run_was_stopped_early(tmp_path):
-    directory = copied(two_ranks(), tmp_path)
-    _cut(directory / "metrics.jsonl")
-    done = watched(directory)
+    directory = copy_run(two_rank_run(), tmp_path)
+    _truncate_file(directory / "metrics.jsonl")
+    done = run_watch(directory)
     assert (done.returncode, done.stderr) == (1, "phalanx: step 4 of 8: it was ended there\n")
 
 
 def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
-    directory = copied(two_ranks(), tmp_path)
-    _cut(directory / "metrics.jsonl")
+    directory = copy_run(two_rank_run(), tmp_path)
+    _truncate_file(directory / "metrics.jsonl")
     monkeypatch.setattr("phalanx.runs.lock.SHUTDOWN_GRACE_SECONDS", 0.2)
     held = acquire_run_lock(directory)
     assert read_run(directory).problems == ["step 4 of 8: it is still under way"]

@@ -61,7 +61,7 @@ def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happened", "count"),
+    ("event_kinds", "count"),
     [
         ([], 0),
         ([STARTED], 0),
@@ -77,9 +77,9 @@ def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
         ([STARTED, FAILED, "rank_dropped", STARTED, FAILED], 2),
     ],
 )
-def test_failure_count_and_uptime_counts_each_failure_once(happened: list[str], count: int, tmp_path: Path) -> None:
+def test_failure_count_and_uptime_counts_each_failure_once(event_kinds: list[str], count: int, tmp_path: Path) -> None:
     counts = [0]
-    for what in happened:
+    for what in event_kinds:
         append_event(tmp_path, what, **dict.fromkeys(REQUIRED_FIELDS.get(what, ()), 0))
         counts.append(failure_count_and_uptime(tmp_path)[0])
     assert counts[-1] == count

@@ -11,7 +11,7 @@ import pytest
 from phalanx.launch.preflight import preflight
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import UserError
-from tests.helpers.small_runs import described
+from tests.helpers.small_runs import small_run
 
 
 def test_preflight_waits_for_run_lock_when_run_has_several_nodes(
@@ -19,7 +19,7 @@ def test_preflight_waits_for_run_lock_when_run_has_several_nodes(
 ) -> None:
     """On one machine they end with the launcher; elsewhere they wait until a collective's time is over."""
     changes = {"training.collective_timeout_seconds": 30, "cluster.device": "cpu", "cluster.nproc_per_node": 1}
-    one, two = (described(Path(json.__file__).parent, tmp_path, {**changes, "cluster.nodes": n}) for n in (1, 2))
+    one, two = (small_run(Path(json.__file__).parent, tmp_path, {**changes, "cluster.nodes": n}) for n in (1, 2))
     directory = Path(one.output_dir) / one.name
     directory.mkdir(parents=True)
     held = acquire_run_lock(directory)

@@ -13,20 +13,20 @@ from phalanx.spec.errors import UserError
 
 ONE, HALF = ActionTimes(*[Frac(1)] * 3), ActionTimes(*[Frac(1, 2)] * 3)
 SIZES = [(4, 4), (4, 8), (4, 12), (8, 32), (2, 7), (3, 9), (5, 20)]
-UNEVEN = [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 3), (5, 3, 1)]
+PASS_TIMES = [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 3), (5, 3, 1)]
 
 
-def peaks(schedule: Schedule) -> list[Frac]:
+def peak_activations_per_rank(schedule: Schedule) -> list[Frac]:
     return [peak_activations(schedule, rank) for rank in range(schedule.ranks)]
 
 
-def excess(schedule: Schedule, times: ActionTimes) -> Frac:
+def bubble_size(schedule: Schedule, times: ActionTimes) -> Frac:
     """The longest window beyond a rank's computing: what the zero bubble paper calls the size of the bubble."""
     timeline = simulate(schedule, times)
     return max(Frac(timeline.rank_span(rank)) - Frac(timeline.busy(rank)) for rank in range(schedule.ranks))
 
 
-def order(schedule: Schedule, rank: int) -> str:
+def format_rank_order(schedule: Schedule, rank: int) -> str:
     return " ".join(f"{action.kind}{action.micro}" for action in schedule.actions(rank))
 
 
@@ -46,12 +46,12 @@ def test_gpipe_and_1f1b_differ_in_memory_only(p: int, m: int, makespan: int) -> 
         assert timeline.bubble == Frac(p - 1, m + p - 1)
         assert timeline.bubble_overhead == Frac(p - 1, m)
         assert simulate(schedule).makespan == 3 * (m + p - 1), "backward passes twice as long as forward ones"
-    assert peaks(gpipe(p, m)) == [m] * p
-    assert peaks(one_f_one_b(p, m)) == [min(m, p - s) for s in range(p)]
+    assert peak_activations_per_rank(gpipe(p, m)) == [m] * p
+    assert peak_activations_per_rank(one_f_one_b(p, m)) == [min(m, p - s) for s in range(p)]
 
 
 def test_gpipe_schedule_matches_published_diagram() -> None:
-    assert order(gpipe(4, 4), 0) == "F0 F1 F2 F3 B3 B2 B1 B0"
+    assert format_rank_order(gpipe(4, 4), 0) == "F0 F1 F2 F3 B3 B2 B1 B0"
     timeline = simulate(gpipe(4, 4), ActionTimes(1, Frac(1, 2), Frac(1, 2)))
     assert [(spans[0].start, spans[-1].end) for spans in timeline.spans] == [(0, 14), (1, 13), (2, 12), (3, 11)]
 
@@ -76,7 +76,7 @@ def test_interleaved_schedule_divides_bubble_by_chunk_count(p: int, m: int, v: i
     timeline = simulate(schedule, ONE)
     assert timeline.bubble == Frac(p - 1, v * m + p - 1)
     assert f"{float(timeline.bubble):.4f}".lstrip("0") == bubble
-    assert peaks(schedule)[0] == min(p + Frac(p - 1, v), m)
+    assert peak_activations_per_rank(schedule)[0] == min(p + Frac(p - 1, v), m)
 
 
 def test_interleaved_schedule_with_one_chunk_equals_1f1b() -> None:
@@ -90,11 +90,11 @@ def test_zb_h1_makespan_bubble_and_memory_match_paper(p: int, m: int, makespan: 
     timeline = simulate(zb_h1(p, m), ONE)
     assert timeline.makespan == makespan == 3 * m + p - 1
     assert timeline.bubble == Frac(p - 1, 3 * m + p - 1)
-    assert peaks(zb_h1(p, m)) == [p] * p
+    assert peak_activations_per_rank(zb_h1(p, m)) == [p] * p
 
 
 def test_zb_h1_schedule_matches_published_diagram() -> None:
-    assert [order(zb_h1(4, 4), rank) for rank in range(4)] == [
+    assert [format_rank_order(zb_h1(4, 4), rank) for rank in range(4)] == [
         "F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3",
         "F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3",
         "F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3",
@@ -108,7 +108,7 @@ def test_zb_h2_has_no_bubble_within_a_rank(p: int, m: int, window: int) -> None:
     assert [timeline.rank_span(rank) for rank in range(p)] == [window] * p
     assert timeline.rank_span_bubble == 0
     assert timeline.makespan == 3 * m + p - 1
-    assert peaks(zb_h2(p, m)) == [2 * p - 1] * p
+    assert peak_activations_per_rank(zb_h2(p, m)) == [2 * p - 1] * p
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (2, 3), (3, 5)])
@@ -116,28 +116,28 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b(p: int, m: int) -> None:
     timeline = simulate(zb_v(p, m), HALF)  # two stages to a rank
     assert [timeline.rank_span(rank) for rank in range(p)] == [3 * m] * p
     assert timeline.bubble == Frac(p - 1, 6 * m + p - 1)
-    assert peaks(zb_v(p, m)) == [p] * p
+    assert peak_activations_per_rank(zb_v(p, m)) == [p] * p
 
 
 @pytest.mark.parametrize(("times", "bubble"), [((2, 2, 1), 1), ((3, 4, 2), 2)])
 def test_zb_v_has_bubble_when_pass_times_differ(times: tuple[int, int, int], bubble: int) -> None:
     for p in (4, 8):
-        assert excess(zb_v(p, 4 * p), ActionTimes(*(Frac(time, 2) for time in times))) == bubble * (p - 1)
+        assert bubble_size(zb_v(p, 4 * p), ActionTimes(*(Frac(time, 2) for time in times))) == bubble * (p - 1)
 
 
-@pytest.mark.parametrize("times", UNEVEN)
+@pytest.mark.parametrize("times", PASS_TIMES)
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0] - 1])
 def test_schedule_bubble_sizes_match_zero_bubble_paper_formulas(p: int, m: int, times: tuple[int, int, int]) -> None:
     forward, input, weight = (Frac(time) for time in times)
     given, backward = ActionTimes(forward, input, weight), input + weight
-    assert excess(gpipe(p, m), given) == excess(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
+    assert bubble_size(gpipe(p, m), given) == bubble_size(one_f_one_b(p, m), given) == (p - 1) * (forward + backward)
     if m % p == 0:
         for v in (2, 3):
             chunk = ActionTimes(forward / v, input / v, weight / v)
-            assert excess(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
+            assert bubble_size(interleaved(p, m, v), chunk) == (p - 1) * (forward + backward) / v
     if weight <= forward:  # longer weight halves hold up the input halves between which they were to fill the gaps
-        assert excess(zb_h1(p, m), given) == (p - 1) * (forward + input - weight)
-        assert excess(zb_h2(p, m), given) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
+        assert bubble_size(zb_h1(p, m), given) == (p - 1) * (forward + input - weight)
+        assert bubble_size(zb_h2(p, m), given) == max(Frac(0), (p - 1) * (forward + input - 2 * weight))
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 0)])
@@ -151,6 +151,6 @@ def test_dualpipe_v_makespan_and_memory_match_published_formulas(p: int, times: 
             ideal = m * (forward + input + weight) * 2
             if overlapped == forward + input + weight:
                 assert timeline.makespan - ideal == (p - 1) * (overlapped + input + weight - 3 * weight)
-        assert max(peaks(dualpipe_v(p, m))) == Frac(2 * p + 1, 2)
+        assert max(peak_activations_per_rank(dualpipe_v(p, m))) == Frac(2 * p + 1, 2)
     with pytest.raises(UserError, match="less than the"):
         dualpipe_v(p, 2 * p - 1)

@@ -15,7 +15,7 @@ from phalanx.schedule.schedule import Schedule, read_csv, to_csv
 from phalanx.schedule.validate import violations
 
 
-def theirs(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, list[Any]]:
+def pytorch_orders(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, list[Any]]:
     """The order of every rank that a schedule class of PyTorch works out."""
     asked = SimpleNamespace(
         pp_group_size=p,
@@ -31,18 +31,18 @@ def theirs(name: str, p: int, m: int, stages_per_rank: int = 2) -> dict[int, lis
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 7), (4, 8), (4, 11), (8, 32), (4, 3)])
 def test_zb_v_schedule_equals_pytorch(p: int, m: int) -> None:
-    made = theirs("ScheduleZBVZeroBubble", p, m)
+    made = pytorch_orders("ScheduleZBVZeroBubble", p, m)
     assert to_csv(zb_v(p, m)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 8), (4, 8), (4, 11), (8, 32)])
 def test_dualpipe_v_schedule_equals_pytorch(p: int, m: int) -> None:
-    assert to_csv(dualpipe_v(p, m)) == to_csv(Schedule.from_rows(theirs("ScheduleDualPipeV", p, m).values()))  # type: ignore[arg-type]
+    assert to_csv(dualpipe_v(p, m)) == to_csv(Schedule.from_rows(pytorch_orders("ScheduleDualPipeV", p, m).values()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (8, 16, 4)])
 def test_interleaved_1f1b_schedule_equals_pytorch(p: int, m: int, v: int) -> None:
-    made = theirs("ScheduleInterleaved1F1B", p, m, v)
+    made = pytorch_orders("ScheduleInterleaved1F1B", p, m, v)
     assert to_csv(interleaved(p, m, v)) == to_csv(Schedule.from_rows(made.values()))  # type: ignore[arg-type]
 
 

@@ -43,14 +43,14 @@ F0 - - - - - - B0
 """
 
 
-def drawn(picture: str) -> list[list[ScheduleStep | None]]:
+def parse_drawing(picture: str) -> list[list[ScheduleStep | None]]:
     """A picture's rows as a file would have them: one stage to a rank."""
     rows = [row.split() for row in picture.strip().splitlines()]
     cells = [["" if cell == "-" else f"{rank}{cell}" for cell in row] for rank, row in enumerate(rows)]
     return read_csv("\n".join(",".join(row) for row in cells))
 
 
-def as_drawn(schedule: Schedule, times: ActionTimes) -> Grid:
+def schedule_to_grid(schedule: Schedule, times: ActionTimes) -> Grid:
     """A schedule on a grid of ticks."""
     grid: list[list[ScheduleStep | None]] = []
     for spans in simulate(schedule, times).spans:
@@ -63,17 +63,17 @@ def as_drawn(schedule: Schedule, times: ActionTimes) -> Grid:
 
 @pytest.mark.parametrize("picture", [WRONG_1F1B, WRONG_ZERO_BUBBLE])
 def test_lockstep_violations_finds_broken_dependencies_in_drawings(picture: str) -> None:
-    found = lockstep_violations(drawn(picture))
+    found = lockstep_violations(parse_drawing(picture))
     assert len(found) == 12
     assert {(violation.rank, violation.action.kind) for violation in found} <= {(r, k) for r in range(3) for k in "BI"}
-    assert not violations(Schedule.from_rows(drawn(picture))), (
+    assert not violations(Schedule.from_rows(parse_drawing(picture))), (
         "as orders, with ranks waiting for each other, they can run"
     )
 
 
 @pytest.mark.parametrize("picture", [GPIPE, NAIVE])
 def test_lockstep_violations_is_empty_for_valid_drawings(picture: str) -> None:
-    assert lockstep_violations(drawn(picture)) == []
+    assert lockstep_violations(parse_drawing(picture)) == []
 
 
 def test_validate_names_each_kind_of_violation() -> None:
@@ -170,4 +170,4 @@ def test_validate_reports_removed_action(schedule: Schedule, data: st.DataObject
 def test_lockstep_violations_accepts_simulated_published_schedules(make: Callable[[int, int], Schedule]) -> None:
     halves = any(action.kind == "W" for action in make(4, 8).actions(0))
     ticks = ActionTimes() if halves else ActionTimes(1, Fraction(1, 2), Fraction(1, 2))
-    assert lockstep_violations(as_drawn(make(4, 8), ticks)) == []
+    assert lockstep_violations(schedule_to_grid(make(4, 8), ticks)) == []

@@ -17,13 +17,13 @@ MODEL = {
 }
 
 
-def described(swarm: dict[str, object], **more: object) -> RunSpec:
+def swarm_run(swarm: dict[str, object], **more: object) -> RunSpec:
     training = {"steps": 200, "seq_len": 64, "tokens_per_step": 1024}
     return run_from_table({"model": MODEL, "training": training, "swarm": swarm, **more})
 
 
 def test_swarm_spec_methods_default_to_published_settings():
-    found = {method: described({"method": method}).swarm for method in ("fedavg", "diloco", "spes", "spes+")}
+    found = {method: swarm_run({"method": method}).swarm for method in ("fedavg", "diloco", "spes", "spes+")}
     assert [swarm.effective_codec for swarm in found.values()] == ["fp32", "fp32", "fp32", "int8"]
     outers = [(swarm.outer_optimizer.learning_rate, swarm.outer_optimizer.momentum) for swarm in found.values()]
     assert outers == [(1.0, 0.0), (0.7, 0.9), (1.0, 0.0), (1.0, 0.0)]
@@ -31,15 +31,15 @@ def test_swarm_spec_methods_default_to_published_settings():
 
 def test_balance_spec_ratio_rises_linearly_to_one():
     """SPES's decayed auxiliary loss: from 0.7 to 1 in the first 20 % of 1000 steps."""
-    balance = described({"balance": {"local_expert_weight": 0.7}}).swarm.balance
+    balance = swarm_run({"balance": {"local_expert_weight": 0.7}}).swarm.balance
     found = [balance.ratio(step, 1000) for step in (0, 50, 100, 199, 200, 999)]
     assert found == pytest.approx([0.7, 0.775, 0.85, 0.9985, 1.0, 1.0])
     assert found[-2:] == [1.0, 1.0]
-    assert described({}).swarm.balance.ratio(0, 1000) == 1.0
+    assert swarm_run({}).swarm.balance.ratio(0, 1000) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("swarm", "more", "said"),
+    ("swarm", "other_tables", "message"),
     [
         ({"fragments": 3}, {}, r"swarm\.fragments = 3: does not divide every \(100\)"),
         ({"delay": 100}, {}, r"swarm\.delay = 100: is not less than the 100 steps"),
@@ -71,11 +71,11 @@ def test_balance_spec_ratio_rises_linearly_to_one():
         ({"methd": "spes"}, {}, "did you mean 'method'"),
     ],
 )
-def test_swarm_spec_rejects_invalid_combinations(swarm, more, said):
-    with pytest.raises(UserError, match=said):
-        described(swarm, **more)
+def test_swarm_spec_rejects_invalid_combinations(swarm, other_tables, message):
+    with pytest.raises(UserError, match=message):
+        swarm_run(swarm, **other_tables)
 
 
 def test_swarm_spec_accepts_dense_model_for_diloco():
-    assert described({"method": "diloco"}, model={**MODEL, "moe": None}).swarm.method == "diloco"
-    assert described({"method": "diloco"}, layout={"tp": 2}).swarm.method == "diloco"
+    assert swarm_run({"method": "diloco"}, model={**MODEL, "moe": None}).swarm.method == "diloco"
+    assert swarm_run({"method": "diloco"}, layout={"tp": 2}).swarm.method == "diloco"

@@ -13,25 +13,25 @@ from phalanx.swarm.codec import TOP, CodecError, decode, encode
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 
 
-def normal(*shape: int) -> torch.Tensor:
+def random_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("shape", [(3, 5), (256,), (257,), (2, 256, 4), (1,), (), (0,), (511,)])
 def test_codec_output_size_equals_encoded_bytes(codec, shape):
-    data = encode(normal(*shape), codec)
+    data = encode(random_tensor(*shape), codec)
     assert len(data) == encoded_bytes(int(torch.Size(shape).numel()), codec)
     assert decode(data, shape, codec).shape == torch.Size(shape)
 
 
 def test_fp32_codec_round_trips_exactly():
-    tensor = normal(7, 9)
+    tensor = random_tensor(7, 9)
     assert torch.equal(decode(encode(tensor, "fp32"), (7, 9), "fp32"), tensor)
 
 
 def test_bf16_codec_equals_torch_bfloat16_rounding():
-    tensor = normal(7, 9)
+    tensor = random_tensor(7, 9)
     assert torch.equal(decode(encode(tensor, "bf16"), (7, 9), "bf16"), tensor.bfloat16().float())
 
 
@@ -51,7 +51,7 @@ def test_int_codec_error_is_at_most_half_a_quantization_step(numbers, codec):
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_int_codec_is_idempotent_and_preserves_block_maximum_and_zero(codec):
     """A block's largest number is, and so is zero; coding again what was coded changes nothing."""
-    tensor = normal(4, BLOCK)
+    tensor = random_tensor(4, BLOCK)
     once = decode(encode(tensor, codec), tensor.shape, codec)
     torch.testing.assert_close(once.abs().amax(1), tensor.abs().amax(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(decode(encode(once, codec), once.shape, codec), once, rtol=1e-6, atol=0)
@@ -67,7 +67,7 @@ def test_int4_codec_round_trips_all_integer_levels():
 def test_codec_preserves_nonfinite_values(codec):
     """Who receives it can refuse it: it does not turn into an innocent number."""
     for bad in (float("nan"), float("inf")):
-        tensor = normal(600)
+        tensor = random_tensor(600)
         tensor[300] = bad
         assert not decode(encode(tensor, codec), (600,), codec).isfinite().all()
 
@@ -75,7 +75,7 @@ def test_codec_preserves_nonfinite_values(codec):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_decode_rejects_bytes_of_wrong_length(codec, change):
-    data = bytes(encode(normal(300), codec))
+    data = bytes(encode(random_tensor(300), codec))
     with pytest.raises(CodecError):
         decode(data[:change] if change < 0 else data + b"x", (300,), codec)
 
@@ -83,7 +83,7 @@ def test_decode_rejects_bytes_of_wrong_length(codec, change):
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 def test_codec_error_feedback_reduces_accumulated_error(codec):
     """What was coded of a steady change adds up to it; without feedback a codec of few bits leaves some of it out."""
-    change, kept, told, without = normal(1024), torch.zeros(1024), torch.zeros(1024), torch.zeros(1024)
+    change, kept, told, without = random_tensor(1024), torch.zeros(1024), torch.zeros(1024), torch.zeros(1024)
     for _ in range(50):
         sent = decode(encode(change + kept, codec), (1024,), codec)
         kept, told = change + kept - sent, told + sent

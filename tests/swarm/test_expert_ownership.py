@@ -11,14 +11,14 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.swarm import SwarmSpec
 from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, proportional_shares, rotate_owners
 from phalanx.swarm.join import max_trained_experts
-from tests.helpers.tiny_models import TINY
+from tests.helpers.tiny_models import TINY_MOE
 
 capacities = st.dictionaries(
     st.text("abcdefgh", min_size=1, max_size=3), st.integers(1, 20).map(float), min_size=1, max_size=9
 )
 
 
-def counts(owners: Owners) -> Counter[str]:
+def experts_per_node(owners: Owners) -> Counter[str]:
     return Counter(node for of in owners for node in of)
 
 
@@ -39,15 +39,15 @@ def test_proportional_shares_follow_node_capacity():
     assert proportional_shares(16, 8, {"a": 1, "b": 100}) == {"a": 8, "b": 8}  # nobody has an expert twice
 
 
-@given(nodes=capacities, share=st.floats(0, 1), most=st.integers(1, 40))
-def test_proportional_shares_respect_capacity_and_sum_to_total(nodes, share, most):
+@given(nodes=capacities, share=st.floats(0, 1), max_share=st.integers(1, 40))
+def test_proportional_shares_respect_capacity_and_sum_to_total(nodes, share, max_share):
     """All places are given out; nobody gets more than its capacity, nor one more than its part."""
     room = int(sum(nodes.values()))
-    places = int(share * min(room, most * len(nodes)))
-    found = proportional_shares(places, most, nodes)
+    places = int(share * min(room, max_share * len(nodes)))
+    found = proportional_shares(places, max_share, nodes)
     assert sum(found.values()) == places
-    assert all(0 <= count <= most for count in found.values())
-    if max(nodes.values()) <= most:
+    assert all(0 <= count <= max_share for count in found.values())
+    if max(nodes.values()) <= max_share:
         for node, count in found.items():
             assert count <= nodes[node]
             assert abs(count - places * nodes[node] / room) < 1
@@ -67,7 +67,7 @@ def test_assign_experts_gives_every_expert_distinct_owners(experts, nodes, repli
     owners = assign_experts(experts, nodes, replication)
     copies = min(replication, len(nodes))
     assert [len(set(of)) for of in owners] == [copies] * experts
-    assert counts(owners) == Counter(proportional_shares(experts * copies, experts, nodes))
+    assert experts_per_node(owners) == Counter(proportional_shares(experts * copies, experts, nodes))
 
 
 @given(experts=st.integers(1, 24), nodes=capacities, later=capacities, replication=st.integers(1, 3))
@@ -77,10 +77,10 @@ def test_assign_experts_moves_minimum_number_of_experts_on_reassignment(experts,
     after = assign_experts(experts, later, replication, before)
     copies = min(replication, len(later))
     assert [len(set(of)) for of in after] == [copies] * experts
-    assert counts(after) == Counter(proportional_shares(experts * copies, experts, later))
+    assert experts_per_node(after) == Counter(proportional_shares(experts * copies, experts, later))
     if replication == 1:
         kept = sum(set(a) == set(b) for a, b in zip(before, after, strict=True))
-        had, has = counts(before), counts(after)
+        had, has = experts_per_node(before), experts_per_node(after)
         assert kept == sum(min(had[node], has[node]) for node in later)
 
 
@@ -94,7 +94,7 @@ def test_assign_experts_moves_experts_of_lost_node_to_remaining_nodes():
     before = assign_experts(8, dict.fromkeys("abcd", 1.0))
     after = assign_experts(8, dict.fromkeys("abd", 1.0), before=before)
     assert all(set(experts_of(before, node)) <= set(experts_of(after, node)) for node in "abd")
-    assert counts(after) == {"a": 3, "b": 3, "d": 2}
+    assert experts_per_node(after) == {"a": 3, "b": 3, "d": 2}
 
 
 def test_rotate_owners_brings_every_expert_to_every_node():
@@ -115,8 +115,10 @@ def test_max_trained_experts_doubles_when_two_ranks_shard_experts():
     """Each has half of an expert, but all of what is beside."""
     swarm = SwarmSpec(method="spes", nodes=2)
     for own in (1, 2, 4):
-        memory = state_bytes(node_share(TINY, "spes", own), swarm.frozen_expert_codec)
-        assert max_trained_experts(TINY, swarm, memory) == own
-        assert max_trained_experts(TINY, swarm, memory, sharing=2) == 2 * own
+        memory = state_bytes(node_share(TINY_MOE, "spes", own), swarm.frozen_expert_codec)
+        assert max_trained_experts(TINY_MOE, swarm, memory) == own
+        assert max_trained_experts(TINY_MOE, swarm, memory, sharing=2) == 2 * own
     with pytest.raises(UserError, match="is too little"):
-        max_trained_experts(TINY, swarm, state_bytes(node_share(TINY, "spes", 0), swarm.frozen_expert_codec), sharing=2)
+        max_trained_experts(
+            TINY_MOE, swarm, state_bytes(node_share(TINY_MOE, "spes", 0), swarm.frozen_expert_codec), sharing=2
+        )

@@ -13,9 +13,9 @@ from phalanx.swarm.expert_ownership import assign_experts
 from phalanx.swarm.pieces import PIECE, fragment_pieces, model_pieces, pieces_sent_by
 from phalanx.swarm.serve import initial_pieces
 from phalanx.swarm.tensor_files import TensorFile
-from tests.helpers.tiny_models import TINY
+from tests.helpers.tiny_models import TINY_MOE
 
-MODELS = [TINY, TINY.replace(moe=None), load_model("spes-1b"), load_model("spes-9b")]
+MODELS = [TINY_MOE, TINY_MOE.replace(moe=None), load_model("spes-1b"), load_model("spes-9b")]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -31,7 +31,7 @@ def test_model_pieces_cover_every_parameter_exactly_once(model):
 
 
 def test_model_pieces_split_large_tensors_by_rows(tmp_path):
-    model = TINY.replace(vocab_size=10_000)
+    model = TINY_MOE.replace(vocab_size=10_000)
     parts = [item for item in model_pieces(model) if item.name == "embedding.weight"]
     assert [(item.first, item.shape) for item in parts] == [(0, (4096, 64)), (4096, (4096, 64)), (8192, (1808, 64))]
     whole = torch.randn(10_000, 64)
@@ -46,17 +46,17 @@ def test_model_pieces_split_large_tensors_by_rows(tmp_path):
 
 @pytest.mark.parametrize("fragments", [1, 2, 3])
 def test_fragment_pieces_partition_the_model(fragments):
-    parts = [fragment_pieces(TINY, fragment, fragments) for fragment in range(fragments)]
-    assert sorted(item.key for part in parts for item in part) == sorted(item.key for item in model_pieces(TINY))
+    parts = [fragment_pieces(TINY_MOE, fragment, fragments) for fragment in range(fragments)]
+    assert sorted(item.key for part in parts for item in part) == sorted(item.key for item in model_pieces(TINY_MOE))
     embedding = [place for place, part in enumerate(parts) if any(item.name.startswith("embedding") for item in part)]
     assert embedding == [0]
 
 
 def test_pieces_sent_by_node_equal_its_trained_parameters():
     owners = assign_experts(8, dict.fromkeys("abcd", 1.0))
-    told = [pieces_sent_by(model_pieces(TINY), owners, node) for node in "abcd"]
-    assert all(sum(item.numbers for item in of_node) == node_share(TINY, "spes", 2).trained for of_node in told)
+    told = [pieces_sent_by(model_pieces(TINY_MOE), owners, node) for node in "abcd"]
+    assert all(sum(item.numbers for item in of_node) == node_share(TINY_MOE, "spes", 2).trained for of_node in told)
     alone = [{item.key for item in of_node if item.expert is not None} for of_node in told]
     assert not set.intersection(*alone)
-    assert len(set.union(*alone)) == sum(item.expert is not None for item in model_pieces(TINY))
-    assert pieces_sent_by(model_pieces(TINY), None, "a") == model_pieces(TINY)
+    assert len(set.union(*alone)) == sum(item.expert is not None for item in model_pieces(TINY_MOE))
+    assert pieces_sent_by(model_pieces(TINY_MOE), None, "a") == model_pieces(TINY_MOE)

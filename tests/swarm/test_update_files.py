@@ -16,14 +16,14 @@ from phalanx.swarm.codec import decode, encode
 from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Feedback, decode_piece, encode_piece
-from tests.helpers.quantization import left_out
+from tests.helpers.quantization import quantization_error_bound
 
 ROUNDS = 12
 PIECE = ModelPiece("some.weight", (4, 300))
-FEW_BITS = pytest.mark.parametrize("codec", ["int8", "int4"])
+QUANTIZED_CODECS = pytest.mark.parametrize("codec", ["int8", "int4"])
 
 
-def drawn(seed: int, item: ModelPiece = PIECE) -> Tensor:
+def random_piece(seed: int, item: ModelPiece = PIECE) -> Tensor:
     return torch.randn(item.shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -31,20 +31,20 @@ def zero(item: ModelPiece) -> Tensor:
     return torch.zeros(item.shape)
 
 
-@FEW_BITS
+@QUANTIZED_CODECS
 @pytest.mark.parametrize("steady", [True, False])
 def test_encode_piece_error_feedback_tracks_accumulated_changes(codec, steady):
     """It goes on from what all have, and learns on top of that: as much in every round, or something else."""
     base, learned, without = zero(PIECE), zero(PIECE), zero(PIECE)
     feedback: Feedback = {}
     for number in range(ROUNDS):
-        change = drawn(0 if steady else number)
+        change = random_piece(0 if steady else number)
         now, before = base + change, base
         data = encode_piece(PIECE, codec, lambda _, now=now: now, lambda _, before=before: before, feedback)
         base = decode_piece(PIECE, data, codec, lambda _, before=before: before)
         learned += change
         without += decode(encode(change, codec), PIECE.shape, codec)
-        room = left_out(data, PIECE, codec) + 1e-5
+        room = quantization_error_bound(data, PIECE, codec) + 1e-5
         assert ((base - learned).abs() <= room).all()
         assert torch.allclose(base + feedback[PIECE.key], learned, atol=1e-4)
     assert ((without - learned).abs() > room).any()  # there was something to be told later
@@ -52,12 +52,12 @@ def test_encode_piece_error_feedback_tracks_accumulated_changes(codec, steady):
 
 def test_encode_piece_fp32_round_trips_exactly_without_error_feedback():
     feedback: Feedback = {}
-    data = encode_piece(PIECE, "fp32", lambda _: drawn(1), zero, feedback)
-    assert torch.equal(decode_piece(PIECE, data, "fp32", zero), drawn(1))
+    data = encode_piece(PIECE, "fp32", lambda _: random_piece(1), zero, feedback)
+    assert torch.equal(decode_piece(PIECE, data, "fp32", zero), random_piece(1))
     assert not feedback
 
 
-class Round:
+class BroadcastState:
     """A model of one piece, and what nodes are told of it."""
 
     def __init__(self, folder: Path, codec: Codec) -> None:
@@ -73,7 +73,7 @@ class Round:
     def base(self) -> Tensor:
         return self.state.base.read(PIECE)
 
-    def moves(self, change: Tensor | None) -> bytearray:
+    def apply_round(self, change: Tensor | None) -> bytearray:
         """A round brings it so far, or is of other pieces. Gives what nodes are told of it."""
         self.number += 1
         new, stands = self._fresh(), {} if change is None else {PIECE.key: ""}
@@ -85,17 +85,17 @@ class Round:
             return down.raw(PIECE.key) if stands else bytearray()
 
 
-@FEW_BITS
+@QUANTIZED_CODECS
 @pytest.mark.parametrize("every", [1, 3])
 def test_encode_broadcast_error_feedback_syncs_nodes_with_coordinator(tmp_path, codec, every):
     """Rounds that are not of a piece forget nothing of it."""
-    model, due, nodes_have = Round(tmp_path, codec), zero(PIECE), zero(PIECE)
+    model, due, nodes_have = BroadcastState(tmp_path, codec), zero(PIECE), zero(PIECE)
     for number in range(ROUNDS):
         if number % every:
-            model.moves(None)
+            model.apply_round(None)
             continue
-        data = model.moves(drawn(0))
-        due += drawn(0)
+        data = model.apply_round(random_piece(0))
+        due += random_piece(0)
         nodes_have += decode(data, PIECE.shape, codec)
         assert torch.equal(model.base, nodes_have)
-        assert ((model.base - due).abs() <= left_out(data, PIECE, codec) + 1e-5).all()
+        assert ((model.base - due).abs() <= quantization_error_bound(data, PIECE, codec) + 1e-5).all()

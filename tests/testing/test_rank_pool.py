@@ -16,7 +16,7 @@ from phalanx.testing import rank_pool
 from phalanx.testing.rank_failure import RankError
 from phalanx.testing.rank_pool import GROWN_BYTES
 
-KEPT = []
+RETAINED_BUFFERS = []
 
 
 def rank_and_pid():
@@ -36,7 +36,7 @@ def fails_on(rank):
     dist.barrier()
 
 
-def raises():
+def raise_on_all_ranks():
     raise KeyError("all alike")
 
 
@@ -72,9 +72,9 @@ def random_number():
     return torch.rand(1).item()
 
 
-def keeps(size):
+def retain_bytes_on_rank_1(size):
     if dist.get_rank() == 1:
-        KEPT.append(b"1" * size)
+        RETAINED_BUFFERS.append(b"1" * size)
     return rank_and_pid()
 
 
@@ -110,15 +110,15 @@ def test_rank_error_reports_raising_rank_first():
 
 def test_rank_pool_replaces_ranks_when_memory_grows():
     before = rank_pool(2).run(rank_and_pid)
-    assert rank_pool(2).run(keeps, 1000) == before
-    assert rank_pool(2).run(keeps, GROWN_BYTES + 2**26) == before
+    assert rank_pool(2).run(retain_bytes_on_rank_1, 1000) == before
+    assert rank_pool(2).run(retain_bytes_on_rank_1, GROWN_BYTES + 2**26) == before
     assert not set(rank_pool(2).run(rank_and_pid)) & set(before)
 
 
 def test_rank_pool_reuses_processes_when_all_ranks_raise():
     before = rank_pool(2).run(rank_and_pid)
     with pytest.raises(RankError, match="all alike"):
-        rank_pool(2).run(raises)
+        rank_pool(2).run(raise_on_all_ranks)
     assert rank_pool(2).run(rank_and_pid) == before
 
 
@@ -141,8 +141,8 @@ def test_rank_pool_rejects_function_that_is_not_importable():
         rank_pool(2).run(lambda: None)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
-def test_rank_pool_processes_exit_when_parent_is_signaled(sent):
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_rank_pool_processes_exit_when_parent_is_signaled(signal_number):
     imports = f"import signal; from phalanx.testing import rank_pool; from {__name__} import connect_and_hang"
     heard = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # which a shell's background job is deaf to
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -157,7 +157,7 @@ def test_rank_pool_processes_exit_when_parent_is_signaled(sent):
         )
         server.settimeout(60)
         child, _ = server.accept()
-        parent.send_signal(sent)
+        parent.send_signal(signal_number)
         parent.wait(60)
         child.settimeout(60)
         assert child.recv(1) == b""

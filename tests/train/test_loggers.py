@@ -17,7 +17,7 @@ from phalanx.spec.errors import UserError
 from phalanx.train.loggers import JsonLinesLogger, open_loggers, wandb_id
 
 
-def written(directory: Path, steps: range, after_step: int = 0) -> None:
+def write_metrics(directory: Path, steps: range, after_step: int = 0) -> None:
     logs = open_loggers(directory, after_step, None, "run", {})
     for step in steps:
         for log in logs:
@@ -40,11 +40,11 @@ def test_json_lines_logger_writes_null_for_nonfinite_values(tmp_path: Path) -> N
 
 
 def test_loggers_drop_repeated_steps_when_run_resumes(tmp_path: Path) -> None:
-    written(tmp_path, range(1, 8))
+    write_metrics(tmp_path, range(1, 8))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 8, "lo')  # half a line, of a run that was killed
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
-    written(tmp_path, range(5, 10), after_step=4)
+    write_metrics(tmp_path, range(5, 10), after_step=4)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(step, step) for step in range(1, 10)]
@@ -53,7 +53,7 @@ def test_loggers_drop_repeated_steps_when_run_resumes(tmp_path: Path) -> None:
 def test_json_lines_logger_loses_no_records_when_killed_during_rewrite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path, range(1, 8))
+    write_metrics(tmp_path, range(1, 8))
     before = read_metrics(tmp_path)
 
     def killed(*_: object) -> None:
@@ -78,17 +78,17 @@ def test_loggers_close_twice_and_after_failed_write(tmp_path: Path) -> None:
     log._file = Path("/dev/full").open("a")  # noqa: SIM115
     with pytest.raises(OSError, match="No space left"):
         log.write({"step": 1})
-    written(tmp_path, range(0))
+    write_metrics(tmp_path, range(0))
     for each in (log, *open_loggers(tmp_path, 0, None, "run", {})):
         each.close(failed=True)
         each.close()
 
 
-@pytest.mark.parametrize("a_directory", [False, True])
+@pytest.mark.parametrize("is_namespace_package", [False, True])
 def test_open_loggers_rejects_wandb_when_not_installed(
-    a_directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_namespace_package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda name: ModuleSpec(name, None) if a_directory else None)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: ModuleSpec(name, None) if is_namespace_package else None)
     with pytest.raises(UserError) as caught:
         open_loggers(tmp_path, 0, "project", "run", {})
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")

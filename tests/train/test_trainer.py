@@ -32,11 +32,11 @@ from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.trainer import Trainer
-from tests.helpers.small_runs import MOE, described, steps, trainer
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until
 from tests.helpers.training_processes import wait_for_steps
 
 
-def poison(under_way: Trainer, at: set[int]) -> None:
+def make_gradients_infinite(under_way: Trainer, at: set[int]) -> None:
     """Make the gradient infinite at some steps (counted from 1)."""
     forward = under_way.strategy.model.forward
 
@@ -48,8 +48,8 @@ def poison(under_way: Trainer, at: set[int]) -> None:
 
 
 def test_trainer_skips_and_counts_nonfinite_steps(text: Path, tmp_path: Path) -> None:
-    under_way = trainer(described(text, tmp_path, {"model": MOE}))
-    poison(under_way, {2, 4})
+    under_way = make_trainer(small_run(text, tmp_path, {"model": MOE}))
+    make_gradients_infinite(under_way, {2, 4})
     batches = prefetch(under_way.loader, 0, 5)
     before = [p.detach().clone() for p in under_way.strategy.trainable_parameters.values()]
     records = []
@@ -65,17 +65,17 @@ def test_trainer_skips_and_counts_nonfinite_steps(text: Path, tmp_path: Path) ->
 
 
 def test_trainer_raises_divergence_error_after_max_nonfinite_steps(text: Path, tmp_path: Path) -> None:
-    under_way = trainer(described(text, tmp_path, {"training.max_nonfinite_steps": 3}))
-    poison(under_way, {2, 5, 6, 7})
+    under_way = make_trainer(small_run(text, tmp_path, {"training.max_nonfinite_steps": 3}))
+    make_gradients_infinite(under_way, {2, 5, 6, 7})
     with pytest.raises(DivergenceError, match=r"step 7: 3 steps in a row were not finite: loss nan.*learning_rate"):
         under_way.train([], ProgressDisplay(0, 20, quiet=True))
 
 
 def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> None:
     changes = {"training.steps": 6, "evaluation": {"every": 3}, "model": MOE, "layout.activation_checkpointing": "full"}
-    run = described(text, tmp_path, changes)
+    run = small_run(text, tmp_path, changes)
     create_run(run, 1, resume=False)
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     under_way.peak_flops = 1e9
     logs = open_loggers(under_way.directory, 0, None, run.name, {})
     evaluation = under_way.train(logs, ProgressDisplay(0, 6, quiet=True))
@@ -104,9 +104,9 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
 
 
 def test_evaluation_is_independent_of_micro_batch_size_and_layout(text: Path, tmp_path: Path) -> None:
-    whole = trainer(described(text, tmp_path, {"layout.micro_batch_size": 8})).evaluate()
-    parts = trainer(described(text, tmp_path, {"layout.micro_batch_size": 1})).evaluate()
-    spread = rank_pool(2).run(held_out, described(text, tmp_path, {"layout.data_parallel": "zero3"}))
+    whole = make_trainer(small_run(text, tmp_path, {"layout.micro_batch_size": 8})).evaluate()
+    parts = make_trainer(small_run(text, tmp_path, {"layout.micro_batch_size": 1})).evaluate()
+    spread = rank_pool(2).run(evaluate_held_out, small_run(text, tmp_path, {"layout.data_parallel": "zero3"}))
     for other in (parts, *spread):
         for name in ("held_out_loss", "held_out_bits_per_byte", "held_out_tokens"):
             assert other[name] == pytest.approx(whole[name], rel=1e-12)
@@ -114,14 +114,14 @@ def test_evaluation_is_independent_of_micro_batch_size_and_layout(text: Path, tm
     assert whole["held_out_bits_per_byte"] == pytest.approx(whole["held_out_loss"] / math.log(2), rel=0.01)
 
 
-def held_out(run: Any) -> dict[str, Any]:
-    return trainer(run).evaluate()
+def evaluate_held_out(run: Any) -> dict[str, Any]:
+    return make_trainer(run).evaluate()
 
 
 def test_router_bias_update_balances_experts(text: Path, tmp_path: Path) -> None:
     """With the bias as the only help, experts that start uneven are evened out."""
     moe = {**MOE["moe"], "balance_loss_coef": 0.0, "z_loss_coef": 0.0, "bias_update_rate": 0.02}
-    under_way = trainer(described(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
+    under_way = make_trainer(small_run(text, tmp_path, {"model": {**MOE, "moe": moe}, "training.steps": 60}))
     batches = prefetch(under_way.loader, 0, 60)
     shares = [under_way.train_step(batches)["hot_expert_share"] for _ in range(60)]
     assert sum(shares[-10:]) < sum(shares[:10])
@@ -131,14 +131,14 @@ def test_trainer_reduces_loss_with_every_optimizer(text: Path, tmp_path: Path) -
     for optimizer in ("adamw", "sgd", "muon"):
         rate = 0.3 if optimizer == "sgd" else 0.01
         changes = {"optimizer.name": optimizer, "optimizer.learning_rate": rate, "training.precision": "fp32"}
-        losses = [loss for loss, _ in steps(trainer(described(text, tmp_path, changes)), 20)]
+        losses = [loss for loss, _ in train_until(make_trainer(small_run(text, tmp_path, changes)), 20)]
         assert losses[-1] < losses[0] - 0.5, optimizer
 
 
 LONG = {"training.steps": 100_000, "training.precision": "fp32"}
 
 
-def launched(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess.Popen[str]:
+def start_training(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess.Popen[str]:
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
@@ -146,7 +146,7 @@ def launched(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subprocess
 
 
 @contextmanager
-def hangup(handler: signal.Handlers) -> Iterator[None]:
+def sighup_disposition(handler: signal.Handlers) -> Iterator[None]:
     """What processes that are started meanwhile do on SIGHUP."""
     before = signal.signal(signal.SIGHUP, handler)
     try:
@@ -157,19 +157,19 @@ def hangup(handler: signal.Handlers) -> Iterator[None]:
 
 def test_torchrun_training_matches_single_process(text: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(described(text, tmp_path, {"layout.data_parallel": "zero3"})))
+    file.write_text(to_toml(small_run(text, tmp_path, {"layout.data_parallel": "zero3"})))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "phalanx.train", str(file), "--set", "training.steps=4"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "held-out loss" in ended.stdout
-    whole = steps(trainer(described(text, tmp_path / "one", {"training.steps": 4})), 4)
+    whole = train_until(make_trainer(small_run(text, tmp_path / "one", {"training.steps": 4})), 4)
     trained = [record for record in read_metrics(tmp_path / "parity") if "loss" in record]
     assert [(r["loss"], r["grad_norm"]) for r in trained] == [pytest.approx(step, rel=1e-10) for step in whole]
 
 
 @pytest.mark.parametrize(
-    ("number", "nproc", "code"),
+    ("signal_number", "nproc", "exit_code"),
     [
         (signal.SIGTERM, 2, EXIT_STOPPED),
         (signal.SIGINT, 2, EXIT_INTERRUPTED),
@@ -178,15 +178,15 @@ def test_torchrun_training_matches_single_process(text: Path, tmp_path: Path) ->
     ],
 )
 def test_stop_signal_saves_checkpoint_and_sets_exit_code(
-    number: int, nproc: int, code: int, text: Path, tmp_path: Path
+    signal_number: int, nproc: int, exit_code: int, text: Path, tmp_path: Path
 ) -> None:
-    run = described(text, tmp_path, LONG)
-    with hangup(signal.SIG_DFL):  # these tests may be under nohup
-        process = launched(run, tmp_path, nproc=nproc)
+    run = small_run(text, tmp_path, LONG)
+    with sighup_disposition(signal.SIG_DFL):  # these tests may be under nohup
+        process = start_training(run, tmp_path, nproc=nproc)
     wait_for_steps(process, tmp_path / "parity", 3)
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal_number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == exit_code
     last = read_metrics(tmp_path / "parity")[-1]["step"]
     assert f"stopped by a signal after step {last}" in out
     assert (tmp_path / "parity" / "checkpoints" / "latest").read_text() == f"step-{last:08d}\n"
@@ -194,8 +194,8 @@ def test_stop_signal_saves_checkpoint_and_sets_exit_code(
 
 def test_run_under_nohup_survives_sighup(text: Path, tmp_path: Path) -> None:
     """And nobody is left to say so but the steps."""
-    with hangup(signal.SIG_IGN):
-        process = launched(described(text, tmp_path, LONG), tmp_path)
+    with sighup_disposition(signal.SIG_IGN):
+        process = start_training(small_run(text, tmp_path, LONG), tmp_path)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.killpg(process.pid, signal.SIGHUP)
     last = read_metrics(tmp_path / "parity")[-1]["step"]
@@ -209,7 +209,7 @@ def test_missing_gpu_is_recorded_as_failure_of_its_rank(text: Path, tmp_path: Pa
     """Not a mistake of the user's, and no reason to go on on the CPU."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    directory = create_run(described(text, tmp_path, {}), 2, resume=False)
+    directory = create_run(small_run(text, tmp_path, {}), 2, resume=False)
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--device", "cuda"]
     ended = subprocess.run(command, env={**os.environ, **place}, capture_output=True, timeout=100)
@@ -221,7 +221,7 @@ def test_missing_gpu_is_recorded_as_failure_of_its_rank(text: Path, tmp_path: Pa
 
 def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) -> None:
     """Who ends by the signal itself leaves the others no time to save."""
-    directory = create_run(described(text, tmp_path, {}), 1, resume=False)
+    directory = create_run(small_run(text, tmp_path, {}), 1, resume=False)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--ranks", "1"]
@@ -238,7 +238,7 @@ def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) ->
 
 def test_divergence_of_all_ranks_prints_one_message(text: Path, tmp_path: Path) -> None:
     changes = {"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "training.precision": "fp32"}
-    process = launched(described(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
+    process = start_training(small_run(text, tmp_path, {**changes, "optimizer.name": "sgd"}), tmp_path)
     _, said = process.communicate(timeout=100)
     assert process.returncode == 1
     assert said.count("phalanx: ") == 1
@@ -258,8 +258,8 @@ def test_divergence_of_all_ranks_prints_one_message(text: Path, tmp_path: Path) 
 )
 def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any], text: Path, tmp_path: Path) -> None:
     """The others fail because they lost it; it is the one to look at. Under the parameter server it is a worker."""
-    run = described(text, tmp_path, {**LONG, "recovery.max_restarts": 0, **changes})
-    process = launched(run, tmp_path, nproc=3 if changes else 2)
+    run = small_run(text, tmp_path, {**LONG, "recovery.max_restarts": 0, **changes})
+    process = start_training(run, tmp_path, nproc=3 if changes else 2)
     wait_for_steps(process, tmp_path / "parity", 3)
     os.kill(rank_pids(tmp_path / "parity")[1], signal.SIGKILL)
     _, said = process.communicate(timeout=100)
@@ -271,9 +271,9 @@ def test_failure_report_names_killed_rank_not_its_peers(changes: dict[str, Any],
     assert left["reason"].startswith("was killed by SIGKILL")
 
 
-def stop_of(run: Any, told: int) -> int | None:
+def stop_step(run: Any, told: int) -> int | None:
     """The step after which a rank stops when only one was told to, before the second step."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     under_way.train_step(batches)
     under_way.stop_requested = under_way.mesh.rank == told
@@ -282,19 +282,19 @@ def stop_of(run: Any, told: int) -> int | None:
 
 
 @pytest.mark.parametrize("changes", [{"layout.tp": 2}, {"layout.cp": 2}, {"layout.pp": 2}, {"layout.ep": 2}])
-@pytest.mark.parametrize("told", [0, 1])
-def test_all_ranks_stop_at_same_step_when_one_is_signaled(changes: Any, told: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signaled_rank", [0, 1])
+def test_all_ranks_stop_at_same_step_when_one_is_signaled(changes: Any, signaled_rank: int, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     for number in range(3):
         (text / f"{number}.py").write_text(Path(__file__).read_text())
-    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **changes})
-    assert rank_pool(2).run(stop_of, run, told) == [2, 2]
+    run = small_run(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **changes})
+    assert rank_pool(2).run(stop_step, run, signaled_rank) == [2, 2]
 
 
-def routing(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
+def expert_metrics(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
     """What three steps say of the experts, and which tokens these have had by then."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     kept = ("auxiliary_loss", "hot_expert_share", "dropped_share")
     records = [under_way.train_step(batches) for _ in range(3)]
@@ -307,10 +307,10 @@ def routing(run: Any) -> tuple[list[tuple[float, ...]], list[list[int]]]:
     return [tuple(record[name] for name in kept if name in record) for record in records], counts
 
 
-WHOLE_TOKENS = {"layout.tp": 2, "layout.sequence_parallel": False}
-ROUTED: list[tuple[Any, int, float | None]] = [
+NO_SEQUENCE_PARALLEL = {"layout.tp": 2, "layout.sequence_parallel": False}
+EXPERT_LAYOUTS: list[tuple[Any, int, float | None]] = [
     *(({"layout.ep": 2}, 2, capacity) for capacity in (None, 0.75)),
-    *((WHOLE_TOKENS, 2, capacity) for capacity in (None, 0.75)),
+    *((NO_SEQUENCE_PARALLEL, 2, capacity) for capacity in (None, 0.75)),
     *(({"layout.pp": 2, "layout.ep": 2, "layout.micro_batch_size": 1}, 4, capacity) for capacity in (None, 0.75)),
     ({"layout.tp": 2}, 2, None),
     ({"layout.cp": 2}, 2, None),
@@ -320,7 +320,7 @@ ROUTED: list[tuple[Any, int, float | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "world_size", "capacity"), ROUTED, ids=map(str, ROUTED))
+@pytest.mark.parametrize(("changes", "world_size", "capacity"), EXPERT_LAYOUTS, ids=map(str, EXPERT_LAYOUTS))
 def test_expert_metrics_are_independent_of_layout(
     changes: Any, world_size: int, capacity: float | None, tmp_path: Path
 ) -> None:
@@ -329,7 +329,9 @@ def test_expert_metrics_are_independent_of_layout(
     for number in range(3):
         (text / f"{number}.py").write_text(Path(__file__).read_text())
     model = {**MOE, "moe": {**MOE["moe"], **({} if capacity is None else {"capacity_factor": capacity})}}
-    records, counts = routing(described(text, tmp_path / "one", {"model": model}))
+    records, counts = expert_metrics(small_run(text, tmp_path / "one", {"model": model}))
     assert len(records[0]) == (2 if capacity is None else 3)
-    for rank in rank_pool(world_size).run(routing, described(text, tmp_path / "many", {"model": model, **changes})):
+    for rank in rank_pool(world_size).run(
+        expert_metrics, small_run(text, tmp_path / "many", {"model": model, **changes})
+    ):
         assert rank == ([pytest.approx(step, rel=1e-10) for step in records], counts)

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import IGNORE_INDEX
-from tests.helpers.small_runs import DENSE, described, steps, trainer
+from tests.helpers.small_runs import DENSE, make_trainer, small_run, train_until
 
 
 def test_trainer_first_loss_from_hf_weights_matches_transformers(text: Path, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_trainer_first_loss_from_hf_weights_matches_transformers(text: Path, tmp
     theirs = LlamaForCausalLM(config)
     theirs.save_pretrained(tmp_path / "hf")
     changes = {"model": {"from_hf": str(tmp_path / "hf")}, "data.mask_documents": False, "training.precision": "fp32"}
-    under_way = trainer(described(text, tmp_path, changes))
+    under_way = make_trainer(small_run(text, tmp_path, changes))
     batch = next(prefetch(under_way.loader, 0, 1))
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     assert batch.document_starts is None
@@ -33,10 +33,10 @@ def test_trainer_first_loss_from_hf_weights_matches_transformers(text: Path, tmp
     whole = torch.cat((tokens, targets[:, -1:]), dim=1)
     with torch.no_grad():
         expected = float(theirs(input_ids=whole, labels=whole).loss)
-    ((loss, _),) = steps(under_way, 1)
+    ((loss, _),) = train_until(under_way, 1)
     assert loss == pytest.approx(expected, rel=1e-6)
     drawn = {**changes, "model": {**DENSE, "qk_norm": "none"}}
-    assert steps(trainer(described(text, tmp_path, drawn)), 1)[0][0] != pytest.approx(expected, rel=0.01)
+    assert train_until(make_trainer(small_run(text, tmp_path, drawn)), 1)[0][0] != pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.timeout(240)  # 25 s where nothing is in the compiler's cache yet, 4 s after
@@ -45,9 +45,9 @@ def test_compiled_training_equals_eager(text: Path, tmp_path: Path) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
     changes = {"training.precision": "fp32", "data.mask_documents": False, "model": {**DENSE, "num_layers": 1}}
-    eager = steps(trainer(described(text, tmp_path, changes)), 4)
+    eager = train_until(make_trainer(small_run(text, tmp_path, changes)), 4)
     begun = time.monotonic()
-    compiled = trainer(described(text, tmp_path, {**changes, "training.compile": True}))
+    compiled = make_trainer(small_run(text, tmp_path, {**changes, "training.compile": True}))
     assert all(block._compiled_call_impl is not None for block in compiled.module.blocks)
-    assert steps(compiled, 4) == [pytest.approx(step, rel=1e-5) for step in eager]
+    assert train_until(compiled, 4) == [pytest.approx(step, rel=1e-5) for step in eager]
     print(f"compiled and trained in {time.monotonic() - begun:.1f} s")

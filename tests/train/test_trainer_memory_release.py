@@ -12,7 +12,7 @@ import pytest
 from phalanx.data.loader import prefetch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import MOE, described, metered_step, trainer
+from tests.helpers.small_runs import MOE, make_trainer, metered_step, small_run
 
 PIPELINE = {"layout.pp": 2, "layout.schedule": "zb-h1", "model": {**MOE, "num_layers": 4}}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -21,9 +21,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LAYOUTS |= {axis: {f"layout.{axis}": 2} for axis in ("tp", "cp", "ep")} | {"pp": PIPELINE}
 
 
-def freed(run: RunSpec) -> bool:
+def is_trainer_released(run: RunSpec) -> bool:
     """Whether a trainer is gone after its last step, which was measured."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, 2)
     under_way.train_step(batches)
     metered_step(under_way, batches)
@@ -35,5 +35,5 @@ def freed(run: RunSpec) -> bool:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_trainer_memory_is_released_after_training(layout: dict[str, Any], text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **layout})
-    assert rank_pool(2).run(freed, run) == [True, True]
+    run = small_run(text, tmp_path, {"model": MOE, "layout.micro_batch_size": 1, **layout})
+    assert rank_pool(2).run(is_trainer_released, run) == [True, True]

@@ -16,11 +16,11 @@ from phalanx.train.profiling.step_profiler import first_steady_step
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, dry_run
 from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
 from tests.helpers import cli_runner
-from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, row
-from tests.helpers.small_runs import described, metered_step, trainer
+from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, dry_run_case
+from tests.helpers.small_runs import make_trainer, metered_step, small_run
 
 
-def _name(value: object) -> str:
+def _case_id(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
     models = (("moe", MOE), ("tied", TIED), ("few-heads", FEW_HEADS))
@@ -29,22 +29,22 @@ def _name(value: object) -> str:
     return "-".join([*model, *layout, *(["bf16"] if value["training.precision"] == "bf16" else [])])
 
 
-ROUGH = {
-    _name(changes): near
+PEAK_MEMORY_TOLERANCES = {
+    _case_id(changes): near
     for near, (_, changes) in (
-        (0.11, row(8, MOE, ep=4, tp=2, data_parallel="zero3")),
-        (0.07, row(2, data_parallel="zero3", fsdp_unit="model", activation_checkpointing="full")),
-        (0.07, row(4, FEW_HEADS, tp=2, data_parallel="zero3")),
-        (0.06, row(8, MOE, cp=2, tp=2, data_parallel="zero2")),
+        (0.11, dry_run_case(8, MOE, ep=4, tp=2, data_parallel="zero3")),
+        (0.07, dry_run_case(2, data_parallel="zero3", fsdp_unit="model", activation_checkpointing="full")),
+        (0.07, dry_run_case(4, FEW_HEADS, tp=2, data_parallel="zero3")),
+        (0.06, dry_run_case(8, MOE, cp=2, tp=2, data_parallel="zero2")),
     )
 }
 """How far the planned peak may be off where it is by more than 5 %: of models so small buffers are a large part, and
 those of ranks that share products and of FSDP are estimates."""
 
 
-def measure(run: RunSpec) -> Table:
+def measure_rank(run: RunSpec) -> Table:
     """What this rank holds and sends in the step that is measured."""
-    under_way, number = trainer(run), first_steady_step(run)
+    under_way, number = make_trainer(run), first_steady_step(run)
     batches = prefetch(under_way.loader, 0, number)
     for _ in range(number - 1):
         under_way.train_step(batches)
@@ -53,7 +53,7 @@ def measure(run: RunSpec) -> Table:
     return measured
 
 
-def sent(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:
+def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:
     """Calls and bytes by operation, what did it, and group."""
     return {(r["operation"], r["executed_as"], tuple(r["group"])): (r["calls"], r["bytes"]) for r in rows}
 
@@ -66,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "changes"), CASES, ids=lambda value: _name(value) if value else "")
+@pytest.mark.parametrize(("world_size", "changes"), CASES, ids=lambda value: _case_id(value) if value else "")
 def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     world_size: int, changes: Table, text: Path, tmp_path: Path
 ) -> None:
@@ -74,60 +74,60 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     traced ones and the plan collectives and state are equal on every rank, and the peak is within 5 %. Experts are not
     balanced in the first steps of a real run: where ranks have different ones, sums over ranks are compared. Of eight
     others the corners are traced."""
-    run = described(text, tmp_path, changes)
+    run = small_run(text, tmp_path, changes)
     balanced = run.layout.ep == 1
     which = corner_ranks(run, world_size) if world_size == 8 and balanced else range(world_size)
     traced = list(dry_run(run, world_size, which))
-    real = rank_pool(world_size).run(measure, run) if world_size > 1 else [measure(run)]
+    real = rank_pool(world_size).run(measure_rank, run) if world_size > 1 else [measure_rank(run)]
     for mine in traced:
         its = real[mine["rank"]]
         if balanced:
-            assert sent(mine["collectives"]) == sent(its["collectives"]), mine["rank"]
-            assert _peak(mine) == pytest.approx(_peak(its), rel=RELATIVE_TOLERANCE), mine["rank"]
+            assert traffic_by_operation(mine["collectives"]) == traffic_by_operation(its["collectives"]), mine["rank"]
+            assert _peak_bytes(mine) == pytest.approx(_peak_bytes(its), rel=RELATIVE_TOLERANCE), mine["rank"]
         wrong = [line for line in compare_with_plan(run, world_size, mine) if not line.agrees]
-        near = ROUGH.get(_name(changes), 0.0)
-        assert [line for line in wrong if line.what != "total" or not _within(line, near)] == [], mine["rank"]
+        near = PEAK_MEMORY_TOLERANCES.get(_case_id(changes), 0.0)
+        assert [line for line in wrong if line.what != "total" or not _is_within(line, near)] == [], mine["rank"]
     if not balanced:
-        assert _summed(traced) == _summed(real)
-        assert sum(map(_peak, traced)) == pytest.approx(sum(map(_peak, real)), rel=RELATIVE_TOLERANCE)
+        assert _total_traffic(traced) == _total_traffic(real)
+        assert sum(map(_peak_bytes, traced)) == pytest.approx(sum(map(_peak_bytes, real)), rel=RELATIVE_TOLERANCE)
 
 
-def _peak(measured: Table) -> int:
+def _peak_bytes(measured: Table) -> int:
     return int(measured["peak_bytes"]["total"])
 
 
-def _within(line: PlanCheck, near: float) -> bool:
+def _is_within(line: PlanCheck, near: float) -> bool:
     return abs(line.traced / line.planned - 1) <= near
 
 
-def _summed(measured: list[Table]) -> dict[tuple[str, int], tuple[int, int]]:
+def _total_traffic(measured: list[Table]) -> dict[tuple[str, int], tuple[int, int]]:
     total: Counter[tuple[str, int, str]] = Counter()
     for rank in measured:
-        for (operation, _, group), (calls, size) in sent(rank["collectives"]).items():
+        for (operation, _, group), (calls, size) in traffic_by_operation(rank["collectives"]).items():
             total[operation, len(group), "calls"] += calls
             total[operation, len(group), "bytes"] += size
     return {key[:2]: (total[(*key[:2], "calls")], total[(*key[:2], "bytes")]) for key in total}
 
 
 @pytest.fixture
-def traced(text: Path, tmp_path: Path) -> tuple[RunSpec, Traced]:
+def traced_rank(text: Path, tmp_path: Path) -> tuple[RunSpec, Traced]:
     """A run of two tensor-parallel ranks, and its first."""
-    run = described(text, tmp_path, row(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1])
+    run = small_run(text, tmp_path, dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1])
     return run, next(dry_run(run, 4, [0]))
 
 
-WRONG: dict[str, tuple[Table, set[tuple[str, str]]]] = {
+MISMATCHED_PLANS: dict[str, tuple[Table, set[tuple[str, str]]]] = {
     "buckets": ({"layout": {"bucket_mb": 25.0}}, {("collective", "reduce_scatter"), ("collective", "all_gather")}),
     "norms": ({"model": {"norm": "layernorm"}}, {("collective", "reduce_scatter"), ("memory", "parameters")}),
     "batches": ({"training": {"tokens_per_step": 4096}}, {("collective", "all_gather"), ("flops", "step")}),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_compare_with_plan_detects_plan_of_different_run(what: str, traced: tuple[RunSpec, Traced]) -> None:
-    run, mine = traced
+@pytest.mark.parametrize("mismatch", MISMATCHED_PLANS)
+def test_compare_with_plan_detects_plan_of_different_run(mismatch: str, traced_rank: tuple[RunSpec, Traced]) -> None:
+    run, mine = traced_rank
     assert all(line.agrees for line in compare_with_plan(run, 4, mine))
-    changes, expected = WRONG[what]
+    changes, expected = MISMATCHED_PLANS[mismatch]
     other = run.model_copy(
         update={section: getattr(run, section).replace(**fields) for section, fields in changes.items()}
     )
@@ -137,19 +137,21 @@ def test_compare_with_plan_detects_plan_of_different_run(what: str, traced: tupl
 
 def test_corner_ranks_are_first_and_last_of_every_mesh_axis(text: Path, tmp_path: Path) -> None:
     """Of 2 copies x 2 stages x 2 tensor-parallel ranks; of two servers and three workers; of two experts' ranks."""
-    run = described(text, tmp_path, row(8, pp=2, tp=2)[1])
+    run = small_run(text, tmp_path, dry_run_case(8, pp=2, tp=2)[1])
     assert corner_ranks(run, 8) == [0, 1, 2, 4, 7]
-    assert corner_ranks(described(text, tmp_path, row(5, data_parallel="parameter_server", num_servers=2)[1]), 5) == [
+    assert corner_ranks(
+        small_run(text, tmp_path, dry_run_case(5, data_parallel="parameter_server", num_servers=2)[1]), 5
+    ) == [
         0,
         1,
         2,
         4,
     ]
-    assert corner_ranks(described(text, tmp_path, row(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
+    assert corner_ranks(small_run(text, tmp_path, dry_run_case(8, MOE, ep=2)[1]), 8) == [0, 1, 7]
 
 
 def test_dry_run_rejects_asynchronous_parameter_server(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1})
+    run = small_run(text, tmp_path, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1})
     with pytest.raises(UserError, match=r"layout\.max_staleness = 1: lets ranks send when they like"):
         next(dry_run(run, 2, [0]))
 
@@ -157,14 +159,16 @@ def test_dry_run_rejects_asynchronous_parameter_server(text: Path, tmp_path: Pat
 def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -> None:
     directory = tmp_path / "files"
     directory.mkdir()
-    run = described(text, tmp_path, row(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1])
+    run = small_run(
+        text, tmp_path, dry_run_case(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1]
+    )
     mine = next(dry_run(run, 2, [0]))
     assert all(line.agrees for line in compare_with_plan(run, 2, mine))
     assert list(directory.iterdir()) == []
 
 
 def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {})
+    run = small_run(text, tmp_path, {})
     broken = run.model_copy(update={"model": run.model.model_copy(update={"num_heads": 5, "head_dim": 0})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
         next(dry_run(broken, 2, [0]))
@@ -174,17 +178,17 @@ def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: P
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in DENSE.items())
     path.write_text(f"[model]\n{model}\n[training]\nseq_len = 128\ntokens_per_step = 1024\n[layout]\ntp = 2\n")
     return path
 
 
-def test_dryrun_command_reports_agreement_of_trace_and_plan(file: Path) -> None:
-    out = cli_runner.shown("dryrun", file, "--world", 4)
+def test_dryrun_command_reports_agreement_of_trace_and_plan(run_file: Path) -> None:
+    out = cli_runner.command_output("dryrun", run_file, "--world", 4)
     assert "plan and program agree on every rank traced, 4 of 4" in out
-    facts = cli_runner.known("dryrun", file, "--world", 4, "--ranks", "3,0")
+    facts = cli_runner.command_json("dryrun", run_file, "--world", 4, "--ranks", "3,0")
     assert [rank["rank"] for rank in facts["ranks"]] == [0, 3]
     assert facts["agrees"]
     assert facts["ranks"][1]["place"] == {"dp_replicate": 1, "tp": 1}
@@ -192,22 +196,24 @@ def test_dryrun_command_reports_agreement_of_trace_and_plan(file: Path) -> None:
     assert lines["all_gather", "tp"]["traced"] == lines["all_gather", "tp"]["planned"] > 0
 
 
-def test_dryrun_command_exits_1_when_trace_differs_from_plan(file: Path) -> None:
+def test_dryrun_command_exits_1_when_trace_differs_from_plan(run_file: Path) -> None:
     """Muon's matrices, of which tensor-parallel ranks have shares, are sent: that is not planned."""
-    facts = cli_runner.known("dryrun", file, "--world", 2, "--ranks", "0", "--set", "optimizer.name=muon", exit_code=1)
+    facts = cli_runner.command_json(
+        "dryrun", run_file, "--world", 2, "--ranks", "0", "--set", "optimizer.name=muon", exit_code=1
+    )
     (line,) = [line for line in facts["ranks"][0]["lines"] if not line["agrees"]]
     assert (line["what"], line["planned"]) == ("all_to_all", 0)
     assert "not planned" in line["why"]
 
 
 @pytest.mark.parametrize("ranks", ["4", "0,x", "", "-1", "first"])
-def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, file: Path) -> None:
+def test_dryrun_command_rejects_invalid_ranks_option(ranks: str, run_file: Path) -> None:
     with pytest.raises(UserError, match=r"write all, corners, or numbers from 0 to 3 with commas between"):
-        cli_runner.shown("dryrun", file, "--world", 4, "--ranks", ranks)
+        cli_runner.command_output("dryrun", run_file, "--world", 4, "--ranks", ranks)
 
 
-def test_dryrun_command_resolves_auto_layout(file: Path) -> None:
-    automatic = file.with_name("automatic.toml")
-    text = file.read_text().partition("[layout]")[0]
+def test_dryrun_command_resolves_auto_layout(run_file: Path) -> None:
+    automatic = run_file.with_name("automatic.toml")
+    text = run_file.read_text().partition("[layout]")[0]
     automatic.write_text(f'layout = "auto"\n{text}[cluster]\npreset = "h100"\nnproc_per_node = 4\n')
-    assert cli_runner.known("dryrun", automatic, "--ranks", "0")["world_size"] == 4
+    assert cli_runner.command_json("dryrun", automatic, "--ranks", "0")["world_size"] == 4

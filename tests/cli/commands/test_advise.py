@@ -11,8 +11,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from tests.helpers import cli_runner
 
-shown = partial(cli_runner.shown, "advise", width=80)
-known = partial(cli_runner.known, "advise")
+advise_output = partial(cli_runner.command_output, "advise", width=80)
+advise_json = partial(cli_runner.command_json, "advise")
 H100 = ("--machine", "h100", "--nodes", "4")
 
 
@@ -24,10 +24,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_advise_compares_rules_of_thumb_with_planner_optimum_by_kind(run):
-    text = shown(run, *H100)
+    text = advise_output(run, *H100)
     lines = text.splitlines()
     assert lines[0].startswith("llama3-8b, 8.03B parameters, on 32 x h100: ")
-    best = cli_runner.known("plan", run, *H100, "--top", 1)["layouts"][0]
+    best = cli_runner.command_json("plan", run, *H100, "--top", 1)["layouts"][0]
     assert lines[1].startswith(f"the planner's best: {best['candidate']}: {best['step_seconds']:.3f} s")
     titles = ["by size", "by bottleneck", "by schedule", "by placement"]
     assert [line for line in lines if line in titles] == titles
@@ -38,7 +38,7 @@ def test_advise_compares_rules_of_thumb_with_planner_optimum_by_kind(run):
 
 
 def test_advise_json_lists_every_rule_once_with_verdict(run):
-    facts = known(run, *H100)
+    facts = advise_json(run, *H100)
     assert (facts["model"], facts["devices"]) == ("llama3-8b", 32)
     assert facts["parameters"] == 8_030_261_248
     rules = [item["rule"] + item["kind"] for item in (*facts["advice"], *facts["silent"])]
@@ -49,7 +49,7 @@ def test_advise_json_lists_every_rule_once_with_verdict(run):
     first = facts["advice"][0]
     assert (first["verdict"], first["layout"]["layout"]["data_parallel"]) == ("costs", "zero2")
     assert first["layout"]["step_seconds"] == pytest.approx((1 + first["slower"]) * facts["best"]["step_seconds"])
-    text = shown(run, *H100)
+    text = advise_output(run, *H100)
     assert f"costs {first['slower']:.1%}" in text
     agreeing = sum(item["verdict"] == "agrees" for item in facts["advice"])
     assert f"{agreeing} of {len(facts['advice'])} rules that apply agree" in text
@@ -57,13 +57,15 @@ def test_advise_json_lists_every_rule_once_with_verdict(run):
 
 def test_advise_reports_zero3_pipeline_rule_as_not_searched_by_planner(run):
     large = ("model.preset=gpt3-175b", "training.seq_len=2048", "training.tokens_per_step=131072")
-    text = shown(run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change)))
+    text = advise_output(
+        run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change))
+    )
     assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
     assert "ZeRO-3 in a pipeline is not among the planner's layouts" in text
 
 
 def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
-    text = shown("oom", run, "--machine", "h100")
+    text = advise_output("oom", run, "--machine", "h100")
     lines = text.splitlines()
     assert re.fullmatch(
         r"llama3-8b on 8 x h100: the fullest rank holds 208\.7 GiB of 7\d\.\d that it may: does not fit", lines[0]
@@ -75,7 +77,7 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     assert "It fits with  --set layout.tp=4 --set layout.micro_batch_size=1" in text
     assert "The planner's best of all layouts on these devices: " in text
     assert "…" not in text
-    without_times = shown("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
+    without_times = advise_output("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
     assert "Of these enough: recompute blocks; ZeRO-2" in without_times
     assert (
         "--set layout.data_parallel=zero2 --set layout.micro_batch_size=1 --set layout.activation_checkpointing=full"
@@ -84,23 +86,23 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
 
 
 def test_advise_oom_settings_make_run_fit_when_applied(run):
-    facts = known("oom", run, "--machine", "h100")
+    facts = advise_json("oom", run, "--machine", "h100")
     assert not facts["now"]["fits"]
     assert facts["fits"]
     needed = facts["needed"][-1]
     settings = [word for setting in needed["settings"] for word in ("--set", setting)]
-    then = known("oom", run, "--machine", "h100", *settings)
+    then = advise_json("oom", run, "--machine", "h100", *settings)
     assert then["now"] == needed["then"]
     assert then["now"]["fits"]
     assert (then["steps"], then["needed"]) == ([], [])
-    assert "The run fits already: nothing has to change." in shown("oom", run, "--machine", "h100", *settings)
+    assert "The run fits already: nothing has to change." in advise_output("oom", run, "--machine", "h100", *settings)
     cluster = ["cluster.preset=h100", "cluster.nproc_per_node=8"]
     held = rank_memory(load_run(run, [*cluster, *needed["settings"]], environment={}), 8)["rank"]
     assert held.total == then["now"]["memory"]["total"] < 80 * 2**30
 
 
 def test_advise_oom_reports_when_no_remedy_sequence_fits(run):
-    text = shown("oom", run, "--machine", "h100", "--set", "cluster.memory_bytes=2000000000")
+    text = advise_output("oom", run, "--machine", "h100", "--set", "cluster.memory_bytes=2000000000")
     assert "No order of these changes makes it fit." in text
     assert "It fits with" not in text
 
@@ -108,12 +110,12 @@ def test_advise_oom_reports_when_no_remedy_sequence_fits(run):
 def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run.rename(tmp_path / "oom")
-    assert known("oom", *H100)["devices"] == 32
-    assert "now" in known("oom", "oom", *H100)
+    assert advise_json("oom", *H100)["devices"] == 32
+    assert "now" in advise_json("oom", "oom", *H100)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["oom"], "needs a run file"),
         (["over", "there.toml"], r"is not \[oom\] RUN.toml"),
@@ -125,22 +127,22 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
         (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
     ],
 )
-def test_advise_raises_user_error_with_fix_for_invalid_arguments(run, tmp_path, monkeypatch, arguments, said):
+def test_advise_raises_user_error_with_fix_for_invalid_arguments(run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     words = [run if word == "RUN" else word for word in arguments]
-    with pytest.raises(UserError, match=said) as caught:
-        shown(*words)
+    with pytest.raises(UserError, match=message) as caught:
+        advise_output(*words)
     assert caught.value.fix
 
 
 def test_advise_help_shows_usage_of_advise_and_advise_oom():
-    text = cli_runner.shown("advise", "--help")
+    text = cli_runner.command_output("advise", "--help")
     assert "advise [oom] RUN.toml [OPTIONS]" in text
     assert "phalanx advise run.toml --machine h100 --nodes 4" in text
     assert "phalanx advise oom run.toml --machine h100 --nproc 8" in text
     assert "or a file that phalanx calibrate wrote" in re.sub(r"[\s│]+", " ", text)
 
 
-@pytest.mark.parametrize("words", [[], ["oom"]])
-def test_advise_does_not_import_torch(run, words):
-    assert "torch" not in cli_runner.imported("advise", *words, run, "--machine", "h100")
+@pytest.mark.parametrize("subcommand", [[], ["oom"]])
+def test_advise_does_not_import_torch(run, subcommand):
+    assert "torch" not in cli_runner.imported_packages("advise", *subcommand, run, "--machine", "h100")

@@ -16,9 +16,9 @@ from phalanx.spec.errors import UserError
 from tests.helpers import cli_runner
 from tests.helpers.nccl_tests_output import AVERAGE, ROW
 
-shown = partial(cli_runner.shown, "bench")
+measure_output = partial(cli_runner.command_output, "bench")
 
-SMALL = """
+SMALL_RUN = """
 [model]
 vocab_size = 300
 hidden_size = 32
@@ -38,7 +38,7 @@ data_parallel = "zero1"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    path.write_text(SMALL)
+    path.write_text(SMALL_RUN)
     return path
 
 
@@ -55,7 +55,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("matmul",), "bench = 'matmul': needs a run file"),
         (("memory", "run.toml"), r"bench = 'memory run.toml': is not \[PART\] RUN.toml"),
@@ -66,9 +66,11 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
     ],
 )
-def test_bench_raises_user_error_for_invalid_arguments(words: tuple[object, ...], said: str, run: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        shown(*(str(word).format(run=run) for word in words))
+def test_bench_raises_user_error_for_invalid_arguments(
+    arguments: tuple[object, ...], message: str, run: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        measure_output(*(str(word).format(run=run) for word in arguments))
 
 
 def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
@@ -85,7 +87,7 @@ def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
 # -- in processes of their own, as ranks are started -------------------------------------------------------------------
 
 
-def printed(*words: object) -> str:
+def measure_process_output(*words: object) -> str:
     command = [sys.executable, "-m", "phalanx", "bench", *map(str, words)]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
@@ -93,7 +95,7 @@ def printed(*words: object) -> str:
 def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = "--nproc", 2, "--iterations", 2, "--sweep", "1KiB:4KiB", "--out", file
-    text = printed("collectives", run, *words)
+    text = measure_process_output("collectives", run, *words)
     ways = json.loads(file.read_text())["collectives"]
     assert [way["operation"] for way in ways] == ["reduce_scatter", "all_gather"]
     assert all(way["groups"] == [[0, 1]] for way in ways)
@@ -106,7 +108,7 @@ def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -
 
 
 def test_bench_on_one_rank_skips_collectives(run: Path) -> None:
-    found = json.loads(printed(run, "--nproc", 1, "--iterations", 1, "--json"))
+    found = json.loads(measure_process_output(run, "--nproc", 1, "--iterations", 1, "--json"))
     assert found["collectives"] == []
     assert {row["what"] for row in found["bandwidth"]} == {"copy", "triad"}
     assert [row["layers"] for row in found["matmul"]] == [["wq", "wk", "wv", "wo"], ["gate", "up"], ["down"], ["head"]]
@@ -114,7 +116,7 @@ def test_bench_on_one_rank_skips_collectives(run: Path) -> None:
 
 
 def test_bench_matmul_table_names_layers(run: Path) -> None:
-    text = printed("matmul", run, "--nproc", 1, "--iterations", 1)
+    text = measure_process_output("matmul", run, "--nproc", 1, "--iterations", 1)
     assert re.search(r"^wq, wk, wv, wo +4 +128 +32 +32 ", text, re.MULTILINE), text
     assert "attention" not in text
 

@@ -12,41 +12,41 @@ from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from tests.helpers import cli_runner
-from tests.helpers.cli_runner import known
-from tests.helpers.small_runs import described, trainer
+from tests.helpers.cli_runner import command_json
+from tests.helpers.small_runs import make_trainer, small_run
 
-shown = partial(cli_runner.shown, width=200)
+wide_output = partial(cli_runner.command_output, width=200)
 STEPS = 8
 
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory) -> Path:
     changes = {"training.precision": "fp32", "training.steps": STEPS}
-    run = described(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
+    run = small_run(Path(json.__file__).parent, tmp_path_factory.mktemp("trained"), changes)
     directory = create_run(run, 1, resume=False)
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     under_way.train(open_loggers(directory, 0, None, run.name, {}), ProgressDisplay(0, STEPS, quiet=True))
     return directory
 
 
 def test_plan_uses_machine_file_written_by_calibrate(run_directory, tmp_path):
     out = tmp_path / "here.toml"
-    text = shown("calibrate", run_directory, "--out", out)
+    text = wide_output("calibrate", run_directory, "--out", out)
     assert "by the others" in text
     assert f"--machine {out}" in text
     machine = load_machine(str(out))
     assert (machine.device, machine.calibration.runs, machine.calibration.precision) == ("cpu", 1, "fp32")
-    table = shown("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
+    table = wide_output("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
     assert "measured by 1 runs on this machine" in table
-    found = known("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
+    found = command_json("plan", run_directory / "run.toml", "--machine", out, "--nproc", 2)
     assert found["measured"] == machine.calibration.identified_constants
     # The same as the preset of a run file.
-    named = known("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2)
+    named = command_json("plan", run_directory / "run.toml", "--set", f"cluster.preset={out}", "--nproc", 2)
     assert named["layouts"] == found["layouts"]
 
 
 def test_calibrated_prediction_matches_calibration_run_within_10_percent(run_directory, tmp_path):
-    found = known("calibrate", run_directory, "--out", tmp_path / "here.toml")
+    found = command_json("calibrate", run_directory, "--out", tmp_path / "here.toml")
     (row,) = found["runs"]
     assert row["after_seconds"] == pytest.approx(row["step_seconds"], rel=0.1)
     assert row["predicted_memory_bytes"] == pytest.approx(row["memory_bytes"], rel=0.1)
@@ -55,25 +55,27 @@ def test_calibrated_prediction_matches_calibration_run_within_10_percent(run_dir
 
 def test_calibrate_accepts_benchmark_file_of_bench_command(run_directory, tmp_path):
     file, out = tmp_path / "measured.json", tmp_path / "here.toml"
-    cli_runner.shown("bench", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
-    found = known("calibrate", run_directory, file, "--out", out)
+    cli_runner.command_output("bench", run_directory / "run.toml", "--nproc", 1, "--iterations", 2, "--out", file)
+    found = command_json("calibrate", run_directory, file, "--out", out)
     assert [each["kind"] for each in found["operations"]] == ["matrix products", "attention", "memory"]
     assert {each["of"] for each in found["operations"]} == {"measured.json"}
     assert "measured.json" in out.read_text().partition("\n")[0]
-    text = shown("calibrate", run_directory, file, "--out", out)
+    text = wide_output("calibrate", run_directory, file, "--out", out)
     assert "timed apart" in text
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
-def test_calibrate_warns_when_prediction_interval_is_too_wide(run_directory, tmp_path, monkeypatch, words):
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_calibrate_warns_when_prediction_interval_is_too_wide(run_directory, tmp_path, monkeypatch, options):
     said = "predicts too widely to choose by: add runs"
     for least, wide in ((0.0, True), (100.0, False)):
         monkeypatch.setattr("phalanx.cli.commands.calibrate.WIDE", least)
-        assert (said in cli_runner.noted("calibrate", run_directory, "--out", tmp_path / "here.toml", *words)) is wide
+        assert (
+            said in cli_runner.command_stderr("calibrate", run_directory, "--out", tmp_path / "here.toml", *options)
+        ) is wide
 
 
 def test_plan_notes_that_machine_preset_is_not_calibrated(run_directory):
-    table = shown(
+    table = wide_output(
         "plan", run_directory / "run.toml", "--machine", "h100", "--nproc", 2, "--set", "training.precision=bf16"
     )
     assert "no run on this machine was measured" in table
@@ -95,4 +97,4 @@ def test_calibrate_raises_user_error_for_invalid_arguments(run_directory, tmp_pa
     monkeypatch.chdir(tmp_path)
     words = [word.format(run=run_directory) for word in arguments]
     with pytest.raises(UserError, match=problem):
-        shown(*words)
+        wide_output(*words)

@@ -16,7 +16,7 @@ from phalanx.data.tokenizer import load_tokenizer
 from phalanx.spec.errors import UserError
 
 
-def call(*arguments):
+def run_data_command(*arguments):
     """The output of a call that must go well; a UserError comes through as it does to `main`."""
     result = CliRunner().invoke(command.app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -25,9 +25,11 @@ def call(*arguments):
 
 def test_data_tokenizer_prepare_inspect_report_consistent_json(corpus, tmp_path):
     tokenizer, prefix = tmp_path / "new" / "tokenizer.json", tmp_path / "tokens" / "corpus"
-    trained = json.loads(call("tokenizer", corpus, "--out", tokenizer, "--vocab", 300, "--json"))
+    trained = json.loads(run_data_command("tokenizer", corpus, "--out", tokenizer, "--vocab", 300, "--json"))
     assert (trained["vocab"], load_tokenizer(tokenizer).vocab) == (300, 300)
-    written = json.loads(call("prepare", corpus, "--out", prefix, "--tokenizer", tokenizer, "--workers", 1, "--json"))
+    written = json.loads(
+        run_data_command("prepare", corpus, "--out", prefix, "--tokenizer", tokenizer, "--workers", 1, "--json")
+    )
     text = [document.text for document in documents([str(corpus)])]
     dataset = IndexedDataset(prefix)
     assert written["documents"] == len(dataset) == 40
@@ -35,7 +37,7 @@ def test_data_tokenizer_prepare_inspect_report_consistent_json(corpus, tmp_path)
     assert written["text_bytes"] == sum(map(len, text))
     assert written["bytes_per_token"] == pytest.approx(written["text_bytes"] / written["tokens"], abs=1e-3)
     assert written["tokens_per_second"] > 0
-    seen = json.loads(call("inspect", prefix, "--tokenizer", tokenizer, "--tokens", 12, "--json"))
+    seen = json.loads(run_data_command("inspect", prefix, "--tokenizer", tokenizer, "--tokens", 12, "--json"))
     assert (seen["documents"], seen["tokens"], seen["dtype"]) == (40, dataset.size, "uint16")
     assert seen["first_tokens"] == dataset.tokens[:12].tolist()
     assert "".join(text).startswith(seen["first_text"])
@@ -43,33 +45,35 @@ def test_data_tokenizer_prepare_inspect_report_consistent_json(corpus, tmp_path)
 
 
 def test_data_commands_print_summaries(corpus, tmp_path):
-    shown = call("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes")
+    shown = run_data_command("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes")
     assert "documents          40\n" in shown
-    shown = call("inspect", f"{tmp_path / 'tokens'}.idx", "--tokenizer", "bytes")
+    shown = run_data_command("inspect", f"{tmp_path / 'tokens'}.idx", "--tokenizer", "bytes")
     assert "first text           def function_0(x):" in shown
 
 
 def test_data_prepare_no_end_omits_end_tokens(corpus, tmp_path):
-    call("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes", "--no-end")
+    run_data_command("prepare", corpus, "--out", tmp_path / "tokens", "--tokenizer", "bytes", "--no-end")
     assert IndexedDataset(tmp_path / "tokens").tokens.max() < 256
 
 
 def test_data_prepare_reads_given_text_key(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "abc"}\n')
-    call("prepare", tmp_path / "a.jsonl", "--text-key", "content", "--out", tmp_path / "t", "--tokenizer", "bytes")
+    run_data_command(
+        "prepare", tmp_path / "a.jsonl", "--text-key", "content", "--out", tmp_path / "t", "--tokenizer", "bytes"
+    )
     assert IndexedDataset(tmp_path / "t").tokens.tolist() == [97, 98, 99, 256]
 
 
 @pytest.mark.parametrize("name", ["prepare", "tokenizer"])
 def test_data_commands_overwrite_files_only_with_force(corpus, tmp_path, name):
     arguments = [name, corpus, "--out", tmp_path / "made", *(["--tokenizer", "bytes"] if name == "prepare" else [])]
-    call(*arguments)
+    run_data_command(*arguments)
     before = {path: path.read_bytes() for path in tmp_path.glob("made*")}
     with pytest.raises(UserError, match="is there already") as caught:
-        call(*arguments)
+        run_data_command(*arguments)
     assert "--force" in caught.value.fix
     assert {path: path.read_bytes() for path in tmp_path.glob("made*")} == before
-    call(*arguments, "--force")
+    run_data_command(*arguments, "--force")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_data_commands_overwrite_files_only_with_force(corpus, tmp_path, name):
 def test_data_commands_reject_invalid_arguments(corpus, monkeypatch, arguments, field):
     monkeypatch.chdir(corpus.parent)
     with pytest.raises(UserError) as caught:
-        call(*arguments)
+        run_data_command(*arguments)
     assert caught.value.field == field
     assert caught.value.fix
     assert not list(corpus.parent.glob("out*"))

@@ -14,17 +14,17 @@ from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import write_effective_layout
 from phalanx.spec.layout import Layout
-from tests.helpers.cli_runner import known, shown
-from tests.helpers.hang_dumps import Op, run
+from tests.helpers.cli_runner import command_json, command_output
+from tests.helpers.hang_dumps import Op, simulate_hang
 
 RUN = 'name = "first"\n[model]\npreset = "tiny"\n[training]\nsteps = 50\n'
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def hung_run_directory(tmp_path: Path) -> Path:
     sizes = ParallelDims(3, 1, 1, 1, 1)
     program = [Op("all", "all_reduce", 4, 10), Op("all", "all_gather", 4, 20)]
-    dumps = run([program, program[1:], program], sizes)
+    dumps = simulate_hang([program, program[1:], program], sizes)
     assert dumps is not None
     (tmp_path / "run.toml").write_text(RUN)
     for told in dumps.values():
@@ -32,8 +32,8 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(directory: Path) -> None:
-    lines = shown("debug", directory).splitlines()
+def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(hung_run_directory: Path) -> None:
+    lines = command_output("debug", hung_run_directory).splitlines()
     assert lines[0] == (
         "in collective 1 of all ranks, rank 1 (dp=1) called all_gather of [4] Float at mine/model.py:20 (step), "
         "where rank 0 (dp=0) and rank 2 (dp=2) called all_reduce of [4] Float at mine/model.py:10 (step)"
@@ -43,20 +43,20 @@ def test_debug_names_rank_with_mismatched_collective_and_lists_all_ranks(directo
     assert [line[:17] for line in lines[4:]] == ["  rank 0 (dp=0): ", "> rank 1 (dp=1): ", "  rank 2 (dp=2): "]
 
 
-def test_debug_json_has_same_verdict_as_text(directory: Path) -> None:
-    found = known("debug", directory)
+def test_debug_json_has_same_verdict_as_text(hung_run_directory: Path) -> None:
+    found = command_json("debug", hung_run_directory)
     assert (found["verdict"]["kind"], found["verdict"]["ranks"], found["step"]) == ("mismatch", [1], 3)
-    assert found["verdict"]["summary"] == shown("debug", directory).splitlines()[0]
+    assert found["verdict"]["summary"] == command_output("debug", hung_run_directory).splitlines()[0]
 
 
 def test_debug_rejects_directory_without_run_toml(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no run\.toml"):
-        shown("debug", tmp_path)
+        command_output("debug", tmp_path)
 
 
 def test_debug_reports_that_no_failure_records_exist(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
-    assert "no rank left word" in shown("debug", tmp_path)
+    assert "no rank left word" in command_output("debug", tmp_path)
 
 
 def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_path: Path) -> None:
@@ -68,59 +68,59 @@ def test_debug_reports_current_state_and_earlier_failure_of_restarted_run(tmp_pa
     append_event(tmp_path, STARTED, ranks=2, step=40)
     held = acquire_run_lock(tmp_path)
     assert held is not None
-    first, _, before, *_ = shown("debug", tmp_path).splitlines()
+    first, _, before, *_ = command_output("debug", tmp_path).splitlines()
     assert first == "the run is under way, and no rank has stood still for long since it began"
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "rank-00000.jsonl").write_text("")
-    assert re.search(r"; ranks last noted a step \d+ s ago\nwhat to do: wait: ", shown("debug", tmp_path))
+    assert re.search(r"; ranks last noted a step \d+ s ago\nwhat to do: wait: ", command_output("debug", tmp_path))
     told = ": rank 0 RuntimeError: Timed out, step 41; why: rank 1 (dp=1) was stopped (SIGSTOP)"
     assert before.startswith("before: ")
     assert before.endswith(told)
     held.close()
-    assert shown("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
+    assert command_output("debug", tmp_path).startswith("the run broke off without a word: its launcher was killed, or")
     fault = tmp_path / "hangs" / "rank-00001.fault"
     fault.parent.mkdir()
     fault.write_text(
         "Fatal Python error: Bus error\n\nCurrent thread 0x7f (most recent call first):\n"
         '  File "/x/train/worker.py", line 3 in work\n'
     )
-    said = shown("debug", tmp_path)
+    said = command_output("debug", tmp_path)
     assert said.startswith("rank 1 ended by a signal: Bus error in train/worker.py:3 (work)\nwhat to do: read ")
     fault.unlink()
     append_event(tmp_path, QUARANTINED, checkpoint="step-00000040", problem="checksum is wrong")
-    assert ": step-00000040 was set aside, damaged: checksum is wrong" in shown("debug", tmp_path)
+    assert ": step-00000040 was set aside, damaged: checksum is wrong" in command_output("debug", tmp_path)
     append_event(tmp_path, ROLLED_BACK, after=47, to=40, reason="a spike")
-    assert "before: " in shown("debug", tmp_path)
-    assert ": a spike; from step 47 to step 40" in shown("debug", tmp_path)
+    assert "before: " in command_output("debug", tmp_path)
+    assert ": a spike; from step 47 to step 40" in command_output("debug", tmp_path)
     append_event(tmp_path, FINISHED, step=49)
-    assert "left no word" not in shown("debug", tmp_path)
-    assert shown("debug", tmp_path).startswith(
+    assert "left no word" not in command_output("debug", tmp_path)
+    assert command_output("debug", tmp_path).startswith(
         "the run was stopped in order, after step 49 of 50\nwhat to do: phalanx "
     )
     append_event(tmp_path, FINISHED, step=50)
-    assert shown("debug", tmp_path).startswith("the run ended in order, after step 50")
+    assert command_output("debug", tmp_path).startswith("the run ended in order, after step 50")
     reason = "DistStoreError: Timed out"
     write_failure(tmp_path, {"rank": 1, "step": 50, "time": 1.0, "reason": reason, "code": 1, "traceback": "..."})
-    assert shown("debug", tmp_path).startswith("rank 1 failed: DistStoreError: Timed out")
+    assert command_output("debug", tmp_path).startswith("rank 1 failed: DistStoreError: Timed out")
 
 
-def test_debug_reports_hang_and_earlier_failure_of_restarted_run(directory: Path) -> None:
+def test_debug_reports_hang_and_earlier_failure_of_restarted_run(hung_run_directory: Path) -> None:
     """What broke it before is no word on what its ranks stand in now."""
-    append_event(directory, STARTED, ranks=3, step=0)
-    append_event(directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
-    assert "before: " not in shown("debug", directory)
-    append_event(directory, STARTED, ranks=3, step=5)
-    said = shown("debug", directory)
+    append_event(hung_run_directory, STARTED, ranks=3, step=0)
+    append_event(hung_run_directory, FAILED, rank=2, step=7, reason="was killed by SIGKILL", verdict=[])
+    assert "before: " not in command_output("debug", hung_run_directory)
+    append_event(hung_run_directory, STARTED, ranks=3, step=5)
+    said = command_output("debug", hung_run_directory)
     assert "rank 1 (dp=1) called all_gather" in said
     assert "before: " in said
     assert ": rank 2 was killed by SIGKILL, step 7" in said
 
 
-def test_debug_uses_layout_of_last_start(directory: Path) -> None:
+def test_debug_uses_layout_of_last_start(hung_run_directory: Path) -> None:
     """Which may have had fewer ranks than the run was meant for, in another layout."""
-    (directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
-    write_effective_layout(directory, Layout(tp=3))
-    assert "rank 1 (tp=1) called all_gather" in shown("debug", directory)
+    (hung_run_directory / "run.toml").write_text(RUN + "[layout]\npp = 2\n")
+    write_effective_layout(hung_run_directory, Layout(tp=3))
+    assert "rank 1 (tp=1) called all_gather" in command_output("debug", hung_run_directory)
 
 
 def test_debug_prints_coordinates_of_single_failed_rank(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_debug_prints_coordinates_of_single_failed_rank(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN + "[layout]\npp = 2\ntp = 2\n")
     write_failure(tmp_path, {"rank": 1, "reason": "ValueError: its own", "time": 1.0, "traceback": "..."})
     append_event(tmp_path, STARTED, ranks=4, step=0)
-    assert shown("debug", tmp_path).startswith("rank 1 (pp=0, tp=1) failed by itself: ValueError: its own")
+    assert command_output("debug", tmp_path).startswith("rank 1 (pp=0, tp=1) failed by itself: ValueError: its own")

@@ -18,16 +18,16 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.topology.read import read_topology
 from tests.helpers import cli_runner, h100_snapshot
 
-shown = partial(cli_runner.shown, "doctor")
-known = partial(cli_runner.known, "doctor")
+doctor_output = partial(cli_runner.command_output, "doctor")
+doctor_json = partial(cli_runner.command_json, "doctor")
 ROOT = Path(__file__).parents[3]
-CPU = ROOT / "tests/doctor/cpu_snapshot"
-KEYS = {"id", "severity", "host", "device", "measured", "unit", "threshold", "source", "remedy", "command"}
+CPU_RECORD = ROOT / "tests/doctor/cpu_snapshot"
+FINDING_KEYS = {"id", "severity", "host", "device", "measured", "unit", "threshold", "source", "remedy", "command"}
 
 
 @pytest.fixture
 def h100(tmp_path: Path) -> Path:
-    h100_snapshot.write(tmp_path / "node1")
+    h100_snapshot.write_h100_snapshot(tmp_path / "node1")
     return tmp_path / "node1"
 
 
@@ -55,18 +55,18 @@ def cpu_run(tmp_path: Path) -> Path:
 
 
 def test_doctor_exits_0_for_healthy_node(h100: Path, run: Path) -> None:
-    out = shown(run, "--from-snapshot", h100)
+    out = doctor_output(run, "--from-snapshot", h100)
     assert out.splitlines()[-1].startswith("node1: 0 failures, 0 warnings, ")
-    found = known(run, "--from-snapshot", h100)
+    found = doctor_json(run, "--from-snapshot", h100)
     assert found["exit_code"] == 0
-    assert all(set(each) == KEYS for each in found["findings"])
+    assert all(set(each) == FINDING_KEYS for each in found["findings"])
     assert {each["host"] for each in found["findings"]} == {"node1"}
 
 
 def test_doctor_prints_failures_first_with_remedy(h100: Path) -> None:
     (h100 / "sys/class/infiniband/mlx5_6/ports/1/rate").write_text("200 Gb/sec (4X HDR)\n")
     (h100 / "sys/class/net/ens3np0/ecn/roce_np/cnp_802p_prio").write_text("3\n")
-    lines = shown("--from-snapshot", h100, exit_code=2).splitlines()
+    lines = doctor_output("--from-snapshot", h100, exit_code=2).splitlines()
     assert lines[0].split()[:2] == ["finding", "device"]
     assert lines[1].startswith("FAIL  rdma.rate")
     assert "mlx5_6" in lines[1]
@@ -78,29 +78,29 @@ def test_doctor_prints_failures_first_with_remedy(h100: Path) -> None:
 
 def test_doctor_exits_1_for_warnings_and_3_when_all_checks_are_skipped(h100: Path, tmp_path: Path) -> None:
     (h100 / "proc/sys/kernel/numa_balancing").write_text("1\n")
-    assert known("--from-snapshot", h100, exit_code=1)["exit_code"] == 1
+    assert doctor_json("--from-snapshot", h100, exit_code=1)["exit_code"] == 1
     nothing = tmp_path / "nothing"
     nothing.mkdir()
-    assert {each["severity"] for each in known("--from-snapshot", nothing, exit_code=3)["findings"]} == {"SKIP"}
+    assert {each["severity"] for each in doctor_json("--from-snapshot", nothing, exit_code=3)["findings"]} == {"SKIP"}
 
 
 def test_doctor_fails_when_run_exceeds_gpu_memory_or_node_has_no_gpus(run: Path, h100: Path) -> None:
     """On two GPUs zero3 does not fit; and the run asks for GPUs where the captured machine has none."""
     two = ("--nproc", 1, "--set", "cluster.nodes=2")
-    found = known(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
+    found = doctor_json(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
     assert {each["id"] for each in found if each["severity"] == "FAIL"} == {"gpu.headroom"}
-    found = known(run, "--from-snapshot", CPU, exit_code=2)["findings"]
+    found = doctor_json(run, "--from-snapshot", CPU_RECORD, exit_code=2)["findings"]
     assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
 
 
 def test_doctor_rejects_missing_nccl_log(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--nccl-log = .* is no file"):
-        shown("--nccl-log", tmp_path / "nolog")
+        doctor_output("--nccl-log", tmp_path / "nolog")
 
 
 def test_doctor_rejects_invalid_layout_of_run(run: Path, h100: Path) -> None:
     with pytest.raises(UserError, match="does not divide"):
-        shown(run, "--from-snapshot", h100, "--set", "layout.tp=3")
+        doctor_output(run, "--from-snapshot", h100, "--set", "layout.tp=3")
 
 
 def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, h100: Path, tmp_path: Path) -> None:
@@ -109,10 +109,10 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
         (h100 / "proc/sys/kernel/hostname").write_text(f"{host}\n")
         if host == "node3":
             (h100 / "sys/class/net/ens3np0/mtu").write_text("4200\n")
-        cli_runner.shown(
+        cli_runner.command_output(
             "doctor", "--from-snapshot", h100, "--save-report", health, exit_code=2 if host == "node3" else 0
         )
-    said = shown(run, "--compare-reports", health, exit_code=2)
+    said = doctor_output(run, "--compare-reports", health, exit_code=2)
     assert "leave out: --exclude=node3" in said
     assert (health / "failing_nodes.txt").read_text() == "node3\n"
     found = json.loads((health / "findings.json").read_text())
@@ -120,24 +120,24 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
     assert wrong == [("nodes.drift_breaks", "node3", "RDMA MTU"), ("mtu.same", "node3", "ens3np0")]
     page = (health / "findings.md").read_text()
     assert "| FAIL | mtu.same | node3 | ens3np0 | 4200 bytes | 9000 |" in page
-    missing = known(run, "--compare-reports", health, "--set", "cluster.nodes=4", exit_code=2)["findings"]
+    missing = doctor_json(run, "--compare-reports", health, "--set", "cluster.nodes=4", exit_code=2)["findings"]
     assert missing[0]["id"] == "nodes.missing"
 
 
 def test_doctor_topology_file_is_accepted_by_placement(h100: Path, run: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.txt"
-    said = cli_runner.noted("doctor", "--from-snapshot", h100, "--topology", file)
+    said = cli_runner.command_stderr("doctor", "--from-snapshot", h100, "--topology", file)
     assert f"phalanx placement RUN.toml --topology {file}" in said
     node = read_topology(file)
     assert (len(node.gpus), node.nics[0], node.nvlinks[0]) == (8, "mlx5_0", 18)
-    facts = cli_runner.known("placement", run, "--ranks", 16, "--topology", file)
+    facts = cli_runner.command_json("placement", run, "--ranks", 16, "--topology", file)
     assert {nic["nic"] for nic in facts["nics"]} == {f"mlx5_{i}" for i in range(8)}
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        shown("--from-snapshot", CPU, "--topology", file)
+        doctor_output("--from-snapshot", CPU_RECORD, "--topology", file)
 
 
 def test_doctor_collectives_check_passes_with_two_local_ranks(cpu_run: Path) -> None:
-    found = {each["id"]: each for each in known(cpu_run, "--collectives", "--nproc", 2)["findings"]}
+    found = {each["id"]: each for each in doctor_json(cpu_run, "--collectives", "--nproc", 2)["findings"]}
     assert found["between.wrong"]["severity"] == "OK"
     assert found["counters.tcp"]["host"]
     assert found["between.slow_node"]["measured"] == "one node"
@@ -153,7 +153,7 @@ def test_doctor_reports_killed_rank_of_collectives_check_as_finding(
 
     monkeypatch.setattr("phalanx.doctor.multi_node_benchmark.launch_ranks", killed)
     options = ("--set", "cluster.nodes=1", "--set", "cluster.device=cpu", "--out", tmp_path / "out")
-    found = known(run, "--collectives", *options, exit_code=2)["findings"]
+    found = doctor_json(run, "--collectives", *options, exit_code=2)["findings"]
     (failed,) = found
     assert (failed["id"], failed["device"], failed["host"]) == ("between.failed", "rank 1", Machine().host)
     assert "SIGKILL" in failed["measured"]
@@ -171,13 +171,13 @@ def test_doctor_collectives_rejects_invalid_rank_count_nodes_and_layout(cpu_run:
 
 
 def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
-    assert known("--from-snapshot", CPU, "--nproc", 2)["exit_code"] == 0
+    assert doctor_json("--from-snapshot", CPU_RECORD, "--nproc", 2)["exit_code"] == 0
 
 
 def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     for words, problem in (
         (["--collectives"], "needs a run file"),
-        (["--from-snapshot", CPU, "--compare-reports", tmp_path], "do not go together"),
+        (["--from-snapshot", CPU_RECORD, "--compare-reports", tmp_path], "do not go together"),
         (["--from-snapshot", tmp_path / "nowhere"], "is no directory"),
         (["--compare-reports", tmp_path], "has no"),
         ([tmp_path / "nothing.toml"], "nothing.toml"),
@@ -188,7 +188,7 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
 
 def test_doctor_does_not_import_torch() -> None:
     """A process of its own imports it, in its own time."""
-    assert "torch" not in cli_runner.imported("doctor", "--from-snapshot", CPU)
+    assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_RECORD)
 
 
 def test_doctor_docs_contain_current_rule_table() -> None:

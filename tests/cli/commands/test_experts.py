@@ -20,86 +20,88 @@ from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
 from tests.helpers import cli_runner
-from tests.helpers.small_runs import MOE, described, steps, trainer
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until
 
-shown = partial(cli_runner.shown, "experts")
-known = partial(cli_runner.known, "experts")
-HALF, ALL = 4, 8
+experts_output = partial(cli_runner.command_output, "experts")
+experts_json = partial(cli_runner.command_json, "experts")
+STOP_STEP, TOTAL_STEPS = 4, 8
 TEXT = Path(json.__file__).parent
 
 
-def of(out: Path, **changes: Any) -> RunSpec:
-    return described(TEXT, out, {"model": MOE, "training.steps": ALL, "evaluation.every": HALF, **changes})
+def moe_run(out: Path, **changes: Any) -> RunSpec:
+    return small_run(TEXT, out, {"model": MOE, "training.steps": TOTAL_STEPS, "evaluation.every": STOP_STEP, **changes})
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> Path:
+def stopped_run(tmp_path: Path) -> Path:
     """The directory of a run that was stopped in the middle, after an evaluation."""
-    return stopped(tmp_path, HALF)
+    return train_until_stop(tmp_path, STOP_STEP)
 
 
-def stopped(out: Path, every: int) -> Path:
+def train_until_stop(out: Path, every: int) -> Path:
     """The same, where it evaluates every so many steps."""
-    run = of(out, **{"evaluation.every": every})
+    run = moe_run(out, **{"evaluation.every": every})
     create_run(run, 1, resume=False)
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     logs = open_loggers(under_way.directory, 0, None, run.name, {})
-    under_way.stop_after_step = HALF
-    under_way.train(logs, ProgressDisplay(0, ALL, quiet=True))
+    under_way.stop_after_step = STOP_STEP
+    under_way.train(logs, ProgressDisplay(0, TOTAL_STEPS, quiet=True))
     for log in logs:
         log.close()
     return under_way.directory
 
 
-def rest(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
+def resume_to_end(run: RunSpec) -> tuple[list[tuple[float, float]], list[list[int]]]:
     """The second half, from the checkpoint, and what each expert had to do until its end."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     assert under_way.resume()[0]
-    losses = steps(under_way, ALL)
+    losses = train_until(under_way, TOTAL_STEPS)
     under_way.rotate_expert_counts()
     return losses, under_way.evaluate()["expert_tokens"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout.ep": 2}, {"layout.ep": 2, "layout.data_parallel": "zero3"}], ids=str)
-def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict[str, Any], half: Path) -> None:
+def test_resumed_training_is_unchanged_after_experts_are_reordered(changes: dict[str, Any], stopped_run: Path) -> None:
     """Given or balanced: the model is the same, and each expert has its tokens under its new number."""
-    whole, tokens = rest(of(half.parent))
-    counted = [record for record in read_metrics(half) if "expert_tokens" in record][-1]["expert_tokens"]
-    found = known(half, "--ep", 2, "--balance")
+    whole, tokens = resume_to_end(moe_run(stopped_run.parent))
+    counted = [record for record in read_metrics(stopped_run) if "expert_tokens" in record][-1]["expert_tokens"]
+    found = experts_json(stopped_run, "--ep", 2, "--balance")
     assert [row["tokens"] for row in found["layers"]] == counted
     assert all(1 <= row["then"] <= row["busiest_rank"] for row in found["layers"])
-    again = known(half, "--ep", 2)
+    again = experts_json(stopped_run, "--ep", 2)
     assert [row["busiest_rank"] for row in again["layers"]] == [row["then"] for row in found["layers"]]
     given = {"0": [3, 2, 1, 0], "1": [1, 2, 3, 0]}
-    (half.parent / "order.json").write_text(json.dumps(given))
-    shown(half, "--ep", 2, "--order", half.parent / "order.json")
+    (stopped_run.parent / "order.json").write_text(json.dumps(given))
+    experts_output(stopped_run, "--ep", 2, "--order", stopped_run.parent / "order.json")
     world_size = 4 if "layout.data_parallel" in changes else changes.get("layout.ep", 1)
-    run = of(half.parent, **changes)
-    for losses, then in rank_pool(world_size).run(rest, run) if world_size > 1 else [rest(run)]:
+    run = moe_run(stopped_run.parent, **changes)
+    for losses, then in rank_pool(world_size).run(resume_to_end, run) if world_size > 1 else [resume_to_end(run)]:
         assert losses == [pytest.approx(step, rel=1e-10) for step in whole]
         for layer, row in enumerate(found["layers"]):
             assert then[layer] == [tokens[layer][row["order"][number]] for number in given[str(layer)]]
 
 
-@pytest.mark.parametrize(("every", "counted"), [(HALF, ALL - HALF), (ALL, ALL)])
-def test_expert_token_counts_continue_after_resume(every: int, counted: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "expected_steps"), [(STOP_STEP, TOTAL_STEPS - STOP_STEP), (TOTAL_STEPS, TOTAL_STEPS)]
+)
+def test_expert_token_counts_continue_after_resume(every: int, expected_steps: int, tmp_path: Path) -> None:
     """Since the evaluation before, which may have been at the step of the stop."""
-    _, tokens = rest(of(stopped(tmp_path, every).parent))
-    assert [sum(layer) for layer in tokens] == [counted * 8 * 32 * MOE["moe"]["top_k"]] * 2
+    _, tokens = resume_to_end(moe_run(train_until_stop(tmp_path, every).parent))
+    assert [sum(layer) for layer in tokens] == [expected_steps * 8 * 32 * MOE["moe"]["top_k"]] * 2
 
 
-def test_latest_valid_restores_previous_checkpoint_after_interrupted_rewrite(half: Path) -> None:
-    (checkpoint,) = half.glob("checkpoints/step-*")
+def test_latest_valid_restores_previous_checkpoint_after_interrupted_rewrite(stopped_run: Path) -> None:
+    (checkpoint,) = stopped_run.glob("checkpoints/step-*")
     checkpoint.rename(checkpoint.with_suffix(".before"))
-    assert latest_valid(half / "checkpoints") == (checkpoint, {})
+    assert latest_valid(stopped_run / "checkpoints") == (checkpoint, {})
 
 
-def test_reorder_experts_permutes_only_expert_and_router_tensors(half: Path) -> None:
-    (checkpoint,) = half.glob("checkpoints/step-*")
+def test_reorder_experts_permutes_only_expert_and_router_tensors(stopped_run: Path) -> None:
+    (checkpoint,) = stopped_run.glob("checkpoints/step-*")
     before = load_full_tensors(checkpoint)
-    order = half.parent / "order.json"
+    order = stopped_run.parent / "order.json"
     order.write_text(json.dumps({"1": [3, 1, 0, 2]}))
-    assert "step-00000004.before" in shown(half, "--ep", 4, "--order", order)
+    assert "step-00000004.before" in experts_output(stopped_run, "--ep", 4, "--order", order)
     after, kept = load_full_tensors(checkpoint), load_full_tensors(checkpoint.with_suffix(".before"))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(torch.equal(before[name], kept[name]) for name in before)
@@ -110,15 +112,15 @@ def test_reorder_experts_permutes_only_expert_and_router_tensors(half: Path) -> 
     assert find_damage(checkpoint) is None
 
 
-def test_experts_prints_rank_load_table_without_changing_checkpoint(half: Path) -> None:
-    text = shown(half, "--ep", 2)
+def test_experts_prints_rank_load_table_without_changing_checkpoint(stopped_run: Path) -> None:
+    text = experts_output(stopped_run, "--ep", 2)
     assert "busiest rank" in text
     assert "balanced" in text
     assert len([line for line in text.splitlines() if "|" in line]) == 2
-    assert not list(half.glob("checkpoints/*.before"))
+    assert not list(stopped_run.glob("checkpoints/*.before"))
 
 
-BAD: list[tuple[list[str], str | None, str]] = [
+INVALID_ORDERS: list[tuple[list[str], str | None, str]] = [
     (["--ep", "3"], None, r"--ep = 3: does not divide model.moe.num_experts \(4\)"),
     (["--ep", "2", "--balance", "--order", "ORDER"], "{}", "does not go with --balance"),
     (["--ep", "2", "--order", "ORDER"], None, "cannot be read"),
@@ -134,26 +136,26 @@ BAD: list[tuple[list[str], str | None, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "text", "problem"), BAD)
+@pytest.mark.parametrize(("arguments", "text", "problem"), INVALID_ORDERS)
 def test_experts_rejects_invalid_order_before_writing(
-    half: Path, arguments: list[str], text: str | None, problem: str
+    stopped_run: Path, arguments: list[str], text: str | None, problem: str
 ) -> None:
-    order = half.parent / "order.json"
+    order = stopped_run.parent / "order.json"
     if text is not None:
         order.write_text(text)
     with pytest.raises(UserError, match=problem):
-        shown(half, *(order if word == "ORDER" else word for word in arguments))
-    assert not list(half.glob("checkpoints/*.before"))
+        experts_output(stopped_run, *(order if word == "ORDER" else word for word in arguments))
+    assert not list(stopped_run.glob("checkpoints/*.before"))
 
 
-def test_experts_rejects_damaged_dense_or_missing_run(half: Path, tmp_path: Path) -> None:
-    (checkpoint,) = half.glob("checkpoints/step-*")
+def test_experts_rejects_damaged_dense_or_missing_run(stopped_run: Path, tmp_path: Path) -> None:
+    (checkpoint,) = stopped_run.glob("checkpoints/step-*")
     (checkpoint / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="has no intact checkpoint"):
-        shown(half, "--ep", 2)
-    dense = described(TEXT, tmp_path / "dense", {})
+        experts_output(stopped_run, "--ep", 2)
+    dense = small_run(TEXT, tmp_path / "dense", {})
     create_run(dense, 1, resume=False)
     with pytest.raises(UserError, match="is of a model without experts"):
-        shown(tmp_path / "dense" / dense.name, "--ep", 2)
+        experts_output(tmp_path / "dense" / dense.name, "--ep", 2)
     with pytest.raises(UserError, match=r"run\.toml"):
-        shown(tmp_path / "nothing", "--ep", 2)
+        experts_output(tmp_path / "nothing", "--ep", 2)

@@ -7,19 +7,19 @@ import pytest
 from phalanx.spec.errors import UserError
 from tests.helpers import cli_runner
 
-shown = partial(cli_runner.shown, "info")
-known = partial(cli_runner.known, "info")
+info_output = partial(cli_runner.command_output, "info")
+info_json = partial(cli_runner.command_json, "info")
 
 
 def test_info_prints_parameters_flops_and_state_bytes():
-    text = shown("llama3-8b")
+    text = info_output("llama3-8b")
     for part in ("8,030,261,248", "32 layers", "FLOPs per token at 8,192", "51.5 G", "57.9 G", "128 GB"):
         assert part in text
     assert "experts" not in text
 
 
 def test_info_json_contains_parameter_flop_and_byte_counts():
-    facts = known("mixtral-8x7b", "--sequence", 4096)
+    facts = info_json("mixtral-8x7b", "--sequence", 4096)
     assert facts["parameters"]["total"] == 46_702_792_704
     assert facts["sequence"] == 4096
     flops = facts["flops_per_token"]
@@ -28,12 +28,12 @@ def test_info_json_contains_parameter_flop_and_byte_counts():
 
 
 def test_info_list_prints_model_and_machine_presets():
-    text = shown("--list")
+    text = info_output("--list")
     assert "12.9 B" in text
     assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
     assert re.search(r"l4 +121 +24 +300 +1 +1.562 +72\n", text)
     assert max(map(len, text.splitlines())) <= 80
-    listed = known("--list")
+    listed = info_json("--list")
     assert listed["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
     assert listed["machines"]["a100"]["link_bytes_per_second"] == 300e9
     assert "watts" not in listed["machines"]["tpuv5e"]
@@ -42,7 +42,7 @@ def test_info_list_prints_model_and_machine_presets():
 def test_info_accepts_run_file_and_hugging_face_config(tmp_path):
     run = tmp_path / "run.toml"
     run.write_text('name = "x"\n[training]\nsteps = 100\n')
-    assert "2,115,264" in shown(str(run))
+    assert "2,115,264" in info_output(str(run))
     config = {
         "model_type": "gpt2",
         "vocab_size": 50257,
@@ -52,7 +52,7 @@ def test_info_accepts_run_file_and_hugging_face_config(tmp_path):
         "n_positions": 1024,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "124,439,808" in shown(str(tmp_path))
+    assert "124,439,808" in info_output(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_info_accepts_run_file_and_hugging_face_config(tmp_path):
 )
 def test_info_raises_user_error_for_invalid_arguments(arguments, message):
     with pytest.raises(UserError, match=message):
-        shown(*arguments)
+        info_output(*arguments)
 
 
 def test_info_does_not_import_torch():
-    assert "torch" not in cli_runner.imported("info", "tiny")
+    assert "torch" not in cli_runner.imported_packages("info", "tiny")

@@ -11,12 +11,12 @@ from phalanx.spec.files.template import WIDTH, run_file_template
 from phalanx.spec.swarm import OuterOptimizerSpec, SwarmSpec
 from tests.helpers import cli_runner
 
-init = partial(cli_runner.shown, "init")
+init_output = partial(cli_runner.command_output, "init")
 DEFAULTS = run_from_table({"model": {"preset": "tiny"}})
 
 
 def test_init_file_loads_as_default_run(tmp_path):
-    init(str(tmp_path / "run.toml"))
+    init_output(str(tmp_path / "run.toml"))
     assert load_run(tmp_path / "run.toml", environment={}) == DEFAULTS
     assert run_from_table({}).model.preset == DEFAULTS.model.preset
 
@@ -25,22 +25,22 @@ def test_init_does_not_overwrite_run_file_without_force(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("mine")
     with pytest.raises(UserError, match="exists already"):
-        init(str(path))
+        init_output(str(path))
     assert path.read_text() == "mine"
-    init(str(path), "--force")
+    init_output(str(path), "--force")
     assert load_run(path, environment={}) == DEFAULTS
 
 
 def test_init_rejects_missing_directory(tmp_path):
     with pytest.raises(UserError, match="cannot be written: No such file"):
-        init(str(tmp_path / "nowhere" / "run.toml"))
+        init_output(str(tmp_path / "nowhere" / "run.toml"))
 
 
 def test_init_file_starts_with_path_of_existing_json_schema(tmp_path):
-    init(str(tmp_path / "a.toml"))
+    init_output(str(tmp_path / "a.toml"))
     named = re.match(r"#:schema file://(\S+)", (tmp_path / "a.toml").read_text())
     schema = Path(named[1]).read_text()
-    init(str(tmp_path / "b.toml"), "--schema")
+    init_output(str(tmp_path / "b.toml"), "--schema")
     assert (tmp_path / "b.toml").read_text().startswith("#:schema ./run.schema.json\n")
     assert (tmp_path / "run.schema.json").read_text() == schema
 

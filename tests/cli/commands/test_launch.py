@@ -21,7 +21,7 @@ from phalanx.launch.jobs.job import parse_nodes
 from phalanx.launch.jobs.slurm import seconds
 from phalanx.spec.errors import UserError
 from tests.helpers import h100_snapshot
-from tests.helpers.cli_runner import shown
+from tests.helpers.cli_runner import command_output
 
 ROOT = Path(__file__).parents[3]
 RUN = """
@@ -39,23 +39,23 @@ CPU = ("--set", "cluster.device=cpu")
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def run_file(tmp_path: Path) -> Path:
     (tmp_path / "run.toml").write_text(RUN)
     return tmp_path / "run.toml"
 
 
-def written(file: Path, to: str, *options: str) -> str:
+def launch_output(file: Path, to: str, *options: str) -> str:
     """What it writes, of nodes of 8 ranks."""
-    return shown("launch", file, "--to", to, "--nproc", 8, *options)
+    return command_output("launch", file, "--to", to, "--nproc", 8, *options)
 
 
-def settings(script: str) -> dict[str, str]:
+def sbatch_options(script: str) -> dict[str, str]:
     """What a batch script asks Slurm for."""
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def variables(script: str, **given: str) -> dict[str, str]:
+def exported_variables(script: str, **given: str) -> dict[str, str]:
     """What a batch script exports, where the user has set these."""
     lines = [line for line in script.splitlines() if line[:7] == "export "]
     cores = {"PATH": os.environ["PATH"], "cores": "96", "nproc": "8"}
@@ -65,7 +65,7 @@ def variables(script: str, **given: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in shell.stdout.split("\0")[:-1])
 
 
-FAKES = {
+FAKE_COMMANDS = {
     "phalanx": "exit 0",
     "scontrol": "[ $1 = requeue ] && echo again || printf '%s\\n' n1 n2",
     "srun": """
@@ -78,9 +78,11 @@ FAKES = {
 """Of a cluster whose two nodes are well, and whose training ends with CODES, and SAVES directories."""
 
 
-def acted(script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)") -> tuple[int, str]:
+def run_batch_script(
+    script: str, directory: Path, codes: str = "0", saves: str = ".", cpus: str = "8(x2)"
+) -> tuple[int, str]:
     """The exit code and the words of a batch script there."""
-    for name, body in FAKES.items():
+    for name, body in FAKE_COMMANDS.items():
         (directory / name).write_text(f"#!/bin/bash\n{body}\n")
         (directory / name).chmod(0o755)
     given = {"CODES": codes, "SAVES": saves, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -93,43 +95,43 @@ def test_example_slurm_script_equals_launch_output(monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(ROOT)
     example = Path("examples/slurm.sbatch").read_text()
     command = example.splitlines()[1].removeprefix("# Written by: phalanx ")
-    assert shown(*shlex.split(command)) == example
+    assert command_output(*shlex.split(command)) == example
 
 
-def test_slurm_script_requests_resources_of_the_run(file: Path) -> None:
-    asked = settings(
-        written(file, "slurm", "--nodes", "3:4", "--time", "1-00", "--partition", "gpu", "--account", "lab")
+def test_slurm_script_requests_resources_of_the_run(run_file: Path) -> None:
+    asked = sbatch_options(
+        launch_output(run_file, "slurm", "--nodes", "3:4", "--time", "1-00", "--partition", "gpu", "--account", "lab")
     )
     expected = {"job-name": "first", "nodes": "3-4", "gpus-per-node": "8", "exclusive": "", "mem": "0", "time": "1-00"}
     expected |= {"partition": "gpu", "account": "lab", "signal": "TERM@660", "requeue": "", "open-mode": "append"}
     assert asked == expected | {"output": "%x-%j.log", "no-kill": ""}
-    shared = settings(written(file, "slurm", "--cpus", "16", "--memory", "64"))
+    shared = sbatch_options(launch_output(run_file, "slurm", "--cpus", "16", "--memory", "64"))
     assert (shared["nodes"], shared["cpus-per-task"], shared["mem"]) == ("1", "16", "64G")
     assert "exclusive" not in shared
 
 
-def test_slurm_script_runs_same_train_command_on_every_node(file: Path) -> None:
-    several = written(file, "slurm", "--nodes", "2:4")
+def test_slurm_script_runs_same_train_command_on_every_node(run_file: Path) -> None:
+    several = launch_output(run_file, "slurm", "--nodes", "2:4")
     assert '"$run" "${together[@]}" --nproc 8 --resume' in several
     assert '--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:' in several
-    one = written(file, "slurm")
+    one = launch_output(run_file, "slurm")
     assert '"$run" --nproc 8 --resume)' in one
     assert "--rendezvous" not in one
-    assert '"$run" --nodes 1 --nproc 8 --resume --set cluster.nodes=4)' in written(
-        file, "slurm", "--nodes", "1", "--set", "cluster.nodes=4"
+    assert '"$run" --nodes 1 --nproc 8 --resume --set cluster.nodes=4)' in launch_output(
+        run_file, "slurm", "--nodes", "1", "--set", "cluster.nodes=4"
     )
 
 
 @pytest.mark.parametrize("options", [(), ("--nodes", "2:4"), ("--no-check",), ("--set", "data.text_key='it''s $(x)'")])
-def test_slurm_script_is_valid_bash(file: Path, options: tuple[str, ...]) -> None:
-    script = written(file, "slurm", *options)
+def test_slurm_script_is_valid_bash(run_file: Path, options: tuple[str, ...]) -> None:
+    script = launch_output(run_file, "slurm", *options)
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20).stderr == ""
 
 
-def test_slurm_script_quotes_overrides_as_single_arguments(file: Path) -> None:
+def test_slurm_script_quotes_overrides_as_single_arguments(run_file: Path) -> None:
     """What follows the run file in the commands, read by bash as Slurm's tasks would."""
     override = "data.text_key='it is $(id) `id` \"'"
-    script = written(file, "slurm", "--set", override)
+    script = launch_output(run_file, "slurm", "--set", override)
     for words, expected in zip(
         re.findall(r' "\$run" (.*?)(?: --print-config .*| \| sort -V\)|\))$', script, re.MULTILINE),
         (["--nproc", "8"], ["--quick", "--nproc", "8"], ["--nproc", "8", "--resume"]),
@@ -139,22 +141,27 @@ def test_slurm_script_quotes_overrides_as_single_arguments(file: Path) -> None:
         assert read.stdout.split("\0")[:-1] == [*expected, "--set", override]
 
 
-def test_slurm_script_writes_flight_recorder_dumps_to_run_directory(file: Path) -> None:
-    assert variables(written(file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"] == "runs/first/flight-recorder-rank-"
-    assert [name for name in variables(written(file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name] == []
+def test_slurm_script_writes_flight_recorder_dumps_to_run_directory(run_file: Path) -> None:
+    assert (
+        exported_variables(launch_output(run_file, "slurm"))["TORCH_FR_DUMP_TEMP_FILE"]
+        == "runs/first/flight-recorder-rank-"
+    )
+    assert [
+        name for name in exported_variables(launch_output(run_file, "slurm", *CPU)) if "NCCL" in name or "TORCH" in name
+    ] == []
 
 
-def test_slurm_script_preserves_environment_variables_set_by_user(file: Path) -> None:
-    script = written(file, "slurm", "--set", "output_dir='a b/$x'")
-    found = variables(script)
+def test_slurm_script_preserves_environment_variables_set_by_user(run_file: Path) -> None:
+    script = launch_output(run_file, "slurm", "--set", "output_dir='a b/$x'")
+    found = exported_variables(script)
     assert (found["NCCL_DEBUG"], found["OMP_NUM_THREADS"]) == ("WARN", "12")
     assert found["TORCH_FR_DUMP_TEMP_FILE"] == "a b/$x/first/flight-recorder-rank-"
     given = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "TORCH_FR_DUMP_TEMP_FILE": "/tmp/a b"}
-    assert variables(script, **given).items() >= given.items()
+    assert exported_variables(script, **given).items() >= given.items()
 
 
 @pytest.mark.parametrize(
-    ("codes", "saves", "expected"),
+    ("codes", "saved_path", "expected"),
     [
         ("0 1", "", (0, "")),
         ("2 2", "", (2, "")),
@@ -168,22 +175,24 @@ def test_slurm_script_preserves_environment_variables_set_by_user(file: Path) ->
     ],
 )
 def test_slurm_script_requeues_only_stopped_run_with_new_checkpoint(
-    file: Path, codes: str, saves: str, expected: tuple[int, str]
+    run_file: Path, codes: str, saved_path: str, expected: tuple[int, str]
 ) -> None:
     """After a start from step 7."""
-    (file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
-    code, said = acted(written(file, "slurm", "--nodes", "1:2"), file.parent, codes, saves or ".")
+    (run_file.parent / "runs" / "first" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    code, said = run_batch_script(
+        launch_output(run_file, "slurm", "--nodes", "1:2"), run_file.parent, codes, saved_path or "."
+    )
     assert code == expected[0]
     assert expected[1] in said if expected[1] else said == ""
 
 
-@pytest.mark.parametrize(("cpus", "least"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
-def test_slurm_script_uses_cpu_count_of_smallest_node(file: Path, cpus: str, least: int) -> None:
-    code, _ = acted(written(file, "slurm", "--nodes", "2"), file.parent, cpus=cpus)
-    check, train = (file.parent / "srun.log").read_text().splitlines()
+@pytest.mark.parametrize(("cpus", "min_cpus"), [("16", 16), ("16(x2)", 16), ("16(x2),8", 8), ("8,128(x30),16(x2)", 8)])
+def test_slurm_script_uses_cpu_count_of_smallest_node(run_file: Path, cpus: str, min_cpus: int) -> None:
+    code, _ = run_batch_script(launch_output(run_file, "slurm", "--nodes", "2"), run_file.parent, cpus=cpus)
+    check, train = (run_file.parent / "srun.log").read_text().splitlines()
     assert code == 0
-    assert f"--cpus-per-task={least} " in check
-    assert f"--cpus-per-task={least} " in train
+    assert f"--cpus-per-task={min_cpus} " in check
+    assert f"--cpus-per-task={min_cpus} " in train
     assert " --time=5 " in check
     assert "--time" not in train
 
@@ -197,15 +206,21 @@ def test_slurm_time_limit_is_parsed_to_seconds(text: str, expected: int) -> None
 
 
 @given(st.integers(1, 99), st.integers(0, 99))
-def test_parse_nodes_accepts_only_number_or_range(least: int, more: int) -> None:
-    assert parse_nodes(str(least)) == (least, least)
-    assert parse_nodes(f"{least}:{least + more}") == (least, least + more)
-    for text in (f"{least + more + 1}:{least}", f"{least}:", "0", f"{least}-{least + more}", ""):
+def test_parse_nodes_accepts_only_number_or_range(min_nodes: int, extra_nodes: int) -> None:
+    assert parse_nodes(str(min_nodes)) == (min_nodes, min_nodes)
+    assert parse_nodes(f"{min_nodes}:{min_nodes + extra_nodes}") == (min_nodes, min_nodes + extra_nodes)
+    for text in (
+        f"{min_nodes + extra_nodes + 1}:{min_nodes}",
+        f"{min_nodes}:",
+        "0",
+        f"{min_nodes}-{min_nodes + extra_nodes}",
+        "",
+    ):
         with pytest.raises(UserError, match="no number of nodes"):
             parse_nodes(text)
 
 
-def objects(text: str) -> dict[str, Any]:
+def parse_kubernetes_objects(text: str) -> dict[str, Any]:
     """Those of a file by kind, each as the client's model; a field that the models do not know would be lost."""
     api, found = kubernetes.client.ApiClient(), {}
     for table in yaml.safe_load_all(text):
@@ -215,18 +230,20 @@ def objects(text: str) -> dict[str, Any]:
     return found
 
 
-def test_kubernetes_models_reject_unknown_and_missing_fields(file: Path) -> None:
-    text = written(file, "kubernetes", *IMAGE)
+def test_kubernetes_models_reject_unknown_and_missing_fields(run_file: Path) -> None:
+    text = launch_output(run_file, "kubernetes", *IMAGE)
     with pytest.raises(AssertionError):
-        objects(text.replace("  completions: 1", "  completion: 1"))
+        parse_kubernetes_objects(text.replace("  completions: 1", "  completion: 1"))
     with pytest.raises(ValueError, match="template"):
-        objects(text[: text.index("  template:")])
+        parse_kubernetes_objects(text[: text.index("  template:")])
     with pytest.raises(ValueError, match=r"nvidia\.com/gpu"):
-        objects(text.replace('"nvidia.com/gpu": "8"', '"nvidia.com/gpu": 8'))
+        parse_kubernetes_objects(text.replace('"nvidia.com/gpu": "8"', '"nvidia.com/gpu": 8'))
 
 
-def test_kubernetes_job_starts_one_pod_per_node(file: Path) -> None:
-    found = objects(written(file, "kubernetes", "--nodes", "2:4", "--cpus", "32", "--memory", "256", *IMAGE))
+def test_kubernetes_job_starts_one_pod_per_node(run_file: Path) -> None:
+    found = parse_kubernetes_objects(
+        launch_output(run_file, "kubernetes", "--nodes", "2:4", "--cpus", "32", "--memory", "256", *IMAGE)
+    )
     job, service = found["Job"].spec, found["Service"].spec
     pod = job.template.spec
     [train], [check] = pod.containers, pod.init_containers
@@ -258,8 +275,8 @@ def test_kubernetes_job_starts_one_pod_per_node(file: Path) -> None:
     assert {mount.name: mount.mount_path for mount in train.volume_mounts}["shared-memory"] == "/dev/shm"
 
 
-def test_kubernetes_job_maps_exit_codes_to_pod_failure_policy(file: Path) -> None:
-    job = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
+def test_kubernetes_job_maps_exit_codes_to_pod_failure_policy(run_file: Path) -> None:
+    job = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec
     *by_code, gone = job.pod_failure_policy.rules
     [train], [check] = job.template.spec.containers, job.template.spec.init_containers
     codes = [(rule.action, rule.on_exit_codes.container_name, rule.on_exit_codes.values) for rule in by_code]
@@ -269,39 +286,47 @@ def test_kubernetes_job_maps_exit_codes_to_pod_failure_policy(file: Path) -> Non
     assert job.success_policy is None
 
 
-def test_kubernetes_config_map_contains_full_run_file(file: Path) -> None:
-    file.write_text(RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n\t\n  [evaluation]\n")
+def test_kubernetes_config_map_contains_full_run_file(run_file: Path) -> None:
+    run_file.write_text(
+        RUN.replace('"first"', '"1.0"  # "ü": {{x}} {x}').replace("\n", "\n  ") + "\n\t\n  [evaluation]\n"
+    )
     with pytest.raises(UserError, match="begin with a letter"):
-        written(file, "kubernetes", *IMAGE)
-    found = objects(written(file, "kubernetes", "--set", "name=on", *IMAGE))
-    assert found["ConfigMap"].data == {"run.toml": file.read_text().strip() + "\n"}
+        launch_output(run_file, "kubernetes", *IMAGE)
+    found = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--set", "name=on", *IMAGE))
+    assert found["ConfigMap"].data == {"run.toml": run_file.read_text().strip() + "\n"}
     assert found["Job"].metadata.name == "on"
 
 
-def test_job_node_check_counts_ranks_of_all_nodes(file: Path, tmp_path: Path) -> None:
+def test_job_node_check_counts_ranks_of_all_nodes(run_file: Path, tmp_path: Path) -> None:
     """Of a run that eight ranks could not have, on a node that is well."""
-    file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
-    h100_snapshot.write(tmp_path / "node")
-    [check] = objects(written(file, "kubernetes", "--nodes", "2", *IMAGE))["Job"].spec.template.spec.init_containers
+    run_file.write_text(RUN.replace("tiny", "llama3-8b").replace("pp = 2", "pp = 16"))
+    h100_snapshot.write_h100_snapshot(tmp_path / "node")
+    [check] = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--nodes", "2", *IMAGE))[
+        "Job"
+    ].spec.template.spec.init_containers
     assert check.args[0] == "/etc/phalanx/run.toml"
-    assert "0 failures" in shown("doctor", file, *check.args[1:], "--quick", "--from-snapshot", tmp_path / "node")
+    assert "0 failures" in command_output(
+        "doctor", run_file, *check.args[1:], "--quick", "--from-snapshot", tmp_path / "node"
+    )
     for to, options in (("slurm", ()), ("skypilot", ("--accelerator", "H100", *IMAGE))):
-        assert f" {shlex.join(check.args[1:])}" in written(file, to, "--nodes", "2", *options)
+        assert f" {shlex.join(check.args[1:])}" in launch_output(run_file, to, "--nodes", "2", *options)
 
 
-def expanded(word: str) -> str:
+def expand_kubernetes_variables(word: str) -> str:
     """What a container is given for it, where only NODE_NAME is set (k8s.io/kubernetes, expansion.go)."""
     return re.sub(r"\$(?:(\$)|\((\w+)\))", lambda found: found[1] or {"NODE_NAME": "n7"}.get(found[2], found[0]), word)
 
 
-def test_kubernetes_job_does_not_expand_user_values(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kubernetes_job_does_not_expand_user_values(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_DATA__TRAIN", "['$(NODE_NAME)',\n'$$']")
     override = "data.held_out=['$(NODE_NAME)',\r\n'$$']"
-    pod = objects(written(file, "kubernetes", "--set", override, *IMAGE))["Job"].spec.template.spec
+    pod = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--set", override, *IMAGE))[
+        "Job"
+    ].spec.template.spec
     [train], [check] = pod.containers, pod.init_containers
-    assert [expanded(word) for word in train.command[-2:]] == ["--set", override]
-    assert [expanded(word) for word in check.args[-2:]] == ["--set", override]
-    assert [expanded(env.value) for env in train.env if env.name == "PHALANX_DATA__TRAIN"] == [
+    assert [expand_kubernetes_variables(word) for word in train.command[-2:]] == ["--set", override]
+    assert [expand_kubernetes_variables(word) for word in check.args[-2:]] == ["--set", override]
+    assert [expand_kubernetes_variables(env.value) for env in train.env if env.name == "PHALANX_DATA__TRAIN"] == [
         "['$(NODE_NAME)',\n'$$']"
     ]
 
@@ -315,15 +340,17 @@ def test_kubernetes_job_does_not_expand_user_values(file: Path, monkeypatch: pyt
     ],
 )
 def test_kubernetes_job_extends_rendezvous_timeout_for_several_nodes(
-    file: Path, options: tuple[str, ...], expected: str | None
+    run_file: Path, options: tuple[str, ...], expected: str | None
 ) -> None:
-    [train] = objects(written(file, "kubernetes", *IMAGE, *options))["Job"].spec.template.spec.containers
+    [train] = parse_kubernetes_objects(launch_output(run_file, "kubernetes", *IMAGE, *options))[
+        "Job"
+    ].spec.template.spec.containers
     assert {env.name: env.value for env in train.env}.get("PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS") == expected
 
 
-def test_kubernetes_failed_check_names_node_to_cordon(file: Path) -> None:
+def test_kubernetes_failed_check_names_node_to_cordon(run_file: Path) -> None:
     """The shell of the init container, with a doctor that ends as each of its exit codes says."""
-    job = objects(written(file, "kubernetes", *IMAGE))["Job"].spec
+    job = parse_kubernetes_objects(launch_output(run_file, "kubernetes", *IMAGE))["Job"].spec
     [check] = job.template.spec.init_containers
     assert check.command[:2] == ["sh", "-c"]
     for run_code, code, expected in ((0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 3, 0), (2, 2, 2), (1, 2, 1)):
@@ -333,24 +360,24 @@ def test_kubernetes_failed_check_names_node_to_cordon(file: Path) -> None:
         )
         assert ended.returncode == expected
         assert ("kubectl cordon n7" in ended.stderr) == (code == 2 and not run_code)
-    unchecked = objects(written(file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
+    unchecked = parse_kubernetes_objects(launch_output(run_file, "kubernetes", "--no-check", *IMAGE))["Job"].spec
     assert unchecked.template.spec.init_containers is None
     assert {rule.on_exit_codes.container_name for rule in unchecked.pod_failure_policy.rules[:-1]} == {"train"}
 
 
-@pytest.mark.parametrize(("to", "options"), [("kubernetes", ()), ("skypilot", ("--accelerator", "H100"))])
+@pytest.mark.parametrize(("target", "options"), [("kubernetes", ()), ("skypilot", ("--accelerator", "H100"))])
 def test_job_node_check_does_not_blame_node_when_run_file_is_invalid(
-    file: Path, to: str, options: tuple[str, ...]
+    run_file: Path, target: str, options: tuple[str, ...]
 ) -> None:
     """What checks a node, with the command itself, on a run file that was edited since."""
-    text = written(file, to, *options, *IMAGE)
-    file.write_text(RUN + "[evaluation]\nstep = 3\n")
-    if to == "kubernetes":
-        [check] = objects(text)["Job"].spec.template.spec.init_containers
+    text = launch_output(run_file, target, *options, *IMAGE)
+    run_file.write_text(RUN + "[evaluation]\nstep = 3\n")
+    if target == "kubernetes":
+        [check] = parse_kubernetes_objects(text)["Job"].spec.template.spec.init_containers
         command = [*check.command, *check.args]
     else:
         command = ["bash", "-c", yaml.safe_load(text)["run"].replace("cd /work", ":")]
-    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(file), word) for word in command]
+    command = [re.sub(r"(/etc|~)/phalanx/run\.toml", str(run_file), word) for word in command]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     ended = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2, ended.stderr
@@ -358,25 +385,25 @@ def test_job_node_check_does_not_blame_node_when_run_file_is_invalid(
     assert not re.search("cordon|not well", ended.stderr)
 
 
-def test_skypilot_task_has_nodes_accelerators_and_train_command(file: Path) -> None:
-    task = yaml.safe_load(written(file, "skypilot", "--nodes", "2", "--accelerator", "H100", *IMAGE))
+def test_skypilot_task_has_nodes_accelerators_and_train_command(run_file: Path) -> None:
+    task = yaml.safe_load(launch_output(run_file, "skypilot", "--nodes", "2", "--accelerator", "H100", *IMAGE))
     assert (task["name"], task["num_nodes"]) == ("first", 2)
     assert task["resources"] == {
         "image_id": "docker:registry.example/phalanx:1",
         "accelerators": "H100:8",
         "job_recovery": {"recover_on_exit_codes": [75]},
     }
-    assert (task["volumes"], task["file_mounts"]) == ({"/work": "shared"}, {"~/phalanx/run.toml": str(file)})
+    assert (task["volumes"], task["file_mounts"]) == ({"/work": "shared"}, {"~/phalanx/run.toml": str(run_file)})
     last = task["run"].splitlines()[-1]
     assert last == ('exec phalanx train ~/phalanx/run.toml --nodes 2 --rendezvous "$head:29500" --nproc 8 --resume')
     assert subprocess.run(["sh", "-n"], input=task["run"], text=True, capture_output=True, timeout=20).stderr == ""
 
 
-@pytest.mark.parametrize("to", ["kubernetes", "skypilot"])
-@pytest.mark.parametrize("out", ["/data/runs", "~/runs", "../runs"])
-def test_launch_rejects_output_directory_outside_volume(file: Path, to: str, out: str) -> None:
+@pytest.mark.parametrize("target", ["kubernetes", "skypilot"])
+@pytest.mark.parametrize("output_dir", ["/data/runs", "~/runs", "../runs"])
+def test_launch_rejects_output_directory_outside_volume(run_file: Path, target: str, output_dir: str) -> None:
     with pytest.raises(UserError, match="is not on the volume"):
-        written(file, to, *IMAGE, *CPU, "--set", f"output_dir='{out}'")
+        launch_output(run_file, target, *IMAGE, *CPU, "--set", f"output_dir='{output_dir}'")
 
 
 @pytest.mark.parametrize(
@@ -401,12 +428,14 @@ def test_launch_rejects_output_directory_outside_volume(file: Path, to: str, out
         (("--to", "slurm", "--nproc", "8", "--out", "/nowhere/a.sbatch"), "cannot be written"),
     ],
 )
-def test_launch_rejects_invalid_options(file: Path, options: tuple[str, ...], problem: str) -> None:
+def test_launch_rejects_invalid_options(run_file: Path, options: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        shown("launch", file, *options)
+        command_output("launch", run_file, *options)
 
 
-def test_launch_writes_script_to_out_file(file: Path) -> None:
-    place = file.with_name("run.sbatch")
-    assert str(place) in shown("launch", file, "--to", "slurm", "--nproc", "8", "--out", place).replace("\n", "")
+def test_launch_writes_script_to_out_file(run_file: Path) -> None:
+    place = run_file.with_name("run.sbatch")
+    assert str(place) in command_output("launch", run_file, "--to", "slurm", "--nproc", "8", "--out", place).replace(
+        "\n", ""
+    )
     assert place.read_text().startswith("#!/bin/bash\n")

@@ -11,8 +11,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from tests.helpers import cli_runner
 
-shown = partial(cli_runner.shown, "memory", width=80)
-known = partial(cli_runner.known, "memory")
+memory_output = partial(cli_runner.command_output, "memory", width=80)
+memory_json = partial(cli_runner.command_json, "memory")
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 
 
@@ -23,12 +23,12 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def by_name(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    return {f"{row['data']} {row['role']}": row for row in known(run, *arguments)["layouts"]}
+def rows_by_strategy_and_role(run: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    return {f"{row['data']} {row['role']}": row for row in memory_json(run, *arguments)["layouts"]}
 
 
 def test_memory_lists_all_strategies_and_marks_configured_one(run):
-    text = shown(run, "--ranks", "4", "--all")
+    text = memory_output(run, "--ranks", "4", "--all")
     lines = text.splitlines()
     assert lines[0].startswith("tiny  3 layers")
     assert lines[1].startswith("4 ranks (--ranks), bf16, adamw, sequences of 256 tokens")
@@ -61,7 +61,7 @@ def test_memory_shows_only_fullest_rank_of_each_strategy_without_all(run):
 
 
 def test_memory_json_equals_rank_memory(run):
-    rows = by_name(run, "--ranks", "4")
+    rows = rows_by_strategy_and_role(run, "--ranks", "4")
     predicted = rank_memory(load_run(run, environment={}), 4)["rank"]
     own = rows["zero2 rank"]
     assert own["own"]
@@ -69,65 +69,72 @@ def test_memory_json_equals_rank_memory(run):
     assert own["micro_batch"] == 16
     assert {part: own["memory"][part] for part in COLUMNS} == {part: getattr(predicted, part) for part in COLUMNS}
     assert rows["parameter_server worker"]["memory"]["optimizer"] == 0
-    facts = known(run, "--ranks", "4")
+    facts = memory_json(run, "--ranks", "4")
     assert (facts["model"], facts["ranks"], facts["precision"]) == ("tiny", 4, "bf16")
 
 
 def test_memory_uses_cluster_rank_count_unless_ranks_option_is_given(run):
-    assert known(run)["ranks"] == 1
-    assert "1 rank (one per node, since cluster.nproc_per_node is not set" in shown(run)
+    assert memory_json(run)["ranks"] == 1
+    assert "1 rank (one per node, since cluster.nproc_per_node is not set" in memory_output(run)
     cluster = ["--set", "cluster.nproc_per_node=4", "--set", "cluster.nodes=2"]
-    assert known(run, *cluster)["ranks"] == 8
-    assert "8 ranks (cluster.nproc_per_node x cluster.nodes)" in shown(run, *cluster)
-    assert known(run, *cluster, "--ranks", "2")["ranks"] == 2
+    assert memory_json(run, *cluster)["ranks"] == 8
+    assert "8 ranks (cluster.nproc_per_node x cluster.nodes)" in memory_output(run, *cluster)
+    assert memory_json(run, *cluster, "--ranks", "2")["ranks"] == 2
 
 
 def test_memory_prints_single_process_row_for_one_rank(run):
-    text = shown(run)
+    text = memory_output(run)
     assert "one process" in text
     assert "micro-batch 64 x 256 tokens" in text
     assert "hsdp" not in text
 
 
 def test_memory_hsdp_row_uses_dp_shard_of_run_or_defaults_to_two_replicas(run):
-    eight, four = (by_name(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4"))
+    eight, four = (
+        rows_by_strategy_and_role(run, "--ranks", ranks)["hsdp rank"]["memory"]["parameters"] for ranks in ("8", "4")
+    )
     assert eight < four
     own = ["--set", "layout.data_parallel=hsdp", "--set", "layout.dp_shard=2", "--ranks", "8"]
-    assert by_name(run, *own)["hsdp rank"]["memory"]["parameters"] == four
+    assert rows_by_strategy_and_role(run, *own)["hsdp rank"]["memory"]["parameters"] == four
 
 
 def test_memory_reports_why_strategy_cannot_run(run):
-    rows = by_name(run, "--ranks", "5")
+    rows = rows_by_strategy_and_role(run, "--ranks", "5")
     assert rows["zero2 rank"]["memory"] is None
     assert "which 5 data-parallel ranks cannot share" in rows["zero2 rank"]["problem"]
     assert rows["zero1 rank"]["problem"] == ""
-    assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in shown(run, "--ranks", "5")
+    assert "* zero2: training.tokens_per_step = 16384: is 64 sequences" in memory_output(run, "--ranks", "5")
     split = ["--ranks", "4", "--set", "layout.tp=2"]
-    assert "* zero2: layout.tp = 2: does not divide model.num_heads (3)" in shown(run, *split)
-    assert by_name(run, *split, "--set", "layout.tp_attention=gathered")["zero2 rank"]["memory"]["activations"] > 0
+    assert "* zero2: layout.tp = 2: does not divide model.num_heads (3)" in memory_output(run, *split)
+    assert (
+        rows_by_strategy_and_role(run, *split, "--set", "layout.tp_attention=gathered")["zero2 rank"]["memory"][
+            "activations"
+        ]
+        > 0
+    )
 
 
 def test_memory_prints_one_row_per_pipeline_stage(run):
     stages = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
-    rows = by_name(run, *stages)
+    rows = rows_by_strategy_and_role(run, *stages)
     first, last = (rows[f"zero2 pp{place}"]["memory"]["activations"] for place in (0, 1))
     assert first > last > 0, "1F1B holds more micro-batches on its first rank"
-    assert "4 ranks (--ranks), pp 2" in shown(run, *stages)
+    assert "4 ranks (--ranks), pp 2" in memory_output(run, *stages)
 
 
 def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
-    rows = by_name(run, "--ranks", "4")
+    rows = rows_by_strategy_and_role(run, "--ranks", "4")
     assert rows["ddp rank"]["fits"] is None
     total = rows["hsdp rank"]["memory"]["total"]
-    small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(just_enough(total))}"]
-    rows = by_name(run, *small)
+    small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(min_safe_memory_bytes(total))}"]
+    rows = rows_by_strategy_and_role(run, *small)
     assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)
     assert rows["parameter_server server"]["fits"] is None
-    marked = [line for line in shown(run, *small).splitlines() if line.endswith("does not fit")]
+    marked = [line for line in memory_output(run, *small).splitlines() if line.endswith("does not fit")]
     assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
 
 
-def just_enough(held_bytes: int, on_gpu: bool = True) -> float:
+def min_safe_memory_bytes(held_bytes: int, on_gpu: bool = True) -> float:
     """Memory of a device on which so many bytes of tensors almost surely fit."""
     c = memory_constants()
     return (held_bytes + on_gpu * c.context_gib * 2**30) / exp(-1.645 * c.spread)
@@ -137,31 +144,31 @@ def just_enough(held_bytes: int, on_gpu: bool = True) -> float:
 def test_memory_fits_verdict_matches_advise_oom(run, machine):
     """Two ranks, which on a CPU share its memory."""
     there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
-    held = by_name(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["total"]
-    enough = just_enough(held) if machine == "h100" else 2 * just_enough(held, on_gpu=False)
+    held = rows_by_strategy_and_role(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["total"]
+    enough = min_safe_memory_bytes(held) if machine == "h100" else 2 * min_safe_memory_bytes(held, on_gpu=False)
     for factor, fits in ((1.001, True), (0.98, False)):
         memory = ["--set", f"cluster.memory_bytes={round(factor * enough)}"]
-        assert by_name(run, *there, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
-        assert cli_runner.known("advise", "oom", run, *there, *memory, "--nproc", "2")["now"]["fits"] is fits
+        assert rows_by_strategy_and_role(run, *there, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
+        assert cli_runner.command_json("advise", "oom", run, *there, *memory, "--nproc", "2")["now"]["fits"] is fits
 
 
 def test_memory_prints_offloaded_column_when_offload_is_set(run):
     offload = ["--ranks", "4", "--set", "layout.offload=nvme", "--set", "layout.offload_directory=/tmp"]
-    assert "offloaded" in shown(run, *offload)
-    rows = by_name(run, *offload)
+    assert "offloaded" in memory_output(run, *offload)
+    rows = rows_by_strategy_and_role(run, *offload)
     assert rows["ddp rank"]["memory"]["offloaded"] == 0 < rows["zero1 rank"]["memory"]["offloaded"]
     assert rows["zero3 rank"]["memory"]["parameters"] == 0
 
 
 def test_memory_drops_strategy_specific_options_for_other_strategies(run):
     choices = ["--set", "layout.data_parallel=parameter_server", "--set", "layout.max_staleness=1", "--ranks", "4"]
-    assert all(not row["problem"] for row in by_name(run, *choices).values())
+    assert all(not row["problem"] for row in rows_by_strategy_and_role(run, *choices).values())
 
 
 def test_memory_rejects_missing_run_file(tmp_path):
     with pytest.raises(UserError, match="no such file"):
-        shown(tmp_path / "none.toml")
+        memory_output(tmp_path / "none.toml")
 
 
 def test_memory_does_not_import_torch(run):
-    assert "torch" not in cli_runner.imported("memory", run, "--ranks", 4)
+    assert "torch" not in cli_runner.imported_packages("memory", run, "--ranks", 4)

@@ -7,8 +7,8 @@ from phalanx.spec.degrees import parallel_dims, process_groups
 from phalanx.spec.layout import Layout
 from tests.helpers import cli_runner
 
-shown = partial(cli_runner.shown, "mesh")
-known = partial(cli_runner.known, "mesh")
+mesh_output = partial(cli_runner.command_output, "mesh")
+mesh_json = partial(cli_runner.command_json, "mesh")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_process_groups_match_published_example_on_16_ranks(run: Path) -> None:
     assert process_groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
     assert process_groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
     assert parallel_dims(Layout(pp=4, tp=4), 32).dp_size == 2
-    facts = known(
+    facts = mesh_json(
         run, "--ranks", 16, "--set", "layout.pp=4", "--set", "layout.tp=2", "--set", "cluster.nproc_per_node=8"
     )
     inside = {axis["axis"]: {group["inside_a_node"] for group in axis["groups"]} for axis in facts["axes"]}
@@ -40,7 +40,7 @@ def test_process_groups_of_dp2_pp2_layout_match_expected_ranks(run: Path) -> Non
 
 
 def test_mesh_prints_axes_and_marks_groups_that_cross_nodes(run: Path) -> None:
-    out = shown(run, "--ranks", "8", "--set", "layout.pp=2", "--set", "cluster.nproc_per_node=4")
+    out = mesh_output(run, "--ranks", "8", "--set", "layout.pp=2", "--set", "cluster.nproc_per_node=4")
     assert out.startswith("8 ranks on 2 nodes; axes outermost first")
     assert "dp_replicate 4: copies of the model" in out
     assert "  0 2 4 6   crosses nodes" in out
@@ -48,12 +48,12 @@ def test_mesh_prints_axes_and_marks_groups_that_cross_nodes(run: Path) -> None:
 
 
 def test_mesh_excludes_parameter_servers_from_groups(run: Path) -> None:
-    out = shown(run, "--ranks", "4", "--set", "layout.data_parallel=parameter_server")
+    out = mesh_output(run, "--ranks", "4", "--set", "layout.data_parallel=parameter_server")
     assert "of which the first 1 are servers" in out
     assert "  1 2 3" in out
 
 
 def test_mesh_reports_tp_size_that_does_not_divide_heads(run: Path) -> None:
-    out = shown(run, "--ranks", "4", "--set", "layout.tp=4", "--set", "model.preset=tiny")
+    out = mesh_output(run, "--ranks", "4", "--set", "layout.tp=4", "--set", "model.preset=tiny")
     assert "this run cannot be divided so: layout.tp = 4: does not divide model.num_heads (3)" in out
-    assert "this run" not in shown(run, "--ranks", "4")
+    assert "this run" not in mesh_output(run, "--ranks", "4")

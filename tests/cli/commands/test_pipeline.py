@@ -10,13 +10,13 @@ from phalanx.schedule.schedule import Schedule, read_csv
 from phalanx.spec.errors import UserError
 from tests.helpers import cli_runner
 
-run = partial(cli_runner.shown, "pipeline")
-facts = partial(cli_runner.known, "pipeline")
+pipeline_output = partial(cli_runner.command_output, "pipeline")
+pipeline_json = partial(cli_runner.command_json, "pipeline")
 SIZES = ("--stages", "4", "--microbatches", "8")
 
 
 def test_pipeline_show_prints_timeline_makespan_and_bubble():
-    out = run("show", "1f1b", *SIZES)
+    out = pipeline_output("show", "1f1b", *SIZES)
     assert re.search(r"^rank 3 +F0 *B0 +F1 *B1", out, re.MULTILINE)
     assert "makespan  33" in out
     assert "27.27% of the makespan, 37.50% over the ideal" in out
@@ -29,42 +29,58 @@ def test_pipeline_show_prints_timeline_makespan_and_bubble():
     [("1f1b", 33), ("interleaved", 28.5), ("zb-h1", 27), ("zb-v", 25.5), ("gpipe", 33), ("naive", 96)],
 )
 def test_pipeline_show_makespan_matches_reference_simulator(name: str, makespan: float):
-    assert facts("show", name, *SIZES)["makespan"] == makespan
+    assert pipeline_json("show", name, *SIZES)["makespan"] == makespan
 
 
 def test_pipeline_show_labels_idealised_timeline():
     sizes = ("--stages", "4", "--microbatches", "4")
-    assert facts("show", "book-overlap", *sizes)["active"] == [0.25, 0.5, 0.75, 1, 0.75, 0.75, 1, 0.75, 0.5, 0.25]
-    assert "idealised" in run("show", "book-overlap", *sizes)
+    assert pipeline_json("show", "book-overlap", *sizes)["active"] == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        0.75,
+        0.75,
+        1,
+        0.75,
+        0.5,
+        0.25,
+    ]
+    assert "idealised" in pipeline_output("show", "book-overlap", *sizes)
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "ticks", "mean"), [(4, 8, 14, 0.7857), (4, 16, 22, 0.8636), (8, 8, 22, 0.6136), (2, 4, 6, 0.8333)]
+    ("num_stages", "num_micro_batches", "ticks", "mean"),
+    [(4, 8, 14, 0.7857), (4, 16, 22, 0.8636), (8, 8, 22, 0.6136), (2, 4, 6, 0.8333)],
 )
-def test_pipeline_show_idealised_active_fraction_matches_expected_mean(p: int, m: int, ticks: int, mean: float):
-    shares = facts("show", "book-overlap", "--stages", str(p), "--microbatches", str(m))["active"]
+def test_pipeline_show_idealised_active_fraction_matches_expected_mean(
+    num_stages: int, num_micro_batches: int, ticks: int, mean: float
+):
+    shares = pipeline_json(
+        "show", "book-overlap", "--stages", str(num_stages), "--microbatches", str(num_micro_batches)
+    )["active"]
     assert len(shares) == ticks
     assert sum(shares) / ticks == pytest.approx(mean, abs=1e-4)
 
 
 def test_pipeline_show_times_are_per_rank_and_include_transfer():
-    assert facts("show", "zb-v", *SIZES, "--times", "2,2,1")["makespan"] == 8 * 5 + 3
+    assert pipeline_json("show", "zb-v", *SIZES, "--times", "2,2,1")["makespan"] == 8 * 5 + 3
     down_and_up = 2 * 3 * 0.5
-    assert facts("show", "gpipe", *SIZES, "--times", "1,1,1,0.5")["makespan"] == 33 + down_and_up
+    assert pipeline_json("show", "gpipe", *SIZES, "--times", "1,1,1,0.5")["makespan"] == 33 + down_and_up
 
 
 def test_pipeline_searched_schedule_respects_memory_limit_and_reloads_from_csv(tmp_path: Path):
     file = tmp_path / "found.csv"
     times = ("--times", "2,3,1,0.5")
-    found = facts("show", "searched", *SIZES, *times, "--memory", "3", "--out", str(file))
+    found = pipeline_json("show", "searched", *SIZES, *times, "--memory", "3", "--out", str(file))
     assert max(found["peak_activations"]) <= 3
-    assert facts("show", str(file), *times)["makespan"] == pytest.approx(found["makespan"])
-    assert "valid as orders: 4 ranks, 8 stages, 8 micro-batches" in run("check", str(file))
+    assert pipeline_json("show", str(file), *times)["makespan"] == pytest.approx(found["makespan"])
+    assert "valid as orders: 4 ranks, 8 stages, 8 micro-batches" in pipeline_output("check", str(file))
 
 
 def test_pipeline_show_writes_svg_png_chrome_trace_and_pytorch_csv(tmp_path: Path):
     files = [tmp_path / f"picture{ending}" for ending in (".svg", ".png", ".json", ".csv")]
-    run("show", "zb-v", *SIZES, *(part for file in files for part in ("--out", str(file))))
+    pipeline_output("show", "zb-v", *SIZES, *(part for file in files for part in ("--out", str(file))))
     svg, png, trace, table = files
     assert "<svg" in svg.read_text(encoding="utf-8")
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -77,14 +93,14 @@ def test_pipeline_show_writes_svg_png_chrome_trace_and_pytorch_csv(tmp_path: Pat
 def test_pipeline_check_reports_every_violation(tmp_path: Path):
     picture = tmp_path / "drawn.csv"
     picture.write_text("0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
-    out = run("check", str(picture), exit_code=1)
+    out = pipeline_output("check", str(picture), exit_code=1)
     assert "rejected as drawn, a tick per cell: 2 violations (2 ranks, 2 stages, 2 micro-batches)" in out
     assert "rank 0: 0B0 runs in tick 2, before 1B0 is done, in tick 2" in out
     assert "rank 0: 0B1 runs in tick 3, before 1B1 is done, in tick 4" in out
     assert "see --order" in out
-    assert facts("check", str(picture), "--order")["valid"] is True
+    assert pipeline_json("check", str(picture), "--order")["valid"] is True
     picture.write_text("0F0,0B0\n1B0,1F0\n")
-    assert facts("check", str(picture), exit_code=1)["violations"] == [
+    assert pipeline_json("check", str(picture), exit_code=1)["violations"] == [
         "rank 0: 0B0 (number 2 in its row) waits for ever for 1B0",
         "rank 1: 1B0 (number 1 in its row) waits for ever for 1F0",
     ]
@@ -93,11 +109,11 @@ def test_pipeline_check_reports_every_violation(tmp_path: Path):
 def test_pipeline_split_balances_stages_better_than_equal_layer_counts(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text('[model]\npreset = "llama3-8b"\n[training]\nseq_len = 2048\ntokens_per_step = 16384\n')
-    found = facts("split", str(path), "--stages", "4")
+    found = pipeline_json("split", str(path), "--stages", "4")
     assert found["layers"] == [8, 9, 9, 6]
     assert found["slowest_over_mean"] < found["by_layers_alone"]["slowest_over_mean"]
     assert found["by_layers_alone"]["layers"] == [8, 8, 8, 8]
-    out = run("split", str(path), "--set", "layout.pp=2")
+    out = pipeline_output("split", str(path), "--set", "layout.pp=2")
     assert "embedding, 0-16" in out
     assert "17-31, head" in out
     assert "by layers alone (16 16)" in out
@@ -120,7 +136,7 @@ def test_pipeline_split_balances_stages_better_than_equal_layer_counts(tmp_path:
 )
 def test_pipeline_raises_user_error_for_invalid_arguments(arguments: tuple[str, ...], problem: str):
     with pytest.raises(UserError, match=re.escape(problem)):
-        run(*arguments)
+        pipeline_output(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -136,4 +152,4 @@ def test_pipeline_show_rejects_inapplicable_options(arguments: tuple[str, ...], 
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     with pytest.raises(UserError, match=f"{arguments[-2]} = {arguments[-1]}.*: has no meaning with"):
-        run("show", *(file if word == "FILE" else word for word in arguments))
+        pipeline_output("show", *(file if word == "FILE" else word for word in arguments))

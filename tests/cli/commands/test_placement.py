@@ -13,8 +13,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from tests.helpers import cli_runner
 
-shown = partial(cli_runner.shown, "placement")
-known = partial(cli_runner.known, "placement")
+placement_output = partial(cli_runner.command_output, "placement")
+placement_json = partial(cli_runner.command_json, "placement")
 TOPOLOGIES = Path(__file__).parents[2] / "spec" / "topology" / "topologies"
 RUN = """
 [model]
@@ -41,12 +41,12 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def layout(**degrees: object) -> list[str]:
+def layout_options(**degrees: object) -> list[str]:
     return [word for axis, value in degrees.items() for word in ("--set", f"layout.{axis}={value}")]
 
 
 def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) -> None:
-    out = shown(run, "--ranks", "8", "--nproc", "4", *layout(tp=2, pp=2))
+    out = placement_output(run, "--ranks", "8", "--nproc", "4", *layout_options(tp=2, pp=2))
     lines = out.splitlines()
     assert lines[0] == "model, ddp dp 2, pp 2, tp 2: 8 ranks on 2 nodes of 4"
     assert "  node 0: dp_replicate 0, pp 0-1, tp 0-1" in lines
@@ -60,7 +60,7 @@ def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) 
 
 def test_placement_bytes_equal_cost_model_traffic(run: Path) -> None:
     """4 copies of pairs: all that 8 ranks send, of which gradients alone leave the nodes."""
-    facts = known(run, "--ranks", "8", "--nproc", "2", *layout(tp=2))
+    facts = placement_json(run, "--ranks", "8", "--nproc", "2", *layout_options(tp=2))
     counted = traffic_by_role(load_run(run, ["layout.tp=2"]), 8)["rank"]
     total = facts["bytes"]["total"]
     assert sum(total.values()) == pytest.approx(8 * sum(row.bytes for row in counted))
@@ -73,30 +73,43 @@ def test_placement_bytes_equal_cost_model_traffic(run: Path) -> None:
 
 
 def test_placement_flags_tp_group_that_leaves_fast_link_domain(run: Path) -> None:
-    facts = known(run, "--ranks", "4", "--nproc", "2", *layout(tp=4))
+    facts = placement_json(run, "--ranks", "4", "--nproc", "2", *layout_options(tp=4))
     worst = facts["findings"][0]
     assert (worst["verdict"], worst["axis"]) == ("bad", "tp")
-    assert "bad  1 of 1 tp groups leave a fast domain (2 devices)" in shown(
-        run, "--ranks", "4", "--nproc", "2", *layout(tp=4)
+    assert "bad  1 of 1 tp groups leave a fast domain (2 devices)" in placement_output(
+        run, "--ranks", "4", "--nproc", "2", *layout_options(tp=4)
     )
 
 
 def test_pxn_moves_all_to_all_traffic_off_the_spine(run: Path) -> None:
     """4 ranks on 2 x 2 exchange tokens for heads: each sends a third to the other rail of the other node."""
-    exchanged = ["--ranks", "4", "--nproc", "2", *layout(cp=4, cp_method="ulysses"), "--set", "model.num_kv_heads=4"]
-    direct, relayed = known(run, *exchanged)["bytes"]["cp"], known(run, *exchanged, "--pxn")["bytes"]["cp"]
+    exchanged = [
+        "--ranks",
+        "4",
+        "--nproc",
+        "2",
+        *layout_options(cp=4, cp_method="ulysses"),
+        "--set",
+        "model.num_kv_heads=4",
+    ]
+    direct, relayed = (
+        placement_json(run, *exchanged)["bytes"]["cp"],
+        placement_json(run, *exchanged, "--pxn")["bytes"]["cp"],
+    )
     third = direct["spine"]
     assert direct == pytest.approx({"fast": third, "node": 0, "rail": third, "spine": third})
     assert relayed == pytest.approx({"fast": 2 * third, "node": 0, "rail": 2 * third, "spine": 0})
 
 
 def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
-    facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h100-nv18.txt"), *layout(tp=4))
+    facts = placement_json(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h100-nv18.txt"), *layout_options(tp=4))
     assert (facts["nproc"], facts["nodes"]) == (8, 2)
     assert facts["site"]["assumed"] == []
     assert facts["numa_nodes"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {nic["nic"] for nic in facts["nics"]} == {f"NIC{i}" for i in range(1, 9)}
-    slow = known(run, "--ranks", "2", "--topology", str(TOPOLOGIES / "rtx4090-pcie.txt"), *layout(tp=2))
+    slow = placement_json(
+        run, "--ranks", "2", "--topology", str(TOPOLOGIES / "rtx4090-pcie.txt"), *layout_options(tp=2)
+    )
     assert slow["bytes"]["total"]["fast"] == 0
     assert slow["bytes"]["total"]["node"] > 0
     assert slow["findings"][0]["verdict"] == "bad"
@@ -104,34 +117,38 @@ def test_placement_uses_gpus_and_nics_of_topology_file(run: Path) -> None:
 
 def test_placement_busiest_nic_seconds_equal_bytes_over_bandwidth(run: Path) -> None:
     """NCCL's file gives the speed: 400 Gb/s for each of 8 GPUs; a run file may, too."""
-    facts = known(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
+    facts = placement_json(run, "--ranks", "16", "--topology", str(TOPOLOGIES / "h200-nccl.xml"))
     busiest = max(nic["sent_bytes"] for nic in facts["nics"])
     assert facts["busiest_nic_seconds"] == pytest.approx(busiest / 50e9)
-    given = known(run, "--ranks", "4", "--nproc", "2", "--set", "cluster.network_bytes_per_second=1e9")
+    given = placement_json(run, "--ranks", "4", "--nproc", "2", "--set", "cluster.network_bytes_per_second=1e9")
     assert given["busiest_nic_seconds"] == pytest.approx(max(nic["sent_bytes"] for nic in given["nics"]) / 1e9)
-    assert known(run, "--ranks", "4", "--nproc", "2")["busiest_nic_seconds"] is None
+    assert placement_json(run, "--ranks", "4", "--nproc", "2")["busiest_nic_seconds"] is None
 
 
 def test_placement_heatmap_aggregates_ranks_to_nodes_and_node_blocks(run: Path, tmp_path: Path) -> None:
     """4 ranks: both pairs that share products, both ways, and both rails. 256 ranks are drawn as 32 nodes,
     256 nodes in pairs."""
     file = tmp_path / "heat.svg"
-    said = cli_runner.noted("placement", run, "--ranks", "4", "--nproc", "2", *layout(tp=2), "--out", file)
+    said = cli_runner.command_stderr(
+        "placement", run, "--ranks", "4", "--nproc", "2", *layout_options(tp=2), "--out", file
+    )
     assert said == f"wrote {file}\n"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
     assert len(cells) == 8
-    facts = known(run, "--ranks", "256", *layout(tp=4), "--out", str(file))
+    facts = placement_json(run, "--ranks", "256", *layout_options(tp=4), "--out", str(file))
     assert facts["sent"]["unit"] == "node"
     cells = [mark for mark in ElementTree.parse(file).iter() if mark.get("class") == "cell"]
     assert len(cells) == len(facts["sent"]["cells"]) == 64  # each with itself, and with the next on the ring
-    assert known(run, "--ranks", "256", "--nproc", "2", *layout(tp=4))["sent"]["unit"] == "node"
-    facts = known(run, "--ranks", "256", "--nproc", "1", *layout(tp=4))
+    assert placement_json(run, "--ranks", "256", "--nproc", "2", *layout_options(tp=4))["sent"]["unit"] == "node"
+    facts = placement_json(run, "--ranks", "256", "--nproc", "1", *layout_options(tp=4))
     assert facts["sent"]["unit"] == "block of 2 nodes"
     assert max(cell[0] for cell in facts["sent"]["cells"]) == 127
 
 
 def test_placement_assigns_parameter_servers_to_nodes(run: Path) -> None:
-    facts = known(run, "--ranks", "5", "--nproc", "5", *layout(data_parallel="parameter_server", num_servers=2))
+    facts = placement_json(
+        run, "--ranks", "5", "--nproc", "5", *layout_options(data_parallel="parameter_server", num_servers=2)
+    )
     assert facts["seats"] == ["2 servers, dp_replicate 0-2"]
     assert set(facts["bytes"]) == {"servers", "total"}
 
@@ -145,30 +162,30 @@ def test_placement_ranks_per_node_follow_option_then_run_file_then_default(run: 
         (["--ranks", "16"], (16, 8, 2)),
         ([], (8, 8, 1)),
     ):
-        facts = known(run, *arguments)
+        facts = placement_json(run, *arguments)
         assert (facts["ranks"], facts["nproc"], facts["nodes"]) == expected
 
 
 def test_placement_reports_no_network_traffic_within_one_node(run: Path) -> None:
-    assert "no rank sends anything" in shown(run, "--ranks", "1")
-    assert "nothing goes over the network" in shown(run, "--ranks", "2")
+    assert "no rank sends anything" in placement_output(run, "--ranks", "1")
+    assert "nothing goes over the network" in placement_output(run, "--ranks", "2")
 
 
 def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     topology = tmp_path / "topo.txt"
     topology.write_text("nothing of the kind")
     for arguments, problem in (
-        (["--ranks", "6", *layout(tp=4)], "does not divide the ranks"),
+        (["--ranks", "6", *layout_options(tp=4)], "does not divide the ranks"),
         (["--topology", str(topology)], "has no line of columns"),
         (["--topology", str(TOPOLOGIES / "h100-nv18.txt"), "--nproc", "16"], "more than the 8 GPUs"),
         (["--out", "heat.gif"], "has an unknown ending"),
     ):
         with pytest.raises(UserError, match=problem):
-            shown(run, *arguments)
+            placement_output(run, *arguments)
 
 
 def test_placement_does_not_import_torch(run: Path) -> None:
-    assert "torch" not in cli_runner.imported("placement", run, "--ranks", 8)
+    assert "torch" not in cli_runner.imported_packages("placement", run, "--ranks", 8)
 
 
 def test_placement_shows_collectives_over_all_ranks_of_gpus(run: Path) -> None:

@@ -20,11 +20,11 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.formatting import GIB
 from tests.helpers import cli_runner
-from tests.helpers.published_rows import ROW
-from tests.helpers.svg_elements import written
+from tests.helpers.published_rows import MEGATRON_22B_ROW
+from tests.helpers.svg_elements import texts_of_class
 
-shown = partial(cli_runner.shown, "plan", width=200)
-known = partial(cli_runner.known, "plan")
+plan_output = partial(cli_runner.command_output, "plan", width=200)
+plan_json = partial(cli_runner.command_json, "plan")
 H100 = ("--machine", "h100", "--nodes", "2")
 
 
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_plan_ranks_runnable_layouts_by_step_time(run):
-    found = known(run, *H100, "--top", 5)
+    found = plan_json(run, *H100, "--top", 5)
     assert found["devices"] == 16
     assert len(found["layouts"]) == 5
     times = [option["step_seconds"] for option in found["layouts"]]
@@ -44,7 +44,7 @@ def test_plan_ranks_runnable_layouts_by_step_time(run):
     for option in found["layouts"]:
         chosen = [f"layout.{key}={value}" for key, value in option["layout"].items()]
         check_layout(load_run(run, [*chosen, "cluster.nodes=2", "cluster.nproc_per_node=8"]), 16)
-    table = shown(run, *H100, "--top", 5)
+    table = plan_output(run, *H100, "--top", 5)
     assert found["layouts"][0]["candidate"] in table
     assert "llama3-8b on 16 x h100" in table
     assert " kWh" in table
@@ -63,7 +63,7 @@ def test_plan_takes_link_bandwidth_from_topology_file_unless_overridden(run):
     assert (described.cluster.link_bytes_per_second, ranks) == (12 * 25e9, 16)
     described, _ = run_on_cluster(run, "h100", 2, 4, ["cluster.link_bytes_per_second=1e9"], fewer)
     assert (described.cluster.link_bytes_per_second, described.cluster.nproc_per_node) == (1e9, 4)
-    slower, usual = (known(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
+    slower, usual = (plan_json(run, *H100, *more, "--top", 1)["layouts"][0] for more in (("--topology", fewer), ()))
     assert slower["step_seconds"] > usual["step_seconds"]
 
 
@@ -75,47 +75,47 @@ def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys)
 
 
 def test_plan_prints_rent_of_training_when_price_is_set(run):
-    assert "for the devices" in shown(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
+    assert "for the devices" in plan_output(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
 
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
-    text = shown(run, *H100, "--explain", 1)
+    text = plan_output(run, *H100, "--explain", 1)
     for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(
         UserError, match=r"--explain = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"
     ):
-        shown(run, *alone, "--explain", 500)
+        plan_output(run, *alone, "--explain", 500)
 
 
 def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
-    layouts = known(run, *H100)["layouts"]
+    layouts = plan_json(run, *H100)["layouts"]
     for words, at in (((), 0), (("--explain", 2), 1)):
         file = tmp_path / "step.html"
-        text = shown(run, *H100, *words, "--picture", file)
+        text = plan_output(run, *H100, *words, "--picture", file)
         picture, option = re.search(r"<svg.*</svg>", file.read_text(), re.DOTALL).group(), layouts[at]
         assert f"{at + 1}. {option['candidate']}" in text
-        assert written(picture, "title") == [f"llama3-8b on 16 x h100, layout {at + 1}"]
-        assert written(picture, "layout") == [option["candidate"]]
-        assert written(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
+        assert texts_of_class(picture, "title") == [f"llama3-8b on 16 x h100, layout {at + 1}"]
+        assert texts_of_class(picture, "layout") == [option["candidate"]]
+        assert texts_of_class(picture, "total")[0] == f"{option['step_seconds']:.3f} s"
         parts = option["parts"]
         assert sum(parts.values()) == pytest.approx(option["step_seconds"])
         seconds = [f"{parts[part]:.3f}" for part in PART_DESCRIPTIONS]
         shares = [f"{parts[part] / option['step_seconds']:.1%}" for part in PART_DESCRIPTIONS]
-        figures = written(picture, "figure")
+        figures = texts_of_class(picture, "figure")
         assert (figures[: 6 * len(parts) : 6], figures[1 : 6 * len(parts) : 6]) == (seconds, shares)
         others = [f"{place}. {other['candidate']}" for place, other in enumerate(layouts, 1) if place != at + 1]
-        assert written(picture, "name")[1:5] == others[:4]
+        assert texts_of_class(picture, "name")[1:5] == others[:4]
         last = [f"{held / GIB:.2f}" for held in option["stages"]["last"].values()]
         stages = len(figures[6 * len(parts) :]) // len(last)
         assert figures[6 * len(parts) :][stages - 1 :: stages] == last
-        assert written(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
+        assert texts_of_class(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
 
 
 def test_plan_reports_written_files_on_stderr(run, tmp_path):
     picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
-    said = cli_runner.noted("plan", run, *H100, "--picture", picture, "--out", planned)
+    said = cli_runner.command_stderr("plan", run, *H100, "--picture", picture, "--out", planned)
     for file in (picture, planned):
         assert file.exists()
         assert f"wrote {file}" in said
@@ -124,14 +124,14 @@ def test_plan_reports_written_files_on_stderr(run, tmp_path):
 def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
     monkeypatch.setattr("phalanx.plan.search.explain.plan_or_raise", lambda *_: pytest.fail("searched"))
     with pytest.raises(UserError, match=r"--picture = 'step.gif'(.|\n)*\.svg, \.html or \.png"):
-        shown(run, *H100, "--picture", "step.gif")
+        plan_output(run, *H100, "--picture", "step.gif")
     for other in (("--why-not", "tp=2"), ("--json",)):
         with pytest.raises(UserError, match=f"omit {other[0]}"):
-            shown(run, *H100, "--picture", "step.svg", *other)
+            plan_output(run, *H100, "--picture", "step.svg", *other)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("--export", "megatrom"), r"--export = 'megatrom': is not known\s+fix: use one of megatron, torchtitan, deep"),
         (
@@ -145,21 +145,21 @@ def test_plan_rejects_invalid_picture_options_before_search(run, monkeypatch):
         (("--picture", "nowhere/step.svg"), "--picture = .*cannot be written: there is no directory nowhere"),
     ],
 )
-def test_plan_rejects_invalid_option_values_before_search(run, monkeypatch, words, said):
+def test_plan_rejects_invalid_option_values_before_search(run, monkeypatch, options, message):
     monkeypatch.setattr("phalanx.plan.search.search.enumerate_layouts", lambda *_: pytest.fail("searched"))
-    with pytest.raises(UserError, match=said):
-        shown(run, *H100, *words)
+    with pytest.raises(UserError, match=message):
+        plan_output(run, *H100, *options)
 
 
 def test_plan_why_not_explains_slower_layout(run):
-    text = shown(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
+    text = plan_output(run, *H100, "--why-not", "tp=16,data_parallel=ddp,micro_batch_size=1")
     assert "tp = 16 leaves the domain of 8 devices with fast links" in text
     assert "+" in text.splitlines()[-1]
 
 
 def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
     two = ("data_parallel=zero1,tp=2,micro_batch_size=1", "data_parallel=zero3,micro_batch_size=1")
-    text = shown(run, *H100, "--diff", *two)
+    text = plan_output(run, *H100, "--diff", *two)
     assert "A: zero1 dp 8" in text
     assert "B: zero3 dp 16" in text
     said = text.splitlines()[-1]
@@ -169,26 +169,26 @@ def test_plan_diff_attributes_step_time_difference_of_two_layouts(run):
     assert float(apart) == int(longer) / 1e3
     parts = [int(size) for size in re.findall(r"([+-]\d+) ms", said)][1:]
     assert sum(parts) == pytest.approx(int(longer), abs=len(parts))
-    assert shown(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
-    assert shown(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
+    assert plan_output(run, *H100, "--diff", *reversed(two)).splitlines()[-1] == said.translate({65: 66, 66: 65})
+    assert plan_output(run, *H100, "--diff", two[0], two[0]).splitlines()[-1] == "A and B are equally fast"
     short = ("--machine", "h100", "--nproc", 1, "--set", "model.preset=tiny", "--set", "training.tokens_per_step=8192")
     two = ("micro_batch_size=2", "micro_batch_size=2,activation_checkpointing=selective")
     assert re.match(
-        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", shown(run, *short, "--diff", *two).splitlines()[-1]
+        r"B takes [\d.]+% longer than A, \+\d+ µs: \+\d+ µs", plan_output(run, *short, "--diff", *two).splitlines()[-1]
     )
 
 
 def test_plan_diff_accepts_layout_numbers_of_table(run):
-    first, _, third = (option["candidate"] for option in known(run, *H100, "--top", 3)["layouts"])
-    text = shown(run, *H100, "--diff", 3, 1)
+    first, _, third = (option["candidate"] for option in plan_json(run, *H100, "--top", 3)["layouts"])
+    text = plan_output(run, *H100, "--diff", 3, 1)
     assert f"layout 3: {third}" in text
     assert f"layout 1: {first}" in text
-    text = shown(run, *H100, "--diff", "data_parallel=ddp,tp=16,micro_batch_size=1", 3)
+    text = plan_output(run, *H100, "--diff", "data_parallel=ddp,tp=16,micro_batch_size=1", 3)
     assert "A: ddp dp 1, tp 16" in text
     assert f"layout 3: {third}" in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(UserError, match=r"--diff = 500: is no layout of the table\s+fix: use a number from 1 to \d+$"):
-        shown(run, *alone, "--diff", 1, 500)
+        plan_output(run, *alone, "--diff", 1, 500)
 
 
 def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeypatch):
@@ -202,19 +202,19 @@ def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeyp
     }
     for words, problem in mistakes.items():
         with pytest.raises(UserError, match=problem):
-            shown(run, *H100, *words)
+            plan_output(run, *H100, *words)
 
 
 def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
-    assert "--num-layers" in shown(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
+    assert "--num-layers" in plan_output(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
-        assert shown(run, *H100, "--export", trainer, "--set", "model.num_layers=8")
+        assert plan_output(run, *H100, "--export", trainer, "--set", "model.num_layers=8")
     experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
-    assert json.loads(shown(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
+    assert json.loads(plan_output(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
     with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
-        shown(run, "--machine", "a100", "--nproc", 1, "--export", "nanotron")
+        plan_output(run, "--machine", "a100", "--nproc", 1, "--export", "nanotron")
     out = tmp_path / "planned.toml"
-    best = known(run, *H100, "--out", out)["layouts"][0]
+    best = plan_json(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)
     assert planned.cluster.ranks == 16
     check_layout(planned, 16)
@@ -224,16 +224,16 @@ def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
 def test_plan_batch_predicts_rows_of_csv_file(tmp_path):
     path = tmp_path / "runs.csv"
     with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, list(ROW))
+        table = csv.DictWriter(file, list(MEGATRON_22B_ROW))
         table.writeheader()
-        table.writerows([ROW, {**ROW, "id": "row-2", "layers": ""}])
-    first, second = (json.loads(line) for line in shown("--batch", path, "--json").splitlines())
+        table.writerows([MEGATRON_22B_ROW, {**MEGATRON_22B_ROW, "id": "row-2", "layers": ""}])
+    first, second = (json.loads(line) for line in plan_output("--batch", path, "--json").splitlines())
     spans = {"step_time_s", "step_time_low_s", "step_time_high_s"}
     keys = spans | {"id", "memory_gib", "p_oom", "tflops_per_gpu", "mfu", "hfu"}
     assert keys <= set(first)
     assert second["id"] == "row-2"
     assert "layers" in second["reason"]
-    text = shown("--batch", path)
+    text = plan_output("--batch", path)
     assert "row-1" in text
     assert "layers: is needed" in text
 
@@ -243,19 +243,19 @@ def test_plan_reports_shortage_and_needed_devices_when_no_layout_fits(run):
         UserError,
         match=r"no layout of [\d,]+ fits(.|\n)*takes [\d.]+ GiB of [\d.]+ of \w+ memory \(P.*\); on \d+ times",
     ):
-        shown(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
+        plan_output(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
 
 
 def test_plan_raises_user_error_for_invalid_arguments(run, tmp_path):
     with pytest.raises(UserError, match="a run file or --batch"):
-        shown()
+        plan_output()
     others = ("--machine", "h100", "--set", "layout.tp=2", "--top", 10, "--why-not", "tp=2")
     with pytest.raises(UserError, match=r"'none\.csv': does not go with --machine, --top, --why-not, --set\n"):
-        shown("--batch", "none.csv", "--json", *others)
+        plan_output("--batch", "none.csv", "--json", *others)
     with pytest.raises(UserError, match="did you mean 'h100'"):
-        shown(run, "--machine", "h1000")
+        plan_output(run, "--machine", "h1000")
     with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):
-        shown(run)
+        plan_output(run)
 
 
 def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
@@ -263,8 +263,8 @@ def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
     run.write_text(
         '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
     )
-    said = " ".join(shown(run, "--machine", "h100", "--nodes", 8, "--top", 1, "--out", written).split())
-    facts = json.loads(shown(run, "--machine", "h100", "--nodes", 8, "--json"))
+    said = " ".join(plan_output(run, "--machine", "h100", "--nodes", 8, "--top", 1, "--out", written).split())
+    facts = json.loads(plan_output(run, "--machine", "h100", "--nodes", 8, "--json"))
     first, *others = facts["layouts"]
     sure = next(layout for layout in others if layout["p_oom"] < 0.05)
     assert 0.05 <= first["p_oom"] < 0.2
@@ -276,7 +276,7 @@ def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
 
 
 def test_plan_imports_numpy_and_pydantic_but_not_torch(run):
-    assert cli_runner.imported("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
+    assert cli_runner.imported_packages("plan", run, "--machine", "a100") == {"numpy", "pydantic"}
 
 
 def test_plan_draws_progress_bar_only_on_terminal(run):
@@ -287,14 +287,14 @@ def test_plan_draws_progress_bar_only_on_terminal(run):
     with tempfile.TemporaryFile("w+") as answer:  # a pipe would be full before the bar is read
         with subprocess.Popen(command, stdout=answer, stderr=its, text=True):
             os.close(its)
-            drawn = b"".join(iter(partial(written_to, ours), b"")).decode()
+            drawn = b"".join(iter(partial(read_terminal, ours), b"")).decode()
         answer.seek(0)
         assert answer.read() == quiet.stdout
     assert re.search(r"counting what the fastest hold.* \d+/10", drawn)
     assert len(json.loads(quiet.stdout)["layouts"]) == 10
 
 
-def written_to(terminal: int) -> bytes:
+def read_terminal(terminal: int) -> bytes:
     """What a program wrote to it since it was last asked; nothing when the program has ended."""
     try:
         return os.read(terminal, 4096)
@@ -303,15 +303,15 @@ def written_to(terminal: int) -> bytes:
 
 
 def test_plan_help_does_not_import_numpy_pydantic_or_torch():
-    assert not cli_runner.imported("plan", "--help")
+    assert not cli_runner.imported_packages("plan", "--help")
 
 
 def test_plan_help_contains_batch_example():
-    text = shown("--help")
+    text = plan_output("--help")
     assert "phalanx plan --batch runs.csv --json" in text
 
 
-AUTO = """layout = "auto"
+AUTO_LAYOUT_RUN = """layout = "auto"
 [model]
 preset = "tiny"
 [data]
@@ -331,7 +331,9 @@ nproc_per_node = 2
 def test_train_with_auto_layout_uses_best_planned_layout(tmp_path):
     text, path = tmp_path / "text.txt", tmp_path / "run.toml"
     text.write_text("To plan is to choose. " * 400)
-    path.write_text(AUTO.format(text=text) + "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 64\n")
+    path.write_text(
+        AUTO_LAYOUT_RUN.format(text=text) + "[model.moe]\nnum_experts = 4\ntop_k = 2\nexpert_ffn_size = 64\n"
+    )
     command = [
         sys.executable,
         "-m",
@@ -355,18 +357,18 @@ def test_train_with_auto_layout_uses_best_planned_layout(tmp_path):
 
 def test_auto_layout_is_planned_for_all_ranks_of_all_nodes(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(AUTO.format(text="stdlib") + "nodes = 2\n")
+    path.write_text(AUTO_LAYOUT_RUN.format(text="stdlib") + "nodes = 2\n")
     for nproc in (2, 4):
-        text = cli_runner.shown("train", path, "--print-config", "--nproc", nproc)
+        text = cli_runner.command_output("train", path, "--print-config", "--nproc", nproc)
         check_layout(run_from_table(tomllib.loads(text)), 2 * nproc)
 
 
 def test_memory_rejects_run_with_auto_layout(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(AUTO.format(text="stdlib"))
+    path.write_text(AUTO_LAYOUT_RUN.format(text="stdlib"))
     with pytest.raises(UserError, match="the planner's to choose"):
-        cli_runner.shown("memory", path, "--ranks", 2)
-    assert "[layout]" in cli_runner.shown("train", path, "--print-config")
+        cli_runner.command_output("memory", path, "--ranks", 2)
+    assert "[layout]" in cli_runner.command_output("train", path, "--print-config")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def test_memory_rejects_run_with_auto_layout(tmp_path):
 def test_plan_rejects_incompatible_options(run, monkeypatch, options, problem):
     monkeypatch.chdir(run.parent)
     with pytest.raises(UserError, match=problem):
-        shown(run, *H100, *options)
+        plan_output(run, *H100, *options)
 
 
 def test_parse_layout_accepts_boolean_and_float_options(run):

@@ -41,42 +41,42 @@ warmup_steps = 3
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     return tmp_path / "run.toml"
 
 
-def printed(*arguments: str) -> str:
+def print_config_output(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["train", "run.toml", "--print-config", *arguments], catch_exceptions=False)
     assert (result.exit_code, result.stderr) == (0, "")
     return result.stdout
 
 
-def test_train_print_config_round_trips_run_and_writes_no_files(file: Path) -> None:
-    described = load_run(file, ["training.steps=7"], environment={})
-    text = printed("--nproc", "4", "--set", "training.steps=7")
+def test_train_print_config_round_trips_run_and_writes_no_files(run_file: Path) -> None:
+    described = load_run(run_file, ["training.steps=7"], environment={})
+    text = print_config_output("--nproc", "4", "--set", "training.steps=7")
     assert run_from_table(tomllib.loads(text)) == described
-    assert [path.name for path in file.parent.iterdir()] == ["run.toml"]
-    again = file.with_name("again.toml")
+    assert [path.name for path in run_file.parent.iterdir()] == ["run.toml"]
+    again = run_file.with_name("again.toml")
     again.write_text(text)
     assert load_run(again, environment={}) == described
 
 
-def test_train_print_config_shows_batch_plan(file: Path) -> None:
+def test_train_print_config_shows_batch_plan(run_file: Path) -> None:
     for nproc, cut in ((1, "8 sequences x 1 ranks x 8 accumulated"), (4, "8 sequences x 4 ranks x 2 accumulated")):
-        assert printed("--nproc", str(nproc)).splitlines()[0] == f"# per update: {cut}"
-    assert printed("--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=4").startswith(
+        assert print_config_output("--nproc", str(nproc)).splitlines()[0] == f"# per update: {cut}"
+    assert print_config_output("--set", "cluster.nproc_per_node=2", "--set", "cluster.nodes=4").startswith(
         "# per update: 8 sequences x 8 "
     )
 
 
 def test_train_print_config_applies_defaults_file_environment_set_in_order(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHALANX_TRAINING__SEED", "3")
     monkeypatch.setenv("PHALANX_TRAINING__SEQ_LEN", "128")
-    training = tomllib.loads(printed("--set", "training.seed=4"))["training"]
+    training = tomllib.loads(print_config_output("--set", "training.seed=4"))["training"]
     assert training["precision"] == "bf16"  # the default
     assert training["steps"] == 30  # the file
     assert training["seq_len"] == 128  # the environment
@@ -101,7 +101,7 @@ print(json.dumps({"heavy": heavy, "seconds": used.ru_utime + used.ru_stime}), fi
     [["--help"], ["info", "tiny"], ["init", "new.toml"], ["train", "run.toml", "--print-config", "--nproc", "2"]],
     ids=" ".join,
 )
-def test_cli_commands_start_without_importing_torch(command: list[str], file: Path) -> None:
+def test_cli_commands_start_without_importing_torch(command: list[str], run_file: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     cost = json.loads(ended.stderr.splitlines()[-1])
@@ -142,7 +142,7 @@ def test_resolve_rendezvous_retries_until_host_name_resolves(
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "message"),
     [
         (("--nodes", "1:2", "--rendezvous", "nowhere.invalid:29500", "--nproc", "1"), 1, "is not known here"),
         (("--nodes", "1:2", "--rendezvous", "127.0.0.1:29500", "--nproc", "8"), 1, "sees no GPU"),
@@ -151,7 +151,7 @@ def test_resolve_rendezvous_retries_until_host_name_resolves(
     ],
 )
 def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
-    file: Path, options: tuple[str, ...], code: int, said: str
+    run_file: Path, options: tuple[str, ...], code: int, message: str
 ) -> None:
     """Others may train on, for which Kubernetes is to start it again."""
     unfit = (
@@ -162,14 +162,14 @@ def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
         "--set",
         "layout.micro_batch_size=1",
     )
-    command = [sys.executable, "-m", "phalanx", "train", str(file), *options, *unfit]
+    command = [sys.executable, "-m", "phalanx", "train", str(run_file), *options, *unfit]
     none = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=none, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, said in ended.stderr) == (code, True), ended.stderr
+    assert (ended.returncode, message in ended.stderr) == (code, True), ended.stderr
 
 
-def test_select_nproc_raises_local_node_error_for_too_few_gpus(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_select_nproc_raises_local_node_error_for_too_few_gpus(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     with pytest.raises(LocalNodeError, match="this machine has 7 GPUs"):
-        select_nproc(load_run(file), 8)
+        select_nproc(load_run(run_file), 8)

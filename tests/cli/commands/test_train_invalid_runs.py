@@ -21,7 +21,7 @@ from phalanx.runs.create import run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 
-GOOD = """
+VALID_RUN = """
 name = "bad"
 output_dir = "OUT"
 [model]
@@ -43,7 +43,7 @@ FOUR_HEADS = {"model.num_heads": 4, "model.head_dim": 48}
 NVME = {"layout.data_parallel": '"zero1"', "layout.offload": '"nvme"'}
 
 # What is set (or done to the run file), more arguments, and words that the message must hold: field, value, fix.
-SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"training.stepz": 3}, ("training.stepz = 3", "did you mean 'steps'")),
     ({"trainin.steps": 3}, ("trainin", "did you mean 'training'")),
     ({"training.steps": '"ten"'}, ("training.steps = 'ten'", "whole number")),
@@ -286,7 +286,7 @@ SET: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"checkpoint.keep": 1_000_000_000}, ("checkpoint.keep = 1000000000", "GB free")),
     ({"metrics.wandb": 3}, ("metrics.wandb = 3",)),
 ]
-ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
+INVALID_ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
     (["--set", "training.steps"], ("--set = 'training.steps'", "KEY=VALUE")),
     (["--set", "name.inner=3"], ("name is a value",)),
     (["--nproc", "9"], ("training.tokens_per_step = 256", "9 data-parallel ranks")),
@@ -301,7 +301,7 @@ ARGUMENTS: list[tuple[list[str], tuple[str, ...]]] = [
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a good run file, and data that is wrong in every way."""
     (tmp_path / "TEXT").mkdir()
     for name in "abcdefgh":
@@ -314,7 +314,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
             writer.add(np.arange(200))
     (tmp_path / "CUT.bin").write_bytes((tmp_path / "CUT.bin").read_bytes()[:-7])
-    (tmp_path / "run.toml").write_text(GOOD)
+    (tmp_path / "run.toml").write_text(VALID_RUN)
     monkeypatch.chdir(tmp_path)
 
     def spawned(*_: object) -> int:
@@ -324,7 +324,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def message(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def error_output(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What the command line says before it ends with 2."""
     monkeypatch.setattr(sys, "argv", ["phalanx", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -336,34 +336,40 @@ def message(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
     return shown.err
 
 
-def tree(folder: Path) -> dict[str, bytes | None]:
+def directory_contents(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(("changes", "words"), SET, ids=[" ".join(f"{k}={v}" for k, v in c.items()) for c, _ in SET])
+@pytest.mark.parametrize(
+    ("changes", "expected_texts"),
+    INVALID_SETTINGS,
+    ids=[" ".join(f"{k}={v}" for k, v in c.items()) for c, _ in INVALID_SETTINGS],
+)
 def test_train_rejects_invalid_setting_and_writes_no_files(
-    changes: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any
+    changes: Any, expected_texts: Any, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    before = tree(place)
+    before = directory_contents(workspace)
     overrides = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
-    said = message(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
-    for word in words:
+    said = error_output(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
+    for word in expected_texts:
         assert word in said
     assert said.count("phalanx: ") == 1
-    assert tree(place) == before
+    assert directory_contents(workspace) == before
 
 
-@pytest.mark.parametrize(("arguments", "words"), ARGUMENTS, ids=[" ".join(a) for a, _ in ARGUMENTS])
+@pytest.mark.parametrize(
+    ("arguments", "expected_texts"), INVALID_ARGUMENTS, ids=[" ".join(a) for a, _ in INVALID_ARGUMENTS]
+)
 def test_train_rejects_invalid_command_line_argument(
-    arguments: Any, words: Any, place: Path, monkeypatch: Any, capsys: Any
+    arguments: Any, expected_texts: Any, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    said = message(["train", "run.toml", *arguments], monkeypatch, capsys)
-    for word in words:
+    said = error_output(["train", "run.toml", *arguments], monkeypatch, capsys)
+    for word in expected_texts:
         assert word in said
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "words"),
+    ("file", "content", "expected_texts"),
     [
         ("none.toml", None, ("none.toml", "no such file", "phalanx init")),
         (".", None, ("run.toml",)),
@@ -373,57 +379,59 @@ def test_train_rejects_invalid_command_line_argument(
     ],
 )
 def test_train_rejects_unreadable_or_invalid_run_file(
-    file: str, content: str | None, words: Any, place: Path, monkeypatch: Any, capsys: Any
+    file: str, content: str | None, expected_texts: Any, workspace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     if file == ".":
-        (place / "run.toml").unlink()
+        (workspace / "run.toml").unlink()
     if content is not None:
-        (place / file).write_text(content)
-    said = message(["train", file], monkeypatch, capsys)
-    for word in words:
+        (workspace / file).write_text(content)
+    said = error_output(["train", file], monkeypatch, capsys)
+    for word in expected_texts:
         assert word in said
 
 
-def test_train_does_not_overwrite_existing_run(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    (place / "OUT" / "bad").mkdir(parents=True)
-    (place / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
-    before = tree(place)
-    said = message(["train", "run.toml"], monkeypatch, capsys)
+def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
+    (workspace / "OUT" / "bad").mkdir(parents=True)
+    (workspace / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
+    before = directory_contents(workspace)
+    said = error_output(["train", "run.toml"], monkeypatch, capsys)
     assert "name = 'bad'" in said
     assert "--resume" in said
-    assert tree(place) == before
+    assert directory_contents(workspace) == before
 
 
-def test_train_resume_rejects_checkpoint_not_written_by_phalanx(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    foreign = place / "OUT" / "bad" / "checkpoints" / "step-00000010"
+def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
+    foreign = workspace / "OUT" / "bad" / "checkpoints" / "step-00000010"
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
-    said = message(["train", "run.toml", "--resume"], monkeypatch, capsys)
+    said = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
     assert "not written by phalanx" in said
 
 
-def test_train_rejects_unwritable_output_directory(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_unwritable_output_directory(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     """Not even root can make a directory in /proc."""
-    usage = preflight.shutil.disk_usage(place)
+    usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
-    said = message(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
+    said = error_output(["train", "run.toml", "--set", "output_dir=/proc/phalanx"], monkeypatch, capsys)
     assert "output_dir = '/proc/phalanx/bad'" in said
     assert "another directory" in said
 
 
-def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
+    workspace: Path, monkeypatch: Any, capsys: Any
+) -> None:
     """The disk is nearly full: said before the run, with what it needs."""
-    usage = preflight.shutil.disk_usage(place)
+    usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
-    said = message(["train", "run.toml"], monkeypatch, capsys)
+    said = error_output(["train", "run.toml"], monkeypatch, capsys)
     assert "GB free" in said
     assert "checkpoint.keep" in said
 
 
-def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(place: Path, monkeypatch: Any) -> None:
+def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(workspace: Path, monkeypatch: Any) -> None:
     """Of a disk that was large enough when it began."""
-    run = load_run(place / "run.toml")
-    usage, each = preflight.shutil.disk_usage(place), checkpoint_bytes(run)
+    run = load_run(workspace / "run.toml")
+    usage, each = preflight.shutil.disk_usage(workspace), checkpoint_bytes(run)
 
     def free(checkpoints: float) -> None:
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
@@ -442,14 +450,16 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(place
         preflight.preflight(run, 1, resume=True)
 
 
-def test_train_rejects_invalid_value_from_environment_variable(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_invalid_value_from_environment_variable(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PHALANX_TRAINING__STEPS", "many")
-    assert "training.steps = 'many'" in message(["train", "run.toml"], monkeypatch, capsys)
+    assert "training.steps = 'many'" in error_output(["train", "run.toml"], monkeypatch, capsys)
 
 
-def test_train_rejects_dataset_shorter_than_one_sequence(place: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     sizes = ["training.seq_len=8192", "training.tokens_per_step=16384"]
-    said = message(["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys)
+    said = error_output(
+        ["train", "run.toml", *(word for size in sizes for word in ("--set", size))], monkeypatch, capsys
+    )
     found = re.fullmatch(
         r"phalanx: data\.train = '(.+)': has ([\d,]+) tokens, and one sequence and its target need 8,193\n"
         r"  fix: give more text, or lower training\.seq_len\n",
@@ -459,14 +469,14 @@ def test_train_rejects_dataset_shorter_than_one_sequence(place: Path, monkeypatc
     assert int(found[2].replace(",", "")) == IndexedDataset(found[1]).size
 
 
-def test_train_rejects_empty_held_out_dataset(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    (place / "TEXT" / "end.txt").write_text("")
-    said = message(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
+def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
+    (workspace / "TEXT" / "end.txt").write_text("")
+    said = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
     assert said == "phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: name files with text in them\n"
-    assert not (place / "OUT" / "bad").exists()
+    assert not (workspace / "OUT" / "bad").exists()
 
 
-def test_train_process_exits_with_code_2_for_unknown_field(place: Path) -> None:
+def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--set", "training.stepz=3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -476,7 +486,7 @@ def test_train_process_exits_with_code_2_for_unknown_field(place: Path) -> None:
     ]
 
 
-def test_preflight_accepts_unmodified_base_run(place: Path) -> None:
+def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
     """The table starts from a run that works: only what a row changes is wrong."""
     run = load_run("run.toml", environment={})
     preflight.preflight(run, 2, resume=False)

@@ -27,26 +27,37 @@ from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
 from phalanx.runs.events import FAILED, FINISHED, STARTED, append_event
 from phalanx.spec.errors import UserError
-from tests.helpers.cli_runner import shown
-from tests.helpers.trained_runs import SECONDS, command, copied, environment, hybrid, run_file, two_ranks, wait
-from tests.helpers.watch_server import served
+from tests.helpers.cli_runner import command_output
+from tests.helpers.trained_runs import (
+    TIMEOUT_SECONDS,
+    copy_run,
+    hybrid_run,
+    single_threaded_environment,
+    train_command,
+    two_rank_run,
+    wait_for,
+    write_run_file,
+)
+from tests.helpers.watch_server import watch_server
 
 
 def test_watch_prints_one_line_per_step_when_not_on_terminal():
-    lines = shown("watch", two_ranks()).splitlines()
-    found = report_facts(read_run(two_ranks()))
+    lines = command_output("watch", two_rank_run()).splitlines()
+    found = report_facts(read_run(two_rank_run()))
     assert [line.split("  ")[0] for line in lines] == [f"step {step}/8" for step in range(1, 9)]
     for line, loss in zip(lines, found["curves"]["loss"], strict=True):
         assert f"loss {loss:.3f}" in line
 
 
 def test_watch_follows_running_training_to_its_last_step():
-    file = run_file("followed", {"training.steps": 12})
-    train = subprocess.Popen(command(file, 1), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    file = write_run_file("followed", {"training.steps": 12})
+    train = subprocess.Popen(
+        train_command(file, 1), env=single_threaded_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        wait(train, (file.parent / "followed" / "run.toml").is_file)
+        wait_for(train, (file.parent / "followed" / "run.toml").is_file)
         watch = [sys.executable, "-m", "phalanx", "watch", str(file.parent / "followed"), "--every", "0.1"]
-        done = subprocess.run(watch, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(watch, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     finally:
         train.terminate()
         train.wait(60)
@@ -55,9 +66,9 @@ def test_watch_follows_running_training_to_its_last_step():
 
 
 @pytest.fixture
-def broken(tmp_path: Path) -> Path:
+def failed_run(tmp_path: Path) -> Path:
     """A run whose rank 1 has just failed, after step 5."""
-    run = copied(two_ranks(), tmp_path)
+    run = copy_run(two_rank_run(), tmp_path)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().splitlines(keepends=True)[0])
@@ -68,16 +79,16 @@ def broken(tmp_path: Path) -> Path:
     return run
 
 
-def test_watch_reports_failure_and_continues_when_run_restarts(broken):
-    watch = [sys.executable, "-m", "phalanx", "watch", str(broken), "--every", "0.1"]
+def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
+    watch = [sys.executable, "-m", "phalanx", "watch", str(failed_run), "--every", "0.1"]
     with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
             assert process.stderr.readline() == failed
-            (broken / "failures" / "rank-00001.json").unlink()
-            append_event(broken, STARTED, step=5, ranks=2)  # and its lock is not held yet
+            (failed_run / "failures" / "rank-00001.json").unlink()
+            append_event(failed_run, STARTED, step=5, ranks=2)  # and its lock is not held yet
             assert "it was ended there; it broke off once and went on" in process.stderr.readline()
-            shutil.copy(two_ranks() / "metrics.jsonl", broken)
+            shutil.copy(two_rank_run() / "metrics.jsonl", failed_run)
             said, more = process.communicate(timeout=60)
         finally:
             process.kill()
@@ -86,22 +97,22 @@ def test_watch_reports_failure_and_continues_when_run_restarts(broken):
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_watch_exits_1_when_failed_run_does_not_restart(broken, ended):
+def test_watch_exits_1_when_failed_run_does_not_restart(failed_run, ended):
     """By what it says, or by its silence."""
     if ended:
-        append_event(broken, FINISHED, step=5)
+        append_event(failed_run, FINISHED, step=5)
     else:
-        for file in broken.rglob("*"):
+        for file in failed_run.rglob("*"):
             os.utime(file, (1e9, 1e9))
     with pytest.raises(typer.Exit) as left:
-        watch(broken)
+        watch(failed_run)
     assert left.value.exit_code == 1
 
 
 def test_render_live_shows_progress_bottleneck_and_rank_times():
     from rich.console import Console
 
-    found = report_facts(read_run(hybrid()))
+    found = report_facts(read_run(hybrid_run()))
     console = Console(width=160, file=io.StringIO())
     console.print(render_live(found))
     text = console.file.getvalue()
@@ -115,7 +126,7 @@ def test_render_live_shows_progress_bottleneck_and_rank_times():
 
 
 def test_seconds_left_uses_duration_of_latest_steps():
-    found = report_facts(read_run(two_ranks()))
+    found = report_facts(read_run(two_rank_run()))
     found["run"] |= {"step": 8, "steps": 108}
     found["curves"]["step_seconds"] = [100.0] * 5 + [2.0] * 20
     assert formatting.seconds_left(found) == 200.0
@@ -129,8 +140,8 @@ def test_sparkline_draws_curve_as_block_characters():
 
 
 def test_watch_web_serves_page_and_facts_to_localhost_only():
-    with served(hybrid()) as address:
-        expected = json.loads(json.dumps(report_data([report_facts(read_run(hybrid()))])))
+    with watch_server(hybrid_run()) as address:
+        expected = json.loads(json.dumps(report_data([report_facts(read_run(hybrid_run()))])))
         assert json.load(urllib.request.urlopen(f"{address}facts.json", timeout=60)) == expected
         part = urllib.request.urlopen(f"{address}main.html", timeout=60).read().decode()
         assert part.startswith("<main>")
@@ -142,10 +153,10 @@ def test_watch_web_serves_page_and_facts_to_localhost_only():
 
 
 def test_watch_web_rejects_port_in_use():
-    with served(two_ranks()) as address:
+    with watch_server(two_rank_run()) as address:
         port = address.rpartition(":")[2].strip("/")
         with pytest.raises(UserError, match=f"--port = {port}: cannot be served"):
-            shown("watch", two_ranks(), "--web", "--port", port)
+            command_output("watch", two_rank_run(), "--web", "--port", port)
 
 
 def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
@@ -156,7 +167,7 @@ def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
         serves = Thread(target=found.serve_forever)
         serves.start()
         try:
-            with socket.create_connection(found.server_address, timeout=SECONDS) as silent:
+            with socket.create_connection(found.server_address, timeout=TIMEOUT_SECONDS) as silent:
                 assert silent.recv(1) == b""
         finally:
             found.shutdown()
@@ -164,7 +175,7 @@ def test_http_server_closes_idle_connection_after_timeout(monkeypatch):
 
 
 def test_watch_prometheus_serves_metrics_at_metrics_path_only():
-    with served(two_ranks(), "--prometheus", "0") as address:
+    with watch_server(two_rank_run(), "--prometheus", "0") as address:
         answer = urllib.request.urlopen(address.replace("0.0.0.0", "127.0.0.1") + "?by=name", timeout=60)
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert 'phalanx_step{run="two"} 8\n' in answer.read().decode()
@@ -172,6 +183,6 @@ def test_watch_prometheus_serves_metrics_at_metrics_path_only():
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
         with pytest.raises(UserError, match=f"--prometheus = {port}: cannot be served"):
-            shown("watch", two_ranks(), "--prometheus", port)
+            command_output("watch", two_rank_run(), "--prometheus", port)
     with pytest.raises(UserError, match="goes without --web"):
-        shown("watch", two_ranks(), "--prometheus", 0, "--web")
+        command_output("watch", two_rank_run(), "--prometheus", 0, "--web")

@@ -14,7 +14,7 @@ from tests.helpers import cli_runner
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (("plan", "--explain", "foo"), "--explain = 'foo': must be a whole number\n  fix: .*plan --help` shows"),
         (("plan", "--explain", 0), "--explain = '0': must be greater than or equal to 1"),
@@ -35,9 +35,9 @@ from tests.helpers import cli_runner
         (("planning",), "command = 'planning': is not known\n  fix: known here: advise, "),
     ],
 )
-def test_translate_usage_errors_converts_typer_errors_to_user_errors(words, said):
-    with pytest.raises(UserError, match=said):
-        cli_runner.shown(*words)
+def test_translate_usage_errors_converts_typer_errors_to_user_errors(arguments, message):
+    with pytest.raises(UserError, match=message):
+        cli_runner.command_output(*arguments)
 
 
 def test_usage_error_is_printed_on_stderr_with_exit_code_2():
@@ -47,11 +47,11 @@ def test_usage_error_is_printed_on_stderr_with_exit_code_2():
 
 
 def test_main_help_does_not_import_numpy_pydantic_or_torch():
-    assert not cli_runner.imported("--help")
+    assert not cli_runner.imported_packages("--help")
 
 
 def test_help_lists_every_command_with_its_summary_in_a_panel():
-    lines = [line.strip("│ ") for line in cli_runner.shown("--help", width=120).splitlines()]
+    lines = [line.strip("│ ") for line in cli_runner.command_output("--help", width=120).splitlines()]
     for panel, summaries in PANELS.items():
         assert any(line.startswith(f"╭─ {panel} ─") for line in lines)
         for name, summary in summaries.items():
@@ -66,4 +66,4 @@ def test_every_command_file_has_a_summary():
 
 def test_command_group_without_arguments_prints_help():
     for words in ((), ("data",)):
-        assert "Usage" in cli_runner.shown(*words, exit_code=2)
+        assert "Usage" in cli_runner.command_output(*words, exit_code=2)

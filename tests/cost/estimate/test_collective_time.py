@@ -12,78 +12,98 @@ from phalanx.cost.estimate.collective_time import (
 )
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.formulas.collectives import bus_factor
-from tests.helpers.job_tables import job, jobs
+from tests.helpers.job_tables import make_job_row, make_job_table
 
-C = time_constants()
-GIB = np.array([float(2**30)])
+TIME_CONSTANTS = time_constants()
+ONE_GIB = np.array([float(2**30)])
 
 
-def ranks(count: float) -> np.ndarray:
+def rank_column(count: float) -> np.ndarray:
     return np.array([float(count)])
 
 
 def test_collective_seconds_are_zero_for_one_rank():
-    table = jobs(job())
-    assert ring_seconds(C, table, GIB, ranks(1), 1.0) == 0
-    assert all_to_all_seconds(C, table, GIB) == 0
+    table = make_job_table(make_job_row())
+    assert ring_seconds(TIME_CONSTANTS, table, ONE_GIB, rank_column(1), 1.0) == 0
+    assert all_to_all_seconds(TIME_CONSTANTS, table, ONE_GIB) == 0
 
 
 @pytest.mark.parametrize(("operation", "reduces"), [("all_gather", False), ("all_reduce", True)])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_ring_seconds_match_bus_factor_for_large_messages(operation, reduces, count):
-    table, size = jobs(job()), 1000 * GIB
-    expected = bus_factor(operation, count) * size / fast_link_bandwidth(C, table)
-    assert ring_seconds(C, table, size, ranks(count), 1.0, reduces) == pytest.approx(expected, rel=1e-3)
+    table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
+    expected = bus_factor(operation, count) * size / fast_link_bandwidth(TIME_CONSTANTS, table)
+    assert ring_seconds(TIME_CONSTANTS, table, size, rank_column(count), 1.0, reduces) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
     """Of 64 ranks side by side each node's eight cards carry the ring; of 64 that are 8 apart each its own."""
-    table, size = jobs(job()), 1000 * GIB
-    together, apart = (ring_seconds(C, table, size, ranks(64), stride) for stride in (1.0, 8.0))
-    cards = min(8 * network_bandwidth(C, table)[0], fast_link_bandwidth(C, table)[0]) / network_bandwidth(C, table)[0]
+    table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
+    together, apart = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(64), stride) for stride in (1.0, 8.0))
+    cards = (
+        min(8 * network_bandwidth(TIME_CONSTANTS, table)[0], fast_link_bandwidth(TIME_CONSTANTS, table)[0])
+        / network_bandwidth(TIME_CONSTANTS, table)[0]
+    )
     assert apart / together == pytest.approx(cards, rel=0.02)
     assert cards > 4
-    assert apart == pytest.approx(63 / 64 * size / network_bandwidth(C, table), rel=0.01)
+    assert apart == pytest.approx(63 / 64 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
 
 
 def test_ring_latency_grows_with_group_size_for_small_messages():
-    table, size = jobs(job()), np.array([8.0])
-    few, many = (float(ring_seconds(C, table, size, ranks(n), 1.0)[0]) for n in (64, 1024))
+    table, size = make_job_table(make_job_row()), np.array([8.0])
+    few, many = (float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024))
     assert many > 4 * few
-    assert float(ring_seconds(C, table, size, ranks(1024), 1.0, reduces=True)[0]) < many
+    assert float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(1024), 1.0, reduces=True)[0]) < many
 
 
 def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
     """Of a node's 8 ranks, 2 are of one of 4 stages: experts meet over nodes, and two cards serve a group."""
-    row = job(dp=16, pp=4, ep=8)
-    near, far = jobs(row), jobs({**row, "pipeline_outermost": 0.0})
+    row = make_job_row(dp=16, pp=4, ep=8)
+    near, far = make_job_table(row), make_job_table({**row, "pipeline_outermost": 0.0})
     assert near.fast_link_ranks_per_stage == 8
     assert far.fast_link_ranks_per_stage == 2
-    assert all_to_all_seconds(C, near, GIB) == pytest.approx(7 / 8 * GIB / fast_link_bandwidth(C, near), rel=0.01)
-    assert all_to_all_seconds(C, far, 100 * GIB) == pytest.approx(
-        6 / 8 * 100 * GIB / network_bandwidth(C, far), rel=0.01
+    assert all_to_all_seconds(TIME_CONSTANTS, near, ONE_GIB) == pytest.approx(
+        7 / 8 * ONE_GIB / fast_link_bandwidth(TIME_CONSTANTS, near), rel=0.01
     )
-    slower = ring_seconds(C, far, 1000 * GIB, ranks(16), 1.0) / ring_seconds(C, near, 1000 * GIB, ranks(16), 1.0)
+    assert all_to_all_seconds(TIME_CONSTANTS, far, 100 * ONE_GIB) == pytest.approx(
+        6 / 8 * 100 * ONE_GIB / network_bandwidth(TIME_CONSTANTS, far), rel=0.01
+    )
+    slower = ring_seconds(TIME_CONSTANTS, far, 1000 * ONE_GIB, rank_column(16), 1.0) / ring_seconds(
+        TIME_CONSTANTS, near, 1000 * ONE_GIB, rank_column(16), 1.0
+    )
     assert slower == pytest.approx(
-        min(8 * network_bandwidth(C, near), fast_link_bandwidth(C, near)) / network_bandwidth(C, far) / 2, 1e-3
+        min(8 * network_bandwidth(TIME_CONSTANTS, near), fast_link_bandwidth(TIME_CONSTANTS, near))
+        / network_bandwidth(TIME_CONSTANTS, far)
+        / 2,
+        1e-3,
     )
-    assert p2p_seconds(C, jobs(job(dp=16, pp=8, pipeline_outermost=0.0)), GIB) < p2p_seconds(C, near, GIB)
+    assert p2p_seconds(
+        TIME_CONSTANTS, make_job_table(make_job_row(dp=16, pp=8, pipeline_outermost=0.0)), ONE_GIB
+    ) < p2p_seconds(TIME_CONSTANTS, near, ONE_GIB)
 
 
 def test_dedup_node_dispatch_sends_each_token_once_per_node():
-    row = job("mixtral-8x7b", ep=64, dp=64, top_k=8)
-    plain, relayed = all_to_all_seconds(C, jobs(row, {**row, "dedup_node_dispatch": 1.0}), 100 * GIB)
+    row = make_job_row("mixtral-8x7b", ep=64, dp=64, top_k=8)
+    plain, relayed = all_to_all_seconds(
+        TIME_CONSTANTS, make_job_table(row, {**row, "dedup_node_dispatch": 1.0}), 100 * ONE_GIB
+    )
     nodes, top_k = 8, 8
     distinct = nodes * (1 - (1 - 1 / nodes) ** top_k) / top_k
     assert relayed / plain == pytest.approx(distinct, rel=0.01)
 
 
 def test_oversubscription_divides_network_bandwidth():
-    one, half = jobs(job()), jobs(job(oversubscription=2))
-    assert network_bandwidth(C, half) == pytest.approx(network_bandwidth(C, one) / 2)
+    one, half = make_job_table(make_job_row()), make_job_table(make_job_row(oversubscription=2))
+    assert network_bandwidth(TIME_CONSTANTS, half) == pytest.approx(network_bandwidth(TIME_CONSTANTS, one) / 2)
 
 
 def test_p2p_seconds_use_fast_links_within_one_domain():
-    near, far = jobs(job(pp=8)), jobs(job(pp=8, dp=8))
-    assert p2p_seconds(C, near, GIB) == pytest.approx(C.link_seconds + GIB / fast_link_bandwidth(C, near))
-    assert p2p_seconds(C, far, GIB) == pytest.approx(C.network_seconds + GIB / network_bandwidth(C, far))
+    near, far = make_job_table(make_job_row(pp=8)), make_job_table(make_job_row(pp=8, dp=8))
+    assert p2p_seconds(TIME_CONSTANTS, near, ONE_GIB) == pytest.approx(
+        TIME_CONSTANTS.link_seconds + ONE_GIB / fast_link_bandwidth(TIME_CONSTANTS, near)
+    )
+    assert p2p_seconds(TIME_CONSTANTS, far, ONE_GIB) == pytest.approx(
+        TIME_CONSTANTS.network_seconds + ONE_GIB / network_bandwidth(TIME_CONSTANTS, far)
+    )

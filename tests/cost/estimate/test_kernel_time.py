@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.estimate.kernel_time import attention_seconds, linear_seconds, matmul_seconds, memory_pass_seconds
 from phalanx.cost.kinds import AttentionKernel
-from tests.helpers.job_tables import job, jobs
+from tests.helpers.job_tables import make_job_row, make_job_table
 
-C = time_constants()
-SIZE = st.integers(1, 20_000)
+TIME_CONSTANTS = time_constants()
+MATMUL_SIZES = st.integers(1, 20_000)
 
 
 def column(value: float) -> np.ndarray:
@@ -19,77 +19,101 @@ def column(value: float) -> np.ndarray:
 
 
 @settings(max_examples=80, deadline=None)
-@given(m=SIZE, n=SIZE, k=SIZE, machine=st.sampled_from(["a100", "h100", "b200", "tpuv4", "mi300x"]))
+@given(
+    m=MATMUL_SIZES, n=MATMUL_SIZES, k=MATMUL_SIZES, machine=st.sampled_from(["a100", "h100", "b200", "tpuv4", "mi300x"])
+)
 def test_matmul_seconds_respect_peak_flops_and_memory_bandwidth(m, n, k, machine):
-    row = job(machine=machine)
-    seconds = float(matmul_seconds(C, jobs(row), column(m), column(n), column(k))[0])
+    row = make_job_row(machine=machine)
+    seconds = float(matmul_seconds(TIME_CONSTANTS, make_job_table(row), column(m), column(n), column(k))[0])
     assert seconds >= 2 * m * n * k / (1.05 * row["matmul_flops"])
     assert seconds >= 2 * (m * k + k * n + m * n) / row["hbm_bytes_per_second"]
 
 
 @settings(max_examples=60, deadline=None)
-@given(m=SIZE, n=SIZE, k=SIZE, more=st.sampled_from([2, 3, 8]))
-def test_matmul_seconds_never_decrease_with_larger_sizes(m, n, k, more):
-    table = jobs(job())
-    once = matmul_seconds(C, table, column(m), column(n), column(k))
-    for sizes in ((more * m, n, k), (m, more * n, k), (m, n, more * k)):
-        assert matmul_seconds(C, table, *map(column, sizes)) >= once
-    assert matmul_seconds(C, table, column(m), column(n), column(k), batch=more) >= once
+@given(m=MATMUL_SIZES, n=MATMUL_SIZES, k=MATMUL_SIZES, factor=st.sampled_from([2, 3, 8]))
+def test_matmul_seconds_never_decrease_with_larger_sizes(m, n, k, factor):
+    table = make_job_table(make_job_row())
+    once = matmul_seconds(TIME_CONSTANTS, table, column(m), column(n), column(k))
+    for sizes in ((factor * m, n, k), (m, factor * n, k), (m, n, factor * k)):
+        assert matmul_seconds(TIME_CONSTANTS, table, *map(column, sizes)) >= once
+    assert matmul_seconds(TIME_CONSTANTS, table, column(m), column(n), column(k), batch=factor) >= once
 
 
 def test_large_matmul_reaches_fitted_training_efficiency():
-    row = job()
-    reached = 2 * 16384**3 / float(matmul_seconds(C, jobs(row), *map(column, (16384, 16384, 16384)))[0])
-    assert reached / row["matmul_flops"] == pytest.approx(C.gemm_1, rel=0.1)
+    row = make_job_row()
+    reached = (
+        2
+        * 16384**3
+        / float(matmul_seconds(TIME_CONSTANTS, make_job_table(row), *map(column, (16384, 16384, 16384)))[0])
+    )
+    assert reached / row["matmul_flops"] == pytest.approx(TIME_CONSTANTS.gemm_1, rel=0.1)
 
 
 def test_single_tile_matmul_stays_below_ten_percent_of_peak():
-    row = job()
-    reached = 2 * 128 * 128 * 4096 / float(matmul_seconds(C, jobs(row), *map(column, (128, 128, 4096)))[0])
+    row = make_job_row()
+    reached = (
+        2
+        * 128
+        * 128
+        * 4096
+        / float(matmul_seconds(TIME_CONSTANTS, make_job_table(row), *map(column, (128, 128, 4096)))[0])
+    )
     assert reached < 0.1 * row["matmul_flops"]
 
 
 def test_low_precision_speeds_up_linear_layers_but_not_attention():
-    plain, low = job(), job(low_precision=1)
+    plain, low = make_job_row(), make_job_row(low_precision=1)
     sizes = tuple(map(column, (8192, 8192, 8192)))
-    assert matmul_seconds(C, jobs(low), *sizes) < 0.8 * matmul_seconds(C, jobs(plain), *sizes)
-    assert matmul_seconds(C, jobs(low), *sizes, linear=False) == matmul_seconds(C, jobs(plain), *sizes)
-    assert attention_seconds(C, jobs(low))[0] == attention_seconds(C, jobs(plain))[0]
+    assert matmul_seconds(TIME_CONSTANTS, make_job_table(low), *sizes) < 0.8 * matmul_seconds(
+        TIME_CONSTANTS, make_job_table(plain), *sizes
+    )
+    assert matmul_seconds(TIME_CONSTANTS, make_job_table(low), *sizes, linear=False) == matmul_seconds(
+        TIME_CONSTANTS, make_job_table(plain), *sizes
+    )
+    assert (
+        attention_seconds(TIME_CONSTANTS, make_job_table(low))[0]
+        == attention_seconds(TIME_CONSTANTS, make_job_table(plain))[0]
+    )
 
 
 def test_linear_backward_takes_about_twice_the_forward():
-    forward, inputs, weights = linear_seconds(C, jobs(job()), *map(column, (8192, 16384, 8192)))
+    forward, inputs, weights = linear_seconds(
+        TIME_CONSTANTS, make_job_table(make_job_row()), *map(column, (8192, 16384, 8192))
+    )
     assert (inputs + weights) / forward == pytest.approx(2, rel=0.15)
 
 
 def test_attention_seconds_decrease_from_unfused_to_flash_kernels():
     """Scores that are written to memory cost more than any flash kernel, and separate kernels most."""
     kinds = (AttentionKernel.SEPARATE, AttentionKernel.FUSED, AttentionKernel.FLASH_1, AttentionKernel.FLASH_2)
-    rows = [job(machine="a100", attention=kind, sequence=4096) for kind in kinds]
-    forward, backward = attention_seconds(C, jobs(*rows))
+    rows = [make_job_row(machine="a100", attention=kind, sequence=4096) for kind in kinds]
+    forward, backward = attention_seconds(TIME_CONSTANTS, make_job_table(*rows))
     assert (np.diff(forward) < 0).all()
     assert (backward > forward).all()
     ring, flash = (
-        job("llama3-8b", cp=4, attention=kind) for kind in (AttentionKernel.RING_PLAIN, AttentionKernel.FLASH_3)
+        make_job_row("llama3-8b", cp=4, attention=kind)
+        for kind in (AttentionKernel.RING_PLAIN, AttentionKernel.FLASH_3)
     )
-    plain, fast = attention_seconds(C, jobs(ring, flash))[0]
+    plain, fast = attention_seconds(TIME_CONSTANTS, make_job_table(ring, flash))[0]
     assert plain > 2 * fast
 
 
 def test_flash_attention_seconds_grow_quadratically_with_sequence():
-    short, long = attention_seconds(C, jobs(job(sequence=32768), job(sequence=65536)))[0]
+    short, long = attention_seconds(
+        TIME_CONSTANTS, make_job_table(make_job_row(sequence=32768), make_job_row(sequence=65536))
+    )[0]
     assert long / short == pytest.approx(4, rel=0.1)
 
 
 def test_attention_is_slower_when_head_dim_is_not_a_tile_multiple():
     good, odd = (
-        job(machine="a100", attention=AttentionKernel.FUSED, head_dim=dim, value_dim=dim) for dim in (152, 150)
+        make_job_row(machine="a100", attention=AttentionKernel.FUSED, head_dim=dim, value_dim=dim) for dim in (152, 150)
     )
-    fast, slow = attention_seconds(C, jobs(good, odd))[0]
+    fast, slow = attention_seconds(TIME_CONSTANTS, make_job_table(good, odd))[0]
     assert slow > 1.2 * fast
 
 
 def test_memory_pass_seconds_equal_bytes_over_bandwidth():
-    row = job()
-    seconds = memory_pass_seconds(C, jobs(row), column(1e9))
-    assert seconds == pytest.approx(1e9 / (row["hbm_bytes_per_second"] * C.hbm_1))
+    row = make_job_row()
+    seconds = memory_pass_seconds(TIME_CONSTANTS, make_job_table(row), column(1e9))
+    assert seconds == pytest.approx(1e9 / (row["hbm_bytes_per_second"] * TIME_CONSTANTS.hbm_1))

@@ -17,10 +17,10 @@ from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import peak_activations
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.formatting import GIB
-from tests.helpers.job_tables import job, jobs
+from tests.helpers.job_tables import make_job_row, make_job_table
 
-C = memory_constants()
-GPT = {
+MEMORY_CONSTANTS = memory_constants()
+GPT_COLUMNS = {
     "mlp_matrices": 2,
     "vocab": 51200,
     "sequence": 2048,
@@ -36,7 +36,7 @@ GPT = {
 }
 
 
-def gpt(layers: int, width: int, heads: int, **choices: float) -> dict[str, float]:
+def make_gpt_row(layers: int, width: int, heads: int, **choices: float) -> dict[str, float]:
     attention = 4 * width**2
     parameters = layers * (attention + 8 * width**2) + 51200 * width
     shape = {
@@ -51,7 +51,7 @@ def gpt(layers: int, width: int, heads: int, **choices: float) -> dict[str, floa
         "attention_parameters": attention,
         "parameters": parameters,
     }
-    return job(**{**GPT, **shape, **choices})
+    return make_job_row(**{**GPT_COLUMNS, **shape, **choices})
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def gpt(layers: int, width: int, heads: int, **choices: float) -> dict[str, floa
 )
 def test_estimate_memory_matches_published_megatron_figures(shape, choices, gib):
     """Korthikanti et al. (arXiv 2205.05198), figure 1: within 8 % (theirs count no library's buffers)."""
-    held = estimate_memory(C, jobs(gpt(*shape, **choices))).allocated / GIB
+    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(make_gpt_row(*shape, **choices))).allocated / GIB
     assert held == pytest.approx(gib, rel=0.08)
 
 
-@pytest.mark.parametrize(("zero", "bytes_each"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
-def test_estimate_memory_state_matches_zero_paper(zero, bytes_each):
+@pytest.mark.parametrize(("zero", "bytes_per_parameter"), [(0, 16), (1, 4 + 12 / 64), (2, 2 + 14 / 64), (3, 16 / 64)])
+def test_estimate_memory_state_matches_zero_paper(zero, bytes_per_parameter):
     """ZeRO, table 1: 7.5 B parameters on 64 ranks take 120, 31.4, 16.6, 1.88 GB."""
-    row = gpt(36, 4096, 32, dp=64, zero_stage=zero, shard_group_size=64)
+    row = make_gpt_row(36, 4096, 32, dp=64, zero_stage=zero, shard_group_size=64)
     row["parameters"] = 7.5e9
-    state = estimate_memory(C, jobs(row)).first.state[0]
-    gathered = 4 * C.gathered_blocks * (7.5e9 - 51200 * 4096) / 36 if zero == 3 else 0
-    assert state - gathered == pytest.approx(7.5e9 * bytes_each, rel=1e-9)
+    state = estimate_memory(MEMORY_CONSTANTS, make_job_table(row)).first.state[0]
+    gathered = 4 * MEMORY_CONSTANTS.gathered_blocks * (7.5e9 - 51200 * 4096) / 36 if zero == 3 else 0
+    assert state - gathered == pytest.approx(7.5e9 * bytes_per_parameter, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
             "cluster": {"preset": "h100"},
         }
     )
-    held = estimate_memory(C, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
+    held = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate_from_run(run, ranks)]))
     said = max(held.first.state[0], held.last.state[0])
     blocks = run.model.num_layers
     dense = (8_030_261_248 - 2 * 128256 * 4096) / blocks
-    said -= 4 * C.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
+    said -= 4 * MEMORY_CONSTANTS.gathered_blocks * dense if layout.get("data_parallel") == "zero3" else 0
     assert said == pytest.approx(max(state.total for state in rank_model_states(run, ranks)), rel=0.06)
 
 
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("offload_target", ["cpu", "nvme"])
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -138,20 +138,20 @@ def test_estimate_memory_state_matches_rank_model_states(ranks, layout):
         (8, {"tp": 4, "data_parallel": "zero1"}),
     ],
 )
-def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, place):
+def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, offload_target):
     """On the device as much less as there is in CPU memory and in files."""
-    directory = {"offload_directory": "/local"} if place == "nvme" else {}
+    directory = {"offload_directory": "/local"} if offload_target == "nvme" else {}
     run = run_from_table(
         {
             "model": {"preset": "llama3-8b"},
             "training": {"seq_len": 4096, "tokens_per_step": 4096 * 64},
-            "layout": {"micro_batch_size": 1, "offload": place, **directory, **layout},
+            "layout": {"micro_batch_size": 1, "offload": offload_target, **directory, **layout},
             "cluster": {"preset": "h100"},
         }
     )
     chosen, counted = candidate_from_run(run, ranks), rank_memory(run, ranks).values()
     held, kept = (
-        estimate_memory(C, candidate_jobs(run, ranks, [candidate]))
+        estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, ranks, [candidate]))
         for candidate in (chosen, replace(chosen, offload="none", offload_directory=None))
     )
     freed = max(kept.first.state[0] - held.first.state[0], kept.last.state[0] - held.last.state[0])
@@ -161,14 +161,17 @@ def test_estimate_memory_offloaded_bytes_match_rank_memory(ranks, layout, place)
 
 def test_estimate_memory_grows_with_compute_dtype_bytes():
     """What comes and goes as many times more; logits, of which the loss makes fp32 ones, only in fp64."""
-    rows = (gpt(36, 4096, 32, dp=64, zero_stage=3, shard_group_size=64, compute_dtype_bytes=size) for size in (2, 4, 8))
-    held = estimate_memory(C, jobs(*rows)).first
+    rows = (
+        make_gpt_row(36, 4096, 32, dp=64, zero_stage=3, shard_group_size=64, compute_dtype_bytes=size)
+        for size in (2, 4, 8)
+    )
+    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows)).first
     np.testing.assert_allclose(held.logits / held.logits[0], [1, 1, 2])
-    working = held.buffers - C.workspace_gib * GIB
+    working = held.buffers - MEMORY_CONSTANTS.workspace_gib * GIB
     np.testing.assert_allclose(working / working[0], [1, 2, 4])
     gathered = np.diff(held.state)
     assert gathered[1] == pytest.approx(2 * gathered[0])
-    assert gathered[0] == pytest.approx(4 * C.gathered_blocks * 12 * 4096**2)
+    assert gathered[0] == pytest.approx(4 * MEMORY_CONSTANTS.gathered_blocks * 12 * 4096**2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -192,7 +195,7 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
             "cluster": {"preset": "h100", "calibration": measured},
         }
     )
-    held = estimate_memory(C, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
+    held = estimate_memory(MEMORY_CONSTANTS, candidate_jobs(run, 8, [candidate_from_run(run, 8)]))
     counted = max(place.host for place in rank_memory(run, 8).values())
     assert held.host[0] == pytest.approx(counted, rel=0.06)
 
@@ -211,7 +214,9 @@ def test_estimate_memory_host_bytes_match_rank_memory_in_fp32_and_fp64(data, pre
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 16), (8, 16)])
 def test_micro_batches_in_flight_match_schedule_peak_activations(name, order, v, p, m):
     schedule = build_schedule(name, p, m, v)
-    said = micro_batches_in_flight(jobs(job(pp=p, virtual_stages=v, schedule=order, micro_batches=m)))
+    said = micro_batches_in_flight(
+        make_job_table(make_job_row(pp=p, virtual_stages=v, schedule=order, micro_batches=m))
+    )
     for place, count in zip((0, 1, p - 1), said, strict=True):
         assert float(count[0]) == pytest.approx(float(peak_activations(schedule, place)), abs=0.5)
 
@@ -225,36 +230,40 @@ def test_micro_batches_in_flight_match_schedule_peak_activations(name, order, v,
     micro_batch=st.sampled_from([1, 2, 4]),
 )
 def test_estimate_memory_never_grows_with_zero_stage_or_recompute(tp, pp, dp, zero, micro_batch):
-    row = job(tp=tp, pp=pp, dp=dp, zero_stage=zero, shard_group_size=dp if zero else 1, micro_batch=micro_batch)
+    row = make_job_row(
+        tp=tp, pp=pp, dp=dp, zero_stage=zero, shard_group_size=dp if zero else 1, micro_batch=micro_batch
+    )
     less = [
         {**row, "zero_stage": zero + 1.0, "shard_group_size": float(dp)} if zero < 2 else row,
         {**row, "recompute": 3.0},
     ]
-    whole, *smaller = estimate_memory(C, jobs(row, *less)).allocated
+    whole, *smaller = estimate_memory(MEMORY_CONSTANTS, make_job_table(row, *less)).allocated
     assert all(size <= whole * (1 + 1e-9) for size in smaller)
 
 
 def test_reserved_bytes_include_fragmentation_of_pipeline_activations():
     piped = {"tp": 8, "pp": 4}
     rows = [
-        gpt(48, 6144, 64, **choices)
+        make_gpt_row(48, 6144, 64, **choices)
         for choices in ({**piped, "micro_batches": 16}, {**piped, "micro_batches": 4}, {"tp": 8, "micro_batches": 16})
     ]
-    held = estimate_memory(C, jobs(*rows))
+    held = estimate_memory(MEMORY_CONSTANTS, make_job_table(*rows))
     assert held.first.fragmented[0] > 0
     assert (held.first.fragmented[1:] == 0).all()
     assert (held.last.fragmented == 0).all()
-    used = reserved_bytes(C, held)
+    used = reserved_bytes(MEMORY_CONSTANTS, held)
     assert used[0] > used[1]
 
 
 def test_oom_probability_grows_with_reserved_bytes():
-    table = jobs(*(job(dp=8, micro_batch=size) for size in (1, 2, 4, 8, 16)))
-    held = estimate_memory(C, table)
-    risk = oom_probability(C, table, held)
+    table = make_job_table(*(make_job_row(dp=8, micro_batch=size) for size in (1, 2, 4, 8, 16)))
+    held = estimate_memory(MEMORY_CONSTANTS, table)
+    risk = oom_probability(MEMORY_CONSTANTS, table, held)
     assert (np.diff(risk) >= 0).all()
     assert risk[-1] > 0.99
-    used = reserved_bytes(C, held)
+    used = reserved_bytes(MEMORY_CONSTANTS, held)
     assert (used > held.allocated).all()
-    exactly = jobs(*(job(dp=8, micro_batch=size, memory_bytes=used[at]) for at, size in enumerate((1, 2, 4, 8, 16))))
-    np.testing.assert_allclose(oom_probability(C, exactly, held), 0.5)
+    exactly = make_job_table(
+        *(make_job_row(dp=8, micro_batch=size, memory_bytes=used[at]) for at, size in enumerate((1, 2, 4, 8, 16)))
+    )
+    np.testing.assert_allclose(oom_probability(MEMORY_CONSTANTS, exactly, held), 0.5)

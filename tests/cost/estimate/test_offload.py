@@ -8,17 +8,19 @@ from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.cost.kinds import OffloadTarget
-from tests.helpers.job_tables import job, jobs
+from tests.helpers.job_tables import make_job_row, make_job_table
 
-C = time_constants()
+TIME_CONSTANTS = time_constants()
 SPEEDS = {"host_link_bytes_per_second": 25e9, "host_bytes_per_second": 100e9, "disk_bytes_per_second": 2e9}
 BF16 = {"parameter_bytes": 2, "gradient_bytes": 2, "gradient_wire_bytes": 2, "state_bytes": 12}
 SHARDED = {"parameter_bytes": 4, "gradient_bytes": 4, "gradient_wire_bytes": 4, "state_bytes": 8}
 
 
-def table(zero: int, kind: OffloadTarget = OffloadTarget.CPU, m: int = 8, **more: float) -> JobTable:
-    return jobs(
-        job(zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **more)
+def make_offload_table(zero: int, kind: OffloadTarget = OffloadTarget.CPU, m: int = 8, **more: float) -> JobTable:
+    return make_job_table(
+        make_job_row(
+            zero_stage=zero, offload=kind, micro_batches=m, **SPEEDS, **(SHARDED if zero == 3 else BF16), **more
+        )
     )
 
 
@@ -34,46 +36,53 @@ def table(zero: int, kind: OffloadTarget = OffloadTarget.CPU, m: int = 8, **more
     ],
 )
 def test_offload_seconds_match_hand_computed_cases(zero, copies, passes):
-    seconds = offload.offload_seconds(C, table(zero), np.array([1e9]))
+    seconds = offload.offload_seconds(TIME_CONSTANTS, make_offload_table(zero), np.array([1e9]))
     assert seconds[0] == pytest.approx(1e9 * (copies + passes / 80e9))
 
 
 def test_offload_seconds_to_files_are_limited_by_disk_bandwidth():
     moved = 2 * 12 + 4
-    seconds = offload.offload_seconds(C, table(1, OffloadTarget.FILES), np.array([1e9]))
+    seconds = offload.offload_seconds(TIME_CONSTANTS, make_offload_table(1, OffloadTarget.FILES), np.array([1e9]))
     assert seconds[0] == pytest.approx(1e9 * (4 / 10e9 + moved / 2e9))
-    fast = table(1, OffloadTarget.FILES)
+    fast = make_offload_table(1, OffloadTarget.FILES)
     fast.disk_bytes_per_second[:] = 1e15
-    assert offload.offload_seconds(C, fast, np.array([1e9])) == offload.offload_seconds(C, table(1), np.array([1e9]))
+    assert offload.offload_seconds(TIME_CONSTANTS, fast, np.array([1e9])) == offload.offload_seconds(
+        TIME_CONSTANTS, make_offload_table(1), np.array([1e9])
+    )
 
 
 def test_disk_offload_traffic_matches_measured_reads_and_writes():
     """docs/benchmarks/offload.md: 463 M parameters, zero2, 8 micro-batches: 14.9 GB read and 13.0 GB written."""
-    assert 463e6 * offload._disk_bytes(table(2, OffloadTarget.FILES))[0] == pytest.approx(14.9e9 + 13.0e9, rel=0.01)
+    assert 463e6 * offload._disk_bytes(make_offload_table(2, OffloadTarget.FILES))[0] == pytest.approx(
+        14.9e9 + 13.0e9, rel=0.01
+    )
 
 
 def test_zero3_offload_uploads_parameters_before_every_all_gather():
     """Hidden where the link is fast; where it is slow, in each pass of 8 micro-batches an eighth of all parameters."""
 
     def compute(kind: OffloadTarget, speed: float) -> float:
-        row = job(
+        row = make_job_row(
             dp=8,
             shard_group_size=8,
             zero_stage=3,
             offload=kind,
             **{**SPEEDS, **SHARDED, "host_link_bytes_per_second": speed},
         )
-        return step_seconds(C, jobs(row)).compute[0]
+        return step_seconds(TIME_CONSTANTS, make_job_table(row)).compute[0]
 
     kept = compute(OffloadTarget.NONE, 1e9)
     assert compute(OffloadTarget.CPU, 1e15) == pytest.approx(kept, rel=1e-3)
     uploads = 8 * 2 * 8.03e9 / 8 * 4 / 0.8e9
     assert uploads < compute(OffloadTarget.CPU, 1e9) < uploads * 1.1
-    assert offload.upload_seconds(table(2), np.array([1e9]))[0] == 0
+    assert offload.upload_seconds(make_offload_table(2), np.array([1e9]))[0] == 0
 
 
 def test_offload_moves_optimizer_step_from_device_to_host():
-    kept, away = (step_seconds(C, jobs(job(zero_stage=1, shard_group_size=1, offload=kind))) for kind in (0, 1))
+    kept, away = (
+        step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(zero_stage=1, shard_group_size=1, offload=kind)))
+        for kind in (0, 1)
+    )
     assert kept.offload == 0
     assert away.update < kept.update
     assert away.update + away.offload > kept.update
@@ -84,9 +93,9 @@ def test_offload_moves_optimizer_step_from_device_to_host():
     [(1, 0, 0), (1, 1, 12), (2, 1, 14), (3, 1, 16), (1, 2, 0), (2, 2, 0), (3, 2, 8)],
 )
 def test_host_bytes_match_zero_stage_and_offload_target(zero, kind, expected):
-    assert offload.host_bytes(table(zero, kind))[0] == expected
+    assert offload.host_bytes(make_offload_table(zero, kind))[0] == expected
 
 
-@pytest.mark.parametrize(("zero", "kept"), [(1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))])
-def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, kept):
-    assert tuple(float(column[0]) for column in offload.device_state_bytes(table(zero))) == kept
+@pytest.mark.parametrize(("zero", "expected_bytes"), [(1, (2, 2, 0)), (2, (2, 0, 0)), (3, (0, 0, 0))])
+def test_device_state_bytes_match_zero_stage_with_cpu_offload(zero, expected_bytes):
+    assert tuple(float(column[0]) for column in offload.device_state_bytes(make_offload_table(zero))) == expected_bytes

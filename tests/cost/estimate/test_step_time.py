@@ -13,9 +13,9 @@ from phalanx.cost.estimate.step_time import StageTime, step_seconds
 from phalanx.cost.kinds import ScheduleKind
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
-from tests.helpers.job_tables import job, jobs
+from tests.helpers.job_tables import make_job_row, make_job_table
 
-C = time_constants()
+TIME_CONSTANTS = time_constants()
 
 
 @pytest.mark.parametrize("kind", [TimeConstants, MemoryConstants])
@@ -27,14 +27,14 @@ def test_fitted_constants_lie_within_their_bounds(kind):
 
 
 def test_step_seconds_equals_sum_of_parts():
-    table = jobs(
-        job(),
-        job(dp=8, zero_stage=1, shard_group_size=8),
-        job(tp=2, pp=2, dp=2),
-        job("mixtral-8x7b", ep=8, dp=8),
-        job(tp=2, dp=2, zero_stage=3, shard_group_size=2, offload=1),
+    table = make_job_table(
+        make_job_row(),
+        make_job_row(dp=8, zero_stage=1, shard_group_size=8),
+        make_job_row(tp=2, pp=2, dp=2),
+        make_job_row("mixtral-8x7b", ep=8, dp=8),
+        make_job_row(tp=2, dp=2, zero_stage=3, shard_group_size=2, offload=1),
     )
-    time = step_seconds(C, table)
+    time = step_seconds(TIME_CONSTANTS, table)
     parts = [time.compute, time.bubble, time.send, time.data_parallel, time.update, time.offload, time.waiting]
     np.testing.assert_allclose(time.total, sum(parts))
     assert (time.exchange <= time.compute).all()
@@ -60,7 +60,7 @@ def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W)
     chunks = 2 if name == "zb-v" else v
     times = ActionTimes(F / chunks, B / chunks, W / chunks)
     simulated = simulate(build_schedule(name, p, m, v), times).makespan - m * (F + B + W)
-    one = jobs(job(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
+    one = make_job_table(make_job_row(pp=p, dp=1, virtual_stages=v, schedule=order, micro_batches=m))
     whole = StageTime(np.array([F]), np.array([B + W]), np.array([W]))
     said = float(step_time._bubble(one, whole.scaled(p - 1))[0])
     assert said == pytest.approx(float(simulated), rel=0.02)
@@ -79,7 +79,7 @@ def test_bubble_seconds_match_simulated_schedules(name, order, v, p, m, F, B, W)
     ),
 )
 def test_step_seconds_never_increase_with_faster_hardware(tp, pp, dp, zero, micro_batch, recompute, field):
-    row = job(
+    row = make_job_row(
         tp=tp,
         pp=pp,
         dp=dp,
@@ -88,52 +88,57 @@ def test_step_seconds_never_increase_with_faster_hardware(tp, pp, dp, zero, micr
         micro_batch=micro_batch,
         recompute=recompute,
     )
-    slow, fast = step_seconds(C, jobs(row, {**row, field: 2 * row[field]})).total
+    slow, fast = step_seconds(TIME_CONSTANTS, make_job_table(row, {**row, field: 2 * row[field]})).total
     assert fast <= slow * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(tp=st.sampled_from([1, 2, 8]), micro_batch=st.sampled_from([1, 4]), layers=st.sampled_from([8, 32, 80]))
 def test_step_seconds_is_at_least_matmul_time_at_best_flops(tp, micro_batch, layers):
-    row = job(tp=tp, micro_batch=micro_batch, layers=layers, dense_layers=layers)
+    row = make_job_row(tp=tp, micro_batch=micro_batch, layers=layers, dense_layers=layers)
     matrices = row["attention_parameters"] + row["mlp_matrices"] * row["width"] * row["ffn"]
     flops = 6 * layers * matrices * row["sequence"] * micro_batch * row["micro_batches"] / tp
-    assert step_seconds(C, jobs(row)).total[0] >= flops / (1.05 * row["matmul_flops"])
+    assert step_seconds(TIME_CONSTANTS, make_job_table(row)).total[0] >= flops / (1.05 * row["matmul_flops"])
 
 
 def test_full_activation_checkpointing_adds_about_one_forward_pass():
-    plain, again = step_seconds(C, jobs(job(), job(recompute=3))).compute
+    plain, again = step_seconds(TIME_CONSTANTS, make_job_table(make_job_row(), make_job_row(recompute=3))).compute
     assert 1.2 < again / plain < 4 / 3 + 0.01
 
 
 def test_tp_communication_is_slower_outside_fast_link_domain():
-    rows = [job("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
-    inside, across = step_seconds(C, jobs(*rows)).exchange
+    rows = [make_job_row("llama3-70b", "a100", tp=tp, network_bytes_per_second=12.5e9) for tp in (8, 16)]
+    inside, across = step_seconds(TIME_CONSTANTS, make_job_table(*rows)).exchange
     assert across > 1.3 * inside
 
 
 def test_overlap_grad_reduce_hides_gradient_communication():
     hidden, shown = step_seconds(
-        C, jobs(job(dp=64, overlap_grad_reduce=1), job(dp=64, overlap_grad_reduce=0))
+        TIME_CONSTANTS,
+        make_job_table(make_job_row(dp=64, overlap_grad_reduce=1), make_job_row(dp=64, overlap_grad_reduce=0)),
     ).data_parallel
     assert hidden < shown / 2
 
 
 def test_overlap_param_gather_hides_parameter_gathers():
-    row = job(dp=64, zero_stage=1, shard_group_size=64)
+    row = make_job_row(dp=64, zero_stage=1, shard_group_size=64)
     ahead, after = step_seconds(
-        C, jobs({**row, "overlap_param_gather": 1}, {**row, "overlap_param_gather": 0})
+        TIME_CONSTANTS, make_job_table({**row, "overlap_param_gather": 1}, {**row, "overlap_param_gather": 0})
     ).data_parallel
     assert after > ahead
 
 
 def test_scatter_gather_p2p_shortens_pipeline_sends():
-    row = job(tp=8, pp=4, sequence_parallel=0)
-    parted, whole = step_seconds(C, jobs({**row, "scatter_gather_p2p": 1}, {**row, "scatter_gather_p2p": 0})).send
+    row = make_job_row(tp=8, pp=4, sequence_parallel=0)
+    parted, whole = step_seconds(
+        TIME_CONSTANTS, make_job_table({**row, "scatter_gather_p2p": 1}, {**row, "scatter_gather_p2p": 0})
+    ).send
     assert parted < whole
 
 
 def test_gathering_logits_increases_compute_time():
-    row = job(tp=8)
-    whole, shared = step_seconds(C, jobs({**row, "gathers_logits": 1}, {**row, "gathers_logits": 0})).compute
+    row = make_job_row(tp=8)
+    whole, shared = step_seconds(
+        TIME_CONSTANTS, make_job_table({**row, "gathers_logits": 1}, {**row, "gathers_logits": 0})
+    ).compute
     assert whole > shared

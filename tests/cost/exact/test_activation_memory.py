@@ -54,22 +54,22 @@ SPECS = {
 PRECISIONS = {"fp32": ("fp32", False), "fp64": ("fp64", False), "autocast": ("bf16", True), "bf16": ("bf16", False)}
 
 
-class Saved(dict):
+class SavedStorages(dict):
     """Storages by address, each once, without those that the model owns; what is noted stays alive."""
 
     def __init__(self, model):
         self.owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
 
-    def note(self, tensor):
+    def record(self, tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.owned:
             self.setdefault(storage.data_ptr(), storage)
         return tensor
 
     @contextmanager
-    def forward(self, autocast):
+    def record_saved_tensors(self, autocast):
         """A forward pass whose saved tensors are noted."""
-        keeping = saved_tensors_hooks(self.note, lambda tensor: tensor)
+        keeping = saved_tensors_hooks(self.record, lambda tensor: tensor)
         with keeping, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             yield
 
@@ -78,7 +78,7 @@ class Saved(dict):
         return sum(storage.nbytes() for storage in self.values())
 
 
-def measure(spec, batch, sequence, precision, mode, autocast, masked):
+def measure_saved_bytes(spec, batch, sequence, precision, mode, autocast, masked):
     """Bytes alive after the trainer's forward pass and loss, and the most while something is computed again."""
     torch.manual_seed(0)
     model = Transformer(spec)
@@ -86,11 +86,11 @@ def measure(spec, batch, sequence, precision, mode, autocast, masked):
         torch.nn.init.normal_(parameter, std=0.1)
     model.to({"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}.get(precision))
     apply_activation_checkpointing(model, mode)
-    saved, again = Saved(model), []
+    saved, again = SavedStorages(model), []
 
     def entered(block, args):  # the tables are a tuple, which a checkpoint keeps without autograd
         for table in args[1] or ():
-            saved.note(table)
+            saved.record(table)
 
     def left(module, args, output):  # what was noted until now is still there when this is computed again
         again.append((module._checkpoint_wrapped_module, args, dict(saved)))
@@ -102,21 +102,21 @@ def measure(spec, batch, sequence, precision, mode, autocast, masked):
             module.register_forward_hook(left)
     tokens, targets = (torch.randint(spec.vocab_size, (batch, sequence)) for _ in range(2))
     starts = torch.arange(sequence).div(10, rounding_mode="floor").mul(10).expand(batch, -1) if masked else None
-    with saved.forward(autocast):
+    with saved.record_saved_tensors(autocast):
         logits, _ = model(tokens, starts)
-    with saved.forward(autocast=False):
+    with saved.record_saved_tensors(autocast=False):
         cross_entropy(logits, targets, -100)
     recomputed = 0
     for module, args, before in again:
-        alive = Saved(model)
+        alive = SavedStorages(model)
         alive.update(before)
-        with alive.forward(autocast):
+        with alive.record_saved_tensors(autocast):
             module(*args)
         recomputed = max(recomputed, alive.bytes)
     return saved.bytes, recomputed
 
 
-def kept_by_a_rank(cases):
+def measure_saved_bytes_on_rank(cases):
     """Bytes alive after the forward pass and the loss of a share of each model, by (spec, precision, autocast, layout,
     masked); where experts are apart they are balanced."""
     import torch.distributed as dist
@@ -134,12 +134,12 @@ def kept_by_a_rank(cases):
         for part in model.modules():
             if isinstance(part, Router):
                 part.bias = torch.zeros(spec.moe.num_experts)
-                part.gate.register_forward_hook(lambda gate, args, logits: in_turn(logits))
-        saved = Saved(model)
+                part.gate.register_forward_hook(lambda gate, args, logits: make_balanced_router_logits(logits))
+        saved = SavedStorages(model)
 
         def entered(block, args, saved=saved):
             for table in args[1] or ():
-                saved.note(table)
+                saved.record(table)
 
         for block in model.blocks:
             block.register_forward_pre_hook(entered)
@@ -147,22 +147,22 @@ def kept_by_a_rank(cases):
         mine = local_token_indices(20, layout.cp, rank, layout.cp_method)
         tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, mine] for _ in range(2))
         starts = torch.arange(20).div(10, rounding_mode="floor").mul(10).repeat(6, 1) if masked else None
-        with saved.forward(autocast):
+        with saved.record_saved_tensors(autocast):
             logits, _ = model(tokens, starts)
-        with saved.forward(autocast=False):
+        with saved.record_saved_tensors(autocast=False):
             strategy.cross_entropy(logits, targets, -100)
         found.append(saved.bytes)
     return found
 
 
-def in_turn(logits):
+def make_balanced_router_logits(logits):
     """Router logits by which tokens choose the first experts, the next, and so on."""
     flat = logits.flatten(0, -2)
     choice = torch.arange(len(flat) * flat.shape[1]).view(flat.shape) // flat.shape[1] + torch.arange(flat.shape[1])
     return logits * 0 + (choice % flat.shape[1]).view(logits.shape)
 
 
-def unseen(spec, predicted, mode, ep, gathered):
+def weight_copies_hidden_from_hooks(spec, predicted, mode, ep, gathered):
     """Of copies of weights, those that products cut over two ranks keep where autograd's hooks do not see them: all but
     those of the norms of queries and keys, of routers and of experts."""
     if not predicted.weight_copies or mode == "full":
@@ -178,12 +178,12 @@ def unseen(spec, predicted, mode, ep, gathered):
 DENSE = ("llama", "qwen3", "qk-norm-learned", "gpt2", "gelu-rotary", "layernorm-swiglu")
 SPARSE = ("mixtral", "deepseek", "olmoe")
 # Three heads of eight columns: of two ranks each has one and a half.
-THREE = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
-SPECS_OF_COLUMNS = {f"{name}-of-columns": SPECS[name].replace(**THREE) for name in (*DENSE, "mixtral")}
-GATHERED = {"tp": 2, "tp_attention": "gathered"}
-SHARED = {
-    "gathered-heads": (GATHERED, tuple(SPECS_OF_COLUMNS)),
-    "gathered-heads-of-whole-tokens": (GATHERED | {"sequence_parallel": False}, tuple(SPECS_OF_COLUMNS)),
+THREE_HEADS = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}
+THREE_HEAD_SPECS = {f"{name}-of-columns": SPECS[name].replace(**THREE_HEADS) for name in (*DENSE, "mixtral")}
+GATHERED_HEADS_LAYOUT = {"tp": 2, "tp_attention": "gathered"}
+PARALLEL_LAYOUTS = {
+    "gathered-heads": (GATHERED_HEADS_LAYOUT, tuple(THREE_HEAD_SPECS)),
+    "gathered-heads-of-whole-tokens": (GATHERED_HEADS_LAYOUT | {"sequence_parallel": False}, tuple(THREE_HEAD_SPECS)),
     "shared-tokens": ({"tp": 2}, (*DENSE, *SPARSE)),
     "whole-tokens": ({"tp": 2, "sequence_parallel": False}, (*DENSE, *SPARSE)),
     "ring": ({"cp": 2, "cp_method": "ring"}, (*DENSE, *SPARSE)),
@@ -195,14 +195,14 @@ SHARED = {
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize(("changes", "names"), SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(("changes", "names"), PARALLEL_LAYOUTS.values(), ids=PARALLEL_LAYOUTS)
 def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, names, mode):
     """Heads, inner widths and logits over tensor-parallel ranks, with sequence parallelism the residual stream's tokens
     too; tokens over context-parallel ranks; experts."""
     from phalanx.testing import rank_pool
 
     cases = [
-        ((SPECS | SPECS_OF_COLUMNS)[name], *PRECISIONS[numbers], changes | {"activation_checkpointing": mode}, masked)
+        ((SPECS | THREE_HEAD_SPECS)[name], *PRECISIONS[numbers], changes | {"activation_checkpointing": mode}, masked)
         for name in names
         for numbers in PRECISIONS
         for masked in (False, True)
@@ -210,19 +210,23 @@ def test_activation_bytes_equals_saved_tensors_on_tp_cp_and_ep_ranks(changes, na
     expected = []
     for spec, precision, autocast, layout, masked in cases:
         predicted = activation_bytes(spec, 6, 20, precision, Layout(**layout), autocast, masked)
-        hidden = unseen(spec, predicted, mode, "ep" in layout, "tp_attention" in layout) if "tp" in layout else 0
+        hidden = (
+            weight_copies_hidden_from_hooks(spec, predicted, mode, "ep" in layout, "tp_attention" in layout)
+            if "tp" in layout
+            else 0
+        )
         expected.append(predicted.total - hidden)
-    found = rank_pool(2).run(kept_by_a_rank, cases)
+    found = rank_pool(2).run(measure_saved_bytes_on_rank, cases)
     assert dict(zip(map(str, cases), found[0], strict=True)) == dict(zip(map(str, cases), expected, strict=True))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("numbers", PRECISIONS)
+@pytest.mark.parametrize("precision_name", PRECISIONS)
 @pytest.mark.parametrize("name", SPECS)
-def test_activation_bytes_equals_saved_tensors_on_one_rank(name, numbers, mode, masked):
-    precision, autocast = PRECISIONS[numbers]
-    found = measure(SPECS[name], 3, 20, precision, mode, autocast, masked)
+def test_activation_bytes_equals_saved_tensors_on_one_rank(name, precision_name, mode, masked):
+    precision, autocast = PRECISIONS[precision_name]
+    found = measure_saved_bytes(SPECS[name], 3, 20, precision, mode, autocast, masked)
     predicted = activation_bytes(SPECS[name], 3, 20, precision, Layout(activation_checkpointing=mode), autocast, masked)
     assert (predicted.total, predicted.recomputed) == found
 
@@ -239,10 +243,10 @@ def test_activation_bytes_is_linear_in_batch_size(name, mode):
     assert two.weight_copies == one.weight_copies
 
 
-@pytest.mark.parametrize(("ranks", "saved"), [(4, 0.75), (8, 0.875)])
-def test_activation_bytes_shrinks_when_ranks_split_the_batch(ranks, saved):
+@pytest.mark.parametrize(("ranks", "saved_fraction"), [(4, 0.75), (8, 0.875)])
+def test_activation_bytes_shrinks_when_ranks_split_the_batch(ranks, saved_fraction):
     whole, share = (activation_bytes(LLAMA, batch, 64, "fp32").total for batch in (64, 64 // ranks))
-    assert 1 - share / whole == pytest.approx(saved, abs=0.01)
+    assert 1 - share / whole == pytest.approx(saved_fraction, abs=0.01)
 
 
 def test_autocast_weight_copies_count_each_matrix_once():
@@ -258,7 +262,7 @@ def test_head_and_loss_dominate_activation_bytes_of_small_models():
     assert small.loss_gradients == 2 * 4 * 64 * 8192 * 4
 
 
-class Alive(TorchDispatchMode):
+class PeakLiveBytes(TorchDispatchMode):
     """The most bytes of all tensors made in it that are there at one time."""
 
     def __init__(self):
@@ -278,10 +282,10 @@ class Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("numbers", PRECISIONS)
+@pytest.mark.parametrize("precision_name", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, numbers, mode):
-    (precision, autocast), spec = PRECISIONS[numbers], SPECS[name].replace(vocab_size=600)
+def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, precision_name, mode):
+    (precision, autocast), spec = PRECISIONS[precision_name], SPECS[name].replace(vocab_size=600)
     dtypes = {"fp64": torch.float64, "bf16": torch.float32 if autocast else torch.bfloat16}
     model = Transformer(spec).to(dtypes.get(precision))
     apply_activation_checkpointing(model, mode)
@@ -292,7 +296,7 @@ def test_activation_peak_equals_measured_peak_of_forward_and_backward(name, numb
             logits, auxiliary = model(tokens)
         return cross_entropy(logits, targets, -100) + auxiliary
 
-    with Alive() as alive:
+    with PeakLiveBytes() as alive:
         loss().backward()
     found = alive.peak + tokens.nbytes + targets.nbytes
     the_loss_itself = 8 if precision == "fp64" else 4

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from phalanx.cost.exact.parameter_shapes import max_shard_elements, parameter_shapes
 from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
-from tests.helpers.model_specs import specs
+from tests.helpers.model_specs import model_specs
 
 GPT2 = ModelSpec(
     vocab_size=11,
@@ -22,7 +22,7 @@ GPT2 = ModelSpec(
 )
 
 
-def tensors_of_the_model(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+def transformer_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer
 
@@ -33,13 +33,13 @@ def tensors_of_the_model(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_parameter_shapes_of_presets_match_transformer(preset):
     spec = load_model(preset)
-    assert list(parameter_shapes(spec).items()) == tensors_of_the_model(spec)
+    assert list(parameter_shapes(spec).items()) == transformer_shapes(spec)
 
 
 @settings(max_examples=50, deadline=None)
-@given(specs())
+@given(model_specs())
 def test_parameter_shapes_of_random_models_match_transformer(spec):
-    assert list(parameter_shapes(spec).items()) == tensors_of_the_model(spec)
+    assert list(parameter_shapes(spec).items()) == transformer_shapes(spec)
 
 
 def test_parameter_shapes_of_gpt2_match_explicit_list():

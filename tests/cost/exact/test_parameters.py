@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
-from tests.helpers.model_specs import specs
+from tests.helpers.model_specs import model_specs
 
-PUBLISHED = {
+PUBLISHED_TOTALS = {
     "gpt2-124m": 124_439_808,
     "gpt3-175b": 174_604_259_328,
     "llama3-8b": 8_030_261_248,
@@ -24,7 +24,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_count_parameters_matches_published_totals(preset):
     if preset != "tiny":
-        assert count_parameters(load_model(preset)).total == PUBLISHED[preset]
+        assert count_parameters(load_model(preset)).total == PUBLISHED_TOTALS[preset]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_expert_and_shared_parameters_match_published_counts(preset, experts, sh
     assert (count.experts, count.total - count.experts) == (experts, shared)
 
 
-def shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+def expected_tensor_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor of the model, written out one by one as a state dict would list them."""
     D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     norm = [(D,), (D,)] if spec.norm == "layernorm" else [(D,)]
@@ -80,25 +80,25 @@ def shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     return tensors if spec.tie_embeddings else [*tensors, ("head", (spec.vocab_size, D))]
 
 
-def elements(shape: tuple[int, ...]) -> int:
+def num_elements(shape: tuple[int, ...]) -> int:
     return shape[0] * (shape[1] if len(shape) == 2 else 1)
 
 
 @settings(deadline=None)
-@given(specs())
+@given(model_specs())
 def test_count_parameters_by_part_equals_sum_of_tensors(spec):
-    count, tensors = count_parameters(spec), shapes(spec)
+    count, tensors = count_parameters(spec), expected_tensor_shapes(spec)
     for part in ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head"):
-        assert getattr(count, part) == sum(elements(shape) for name, shape in tensors if name == part), part
+        assert getattr(count, part) == sum(num_elements(shape) for name, shape in tensors if name == part), part
     blocks = [s for name, s in tensors if name not in ("embedding", "head", "norms")]
-    assert count.block_matrices == sum(elements(shape) for shape in blocks if len(shape) == 2)
+    assert count.block_matrices == sum(num_elements(shape) for shape in blocks if len(shape) == 2)
     unused = (spec.moe.num_experts - spec.moe.top_k) / spec.moe.num_experts if spec.moe else 0
     assert count.inactive_experts == round(count.experts * unused)
     assert count.matmul == count.block_matrices - count.inactive_experts + spec.vocab_size * spec.hidden_size
 
 
 @settings(max_examples=30, deadline=None)
-@given(specs())
+@given(model_specs())
 def test_count_parameters_equals_transformer_numel(spec):
     torch = pytest.importorskip("torch")
     from phalanx.model.transformer import Transformer

@@ -14,9 +14,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model
 
 
-@pytest.mark.parametrize(("layers", "stages", "each"), [(48, 4, 12), (12, 4, 3)])
-def test_balance_stages_splits_equal_layers_evenly(layers: int, stages: int, each: int) -> None:
-    assert balance_stages([0.0, *[1.0] * layers, 0.0], stages) == [each] * stages
+@pytest.mark.parametrize(("layers", "stages", "layers_per_stage"), [(48, 4, 12), (12, 4, 3)])
+def test_balance_stages_splits_equal_layers_evenly(layers: int, stages: int, layers_per_stage: int) -> None:
+    assert balance_stages([0.0, *[1.0] * layers, 0.0], stages) == [layers_per_stage] * stages
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt2-124m", "mixtral-8x7b", "spes-7b"])

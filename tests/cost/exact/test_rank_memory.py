@@ -19,17 +19,17 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model, run_from_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
-from tests.helpers.model_specs import specs
+from tests.helpers.model_specs import model_specs
 
-STAGES = ("ddp", "zero1", "zero2", "zero3")
+ZERO_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "sgd": {"name": "sgd", "momentum": 0.0},
     "momentum": {"name": "sgd"},
     "muon": {"name": "muon"},
 }
-STATE = ("parameters", "gradients", "optimizer", "offloaded")
-ODD = {
+STATE_PARTS = ("parameters", "gradients", "optimizer", "offloaded")
+ODD_SHAPES_MODEL = {
     "vocab_size": 601,
     "hidden_size": 34,
     "num_layers": 2,
@@ -39,8 +39,8 @@ ODD = {
     "ffn_hidden_size": 99,
     "max_seq_len": 64,
 }
-ODD_MOE = {
-    **ODD,
+ODD_SHAPES_MOE = {
+    **ODD_SHAPES_MODEL,
     "moe": {
         "num_experts": 3,
         "top_k": 2,
@@ -51,14 +51,14 @@ ODD_MOE = {
 }
 
 
-def described(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
+def make_run(data: str = "ddp", precision: str = "bf16", model: Any = None, **tables: Any) -> RunSpec:
     layout = {"data_parallel": data, **tables.pop("layout", {})}
     training = {"precision": precision, "tokens_per_step": 16_384, **tables.pop("training", {})}
     return run_from_table({"model": model or {"preset": "tiny"}, "layout": layout, "training": training, **tables})
 
 
-def held(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
-    return rank_memory(described(data, precision, **tables), ranks)["rank"]
+def predict_rank_memory(data: str, ranks: int, precision: str = "bf16", **tables: Any) -> RankMemory:
+    return rank_memory(make_run(data, precision, **tables), ranks)["rank"]
 
 
 # -- the worked examples --------------------------------------------------------------------------------
@@ -79,13 +79,13 @@ def test_rank_memory_matches_resnet18_worked_example_with_ten_workers():
 
 def test_parameter_server_worker_state_is_twice_the_model_for_any_optimizer():
     for optimizer in OPTIMIZERS.values():
-        run = described("parameter_server", "fp32", optimizer=optimizer)
+        run = make_run("parameter_server", "fp32", optimizer=optimizer)
         worker = rank_memory(run, 5)["worker"]
         assert worker.state == 2 * 4 * count_parameters(run.model).total
         assert worker.communication == 0
 
 
-@pytest.mark.parametrize(("stage", "gigabytes"), list(zip(STAGES, (120, 31.4, 16.6, 1.88), strict=True)))
+@pytest.mark.parametrize(("stage", "gigabytes"), list(zip(ZERO_STRATEGIES, (120, 31.4, 16.6, 1.88), strict=True)))
 def test_sharded_state_bytes_match_zero_paper_for_7_5b_on_64_ranks(stage, gigabytes):
     whole, owned = 7_500_000_000, 7_500_000_000 // 64
     states = 2 * (whole if stage == "ddp" else owned)
@@ -110,19 +110,21 @@ def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
     model = {"preset": "llama3-8b"}
     training = {"seq_len": 1024, "tokens_per_step": 64 * 1024}
     count = count_parameters(load_model("llama3-8b")).total
-    for stage, each in zip(STAGES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
-        assert held(stage, 64, model=model, training=training).state == pytest.approx(each * count, rel=1e-4)
+    for stage, each in zip(ZERO_STRATEGIES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
+        assert predict_rank_memory(stage, 64, model=model, training=training).state == pytest.approx(
+            each * count, rel=1e-4
+        )
 
 
 # -- against the strategies themselves --------------------------------------------------------------------------------
 
 
-def really_held(run: RunSpec) -> dict[str, int]:
+def measure_allocated_state(run: RunSpec) -> dict[str, int]:
     """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step."""
     from phalanx.data.loader import prefetch
-    from tests.helpers.small_runs import trainer
+    from tests.helpers.small_runs import make_trainer
 
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, 2)
     under_way.train_step(batches)
     strategy, found = under_way.strategy, {}
@@ -130,7 +132,7 @@ def really_held(run: RunSpec) -> dict[str, int]:
     def reduce(*arguments: Any) -> Any:
         reduced = type(strategy).reduce(strategy, *arguments)
         found.update(
-            {part: in_storages(tensors) for part, tensors in strategy.resident_tensors(under_way.optimizers).items()}
+            {part: storage_bytes(tensors) for part, tensors in strategy.resident_tensors(under_way.optimizers).items()}
         )
         return reduced
 
@@ -139,44 +141,51 @@ def really_held(run: RunSpec) -> dict[str, int]:
     return found
 
 
-def in_storages(tensors: Iterable[Any]) -> int:
+def storage_bytes(tensors: Iterable[Any]) -> int:
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-MUON, CPU, TWO = {"optimizer.name": "muon"}, {"layout.offload": "cpu"}, {"layout.num_servers": 2}
-CASES = [
-    *[(data, 2, precision, {}) for data in STAGES for precision in ("bf16", "fp32", "fp64")],
+MUON, CPU_OFFLOAD, TWO_SERVERS = {"optimizer.name": "muon"}, {"layout.offload": "cpu"}, {"layout.num_servers": 2}
+DATA_PARALLEL_CASES = [
+    *[(data, 2, precision, {}) for data in ZERO_STRATEGIES for precision in ("bf16", "fp32", "fp64")],
     *[(data, 2, "bf16", MUON) for data in ("zero1", "zero3")],
-    *[(data, 2, precision, CPU) for data in ("zero1", "zero2", "zero3") for precision in ("bf16", "fp32")],
+    *[(data, 2, precision, CPU_OFFLOAD) for data in ("zero1", "zero2", "zero3") for precision in ("bf16", "fp32")],
     ("hsdp", 4, "bf16", {"layout.dp_shard": 2}),
     ("zero2", 1, "bf16", {}),
     ("zero3", 1, "bf16", {}),
-    ("zero3", 1, "bf16", CPU),
-    ("parameter_server", 4, "bf16", TWO),
-    ("parameter_server", 4, "fp32", TWO | MUON),
+    ("zero3", 1, "bf16", CPU_OFFLOAD),
+    ("parameter_server", 4, "bf16", TWO_SERVERS),
+    ("parameter_server", 4, "fp32", TWO_SERVERS | MUON),
     ("parameter_server", 3, "fp32", {"layout.max_staleness": 1}),
 ]
 
 
-@pytest.mark.parametrize(("data", "world_size", "precision", "changes"), CASES)
+@pytest.mark.parametrize(("data", "world_size", "precision", "changes"), DATA_PARALLEL_CASES)
 def test_rank_memory_equals_allocated_state_of_data_parallel_strategies(data, world_size, precision, changes, tmp_path):
     pytest.importorskip("torch")
     from phalanx.testing import rank_pool
-    from tests.helpers.small_runs import described
+    from tests.helpers.small_runs import small_run
 
-    common = {"model": ODD_MOE, "layout.data_parallel": data, "training.precision": precision, "training.steps": 4}
-    run = described(Path(json.__file__).parent, tmp_path, {**common, **changes})
-    found = rank_pool(world_size).run(really_held, run)
+    common = {
+        "model": ODD_SHAPES_MOE,
+        "layout.data_parallel": data,
+        "training.precision": precision,
+        "training.steps": 4,
+    }
+    run = small_run(Path(json.__file__).parent, tmp_path, {**common, **changes})
+    found = rank_pool(world_size).run(measure_allocated_state, run)
     servers = run.layout.num_servers if data == "parameter_server" else 0
     for role, predicted in rank_memory(run, world_size).items():
         fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
-        assert {part: fullest.get(part, 0) for part in STATE} == {part: getattr(predicted, part) for part in STATE}
+        assert {part: fullest.get(part, 0) for part in STATE_PARTS} == {
+            part: getattr(predicted, part) for part in STATE_PARTS
+        }
         assert role == "rank" or fullest.get("communication", 0) <= predicted.communication
 
 
-TWO_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
-SHARED: list[tuple[int, dict[str, Any]]] = [
+TWO_KV_HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": "full"}
+MODEL_PARALLEL_CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"layout.tp": 2}),
     (4, {"layout.tp": 4, "layout.sequence_parallel": False}),
     (4, {"layout.tp": 2, "layout.data_parallel": "zero1"}),
@@ -197,18 +206,18 @@ SHARED: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
-@pytest.mark.parametrize(("world_size", "changes"), SHARED, ids=str)
+@pytest.mark.parametrize(("world_size", "changes"), MODEL_PARALLEL_CASES, ids=str)
 def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size, changes, precision, tmp_path):
     """Parameters over tp x pp, experts over ep, each over the ranks that have rows of them: of the fullest rank at
     each place of the pipeline."""
     pytest.importorskip("torch")
     from phalanx.testing import rank_pool
-    from tests.helpers.small_runs import DENSE, described
+    from tests.helpers.small_runs import DENSE, small_run
 
     moe = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1}
     model = {
         **DENSE,
-        **TWO_HEADS,
+        **TWO_KV_HEADS,
         "num_layers": 4,
         "vocab_size": 263,
         "moe": moe,
@@ -216,8 +225,8 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
     }
     common = {"model": model, "training.precision": precision, "training.steps": 4, "layout.micro_batch_size": 1}
     layout = {key: value for key, value in changes.items() if key != "model.tie_embeddings"}
-    run = described(Path(json.__file__).parent, tmp_path, {**common, **layout})
-    found = rank_pool(world_size).run(really_held, run)
+    run = small_run(Path(json.__file__).parent, tmp_path, {**common, **layout})
+    found = rank_pool(world_size).run(measure_allocated_state, run)
     inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     pp = changes.get("layout.pp", 1)
     for place, predicted in enumerate(rank_model_states(run, world_size)):
@@ -235,11 +244,11 @@ def test_bucket_sizes_equal_buckets_of_zero_strategy():
     with torch.device("meta"):
         parts = [
             SimpleNamespace(parameter=parameter, split=None)
-            for parameter in Transformer(described(model=ODD_MOE).model).parameters()
+            for parameter in Transformer(make_run(model=ODD_SHAPES_MOE).model).parameters()
         ]
     for limit in (1, 5_000, 30_000, 1e9):
         theirs = [[tuple(part.parameter.shape) for part in bucket] for bucket in make_buckets(parts, 4 * limit)]
-        assert bucket_sizes(parameter_shapes(described(model=ODD_MOE).model), limit) == theirs
+        assert bucket_sizes(parameter_shapes(make_run(model=ODD_SHAPES_MOE).model), limit) == theirs
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -250,7 +259,7 @@ def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
     from phalanx.parallel import apply
     from phalanx.parallel.data import fsdp
 
-    spec = described(model=ODD_MOE).model
+    spec = make_run(model=ODD_SHAPES_MOE).model
     with torch.device("meta"):
         model = Transformer(spec)
     apply.apply_activation_checkpointing(model, recompute)
@@ -267,54 +276,68 @@ def test_fsdp_unit_sizes_equal_wrapped_fsdp_modules(wrap, recompute):
 
 
 def test_rank_memory_activations_equal_micro_batch_peak():
-    run = described("zero2", layout={"micro_batch_size": 2, "activation_checkpointing": "full"})
+    run = make_run("zero2", layout={"micro_batch_size": 2, "activation_checkpointing": "full"})
     autocast, pure = (
         activation_bytes(run.model, 2, 256, "bf16", Layout(activation_checkpointing="full"), autocast, masked=True).peak
         for autocast in (True, False)
     )
     for data in ("zero1", "zero2", "zero3"):
-        assert held(data, 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations == pure
+        assert (
+            predict_rank_memory(data, 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations
+            == pure
+        )
     assert (
-        held("ddp", 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations
+        predict_rank_memory("ddp", 2, layout={"micro_batch_size": 2, "activation_checkpointing": "full"}).activations
         == autocast
         > pure
     )
-    assert rank_memory(described("parameter_server"), 3)["server"].activations == 0
+    assert rank_memory(make_run("parameter_server"), 3)["server"].activations == 0
 
 
 def test_communication_buffers_match_formulas_for_ddp_and_servers():
-    run = described("parameter_server", "fp32", layout={"max_staleness": 2})
+    run = make_run("parameter_server", "fp32", layout={"max_staleness": 2})
     size = 4 * count_parameters(run.model).total
     assert rank_memory(run, 5)["server"].communication == (4 + 1) * 3 * size
-    assert rank_memory(described("parameter_server", "fp32"), 5)["server"].communication == size
-    assert held("ddp", 4).communication == 0
-    assert held("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2  # smaller than a bucket
-    assert held("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
-    assert held("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
+    assert rank_memory(make_run("parameter_server", "fp32"), 5)["server"].communication == size
+    assert predict_rank_memory("ddp", 4).communication == 0
+    assert (
+        predict_rank_memory("ddp", 4, layout={"gradient_compression": "bf16"}).communication == size / 2
+    )  # smaller than a bucket
+    assert predict_rank_memory("ddp", 4, layout={"gradient_compression": "powersgd"}).communication == 2 * size
+    assert predict_rank_memory("ddp", 1, layout={"gradient_compression": "powersgd"}).communication == 0
 
 
 def test_zero_communication_buffers_match_bucket_formula():
-    model = {**ODD, "vocab_size": 600, "hidden_size": 36, "ffn_hidden_size": 100}  # no remainder on two ranks
-    size = 4 * count_parameters(described(model=model).model).total
-    assert held("zero1", 2, "fp32", model=model).communication == 2.5 * size  # one bucket, sent, received, its half
-    assert held("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
+    model = {
+        **ODD_SHAPES_MODEL,
+        "vocab_size": 600,
+        "hidden_size": 36,
+        "ffn_hidden_size": 100,
+    }  # no remainder on two ranks
+    size = 4 * count_parameters(make_run(model=model).model).total
+    assert (
+        predict_rank_memory("zero1", 2, "fp32", model=model).communication == 2.5 * size
+    )  # one bucket, sent, received, its half
+    assert predict_rank_memory("zero1", 2, "fp32", model=model, cluster={"device": "cuda"}).communication == 1.5 * size
     small = {"bucket_mb": 1e-6}
     embedding = 4 * 600 * 36
-    assert held("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * embedding
+    assert predict_rank_memory("zero1", 2, "fp32", model=model, layout=small).communication == 2.5 * embedding
     assert (
-        held("zero2", 2, "fp32", model=model, layout=small).communication
-        < held("zero2", 2, "fp32", model=model).communication
+        predict_rank_memory("zero2", 2, "fp32", model=model, layout=small).communication
+        < predict_rank_memory("zero2", 2, "fp32", model=model).communication
     )
 
 
 def test_zero3_communication_buffers_shrink_with_smaller_fsdp_units():
     wraps = [
-        held("zero3", 4, layout={"fsdp_unit": wrap}, model={"preset": "gpt2-124m"})
+        predict_rank_memory("zero3", 4, layout={"fsdp_unit": wrap}, model={"preset": "gpt2-124m"})
         for wrap in ("sublayer", "block", "model")
     ]
     sizes = [memory.communication for memory in wraps]
     assert sizes == sorted(sizes)
-    kept = held("zero3", 4, layout={"reshard_after_forward": False}, model={"preset": "gpt2-124m"}).communication
+    kept = predict_rank_memory(
+        "zero3", 4, layout={"reshard_after_forward": False}, model={"preset": "gpt2-124m"}
+    ).communication
     assert sizes[1] < kept
 
 
@@ -323,58 +346,65 @@ def test_zero3_communication_buffers_shrink_with_smaller_fsdp_units():
 PRECISIONS = st.sampled_from(["bf16", "fp32", "fp64"])
 
 
-def of(spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **layout: Any) -> RankMemory:
+def predict_model_memory(
+    spec: Any, stage: str, ranks: int, precision: str, optimizer: str, **layout: Any
+) -> RankMemory:
     tables = {"training": {"tokens_per_step": 64 * 27_720, "seq_len": 64}, "optimizer": OPTIMIZERS[optimizer]}
-    return held(stage, ranks, precision, model=spec, layout=layout, **tables)
+    return predict_rank_memory(stage, ranks, precision, model=spec, layout=layout, **tables)
 
 
 @settings(max_examples=40, deadline=None)
-@given(specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
+@given(model_specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
 def test_rank_memory_state_never_grows_with_zero_stage(spec, n, precision, optimizer):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
-    states = [of(table, stage, n, precision, optimizer).state for stage in STAGES]
+    states = [predict_model_memory(table, stage, n, precision, optimizer).state for stage in ZERO_STRATEGIES]
     assert states == sorted(states, reverse=True)
     if n == 1:
         assert len(set(states)) == 1
 
 
 @settings(max_examples=40, deadline=None)
-@given(specs(), st.integers(1, 6), st.integers(1, 2), PRECISIONS, st.sampled_from(STAGES[1:]))
-def test_sharded_state_never_grows_with_ranks_and_covers_the_model(spec, n, more, precision, stage):
+@given(model_specs(), st.integers(1, 6), st.integers(1, 2), PRECISIONS, st.sampled_from(ZERO_STRATEGIES[1:]))
+def test_sharded_state_never_grows_with_ranks_and_covers_the_model(spec, n, extra_factor, precision, stage):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
-    fewer, many = of(table, stage, n, precision, "adamw"), of(table, stage, n * (1 + more), precision, "adamw")
+    fewer, many = (
+        predict_model_memory(table, stage, n, precision, "adamw"),
+        predict_model_memory(table, stage, n * (1 + extra_factor), precision, "adamw"),
+    )
     assert many.state <= fewer.state
-    assert n * fewer.optimizer >= of(table, stage, 1, precision, "adamw").optimizer
+    assert n * fewer.optimizer >= predict_model_memory(table, stage, 1, precision, "adamw").optimizer
 
 
 @settings(max_examples=30, deadline=None)
-@given(specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(STAGES[1:]))
+@given(model_specs(), st.integers(1, 4), PRECISIONS, st.sampled_from(ZERO_STRATEGIES[1:]))
 def test_offload_reduces_device_memory_and_preserves_state(spec, n, precision, stage):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
-    here, away = (of(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu"))
+    here, away = (
+        predict_model_memory(table, stage, n, precision, "adamw", offload=offload) for offload in ("none", "cpu")
+    )
     assert here.offloaded == away.optimizer == 0
     assert away.total < here.total
     assert away.state + away.offloaded >= here.state
 
 
 def test_bf16_state_on_one_rank_is_16_bytes_per_parameter():
-    count = count_parameters(described().model).total
-    assert [held(stage, 1).state for stage in STAGES] == [16 * count] * 4
+    count = count_parameters(make_run().model).total
+    assert [predict_rank_memory(stage, 1).state for stage in ZERO_STRATEGIES] == [16 * count] * 4
 
 
 def test_rank_memory_rejects_invalid_rank_count():
     with pytest.raises(UserError, match="leaves no worker"):
-        rank_memory(described("parameter_server"), 1)
+        rank_memory(make_run("parameter_server"), 1)
     with pytest.raises(UserError, match="cannot share"):
-        rank_memory(described("zero2"), 5)
+        rank_memory(make_run("zero2"), 5)
 
 
 def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
     """GPipe holds all 8 micro-batches; 1F1B on rank r of 4 holds 4 - r (arXiv 2104.04473, section 2.2.1)."""
-    model = {**ODD, "num_layers": 8, "vocab_size": 64}
+    model = {**ODD_SHAPES_MODEL, "num_layers": 8, "vocab_size": 64}
     held_by = {
         schedule: rank_memory(
-            described(
+            make_run(
                 "ddp",
                 "fp32",
                 model=model,
@@ -390,7 +420,7 @@ def test_pipeline_activations_match_micro_batches_in_flight_of_schedule():
         [held_by[schedule][f"pp{place}"].activations for place in in_flight] for schedule in ("gpipe", "1f1b")
     )
     assert gpipe[0] == gpipe[1]
-    flowing = 2 * 64 * described(model=model).model.ffn_hidden_size * 4
+    flowing = 2 * 64 * make_run(model=model).model.ffn_hidden_size * 4
     each = (gpipe[0] - flowing) / 8
     assert one == [3 * each + flowing, 2 * each + flowing]
 
@@ -399,10 +429,10 @@ def test_disk_offload_bytes_equal_rank_memory_on_disk_with_pp_and_tp() -> None:
     """Before a run starts, its disk is looked at."""
     files = {"offload": "nvme", "offload_directory": "/tmp"}
     model = {"preset": "tiny", "num_heads": 4, "num_kv_heads": 4, "num_layers": 4}
-    staged = described("zero1", model=model, layout={"pp": 2, **files})
+    staged = make_run("zero1", model=model, layout={"pp": 2, **files})
     assert disk_offload_bytes(staged, 2) == max(place.on_disk for place in rank_memory(staged, 2).values()) > 0
-    split = described("zero1", model=model, layout={"tp": 2, **files})
-    gathered = described("zero1", model=model, layout={"tp": 2, "tp_attention": "gathered", **files})
+    split = make_run("zero1", model=model, layout={"tp": 2, **files})
+    gathered = make_run("zero1", model=model, layout={"tp": 2, "tp_attention": "gathered", **files})
     assert disk_offload_bytes(gathered, 2) == disk_offload_bytes(split, 2) == rank_memory(split, 2)["rank"].on_disk
 
 
@@ -418,5 +448,5 @@ def test_rank_memory_rejects_layouts_that_the_model_cannot_run(
     model: dict[str, Any], layout: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        rank_memory(described("zero3", model=model, layout=layout), 2)
+        rank_memory(make_run("zero3", model=model, layout=layout), 2)
     assert caught.value.field == field

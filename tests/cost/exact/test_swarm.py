@@ -5,7 +5,7 @@ import pytest
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import RoundBytes, encoded_bytes, node_share, round_bytes, state_bytes
 from phalanx.spec.files.load import load_model
-from tests.helpers.tiny_models import TINY
+from tests.helpers.tiny_models import TINY_MOE
 
 
 def both_ways(traffic: RoundBytes) -> float:
@@ -14,14 +14,14 @@ def both_ways(traffic: RoundBytes) -> float:
 
 def test_swarm_bytes_match_hand_count_of_tiny_model():
     """66,880 shared parameters and 98,304 own of 460,096, four bytes each."""
-    whole, part = node_share(TINY, "diloco"), node_share(TINY, "spes", 2)
+    whole, part = node_share(TINY_MOE, "diloco"), node_share(TINY_MOE, "spes", 2)
     assert (part.shared, part.trained_experts, part.total) == (66_880, 98_304, 460_096)
     assert round_bytes(part, "spes").up == 660_736
     assert round_bytes(whole, "diloco").up == round_bytes(part, "spes").down == 1_840_384
     both = both_ways(round_bytes(part, "spes")) / both_ways(round_bytes(whole, "diloco"))
     assert both == pytest.approx(0.6795, abs=5e-5)
     assert (state_bytes(part), state_bytes(whole)) == (3_822_592, 7_361_536)
-    stepped_elsewhere = node_share(TINY, "ddp")  # weights and gradients
+    stepped_elsewhere = node_share(TINY_MOE, "ddp")  # weights and gradients
     assert (both_ways(round_bytes(stepped_elsewhere, "ddp")), state_bytes(stepped_elsewhere)) == (3_680_768, 3_680_768)
 
 
@@ -61,31 +61,31 @@ def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gig
 
 
 @pytest.mark.parametrize(
-    ("name", "owned", "whole", "spes", "bf16", "int8"),
+    ("name", "trained_experts", "diloco", "spes", "bf16", "int8"),
     [
         ("spes-1b", 4, 18.7, 10.5, 9.2, 8.5),
         ("spes-7b", 8, 117.3, 59.4, 49.7, 45.0),
         ("spes-9b", 2, 150.9, 74.8, 62.1, 56.0),
     ],
 )
-def test_swarm_state_bytes_match_published_models(name, owned, whole, spes, bf16, int8):
+def test_swarm_state_bytes_match_published_models(name, trained_experts, diloco, spes, bf16, int8):
     """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
     model = load_model(name)
-    node = node_share(model, "spes", owned)
+    node = node_share(model, "spes", trained_experts)
     found = (
         state_bytes(node_share(model, "diloco")),
         *(state_bytes(node, frozen) for frozen in ("fp32", "bf16", "int8")),
     )
-    assert [each / 1e9 for each in found] == pytest.approx([whole, spes, bf16, int8], abs=0.14)
+    assert [each / 1e9 for each in found] == pytest.approx([diloco, spes, bf16, int8], abs=0.14)
 
 
 def test_dense_model_has_no_trained_experts():
-    dense = TINY.replace(moe=None)
+    dense = TINY_MOE.replace(moe=None)
     assert node_share(dense, "spes", 2).trained_experts == 0
 
 
 def test_swarm_round_downloads_replicated_experts():
-    node = node_share(TINY, "spes+", 4)
+    node = node_share(TINY_MOE, "spes+", 4)
     alone, shared = (round_bytes(node, "spes+", "fp32", copies) for copies in (1, 2))
     assert (alone.down, shared.down) == (4 * (node.total - node.trained_experts), 4 * node.total)
 
@@ -96,5 +96,5 @@ def test_encoded_bytes_match_codec():
 
 
 def test_swarm_round_seconds_follow_upload_and_download_bandwidth():
-    found = round_bytes(node_share(TINY, "spes", 2), "spes")
+    found = round_bytes(node_share(TINY_MOE, "spes", 2), "spes")
     assert found.seconds(100, 1000) == pytest.approx(6607.36 + 1840.384)

@@ -12,7 +12,7 @@ RANKS = st.integers(1, 9)
 P, G = 3e9, 5e9
 
 
-def total(strategy: str, ranks: int, accumulation: int = 1, **choices: int) -> float:
+def total_traffic_bytes(strategy: str, ranks: int, accumulation: int = 1, **choices: int) -> float:
     return sum(t.bytes for t in step_traffic(strategy, P, G, ranks, accumulation, **choices))
 
 
@@ -105,18 +105,18 @@ def test_bus_factor_matches_nccl_tests_definition():
 @given(RANKS, st.integers(1, 5))
 def test_step_traffic_matches_formula_of_each_strategy(n, a):
     f = (n - 1) / n
-    assert total("ddp", n, a) == pytest.approx(2 * G * f)
-    assert total("zero1", n, a) == pytest.approx((G + P) * f)
-    assert total("zero2", n, a) == pytest.approx((a * G + P) * f)
-    assert total("zero3", n, a) == pytest.approx(a * (2 * P + G) * f)
-    assert total("zero3", n, a, reshard_after_forward=False) == pytest.approx(a * (P + G) * f)
+    assert total_traffic_bytes("ddp", n, a) == pytest.approx(2 * G * f)
+    assert total_traffic_bytes("zero1", n, a) == pytest.approx((G + P) * f)
+    assert total_traffic_bytes("zero2", n, a) == pytest.approx((a * G + P) * f)
+    assert total_traffic_bytes("zero3", n, a) == pytest.approx(a * (2 * P + G) * f)
+    assert total_traffic_bytes("zero3", n, a, reshard_after_forward=False) == pytest.approx(a * (P + G) * f)
 
 
 @given(RANKS, RANKS, st.integers(1, 5))
 def test_hsdp_traffic_is_zero3_plus_all_reduce_between_replicas(n, r, a):
     between = 2 * G / n * (r - 1) / r
-    assert total("hsdp", n, a, replicas=r) == pytest.approx(total("zero3", n, a) + between)
-    assert total("hsdp", 1, a, replicas=r) == pytest.approx(total("ddp", r, a))
+    assert total_traffic_bytes("hsdp", n, a, replicas=r) == pytest.approx(total_traffic_bytes("zero3", n, a) + between)
+    assert total_traffic_bytes("hsdp", 1, a, replicas=r) == pytest.approx(total_traffic_bytes("ddp", r, a))
 
 
 def test_step_traffic_matches_zero_paper_volumes():

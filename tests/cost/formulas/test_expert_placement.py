@@ -16,8 +16,8 @@ LOADS = st.tuples(st.integers(1, 4), st.integers(1, 3)).flatmap(
 
 
 @given(LOADS)
-def test_balanced_expert_order_is_permutation_and_never_raises_max_load(drawn):
-    tokens, ranks = drawn
+def test_balanced_expert_order_is_permutation_and_never_raises_max_load(tokens_and_ranks):
+    tokens, ranks = tokens_and_ranks
     order = balanced_expert_order(tokens, ranks)
     assert sorted(order) == list(range(len(tokens)))
     assert 1 <= max_rank_load(tokens, order, ranks) <= max_rank_load(tokens, range(len(tokens)), ranks)

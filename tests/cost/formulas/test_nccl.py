@@ -8,30 +8,30 @@ from phalanx.cost.formulas.nccl import all_reduce_latency_seconds
 from phalanx.spec.errors import UserError
 
 PROTOCOLS = ("LL", "LL128", "Simple")
-RING = {
+RING_LATENCIES = {
     1: ("15.0", "40.6", "56.0"),
     2: ("40.0", "75.2", "131.6"),
     4: ("78.8", "144.4", "282.8"),
     16: ("311.6", "559.6", "1190"),
     128: ("2484", "4435", "9657"),
 }
-TREE = {
+TREE_LATENCIES = {
     1: ("15.2", "31.5", "64.4"),
     2: ("25.2", "48.5", "92.4"),
     4: ("35.2", "65.5", "120.4"),
     16: ("55.2", "99.5", "176.4"),
     128: ("85.2", "150.5", "260.4"),
 }
-ROWS = [
+LATENCY_CASES = [
     (algorithm, protocol, nodes, printed)
-    for algorithm, table in (("ring", RING), ("tree", TREE))
+    for algorithm, table in (("ring", RING_LATENCIES), ("tree", TREE_LATENCIES))
     for nodes, row in table.items()
     for protocol, printed in zip(PROTOCOLS, row, strict=True)
 ]
 NODES, RANKS_PER_NODE = st.integers(1, 24), st.integers(2, 16)
 
 
-@pytest.mark.parametrize(("algorithm", "protocol", "nodes", "printed"), ROWS)
+@pytest.mark.parametrize(("algorithm", "protocol", "nodes", "printed"), LATENCY_CASES)
 def test_all_reduce_latency_matches_nccl_tuning_table(algorithm, protocol, nodes, printed):
     latency = 1e6 * all_reduce_latency_seconds(algorithm, protocol, nodes, 8)
     assert f"{latency:.{len(printed.partition('.')[2])}f}" == printed

@@ -19,12 +19,12 @@ from phalanx.cost.formulas.rail_fabric import (
 from phalanx.spec.errors import UserError
 from tests.helpers.ring_simulation import all_gather_sends, reduce_scatter_sends
 
-S = 5040.0
-SIZES = list(product((1, 2, 3, 4), (1, 2, 3, 4)))
-LINK = 50e9  # 400 Gb/s
+SIZE_BYTES = 5040.0
+FABRIC_SHAPES = list(product((1, 2, 3, 4), (1, 2, 3, 4)))
+LINK_BYTES_PER_SECOND = 50e9  # 400 Gb/s
 
 
-class Counted:
+class MessageCounter:
     """Bytes that went from device to device; a device is (node, rail)."""
 
     def __init__(self):
@@ -45,50 +45,54 @@ class Counted:
         return most_nic, most_nvlink, self.spine / (sum(self.nic.values()) or 1)
 
 
-def matches(load: FabricLoad, counted):
+def load_equals(load: FabricLoad, counted):
     return (load.nic_bytes, load.nvlink_bytes, load.spine_share) == pytest.approx(counted, abs=1e-9)
 
 
 @pytest.mark.parametrize("pxn", [False, True])
-@pytest.mark.parametrize(("nodes", "rails"), SIZES)
+@pytest.mark.parametrize(("nodes", "rails"), FABRIC_SHAPES)
 def test_all_to_all_load_matches_count_of_messages(nodes, rails, pxn):
-    counted, devices = Counted(), list(product(range(nodes), range(rails)))
+    counted, devices = MessageCounter(), list(product(range(nodes), range(rails)))
     for source, target in product(devices, devices):
         way = [source, (source[0], target[1]), target] if pxn else [source, target]
         for a, b in pairwise(way):
-            counted.send(a, b, S / len(devices))
-    assert matches(all_to_all(S, nodes, rails, pxn), counted.load(nodes, rails))
+            counted.send(a, b, SIZE_BYTES / len(devices))
+    assert load_equals(all_to_all(SIZE_BYTES, nodes, rails, pxn), counted.load(nodes, rails))
 
 
-def ring(counted, order, size_bytes, *phases):
+def count_ring_messages(counted, order, size_bytes, *phases):
     """`order`'s devices exchange `size_bytes` in these phases."""
     for phase in phases:
         for send in phase(len(order)):
             counted.send(order[send.source], order[send.target], size_bytes / len(order))
 
 
-@pytest.mark.parametrize(("nodes", "rails"), [(n, g) for n, g in SIZES if n % 2 == 0 or 1 in (n, g)])
+@pytest.mark.parametrize(("nodes", "rails"), [(n, g) for n, g in FABRIC_SHAPES if n % 2 == 0 or 1 in (n, g)])
 def test_flat_ring_all_reduce_load_matches_count_of_messages(nodes, rails):
     """Every second node is crossed in the other direction, and so entered on the rail on which the last was left."""
-    counted = Counted()
+    counted = MessageCounter()
     for rail in range(rails):
         up = [(rail + step) % rails for step in range(rails)]
         order = [(node, device) for node in range(nodes) for device in (up[::-1] if node % 2 else up)]
-        ring(counted, order, S / rails, reduce_scatter_sends, all_gather_sends)
-    assert matches(flat_ring_all_reduce(S, nodes, rails), counted.load(nodes, rails))
+        count_ring_messages(counted, order, SIZE_BYTES / rails, reduce_scatter_sends, all_gather_sends)
+    assert load_equals(flat_ring_all_reduce(SIZE_BYTES, nodes, rails), counted.load(nodes, rails))
 
 
-@pytest.mark.parametrize(("nodes", "rails"), SIZES)
+@pytest.mark.parametrize(("nodes", "rails"), FABRIC_SHAPES)
 def test_hierarchical_all_reduce_load_matches_count_of_messages(nodes, rails):
-    counted = Counted()
+    counted = MessageCounter()
     for node in range(nodes):
-        ring(counted, [(node, rail) for rail in range(rails)], S, reduce_scatter_sends, all_gather_sends)
+        count_ring_messages(
+            counted, [(node, rail) for rail in range(rails)], SIZE_BYTES, reduce_scatter_sends, all_gather_sends
+        )
     for rail in range(rails):
-        ring(counted, [(node, rail) for node in range(nodes)], S / rails, reduce_scatter_sends, all_gather_sends)
-    assert matches(hierarchical_all_reduce(S, nodes, rails), counted.load(nodes, rails))
+        count_ring_messages(
+            counted, [(node, rail) for node in range(nodes)], SIZE_BYTES / rails, reduce_scatter_sends, all_gather_sends
+        )
+    assert load_equals(hierarchical_all_reduce(SIZE_BYTES, nodes, rails), counted.load(nodes, rails))
 
 
-def parent(node, nodes):
+def tree_parent(node, nodes):
     """In a tree in which odd nodes are leaves and 0 is the root."""
     bit = node & -node
     up = (node ^ bit) | bit << 1
@@ -99,61 +103,68 @@ def parent(node, nodes):
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_double_tree_all_reduce_load_matches_count_of_messages(nodes, rails):
     """The second tree is the first, mirrored or shifted by one: its leaves are the other's inner nodes."""
-    counted = Counted()
+    counted = MessageCounter()
     for rail in range(rails):
         for node, name in product(range(1, nodes), (lambda n: n, lambda n: n + 1 if nodes % 2 else nodes - 1 - n)):
-            ends = (name(node) % nodes, rail), (name(parent(node, nodes)) % nodes, rail)
-            counted.send(*ends, S / rails / 2)
-            counted.send(*ends[::-1], S / rails / 2)
+            ends = (name(node) % nodes, rail), (name(tree_parent(node, nodes)) % nodes, rail)
+            counted.send(*ends, SIZE_BYTES / rails / 2)
+            counted.send(*ends[::-1], SIZE_BYTES / rails / 2)
         for node, step in product(range(nodes), range(rails - 1)):
             ends = (node, (rail + step) % rails), (node, (rail + step + 1) % rails)
-            counted.send(*ends, S / rails)
-            counted.send(*ends[::-1], S / rails)
+            counted.send(*ends, SIZE_BYTES / rails)
+            counted.send(*ends[::-1], SIZE_BYTES / rails)
     nic, nvlink, spine = counted.load(nodes, rails, alike=False)
-    load = double_tree_all_reduce(S, nodes, rails)
+    load = double_tree_all_reduce(SIZE_BYTES, nodes, rails)
     assert (load.nvlink_bytes, load.spine_share) == pytest.approx((nvlink, spine))
     assert load.nic_bytes >= nic
     assert load.nic_bytes == pytest.approx(nic) or nodes in (2, 3, 5)
 
 
-@pytest.mark.parametrize(("nodes", "times"), [(2, 1.875), (16, 1.06)])
-def test_flat_ring_sends_more_nic_bytes_than_hierarchical_all_reduce(nodes, times):
-    flat, hierarchical = (load(S, nodes, 8).nic_bytes for load in (flat_ring_all_reduce, hierarchical_all_reduce))
-    assert flat / hierarchical == pytest.approx(times, abs=0.005 if nodes > 2 else 0)
+@pytest.mark.parametrize(("nodes", "ratio"), [(2, 1.875), (16, 1.06)])
+def test_flat_ring_sends_more_nic_bytes_than_hierarchical_all_reduce(nodes, ratio):
+    flat, hierarchical = (
+        load(SIZE_BYTES, nodes, 8).nic_bytes for load in (flat_ring_all_reduce, hierarchical_all_reduce)
+    )
+    assert flat / hierarchical == pytest.approx(ratio, abs=0.005 if nodes > 2 else 0)
 
 
 def test_all_to_all_without_pxn_sends_seven_eighths_over_the_spine():
-    assert all_to_all(S, 16, 8, pxn=False).spine_share == 0.875
+    assert all_to_all(SIZE_BYTES, 16, 8, pxn=False).spine_share == 0.875
 
 
 @pytest.mark.parametrize(
-    ("load", "oversubscription", "times"),
+    ("load", "oversubscription", "slowdown"),
     [
-        (all_to_all(S, 16, 8, pxn=False), 1, 1),
-        (all_to_all(S, 16, 8, pxn=False), 2, 1.75),
-        (all_to_all(S, 16, 8, pxn=False), 4, 3.5),
-        (all_to_all(S, 16, 8, pxn=True), 4, 1),
-        (flat_ring_all_reduce(S, 16, 8), 4, 1),
-        (hierarchical_all_reduce(S, 16, 8), 4, 1),
+        (all_to_all(SIZE_BYTES, 16, 8, pxn=False), 1, 1),
+        (all_to_all(SIZE_BYTES, 16, 8, pxn=False), 2, 1.75),
+        (all_to_all(SIZE_BYTES, 16, 8, pxn=False), 4, 3.5),
+        (all_to_all(SIZE_BYTES, 16, 8, pxn=True), 4, 1),
+        (flat_ring_all_reduce(SIZE_BYTES, 16, 8), 4, 1),
+        (hierarchical_all_reduce(SIZE_BYTES, 16, 8), 4, 1),
     ],
 )
-def test_network_seconds_scale_with_oversubscription_slowdown(load, oversubscription, times):
-    assert oversubscription_slowdown(load.spine_share, oversubscription) == times
-    assert network_seconds(load, LINK, oversubscription) == times * load.nic_bytes / LINK
+def test_network_seconds_scale_with_oversubscription_slowdown(load, oversubscription, slowdown):
+    assert oversubscription_slowdown(load.spine_share, oversubscription) == slowdown
+    assert (
+        network_seconds(load, LINK_BYTES_PER_SECOND, oversubscription)
+        == slowdown * load.nic_bytes / LINK_BYTES_PER_SECOND
+    )
 
 
 @given(st.floats(0, 1), st.floats(1, 64))
 def test_network_seconds_is_maximum_of_nic_and_spine_time(share, oversubscription):
-    nics, spine = S / LINK, S * share / (LINK / oversubscription)
-    assert network_seconds(FabricLoad(S, 0, share), LINK, oversubscription) == pytest.approx(max(nics, spine))
+    nics, spine = SIZE_BYTES / LINK_BYTES_PER_SECOND, SIZE_BYTES * share / (LINK_BYTES_PER_SECOND / oversubscription)
+    assert network_seconds(FabricLoad(SIZE_BYTES, 0, share), LINK_BYTES_PER_SECOND, oversubscription) == pytest.approx(
+        max(nics, spine)
+    )
 
 
 @pytest.mark.parametrize("load", [all_to_all, flat_ring_all_reduce, hierarchical_all_reduce, double_tree_all_reduce])
 def test_fabric_loads_reject_zero_nodes_or_devices(load):
     with pytest.raises(UserError, match=r"^nodes = 0"):
-        load(S, 0, 8)
+        load(SIZE_BYTES, 0, 8)
     with pytest.raises(UserError, match=r"^devices_per_node = 0"):
-        load(S, 2, 0)
+        load(SIZE_BYTES, 2, 0)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from phalanx.cost.formulas.reliability import (
 from phalanx.spec.errors import UserError
 
 HOUR = 3600.0
-M = mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
+LLAMA3_MTBF_SECONDS = mtbf_seconds(LLAMA3.per_device_hour, LLAMA3.devices)
 MTBF = st.floats(1.0, 1e8)
-PART = st.floats(1e-9, 3.0)
+MTBF_FRACTIONS = st.floats(1e-9, 3.0)
 """Of the mean time between failures."""
 
 
@@ -47,16 +47,20 @@ def test_mtbf_seconds_match_published_failure_rate_per_node_day():
 
 
 @pytest.mark.parametrize(
-    ("write", "young", "daly", "useful"),
+    ("write", "young", "daly", "expected_goodput"),
     [(10, 471.9, 465.3, 0.9080), (60, 1155.9, 1116.3, 0.8526), (300, 2584.8, 2388.6, 0.7443)],
 )
-def test_checkpoint_intervals_and_goodput_match_llama3_figures(write, young, daly, useful):
-    assert young_interval_seconds(write, M) == pytest.approx(young, abs=0.05)
-    assert daly_interval_seconds(write, M) == pytest.approx(daly, abs=0.05)
-    assert optimal_interval_seconds(write, M) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
-    assert goodput(daly, write, M, 600) == pytest.approx(useful, abs=5e-5)
+def test_checkpoint_intervals_and_goodput_match_llama3_figures(write, young, daly, expected_goodput):
+    assert young_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(young, abs=0.05)
+    assert daly_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(daly, abs=0.05)
+    assert optimal_interval_seconds(write, LLAMA3_MTBF_SECONDS) == pytest.approx(daly, abs=0.05 if write == 10 else 0.2)
+    assert goodput(daly, write, LLAMA3_MTBF_SECONDS, 600) == pytest.approx(expected_goodput, abs=5e-5)
     found = reliability(LLAMA3.per_device_hour, LLAMA3.devices, write, 600)
-    assert found == Reliability(M, optimal_interval_seconds(write, M), pytest.approx(useful, abs=5e-5))
+    assert found == Reliability(
+        LLAMA3_MTBF_SECONDS,
+        optimal_interval_seconds(write, LLAMA3_MTBF_SECONDS),
+        pytest.approx(expected_goodput, abs=5e-5),
+    )
 
 
 def test_checkpoint_intervals_match_other_published_values():
@@ -69,7 +73,7 @@ def test_goodput_without_failures_loses_write_time_only():
     assert goodput(3 * HOUR, 0, 1e12, 600) == pytest.approx(1, abs=1e-7)
 
 
-@given(MTBF, PART, PART, PART)
+@given(MTBF, MTBF_FRACTIONS, MTBF_FRACTIONS, MTBF_FRACTIONS)
 def test_optimal_interval_maximizes_goodput(mtbf, write, restart, other):
     write, restart, other = write * mtbf, restart * mtbf, other * mtbf
     best = goodput(optimal_interval_seconds(write, mtbf), write, mtbf, restart)
@@ -84,7 +88,7 @@ def test_optimal_interval_maximizes_goodput(mtbf, write, restart, other):
     assert all(goodput(interval, write, mtbf, restart) <= best * (1 + 1e-12) for interval in others)
 
 
-@given(MTBF, PART)
+@given(MTBF, MTBF_FRACTIONS)
 def test_optimal_interval_solves_its_equation_below_young_and_mtbf(mtbf, write):
     """u = 1 - e^-(u + d/M), by a search that halves."""
     best = optimal_interval_seconds(write * mtbf, mtbf)

@@ -48,22 +48,22 @@ TOKENS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1
 
 
 @pytest.fixture(autouse=True)
-def _quiet():
+def _disable_progress_bar():
     import transformers
 
     transformers.logging.disable_progress_bar()
 
 
-def spec_of(kind):
+def build_spec(kind):
     return ModelSpec.model_validate({**SHAPE, **MODELS[kind]})
 
 
-def exported(model, directory, **options):
+def export_model(model, directory, **options):
     export_hf(model.spec, dict(model.named_parameters()), directory, **options)
     return directory
 
 
-def transformers_logits(directory, **options):
+def load_transformers_logits(directory, **options):
     from transformers import AutoModelForCausalLM
 
     model, seen = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
@@ -72,7 +72,7 @@ def transformers_logits(directory, **options):
         return model, model.eval()(TOKENS).logits
 
 
-def loaded(build, directory, dtype=torch.float32):
+def import_model(build, directory, dtype=torch.float32):
     model = build(load_model(str(directory)), dtype)
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), open_hf_weights(directory))
@@ -80,17 +80,17 @@ def loaded(build, directory, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_hf_export_and_import_match_transformers_logits(build, tmp_path, kind):
-    ours = build(spec_of(kind), torch.float32)
-    theirs, logits = transformers_logits(exported(ours, tmp_path / "ours"))
+def test_hf_export_and_import_match_transformers_logits(build_model, tmp_path, kind):
+    ours = build_model(build_spec(kind), torch.float32)
+    theirs, logits = load_transformers_logits(export_model(ours, tmp_path / "ours"))
     assert theirs.config.model_type == kind.partition(",")[0]
     theirs.save_pretrained(tmp_path / "theirs")
-    back = loaded(build, tmp_path / "theirs")
+    back = import_model(build_model, tmp_path / "theirs")
     with torch.no_grad():
         for model in (ours, back):
             torch.testing.assert_close(model(TOKENS)[0], logits, rtol=0, atol=2e-5)
     assert_identical(ours, back)
-    assert_identical(ours, loaded(build, tmp_path / "ours"))
+    assert_identical(ours, import_model(build_model, tmp_path / "ours"))
 
 
 def assert_identical(first, second):
@@ -100,10 +100,10 @@ def assert_identical(first, second):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(build, tmp_path, kind):
+def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(build_model, tmp_path, kind):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = hf_config(spec_of(kind))
+    config = hf_config(build_spec(kind))
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     for parameter in theirs.parameters():  # norms and biases too, which it sets to 1 and 0
@@ -112,27 +112,27 @@ def test_hf_import_of_sharded_transformers_checkpoint_matches_logits(build, tmp_
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     with torch.no_grad():
         expected = theirs(TOKENS).logits
-        torch.testing.assert_close(loaded(build, tmp_path)(TOKENS)[0], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(import_model(build_model, tmp_path)(TOKENS)[0], expected, rtol=0, atol=2e-5)
 
 
-def test_hf_import_accepts_gpt2_hub_tensor_names(build, tmp_path):
-    model = build(spec_of("gpt2"), torch.float32)
-    exported(model, tmp_path / "x")
+def test_hf_import_accepts_gpt2_hub_tensor_names(build_model, tmp_path):
+    model = build_model(build_spec("gpt2"), torch.float32)
+    export_model(model, tmp_path / "x")
     tensors = load_file(tmp_path / "x" / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, tmp_path / "x" / "model.safetensors")
-    assert_identical(model, loaded(build, tmp_path / "x"))
+    assert_identical(model, import_model(build_model, tmp_path / "x"))
 
 
-def test_hf_export_writes_bf16_shards_with_index(build, tmp_path):
-    model = build(spec_of("olmoe"), torch.float32)
-    exported(model, tmp_path / "x", shard_bytes=8_000, dtype="bf16")
+def test_hf_export_writes_bf16_shards_with_index(build_model, tmp_path):
+    model = build_model(build_spec("olmoe"), torch.float32)
+    export_model(model, tmp_path / "x", shard_bytes=8_000, dtype="bf16")
     files = sorted(tmp_path.glob("x/*.safetensors"))
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
     assert {file.name for file in files} == set(index["weight_map"].values())
     assert index["metadata"]["total_size"] == 2 * sum(parameter.numel() for parameter in model.parameters())
-    _, logits = transformers_logits(tmp_path / "x", dtype=torch.float32)
-    back = loaded(build, tmp_path / "x")
+    _, logits = load_transformers_logits(tmp_path / "x", dtype=torch.float32)
+    back = import_model(build_model, tmp_path / "x")
     for mine, read in zip(model.parameters(), back.parameters(), strict=True):
         assert torch.equal(mine.bfloat16().float(), read)
     with torch.no_grad():
@@ -144,69 +144,71 @@ def test_shard_names_keeps_order_within_size_limit():
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_hf_exported_tokenizer_matches_transformers(build, tmp_path, kind):
+def test_hf_exported_tokenizer_matches_transformers(build_model, tmp_path, kind):
     from transformers import AutoTokenizer
 
     text = "def f(x):\n\treturn 'Straße 🦀' + x  # 1234\n" + "".join(map(chr, range(256)))
     tokenizer = byte_tokenizer() if kind == "bytes" else train_bpe([text] * 9, 300)
     tokenizer.save(tmp_path / "tokenizer.json")
-    model = build(ModelSpec.model_validate({**SHAPE, "vocab_size": tokenizer.vocab}), torch.float32)
-    exported(model, tmp_path / "x", tokenizer=tmp_path / "tokenizer.json", end=tokenizer.end)
+    model = build_model(ModelSpec.model_validate({**SHAPE, "vocab_size": tokenizer.vocab}), torch.float32)
+    export_model(model, tmp_path / "x", tokenizer=tmp_path / "tokenizer.json", end=tokenizer.end)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "x")
     ids = tokenizer.encode_batch([text])[0].tolist()
     assert theirs(text).input_ids == ids
     assert theirs.decode(ids) == text
     assert theirs.eos_token_id == tokenizer.end
     assert load_tokenizer(tmp_path / "x").encode_batch([text])[0].tolist() == ids
-    _, logits = transformers_logits(tmp_path / "x")
+    _, logits = load_transformers_logits(tmp_path / "x")
     assert logits.shape == (2, 64, tokenizer.vocab)
 
 
-def refused(call, *words):
+def assert_user_error_contains(call, *words):
     with pytest.raises(UserError) as caught:
         call()
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_open_hf_weights_rejects_unreadable_checkpoints(build, tmp_path):
-    spec, shape = spec_of("llama"), torch.Size([32, 32])
+def test_open_hf_weights_rejects_unreadable_checkpoints(build_model, tmp_path):
+    spec, shape = build_spec("llama"), torch.Size([32, 32])
     (tmp_path / "config.json").write_text(json.dumps(hf_config(spec)))
-    refused(lambda: open_hf_weights(tmp_path), "no model.safetensors")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "no model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    refused(lambda: open_hf_weights(tmp_path), "pickled")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "pickled")
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     weights = open_hf_weights(tmp_path)
-    refused(lambda: weights("norm.weight", torch.Size([32])), "model.norm.weight", "[3]", "[32]")
-    refused(lambda: weights("head.weight", shape), "has no tensor lm_head.weight")
-    refused(lambda: weights("positions.weight", shape), "positions.weight", "no counterpart")
+    assert_user_error_contains(lambda: weights("norm.weight", torch.Size([32])), "model.norm.weight", "[3]", "[32]")
+    assert_user_error_contains(lambda: weights("head.weight", shape), "has no tensor lm_head.weight")
+    assert_user_error_contains(lambda: weights("positions.weight", shape), "positions.weight", "no counterpart")
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    refused(lambda: open_hf_weights(tmp_path), "cannot be read")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "cannot be read")
     index = {"weight_map": {"model.norm.weight": "../model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(lambda: open_hf_weights(tmp_path), "lacks model-1.safetensors")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "lacks model-1.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**hf_config(spec), "quantization_config": {"bits": 4}}))
-    refused(lambda: open_hf_weights(tmp_path), "quantized")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "quantized")
     (tmp_path / "config.json").write_text("{")
-    refused(lambda: open_hf_weights(tmp_path), "not valid JSON")
-    refused(lambda: open_hf_weights(tmp_path / "nowhere"), "no such file")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "not valid JSON")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path / "nowhere"), "no such file")
 
 
-def test_export_hf_leaves_no_partial_directory_on_error(build, tmp_path):
-    model = build(spec_of("llama"), torch.float32)
+def test_export_hf_leaves_no_partial_directory_on_error(build_model, tmp_path):
+    model = build_model(build_spec("llama"), torch.float32)
     parameters = dict(model.named_parameters())
     (tmp_path / "x").mkdir()
-    exported(model, tmp_path / "x")
-    refused(lambda: exported(model, tmp_path / "x"), "not empty")
+    export_model(model, tmp_path / "x")
+    assert_user_error_contains(lambda: export_model(model, tmp_path / "x"), "not empty")
     parameters.pop("norm.weight")
-    refused(lambda: export_hf(model.spec, parameters, tmp_path / "y"), "norm.weight", "missing")
-    refused(lambda: exported(model, tmp_path / "y", dtype="fp8"), "fp32, bf16")
+    assert_user_error_contains(lambda: export_hf(model.spec, parameters, tmp_path / "y"), "norm.weight", "missing")
+    assert_user_error_contains(lambda: export_model(model, tmp_path / "y", dtype="fp8"), "fp32, bf16")
     (tmp_path / "tokenizer.json").write_text("{}")
-    refused(lambda: exported(model, tmp_path / "y", tokenizer=tmp_path / "tokenizer.json"), "tokenizer")
+    assert_user_error_contains(
+        lambda: export_model(model, tmp_path / "y", tokenizer=tmp_path / "tokenizer.json"), "tokenizer"
+    )
     assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "x"]
     assert (tmp_path / "x" / "model.safetensors").stat().st_mode & 0o044 == 0o044
 
 
-UNEXPORTABLE = {
+UNEXPORTABLE_FIELDS = {
     "model.bias": {**GPT2, "activation": "gelu", "bias": False},
     "model.norm": {"norm": "layernorm"},
     "model.qk_norm": {"qk_norm": "full"},
@@ -220,13 +222,13 @@ UNEXPORTABLE = {
 }
 
 
-@pytest.mark.parametrize("field", UNEXPORTABLE)
+@pytest.mark.parametrize("field", UNEXPORTABLE_FIELDS)
 def test_hf_config_rejects_models_without_hf_architecture(field):
-    spec = ModelSpec.model_validate({**SHAPE, **UNEXPORTABLE[field]})
-    refused(lambda: hf_config(spec), field)
+    spec = ModelSpec.model_validate({**SHAPE, **UNEXPORTABLE_FIELDS[field]})
+    assert_user_error_contains(lambda: hf_config(spec), field)
 
 
-ODD = {
+UNSUPPORTED_HF_FIELDS = {
     "attention_bias": {"attention_bias": True},
     "partial_rotary_factor": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "rope_type": {"rope_parameters": {"rope_type": "longrope"}},
@@ -239,20 +241,20 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("field", ODD)
+@pytest.mark.parametrize("field", UNSUPPORTED_HF_FIELDS)
 def test_model_table_rejects_unsupported_hf_config_fields(field):
-    config = {**hf_config(spec_of("qwen3_moe")), "model_type": "llama", **ODD[field]}
+    config = {**hf_config(build_spec("qwen3_moe")), "model_type": "llama", **UNSUPPORTED_HF_FIELDS[field]}
     config = {name: value for name, value in config.items() if value is not None}
-    refused(lambda: model_table(config), field)
+    assert_user_error_contains(lambda: model_table(config), field)
 
 
-def test_hf_import_uses_sliding_window_as_context_length(build, tmp_path):
+def test_hf_import_uses_sliding_window_as_context_length(build_model, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 
-    config = hf_config(spec_of("llama")) | {"model_type": "mistral", "sliding_window": 24}
+    config = hf_config(build_spec("llama")) | {"model_type": "mistral", "sliding_window": 24}
     theirs = MistralForCausalLM(MistralConfig(**config)).eval()
     theirs.save_pretrained(tmp_path)
-    ours = loaded(build, tmp_path)
+    ours = import_model(build_model, tmp_path)
     assert ours.spec.max_seq_len == 24
     with torch.no_grad():
         difference = (theirs(TOKENS).logits - ours(TOKENS)[0]).abs().amax((0, 2))

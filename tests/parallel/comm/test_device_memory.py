@@ -12,7 +12,7 @@ import torch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
 
 SIZE = 200_000_000
-PEAK = (
+PRINT_PEAK_PROGRAM = (
     "import torch; from phalanx.train.profiling.memory_meter import peak_memory_bytes; "
     "print(peak_memory_bytes(torch.device('cpu')))"
 )
@@ -37,5 +37,5 @@ def test_peak_memory_bytes_excludes_peak_of_parent_process() -> None:
     """As Linux's ru_maxrss does over fork and exec."""
     size = 3 * SIZE
     held = torch.ones(size, dtype=torch.uint8)
-    child = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    child = subprocess.run([sys.executable, "-c", PRINT_PEAK_PROGRAM], capture_output=True, text=True, check=True)
     assert int(child.stdout) < len(held)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from phalanx.parallel.comm.wait_timer import TimedWork, WaitTimer
 
 
-class Clock:
+class FakeClock:
     """Seconds that pass only when told."""
 
     now = 100.0
@@ -21,13 +21,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
 
 
-def test_wait_timer_sums_measured_seconds_and_resets_on_pop(clock: Clock) -> None:
+def test_wait_timer_sums_measured_seconds_and_resets_on_pop(clock: FakeClock) -> None:
     exposed = WaitTimer()
     for seconds in (2.0, 3.0):
         with exposed.measure():
@@ -37,7 +37,7 @@ def test_wait_timer_sums_measured_seconds_and_resets_on_pop(clock: Clock) -> Non
     assert exposed.pop_seconds() == 0.0
 
 
-def test_wait_timer_counts_wait_that_raises(clock: Clock) -> None:
+def test_wait_timer_counts_wait_that_raises(clock: FakeClock) -> None:
     exposed = WaitTimer()
 
     def fail() -> None:
@@ -50,7 +50,7 @@ def test_wait_timer_counts_wait_that_raises(clock: Clock) -> None:
     assert exposed.pop_seconds() == 7.0
 
 
-def test_timed_work_records_collective_wait(clock: Clock) -> None:
+def test_timed_work_records_collective_wait(clock: FakeClock) -> None:
     class Work(dist.Work):
         def wait(self, *timeout: timedelta) -> bool:
             clock.now += 4.0

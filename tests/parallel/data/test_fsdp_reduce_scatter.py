@@ -11,31 +11,34 @@ from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.data.fsdp import DeferredReduceScatter
 from phalanx.testing import rank_pool
 
-SIZES = (3, 1, 5)
+SHARD_SIZES = (3, 1, 5)
 """Elements that a rank keeps of each of three blocks."""
 
 
-def blocks(dtype: torch.dtype) -> list[Tensor]:
+def make_gradient_blocks(dtype: torch.dtype) -> list[Tensor]:
     """This rank's gradients of three blocks, for all ranks to share."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return [
-        torch.randn(size * dist.get_world_size(), generator=generator, dtype=torch.float64).to(dtype) for size in SIZES
+        torch.randn(size * dist.get_world_size(), generator=generator, dtype=torch.float64).to(dtype)
+        for size in SHARD_SIZES
     ]
 
 
-def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[bool], float]:
+def reduce_with_phalanx_and_torch(
+    deferred: bool, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], list[bool], float]:
     """Our sums and PyTorch's; which of ours were there before `finish`; and the seconds waited."""
     group, exposed = dist.group.WORLD, WaitTimer()
     assert group is not None
     reduce_scatter = DeferredReduceScatter(exposed, deferred)
-    ours = [torch.full((size,), torch.nan, dtype=dtype) for size in SIZES]
-    theirs = [torch.empty(size, dtype=dtype) for size in SIZES]
-    for block, out in zip(blocks(dtype), ours, strict=True):
+    ours = [torch.full((size,), torch.nan, dtype=dtype) for size in SHARD_SIZES]
+    theirs = [torch.empty(size, dtype=dtype) for size in SHARD_SIZES]
+    for block, out in zip(make_gradient_blocks(dtype), ours, strict=True):
         reduce_scatter(out, block, group, dist.ReduceOp.SUM)
     there = [not bool(out.isnan().any()) for out in ours]
     reduce_scatter.finish()
     reduce_scatter.finish()  # nothing is left to end
-    for block, out in zip(blocks(dtype), theirs, strict=True):
+    for block, out in zip(make_gradient_blocks(dtype), theirs, strict=True):
         dist.reduce_scatter_tensor(out, block, group=group)
     return ours, theirs, there, exposed.pop_seconds()
 
@@ -43,7 +46,9 @@ def both(deferred: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_deferred_reduce_scatter_equals_torch_reduce_scatter(world_size: int, deferred: bool) -> None:
-    for ours, theirs, there, seconds in rank_pool(world_size).run(both, deferred, torch.float64):
+    for ours, theirs, there, seconds in rank_pool(world_size).run(
+        reduce_with_phalanx_and_torch, deferred, torch.float64
+    ):
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their, rtol=1e-14, atol=1e-14)
         assert there == [True, True, not deferred]  # each ends when the next begins
@@ -51,6 +56,6 @@ def test_deferred_reduce_scatter_equals_torch_reduce_scatter(world_size: int, de
 
 
 def test_deferred_reduce_scatter_in_fp32_is_close_to_torch() -> None:
-    for ours, theirs, _, _ in rank_pool(2).run(both, True, torch.float32):
+    for ours, theirs, _, _ in rank_pool(2).run(reduce_with_phalanx_and_torch, True, torch.float32):
         for our, their in zip(ours, theirs, strict=True):
             torch.testing.assert_close(our, their)

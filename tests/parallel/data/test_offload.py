@@ -16,16 +16,16 @@ from phalanx.parallel.data.offload import SMALL_BYTES, DiskOffload, MappedFile
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import MOE, described, steps, trainer, trajectory
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, training_trajectory
 
 OPTIMIZERS = {"adamw": {}, "sgd": {"optimizer.name": "sgd"}, "muon": {"optimizer.name": "muon"}}
 
 
-def offloaded(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
+def train_with_disk_offload(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
     """The trajectory with every tensor in a file, in pieces of a few tensors; and how many files there were."""
     offload.SMALL_BYTES, DiskOffload.piece_bytes = 1, 20_000
-    under_way = trainer(run)
-    result = steps(under_way, run.training.steps)
+    under_way = make_trainer(run)
+    result = train_until(under_way, run.training.steps)
     rests = under_way.strategy.offload  # type: ignore[attr-defined]
     assert len(rests.pieces) > 2
     return result, len(rests.files)
@@ -45,9 +45,9 @@ def test_nvme_offload_is_bitwise_equal_to_no_offload(
         **changes,
     }
     common |= {"layout.micro_batch_size": 2, "layout.bucket_mb": 0.01} if data != "zero3" else {}
-    in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
+    in_memory = rank_pool(2).run(training_trajectory, small_run(text, tmp_path, common))
     disk = {"layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
-    on_disk = rank_pool(2).run(offloaded, described(text, tmp_path, {**common, **disk}))
+    on_disk = rank_pool(2).run(train_with_disk_offload, small_run(text, tmp_path, {**common, **disk}))
     assert [result for result, _ in on_disk] == in_memory
     states = {"adamw": 2, "sgd": 1, "muon": 1}[changes.get("optimizer.name", "adamw")]
     assert all(files >= 20 * states for _, files in on_disk)
@@ -56,29 +56,32 @@ def test_nvme_offload_is_bitwise_equal_to_no_offload(
 @pytest.mark.parametrize("data", ["zero1", "zero2", "zero3"])
 def test_cpu_offload_is_bitwise_equal_to_no_offload(data: str, text: Path, tmp_path: Path) -> None:
     common = {"model": MOE, "layout.data_parallel": data, "training.precision": "bf16", "training.steps": 6}
-    in_memory = rank_pool(2).run(trajectory, described(text, tmp_path, common))
-    assert rank_pool(2).run(trajectory, described(text, tmp_path, {**common, "layout.offload": "cpu"})) == in_memory
+    in_memory = rank_pool(2).run(training_trajectory, small_run(text, tmp_path, common))
+    assert (
+        rank_pool(2).run(training_trajectory, small_run(text, tmp_path, {**common, "layout.offload": "cpu"}))
+        == in_memory
+    )
 
 
-def half(run: RunSpec) -> None:
-    under_way = trainer(run)
-    steps(under_way, 3)
+def train_and_save_first_half(run: RunSpec) -> None:
+    under_way = make_trainer(run)
+    train_until(under_way, 3)
     under_way.save()
     under_way.checkpointer.wait()
 
 
-def other_half(run: RunSpec) -> list[tuple[float, float]]:
-    under_way = trainer(run)
+def resume_second_half(run: RunSpec) -> list[tuple[float, float]]:
+    under_way = make_trainer(run)
     assert under_way.resume()[0]
-    return steps(under_way, 6)
+    return train_until(under_way, 6)
 
 
 def test_nvme_offload_run_resumes_identically_from_checkpoint(text: Path, tmp_path: Path) -> None:
     disk = {"layout.data_parallel": "zero1", "layout.offload": "nvme", "layout.offload_directory": str(tmp_path)}
-    run = described(text, tmp_path, {"training.steps": 6, **disk})
-    whole = trajectory(run)
-    half(run)
-    assert other_half(run) == whole[3:]
+    run = small_run(text, tmp_path, {"training.steps": 6, **disk})
+    whole = training_trajectory(run)
+    train_and_save_first_half(run)
+    assert resume_second_half(run) == whole[3:]
 
 
 def test_mapped_file_is_unlinked_and_preallocated(tmp_path: Path) -> None:
@@ -105,14 +108,14 @@ def test_disk_offload_raises_user_error_at_open_file_limit(tmp_path: Path, monke
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "has no room"), (errno.EACCES, "cannot be written")])
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "has no room"), (errno.EACCES, "cannot be written")])
 def test_mapped_file_raises_user_error_when_disk_is_full_or_not_writable(
-    code: int, words: str, tmp_path: Path, monkeypatch: Any
+    code: int, message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         MappedFile(tmp_path, torch.empty(10))
     assert caught.value.field == "layout.offload_directory"

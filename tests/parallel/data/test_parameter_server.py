@@ -25,21 +25,22 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveRecorder
 from phalanx.train.trainer import Trainer
-from tests.helpers.small_runs import DENSE, MOE, described, steps, trainer, trajectory
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_until, training_trajectory
 
-SERVER = {"layout.data_parallel": "parameter_server"}
+PARAMETER_SERVER = {"layout.data_parallel": "parameter_server"}
 
 
 @pytest.mark.parametrize("changes", [{}, {"layout.num_servers": 2}, {"optimizer.name": "muon", "model": MOE}])
 def test_parameter_server_staleness_0_is_bitwise_equal_to_sync(changes: Any, text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "training.precision": "bf16", **changes}
-    synchronous = rank_pool(4).run(trajectory, described(text, tmp_path, changes))
+    changes = {**PARAMETER_SERVER, "training.precision": "bf16", **changes}
+    synchronous = rank_pool(4).run(training_trajectory, small_run(text, tmp_path, changes))
     assert (
-        rank_pool(4).run(trajectory, described(text, tmp_path, {**changes, "layout.max_staleness": 0})) == synchronous
+        rank_pool(4).run(training_trajectory, small_run(text, tmp_path, {**changes, "layout.max_staleness": 0}))
+        == synchronous
     )
 
 
-def hold_last_worker(under_way: Trainer) -> None:
+def delay_last_worker(under_way: Trainer) -> None:
     """Let the last rank begin its second step only when the first worker is as far ahead as it may be."""
     run, last = under_way.run, dist.get_world_size() - 1
     most = min(1 + (run.layout.max_staleness or 0), run.training.steps)
@@ -56,10 +57,10 @@ def hold_last_worker(under_way: Trainer) -> None:
         under_way.train_step = held  # type: ignore[method-assign]
 
 
-def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
+def train_with_slow_worker(run: RunSpec) -> list[dict[str, Any]]:
     """The records of a run in which the first worker is, at first, as far ahead of the last as it may be."""
-    under_way = trainer(run)
-    hold_last_worker(under_way)
+    under_way = make_trainer(run)
+    delay_last_worker(under_way)
     batches = prefetch(under_way.loader, 0, run.training.steps)
     records = [under_way.train_step(batches) for _ in range(run.training.steps)]
     under_way.evaluate()
@@ -68,8 +69,8 @@ def one_worker_is_slow(run: RunSpec) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_parameter_server_bounds_and_reports_staleness(servers: int, text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "layout.max_staleness": 2, "layout.num_servers": servers, "training.steps": 40}
-    results = rank_pool(4).run(one_worker_is_slow, described(text, tmp_path, changes))
+    changes = {**PARAMETER_SERVER, "layout.max_staleness": 2, "layout.num_servers": servers, "training.steps": 40}
+    results = rank_pool(4).run(train_with_slow_worker, small_run(text, tmp_path, changes))
     stale = [record["staleness"] for record in results[0]]
     assert max(stale) <= 2
     assert max(stale) > 0, "nobody went ahead of the slow worker"
@@ -80,9 +81,9 @@ def test_parameter_server_bounds_and_reports_staleness(servers: int, text: Path,
     assert losses[-1] < losses[0] - 1
 
 
-def evaluated_before_an_update(run: RunSpec) -> float:
+def evaluate_before_first_update(run: RunSpec) -> float:
     """The step of this rank's first record, where the server updates only when all workers have made a step."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches, everybody = prefetch(under_way.loader, 0, run.training.steps), dist.new_group(backend="gloo")
     update = under_way.strategy.step
 
@@ -102,13 +103,13 @@ def evaluated_before_an_update(run: RunSpec) -> float:
 
 
 def test_parameter_server_evaluates_before_workers_receive_an_update(text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "layout.max_staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
-    assert rank_pool(3).run(evaluated_before_an_update, described(text, tmp_path, changes), timeout=60) == [1, 0, 0]
+    changes = {**PARAMETER_SERVER, "layout.max_staleness": 4, "training.steps": 2, "optimizer.warmup_steps": 1}
+    assert rank_pool(3).run(evaluate_before_first_update, small_run(text, tmp_path, changes), timeout=60) == [1, 0, 0]
 
 
-def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
+def train_until_one_worker_stops(run: RunSpec) -> tuple[int, int]:
     """The step after which this rank stops when the first worker is asked to at once, and how many it made."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     under_way.stop_requested = dist.get_rank() == run.layout.num_servers
     batches, steps_done = prefetch(under_way.loader, 0, run.training.steps), 0
     while not under_way.should_stop:
@@ -121,14 +122,19 @@ def stopped_by_one_worker(run: RunSpec) -> tuple[int, int]:
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_parameter_server_ranks_stop_after_same_step(servers: int, staleness: int, text: Path, tmp_path: Path) -> None:
-    changes = {**SERVER, "layout.max_staleness": staleness, "layout.num_servers": servers, "training.steps": 100}
-    results = rank_pool(4).run(stopped_by_one_worker, described(text, tmp_path, changes), timeout=60)
+    changes = {
+        **PARAMETER_SERVER,
+        "layout.max_staleness": staleness,
+        "layout.num_servers": servers,
+        "training.steps": 100,
+    }
+    results = rank_pool(4).run(train_until_one_worker_stops, small_run(text, tmp_path, changes), timeout=60)
     assert results == [(2 + staleness, 2 + staleness)] * 4
 
 
-def exchanged(run: RunSpec) -> dict[str, float]:
+def measure_traffic_bytes(run: RunSpec) -> dict[str, float]:
     """Bytes that this rank sends and receives in ten updates, all that is under way included."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     batches = prefetch(under_way.loader, 0, 10)
     with CollectiveRecorder() as recorder:
         for _ in range(10):
@@ -143,8 +149,8 @@ def exchanged(run: RunSpec) -> dict[str, float]:
 def test_async_parameter_server_traffic_matches_formula(text: Path, tmp_path: Path) -> None:
     """A worker receives ahead of time, and a server for who is ahead: both in full numbers of messages."""
     model = {**DENSE, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 1024}
-    run = described(text, tmp_path, {**SERVER, "layout.max_staleness": 1, "model": model})
-    server, *workers = rank_pool(3).run(exchanged, run)
+    run = small_run(text, tmp_path, {**PARAMETER_SERVER, "layout.max_staleness": 1, "model": model})
+    server, *workers = rank_pool(3).run(measure_traffic_bytes, run)
     predicted = traffic_by_role(run, 3)
     for got, role in ((server, "server"), (workers[0], "worker"), (workers[1], "worker")):
         for traffic in predicted[role]:
@@ -158,10 +164,10 @@ def test_build_parameter_server_rejects_mixed_parameter_dtypes() -> None:
         build_parameter_server(module, Layout(data_parallel="parameter_server"), torch.device("cpu"))
 
 
-def held(run: RunSpec) -> tuple[int, int, int]:
+def count_resident_elements(run: RunSpec) -> tuple[int, int, int]:
     """Elements of weights, gradients and optimizer state that this rank holds after a step."""
-    under_way = trainer(run)
-    steps(under_way, 1)
+    under_way = make_trainer(run)
+    train_until(under_way, 1)
     strategy = under_way.strategy
     state = sum(
         value.numel()
@@ -180,8 +186,8 @@ def held(run: RunSpec) -> tuple[int, int, int]:
 def test_parameter_server_keeps_optimizer_state_on_servers_only(
     optimizer: str, states: int, text: Path, tmp_path: Path
 ) -> None:
-    run = described(text, tmp_path, {**SERVER, "layout.num_servers": 2, "optimizer.name": optimizer})
-    *servers, first, second = rank_pool(4).run(held, run)
+    run = small_run(text, tmp_path, {**PARAMETER_SERVER, "layout.num_servers": 2, "optimizer.name": optimizer})
+    *servers, first, second = rank_pool(4).run(count_resident_elements, run)
     whole = first[0]
     assert first == second == (whole, whole, 0)
     assert sum(server[0] for server in servers) == whole

@@ -12,12 +12,12 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, InFlightDispatch
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import MOE, described, trainer
+from tests.helpers.small_runs import MOE, make_trainer, small_run
 
 
-def order_of_a_step(run: RunSpec) -> list[str]:
+def record_step_order(run: RunSpec) -> list[str]:
     """When exchanges begin, when they were waited for, and when the shared experts work."""
-    under_way, done = trainer(run), []
+    under_way, done = make_trainer(run), []
     shared = cast(MoE, next(iter(cast(Transformer, under_way.module).blocks)).mlp).shared
     assert shared is not None
     shared.register_forward_hook(lambda *_: done.append("shared forward"))
@@ -43,6 +43,6 @@ def order_of_a_step(run: RunSpec) -> list[str]:
 def test_expert_parallel_overlaps_all_to_all_with_shared_experts(text: Path, tmp_path: Path) -> None:
     """Forward: dispatch, shared experts, combine. Backward: combine, dispatch, shared experts."""
     model = {**MOE, "num_layers": 1}
-    run = described(text, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch_size": 4})
+    run = small_run(text, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch_size": 4})
     forward = ["begin", "shared forward", "here", "begin"]
-    assert rank_pool(2).run(order_of_a_step, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2
+    assert rank_pool(2).run(record_step_order, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2

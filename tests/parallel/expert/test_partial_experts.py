@@ -21,59 +21,61 @@ from phalanx.spec.swarm import Codec
 from phalanx.testing import rank_pool
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
-from tests.helpers.small_runs import MOE, described, prepared_text
+from tests.helpers.small_runs import MOE, shared_data_cache, small_run
 
-OWN = (1, 2)
+TRAINED_EXPERTS = (1, 2)
 STEPS = 4
 
 
-def small(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
+def build_small_run(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
     model = {**MOE, "moe": {**MOE["moe"], "bias_update_rate": 0.0}}
-    return described(Path(json.__file__).parent, folder, {"model": model, "training.steps": STEPS, **(changes or {})})
+    return small_run(Path(json.__file__).parent, folder, {"model": model, "training.steps": STEPS, **(changes or {})})
 
 
-def trainer_of(run: RunSpec, own: TrainedExperts | None) -> Trainer:
-    assert prepared_text()
+def build_trainer(run: RunSpec, own: TrainedExperts | None) -> Trainer:
+    assert shared_data_cache()
     corpus = open_training_data(run, prepare(run.data))
     return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=own)
 
 
-def gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
+def compute_loss_and_gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step, and its mean gradient."""
-    under_way = trainer_of(run, own)
+    under_way = build_trainer(run, own)
     sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
     under_way.strategy.reduce(sums)
     return float(sums[1]), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
 
 
 def test_partial_experts_gradients_equal_full_model_gradients(tmp_path):
-    run = small(tmp_path)
-    (loss, expected), (found_loss, found) = (gradients(run, own) for own in (None, TrainedExperts(OWN)))
+    run = build_small_run(tmp_path)
+    (loss, expected), (found_loss, found) = (
+        compute_loss_and_gradients(run, own) for own in (None, TrainedExperts(TRAINED_EXPERTS))
+    )
     assert found_loss == pytest.approx(loss, rel=1e-12)
     assert set(found) == set(expected)
     for name, gradient in found.items():
-        whole = expected[name][list(OWN)] if ".experts." in name else expected[name]
+        whole = expected[name][list(TRAINED_EXPERTS)] if ".experts." in name else expected[name]
         torch.testing.assert_close(gradient, whole, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_partial_experts_are_bitwise_equal_to_full_model_when_all_trained(tmp_path, recompute):
     """Bit for bit."""
-    run = small(tmp_path, {"layout.activation_checkpointing": recompute})
-    (_, expected), (_, found) = (gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
+    run = build_small_run(tmp_path, {"layout.activation_checkpointing": recompute})
+    (_, expected), (_, found) = (compute_loss_and_gradients(run, own) for own in (None, TrainedExperts((0, 1, 2, 3))))
     assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
-def losses(run: RunSpec, own: TrainedExperts) -> list[float]:
-    under_way = trainer_of(run, own)
+def train_and_collect_losses(run: RunSpec, own: TrainedExperts) -> list[float]:
+    under_way = build_trainer(run, own)
     batches = prefetch(under_way.loader, 0, STEPS)
     found = [under_way.train_step(batches)["loss"] for _ in range(STEPS)]
     return [*found, under_way.evaluate()["held_out_loss"]]
 
 
-def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
+def compute_auxiliary_loss(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
     """Of a step whose routers' own experts are relieved: its auxiliary loss, and the gradients of the routers."""
-    under_way = trainer_of(run, TrainedExperts(OWN))
+    under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
     set_local_choice_weight(under_way.module, ratio)
     sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
     under_way.strategy.reduce(sums)
@@ -81,8 +83,8 @@ def auxiliary(run: RunSpec, ratio: float) -> tuple[float, dict[str, Tensor]]:
     return float(sums[2]), {name: gradient for name, gradient in gradients.items() if ".router." in name}
 
 
-@pytest.mark.parametrize("over", ["sequence", "micro_batch"])
-def test_local_choice_weight_balance_loss_matches_formula(tmp_path, over):
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
+def test_local_choice_weight_balance_loss_matches_formula(tmp_path, scope):
     """As it is written: a E sum_i r_i f_i P_i per token, f_i of what all experts were chosen."""
     moe = {
         "num_experts": 4,
@@ -90,18 +92,20 @@ def test_local_choice_weight_balance_loss_matches_formula(tmp_path, over):
         "expert_ffn_size": 24,
         "z_loss_coef": 0.0,
         "balance_loss_coef": 0.3,
-        "balance_loss_scope": over,
+        "balance_loss_scope": scope,
     }
-    under_way = trainer_of(small(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(OWN))
+    under_way = build_trainer(
+        build_small_run(tmp_path, {"model": {**MOE, "moe": moe}}), TrainedExperts(TRAINED_EXPERTS)
+    )
     set_local_choice_weight(under_way.module, 0.7)
     for router in under_way.routers.values():
         x = torch.randn(3, 16, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         weight = router.gate.weight.detach().clone().requires_grad_()
         share = (x @ weight.T).softmax(-1)
         chosen = torch.zeros_like(share).scatter_(-1, share.topk(2).indices, 1.0)
-        of, mean = ((1,), share.mean(1)) if over == "sequence" else ((0, 1), share.mean((0, 1)))
+        of, mean = ((1,), share.mean(1)) if scope == "sequence" else ((0, 1), share.mean((0, 1)))
         counted = chosen.sum(of) * torch.tensor([1.0, 0.7, 0.7, 1.0], dtype=torch.float64)
-        tokens = 16 if over == "sequence" else 48
+        tokens = 16 if scope == "sequence" else 48
         expected = 0.3 * 4 * tokens * (counted / (2 * tokens) * mean).sum()
         found = router(x)[2]
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
@@ -111,15 +115,18 @@ def test_local_choice_weight_balance_loss_matches_formula(tmp_path, over):
 
 def test_local_choice_weight_reset_to_1_is_bitwise_equal_to_default(tmp_path):
     """Bit for bit; and before, it is in the routers' gradients."""
-    run = small(tmp_path)
-    plain, under_way = trainer_of(run, TrainedExperts(OWN)), trainer_of(run, TrainedExperts(OWN))
+    run = build_small_run(tmp_path)
+    plain, under_way = (
+        build_trainer(run, TrainedExperts(TRAINED_EXPERTS)),
+        build_trainer(run, TrainedExperts(TRAINED_EXPERTS)),
+    )
     set_local_choice_weight(under_way.module, 0.5)
     set_local_choice_weight(under_way.module, 1.0)
     first, second = (each.train_step(prefetch(each.loader, 0, 1)) for each in (plain, under_way))
     assert (first["loss"], first["auxiliary_loss"]) == (second["loss"], second["auxiliary_loss"])
     for name, parameter in plain.strategy.trainable_parameters.items():
         assert torch.equal(parameter, under_way.strategy.trainable_parameters[name])
-    (loss, whole), (less, relieved) = auxiliary(run, 1.0), auxiliary(run, 0.5)
+    (loss, whole), (less, relieved) = compute_auxiliary_loss(run, 1.0), compute_auxiliary_loss(run, 0.5)
     assert less < loss
     assert all(not torch.allclose(whole[name], gradient, rtol=1e-3) for name, gradient in relieved.items())
 
@@ -138,13 +145,13 @@ def test_local_choice_weight_reset_to_1_is_bitwise_equal_to_default(tmp_path):
 )
 def test_local_choice_weight_losses_are_equal_across_layouts(tmp_path, layout):
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    alone = relieved_losses(small(tmp_path))
-    for found in rank_pool(2).run(relieved_losses, small(tmp_path, changes)):
+    alone = collect_auxiliary_losses(build_small_run(tmp_path))
+    for found in rank_pool(2).run(collect_auxiliary_losses, build_small_run(tmp_path, changes)):
         assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
 
 
-def relieved_losses(run: RunSpec) -> list[float]:
-    under_way = trainer_of(run, TrainedExperts(OWN))
+def collect_auxiliary_losses(run: RunSpec) -> list[float]:
+    under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
     batches, found = prefetch(under_way.loader, 0, STEPS), []
     for ratio in (0.0, 0.5, 0.75, 1.0):
         set_local_choice_weight(under_way.module, ratio)
@@ -152,7 +159,7 @@ def relieved_losses(run: RunSpec) -> list[float]:
     return found
 
 
-LAYOUTS = [
+TWO_RANK_LAYOUTS = [
     {},
     {"data_parallel": "zero1"},
     {"data_parallel": "zero2"},
@@ -168,7 +175,7 @@ LAYOUTS = [
     {"ep": 2, "data_parallel": "zero3"},
     {"tp": 2, "ep": 2},
 ]
-WIDER = [
+FOUR_RANK_LAYOUTS = [
     {"pp": 2, "tp": 2, "micro_batch_size": 2},
     {"pp": 2, "ep": 2, "micro_batch_size": 2},
     {"tp": 4},
@@ -176,51 +183,55 @@ WIDER = [
 ]
 
 
-def learn_the_same(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:
+def assert_losses_equal_single_process(folder: Path, size: int, layout: dict[str, Any], own: tuple[int, ...]) -> None:
     """So many ranks in this layout, as one."""
     changes = {f"layout.{name}": value for name, value in layout.items()}
-    alone = losses(small(folder), TrainedExperts(own))
-    for found in rank_pool(size).run(losses, small(folder, changes), TrainedExperts(own)):
+    alone = train_and_collect_losses(build_small_run(folder), TrainedExperts(own))
+    for found in rank_pool(size).run(train_and_collect_losses, build_small_run(folder, changes), TrainedExperts(own)):
         assert found == [pytest.approx(expected, rel=1e-9) for expected in alone]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", TWO_RANK_LAYOUTS, ids=str)
 def test_partial_experts_losses_equal_single_process_on_2_ranks(tmp_path, layout):
-    learn_the_same(tmp_path, 2, layout, OWN)
+    assert_losses_equal_single_process(tmp_path, 2, layout, TRAINED_EXPERTS)
 
 
-@pytest.mark.parametrize("layout", WIDER, ids=str)
+@pytest.mark.parametrize("layout", FOUR_RANK_LAYOUTS, ids=str)
 def test_partial_experts_losses_equal_single_process_on_4_ranks(tmp_path, layout):
-    learn_the_same(tmp_path, 4, layout, OWN)
+    assert_losses_equal_single_process(tmp_path, 4, layout, TRAINED_EXPERTS)
 
 
-@pytest.mark.parametrize("own", [(3,), (0, 1), (0, 2, 3)], ids=str)
+@pytest.mark.parametrize("trained_experts", [(3,), (0, 1), (0, 2, 3)], ids=str)
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep": 4}, {"tp": 2, "ep": 2}], ids=str)
-def test_partial_experts_equal_single_process_when_unevenly_assigned(tmp_path, own, layout):
+def test_partial_experts_equal_single_process_when_unevenly_assigned(tmp_path, trained_experts, layout):
     """Some of them none, some of them all that they have."""
-    learn_the_same(tmp_path, 4, layout, own)
+    assert_losses_equal_single_process(tmp_path, 4, layout, trained_experts)
 
 
-@pytest.mark.parametrize("rest", ["bf16", "int8"])
+@pytest.mark.parametrize("frozen_codec", ["bf16", "int8"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=str)
-def test_quantized_frozen_experts_match_single_process_under_tp_and_ep(tmp_path, rest, layout):
+def test_quantized_frozen_experts_match_single_process_under_tp_and_ep(tmp_path, frozen_codec, layout):
     """In bf16 each number is what it is; blocks of 8 bits are of a rank's part of an expert."""
     changes = {"training.precision": "fp32", **{f"layout.{name}": value for name, value in layout.items()}}
-    alone = losses(small(tmp_path, {"training.precision": "fp32"}), TrainedExperts(OWN, rest))
-    for found in rank_pool(2).run(losses, small(tmp_path, changes), TrainedExperts(OWN, rest)):
-        assert found == [pytest.approx(expected, rel=1e-5 if rest == "bf16" else 1e-3) for expected in alone]
+    alone = train_and_collect_losses(
+        build_small_run(tmp_path, {"training.precision": "fp32"}), TrainedExperts(TRAINED_EXPERTS, frozen_codec)
+    )
+    for found in rank_pool(2).run(
+        train_and_collect_losses, build_small_run(tmp_path, changes), TrainedExperts(TRAINED_EXPERTS, frozen_codec)
+    ):
+        assert found == [pytest.approx(expected, rel=1e-5 if frozen_codec == "bf16" else 1e-3) for expected in alone]
 
 
-@pytest.mark.parametrize(("rest", "off"), [("fp32", 0.0), ("bf16", 1e-2), ("int8", 2e-2)])
-def test_frozen_expert_codec_approximates_fp32_and_sets_element_size(tmp_path, rest, off):
+@pytest.mark.parametrize(("frozen_codec", "tolerance"), [("fp32", 0.0), ("bf16", 1e-2), ("int8", 2e-2)])
+def test_frozen_expert_codec_approximates_fp32_and_sets_element_size(tmp_path, frozen_codec, tolerance):
     """They compute nearly the same, and rest in as little as they should."""
-    run = small(tmp_path, {"training.precision": "fp32"})
-    whole, part = (trainer_of(run, TrainedExperts(OWN, codec)) for codec in ("fp32", rest))
+    run = build_small_run(tmp_path, {"training.precision": "fp32"})
+    whole, part = (build_trainer(run, TrainedExperts(TRAINED_EXPERTS, codec)) for codec in ("fp32", frozen_codec))
     (batch,) = [whole._micro_batches(whole.loader.step(0))[0]]
     with torch.no_grad():
         expected, found = (each.module(batch.tokens)[0] for each in (whole, part))
-    assert float((found - expected).norm() / expected.norm()) <= off
-    numbers = {"fp32": 4, "bf16": 2, "int8": 1}[rest]
+    assert float((found - expected).norm() / expected.norm()) <= tolerance
+    numbers = {"fp32": 4, "bf16": 2, "int8": 1}[frozen_codec]
     for _, experts in partially_trained_layers(part.module):
         for kind in ("gate", "up", "down"):
             resting = experts.frozen[kind]
@@ -228,11 +239,11 @@ def test_frozen_expert_codec_approximates_fp32_and_sets_element_size(tmp_path, r
             assert resting.numbers.numel() >= 2 * 24 * 32
 
 
-@pytest.mark.parametrize("rest", ["bf16", "int8"])
-def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, rest: Codec):
+@pytest.mark.parametrize("frozen_codec", ["bf16", "int8"])
+def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, frozen_codec: Codec):
     """Numerically: a step along the gradient of the embedding changes the loss as it says."""
-    run = small(tmp_path, {"training.precision": "fp64"})
-    under_way = trainer_of(run, TrainedExperts(OWN, rest))
+    run = build_small_run(tmp_path, {"training.precision": "fp64"})
+    under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS, frozen_codec))
     micro = under_way._micro_batches(under_way.loader.step(0))[0]
 
     def loss() -> Tensor:
@@ -251,8 +262,8 @@ def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, r
 
 
 def test_partial_experts_keep_optimizer_state_for_trained_experts_only(tmp_path):
-    run = small(tmp_path)
-    whole, part = trainer_of(run, None), trainer_of(run, TrainedExperts(OWN))
+    run = build_small_run(tmp_path)
+    whole, part = build_trainer(run, None), build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
     for each in (whole, part):
         each.train_step(prefetch(each.loader, 0, 1))
     others = 2 * 3 * 2 * 24 * 32  # of two layers three tensors of two experts

@@ -16,14 +16,14 @@ from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, MOE, described, trainer
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run
 
-DEEP = {**DENSE, "num_layers": 4}
+FOUR_LAYERS = {**DENSE, "num_layers": 4}
 
 
-def executed(run: RunSpec) -> tuple[list[str], float, float]:
+def record_executed_actions(run: RunSpec) -> tuple[list[str], float, float]:
     """What this rank did in a step, the time it took, and how long it waited for others."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     record = under_way.train_step(prefetch(under_way.loader, 0, 1))
     pipeline = under_way.strategy
     assert isinstance(pipeline, PipelineStrategy)
@@ -35,9 +35,9 @@ def executed(run: RunSpec) -> tuple[list[str], float, float]:
 def test_pipeline_executes_actions_in_schedule_order(schedule: str, text: Path, tmp_path: Path) -> None:
     choices = {"layout.virtual_stages": 2} if schedule == "interleaved" else {}
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1, **choices}
-    run = described(text, tmp_path, {"model": DEEP, **layout})
+    run = small_run(text, tmp_path, {"model": FOUR_LAYERS, **layout})
     planned = build_schedule(schedule, 2, 8, 2)
-    for rank, (ran, seconds, waited) in enumerate(rank_pool(2).run(executed, run)):
+    for rank, (ran, seconds, waited) in enumerate(rank_pool(2).run(record_executed_actions, run)):
         assert ran == [str(step) for step in planned.orders[rank]]
         assert 0 <= waited <= seconds
 
@@ -56,9 +56,9 @@ def test_schedule_sends_each_message_to_rank_of_adjacent_stage() -> None:
                 assert to == schedule.rank_of[stage + 1 if kind == "F" else stage - 1]
 
 
-def logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
+def evaluate_and_compute_logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
     """The held-out loss, and the logits of some tokens by the model as a whole."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     record = under_way.evaluate()
     with torch.no_grad():
         out, _ = under_way.strategy.model(torch.arange(48).view(2, 24), None)
@@ -66,13 +66,15 @@ def logits(run: RunSpec) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("model", [DEEP, {**MOE, "num_layers": 4}], ids=["dense", "moe"])
+@pytest.mark.parametrize("model", [FOUR_LAYERS, {**MOE, "num_layers": 4}], ids=["dense", "moe"])
 def test_pipeline_evaluation_and_logits_equal_single_process(
     model: Any, schedule: str, text: Path, tmp_path: Path
 ) -> None:
-    expected, whole = logits(described(text, tmp_path, {"model": model}))
+    expected, whole = evaluate_and_compute_logits(small_run(text, tmp_path, {"model": model}))
     layout = {"layout.pp": 2, "layout.schedule": schedule, "layout.micro_batch_size": 1}
-    for record, out in rank_pool(4).run(logits, described(text, tmp_path / "split", {"model": model, **layout})):
+    for record, out in rank_pool(4).run(
+        evaluate_and_compute_logits, small_run(text, tmp_path / "split", {"model": model, **layout})
+    ):
         assert record["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-12)
         assert record["held_out_tokens"] == expected["held_out_tokens"]
         torch.testing.assert_close(out.double(), whole.double(), rtol=1e-6, atol=1e-7)
@@ -83,7 +85,7 @@ def test_stage_modules_partition_full_model_parameter_names() -> None:
     from phalanx.spec.base import parse_table
     from phalanx.spec.model import ModelSpec
 
-    spec = parse_table(ModelSpec, DEEP)
+    spec = parse_table(ModelSpec, FOUR_LAYERS)
     whole = dict(Transformer(spec).named_parameters())
     layers = contiguous_ranges([1, 1, 1, 1])
     found: dict[str, torch.Size] = {}

@@ -20,7 +20,7 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 GIB = 2**30
-PLAIN = RunSituation(
+BASELINE_SITUATION = RunSituation(
     parameters=10**9,
     layers=24,
     experts=False,
@@ -37,32 +37,32 @@ PLAIN = RunSituation(
 """A model that is no trouble: rules are tried on changes of it."""
 
 
-def make(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:
+def make_run(model: str, machine: str = "h100", nodes: int = 1, tokens: int = 2**22, sequence: int = 8192) -> RunSpec:
     training = {"seq_len": sequence, "tokens_per_step": tokens}
     cluster = {"preset": machine, "nodes": nodes, "nproc_per_node": 8}
     return run_from_table({"model": {"preset": model}, "training": training, "cluster": cluster})
 
 
-def applying(situation: RunSituation) -> set[str]:
+def applicable_rules(situation: RunSituation) -> set[str]:
     return {rule.name for rule in RULES if rule.applies(situation)}
 
 
-def of(advised: AdviceReport, name: str) -> Advice:
+def advice_for_rule(advised: AdviceReport, name: str) -> Advice:
     return next(advice for advice in advised.advice if advice.rule.name == name)
 
 
-def names(rule: RuleOfThumb) -> dict[str, Any]:
+def requirements_as_text(rule: RuleOfThumb) -> dict[str, Any]:
     return {field: wanted if isinstance(wanted, tuple) else str(wanted) for field, wanted in rule.wants.items()}
 
 
 @pytest.fixture(scope="module")
-def eight_billion() -> AdviceReport:
-    return advise(make("llama3-8b", nodes=4), 32)
+def llama3_8b_report() -> AdviceReport:
+    return advise(make_run("llama3-8b", nodes=4), 32)
 
 
 @pytest.fixture(scope="module")
-def seventy_billion() -> AdviceReport:
-    return advise(make("llama3-70b", nodes=16), 128)
+def llama3_70b_report() -> AdviceReport:
+    return advise(make_run("llama3-70b", nodes=16), 128)
 
 
 DATA_ONLY = {"tp": "1", "pp": "1", "cp": "1", "ep": "1"}
@@ -70,7 +70,7 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
 
 
 @pytest.mark.parametrize(
-    ("billions", "says", "wants"),
+    ("billions", "recommendation", "requirements"),
     [
         (0.5, "data parallelism (DDP)", {"data_parallel": ("ddp",), **DATA_ONLY}),
         (5, "data parallelism with ZeRO-2", {"data_parallel": ("zero2",), **DATA_ONLY}),
@@ -78,16 +78,16 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
         (500, "3D with ZeRO-3 and offload to CPU or NVMe", THREE_D),
     ],
 )
-def test_size_rules_match_published_guide(billions, says, wants):
+def test_size_rules_match_published_guide(billions, recommendation, requirements):
     """T25."""
-    found = [rule for rule in BY_SIZE if rule.applies(replace(PLAIN, parameters=int(billions * 1e9)))]
-    assert [(rule.says, names(rule)) for rule in found] == [(says, wants)]
+    found = [rule for rule in BY_SIZE if rule.applies(replace(BASELINE_SITUATION, parameters=int(billions * 1e9)))]
+    assert [(rule.says, requirements_as_text(rule)) for rule in found] == [(recommendation, requirements)]
 
 
 @pytest.mark.parametrize("billions", [1, 10, 100])
 def test_size_rule_boundary_belongs_to_larger_class(billions):
     below, at = (
-        [rule.name for rule in BY_SIZE if rule.applies(replace(PLAIN, parameters=size))]
+        [rule.name for rule in BY_SIZE if rule.applies(replace(BASELINE_SITUATION, parameters=size))]
         for size in (billions * 10**9 - 1, billions * 10**9)
     )
     assert len(below) == len(at) == 1
@@ -119,7 +119,7 @@ def test_degree_range_accepts_values_within_limits():
     ]
 
 
-SMALL = {
+BASELINE_RULES = {
     "fewer than 1B parameters",
     "1B to 10B parameters",
     "a large dataset",
@@ -129,15 +129,15 @@ SMALL = {
     "tensor parallelism",
     "data parallelism",
 }
-BIG_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GIB}
+LARGE_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GIB}
 
 
 @pytest.mark.parametrize(
-    ("change", "more", "fewer"),
+    ("change", "added_rules", "removed_rules"),
     [
         ({"activation_bytes": 2 * GIB}, {"activation memory"}, set()),
         (
-            {"state": BIG_STATE, "alone": False},
+            {"state": LARGE_STATE, "alone": False},
             {"parameter memory", "state that ranks can share"},
             {"a copy fits one device"},
         ),
@@ -154,27 +154,27 @@ BIG_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * GI
         ),
     ],
 )
-def test_applicable_rules_follow_run_situation(change, more, fewer):
-    before, after = applying(PLAIN), applying(replace(PLAIN, **change))
-    assert before <= SMALL
-    assert more <= after - before
-    assert fewer <= before - after
+def test_applicable_rules_follow_run_situation(change, added_rules, removed_rules):
+    before, after = applicable_rules(BASELINE_SITUATION), applicable_rules(replace(BASELINE_SITUATION, **change))
+    assert before <= BASELINE_RULES
+    assert added_rules <= after - before
+    assert removed_rules <= before - after
 
 
-def test_exactly_one_pipeline_rule_of_thumb_applies(eight_billion, seventy_billion):
-    for situation in (PLAIN, eight_billion.situation, seventy_billion.situation):
+def test_exactly_one_pipeline_rule_of_thumb_applies(llama3_8b_report, llama3_70b_report):
+    for situation in (BASELINE_SITUATION, llama3_8b_report.situation, llama3_70b_report.situation):
         assert (
             len(
-                applying(situation)
+                applicable_rules(situation)
                 & {rule.name for rule in RULES if rule.says in ("no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")}
             )
             == 1
         )
 
 
-def test_run_situation_of_llama3_8b_matches_hand_count(eight_billion):
+def test_run_situation_of_llama3_8b_matches_hand_count(llama3_8b_report):
     """Llama 3 8B: 4, 4 and 8 bytes a parameter with AdamW, and blocks of 218 M parameters."""
-    here = eight_billion.situation
+    here = llama3_8b_report.situation
     m, block = 8_030_261_248, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert (here.parameters, here.layers, here.sequences, here.domain) == (m, 32, 512, 8)
     assert here.state == {"parameters": 4 * m, "gradients": 4 * m, "optimizer": 8 * m}
@@ -183,12 +183,12 @@ def test_run_situation_of_llama3_8b_matches_hand_count(eight_billion):
     assert not here.alone
 
 
-def test_run_situation_has_spare_memory_only_if_zb_h2_fits(seventy_billion):
+def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
     """Held against the layouts themselves: the fastest 1F1B pipeline, and the same with ZB-H2."""
-    roomy = make("llama3-70b", "b300", nodes=32, sequence=4096)
+    roomy = make_run("llama3-70b", "b300", nodes=32, sequence=4096)
     for run, advised, spare in (
         (roomy, advise(roomy, 256), True),
-        (make("llama3-70b", nodes=16), seventy_billion, False),
+        (make_run("llama3-70b", nodes=16), llama3_70b_report, False),
     ):
         ranks = advised.situation.ranks
         pipelines = [c for c in enumerate_layouts(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
@@ -197,8 +197,8 @@ def test_run_situation_has_spare_memory_only_if_zb_h2_fits(seventy_billion):
         assert advised.situation.spare == spare == (other.p_oom < MAX_OOM_PROBABILITY)
 
 
-def test_size_rule_is_slower_than_planner_best_for_llama3_8b(eight_billion):
-    advice = of(eight_billion, "1B to 10B parameters")
+def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
+    advice = advice_for_rule(llama3_8b_report, "1B to 10B parameters")
     assert advice.verdict == "costs"
     assert advice.option is not None
     assert (advice.option.candidate.data_parallel, advice.option.candidate.tp, advice.option.candidate.pp) == (
@@ -206,7 +206,7 @@ def test_size_rule_is_slower_than_planner_best_for_llama3_8b(eight_billion):
         1,
         1,
     )
-    slower = advice.option.step_seconds / eight_billion.best.step_seconds - 1
+    slower = advice.option.step_seconds / llama3_8b_report.best.step_seconds - 1
     assert advice.slower == pytest.approx(slower)
     assert slower > 0.05
     assert advice.option.candidate.activation_checkpointing == "full", (
@@ -215,29 +215,29 @@ def test_size_rule_is_slower_than_planner_best_for_llama3_8b(eight_billion):
     assert "products, attention and passes over memory" in advice.reason
 
 
-def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(eight_billion):
-    advice = of(eight_billion, "a large dataset")
-    assert (advice.verdict, advice.option) == ("agrees", eight_billion.best)
+def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(llama3_8b_report):
+    advice = advice_for_rule(llama3_8b_report, "a large dataset")
+    assert (advice.verdict, advice.option) == ("agrees", llama3_8b_report.best)
     assert advice.reason.startswith("otherwise ")
     assert "dp 1," in advice.reason
     assert "s: +" in advice.reason, "what the other layout spends more on"
 
 
-def test_3d_parallelism_rule_agrees_with_planner_for_llama3_70b(seventy_billion):
-    advice = of(seventy_billion, "10B to 100B parameters")
+def test_3d_parallelism_rule_agrees_with_planner_for_llama3_70b(llama3_70b_report):
+    advice = advice_for_rule(llama3_70b_report, "10B to 100B parameters")
     assert advice.verdict == "agrees"
     assert advice.option is not None
     assert min(advice.option.candidate.dp, advice.option.candidate.tp, advice.option.candidate.pp) >= 2
-    assert advice.option.step_seconds < (1 + ALIKE) * seventy_billion.best.step_seconds
+    assert advice.option.step_seconds < (1 + ALIKE) * llama3_70b_report.best.step_seconds
 
 
-def test_advice_warns_when_tp_leaves_fast_link_domain(seventy_billion):
-    assert "tp = 16 leaves the domain of 8 devices" in of(seventy_billion, "tensor parallelism").reason
+def test_advice_warns_when_tp_leaves_fast_link_domain(llama3_70b_report):
+    assert "tp = 16 leaves the domain of 8 devices" in advice_for_rule(llama3_70b_report, "tensor parallelism").reason
 
 
 def test_advice_reports_excess_memory_when_rule_does_not_fit():
-    advised = advise(make("llama3-8b", "l4"), 8)
-    advice = of(advised, "1B to 10B parameters")
+    advised = advise(make_run("llama3-8b", "l4"), 8)
+    advice = advice_for_rule(advised, "1B to 10B parameters")
     assert advice.verdict == "does not fit"
     assert advice.option is not None
     assert advice.option.p_oom >= MAX_OOM_PROBABILITY
@@ -248,15 +248,18 @@ def test_advice_reports_excess_memory_when_rule_does_not_fit():
 
 def test_advice_reports_rule_without_any_valid_layout():
     """One sequence a step leaves nothing to data-parallel ranks."""
-    advised = advise(make("llama3-8b", tokens=8192), 8)
-    assert of(advised, "compute inside layers").verdict in ("agrees", "costs")
-    impossible = of(advised, "1B to 10B parameters")
+    advised = advise(make_run("llama3-8b", tokens=8192), 8)
+    assert advice_for_rule(advised, "compute inside layers").verdict in ("agrees", "costs")
+    impossible = advice_for_rule(advised, "1B to 10B parameters")
     assert (impossible.verdict, impossible.option) == ("does not run", None)
     assert "no layout of 8 devices" in impossible.reason
 
 
-def test_advice_verdicts_match_evaluated_layouts(eight_billion, seventy_billion):
-    for run, advised in ((make("llama3-8b", nodes=4), eight_billion), (make("llama3-70b", nodes=16), seventy_billion)):
+def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_report):
+    for run, advised in (
+        (make_run("llama3-8b", nodes=4), llama3_8b_report),
+        (make_run("llama3-70b", nodes=16), llama3_70b_report),
+    ):
         found = enumerate_layouts(run, advised.situation.ranks)
         assert advised.best == search_layouts(run, advised.situation.ranks, keep=1).options[0]
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
@@ -275,5 +278,5 @@ def test_advice_verdicts_match_evaluated_layouts(eight_billion, seventy_billion)
 
 def test_advise_raises_with_memory_suggestion_when_nothing_fits():
     with pytest.raises(UserError, match="advise oom") as caught:
-        advise(make("llama3-405b", "l4"), 8)
+        advise(make_run("llama3-405b", "l4"), 8)
     assert "GiB" in caught.value.fix

@@ -47,7 +47,7 @@ WIDE = {
 }
 
 
-def make(
+def make_run(
     model: Table | None = None, cluster: Table | None = None, training: Table | None = None, **layout: Any
 ) -> RunSpec:
     training = {"seq_len": 1024, "tokens_per_step": 2**18, **(training or {})}
@@ -55,30 +55,32 @@ def make(
     return run_from_table({"model": model or WIDE, "training": training, "cluster": cluster, "layout": layout})
 
 
-C = memory_constants()
-SURE = exp(-1.644853627 * C.spread)
+MEMORY_CONSTANTS = memory_constants()
+SAFE_MEMORY_FRACTION = exp(-1.644853627 * MEMORY_CONSTANTS.spread)
 """Of memory, what may be filled so that it is likely to be enough."""
 
 
-def small(gib: float, **more: Any) -> RunSpec:
+def make_run_with_memory_limit(gib: float, **more: Any) -> RunSpec:
     """A run on devices where it may hold so much: of theirs a GPU's libraries take their part, and some is margin."""
-    return make(cluster={"memory_bytes": ceil((gib + C.context_gib) * GIB / SURE)}, **more)
+    return make_run(
+        cluster={"memory_bytes": ceil((gib + MEMORY_CONSTANTS.context_gib) * GIB / SAFE_MEMORY_FRACTION)}, **more
+    )
 
 
-def eight_billion(**layout: Any) -> RunSpec:
-    return make({"preset": "llama3-8b"}, training={"seq_len": 8192, "tokens_per_step": 2**20}, **layout)
+def make_llama3_8b_run(**layout: Any) -> RunSpec:
+    return make_run({"preset": "llama3-8b"}, training={"seq_len": 8192, "tokens_per_step": 2**20}, **layout)
 
 
-def by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
+def effects_by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
     return {effect.remedy.name: effect for effect in effects}
 
 
-def total(run: RunSpec) -> int:
+def max_rank_bytes(run: RunSpec) -> int:
     """Bytes of the fullest rank, asked of the room that counts them."""
     return max(found.total for found in rank_memory(run, run.cluster.ranks).values())
 
 
-def loaded(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
+def reload_with_settings(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
     """The run from a file, with what `--set` says."""
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(run.model_dump(exclude_none=True)))
@@ -86,11 +88,11 @@ def loaded(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
 
 
 RUNS = {
-    "ddp": lambda: small(7),
-    "zero1 in a pipeline": lambda: small(4, data_parallel="zero1", pp=2, micro_batch_size=4),
-    "8b on one node": eight_billion,
-    "8b sharded": lambda: eight_billion(data_parallel="zero3"),
-    "experts": lambda: make(
+    "ddp": lambda: make_run_with_memory_limit(7),
+    "zero1 in a pipeline": lambda: make_run_with_memory_limit(4, data_parallel="zero1", pp=2, micro_batch_size=4),
+    "8b on one node": make_llama3_8b_run,
+    "8b sharded": lambda: make_llama3_8b_run(data_parallel="zero3"),
+    "experts": lambda: make_run(
         {"preset": "mixtral-8x7b"}, {"nodes": 8}, {"seq_len": 8192, "tokens_per_step": 2**22}, data_parallel="zero3"
     ),
 }
@@ -102,25 +104,27 @@ def run(request) -> RunSpec:
 
 
 def test_diagnose_steps_fit_when_their_settings_are_applied(run, tmp_path):
-    assert total(run) > limit_bytes(run), "the run is of use here only if it does not fit"
+    assert max_rank_bytes(run) > limit_bytes(run), "the run is of use here only if it does not fit"
     found = diagnose(run)
     assert fits_after(found.steps)
     for effect in (*found.steps, *found.needed):
         assert effect.held
-        changed = loaded(run, tmp_path, *effect.settings)
-        assert total(changed) == effect.held.memory.total
-        assert effect.held.fits == (total(changed) <= limit_bytes(changed))
-    assert total(loaded(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
+        changed = reload_with_settings(run, tmp_path, *effect.settings)
+        assert max_rank_bytes(changed) == effect.held.memory.total
+        assert effect.held.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
+    assert max_rank_bytes(reload_with_settings(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
 
 
 def test_single_remedy_effects_match_memory_of_applied_settings(run, tmp_path):
     cut = plan_batch(run, run.cluster.ranks)
     for effect in evaluate_single_remedies(run):
         if effect.held:
-            changed = loaded(run, tmp_path, f"layout.micro_batch_size={cut.micro_batch_size}", *effect.settings)
-            assert total(changed) == effect.held.memory.total, effect.settings
-            assert effect.held.fits == (total(changed) <= limit_bytes(changed))
-            assert effect.freed_bytes == total(run) - total(changed)
+            changed = reload_with_settings(
+                run, tmp_path, f"layout.micro_batch_size={cut.micro_batch_size}", *effect.settings
+            )
+            assert max_rank_bytes(changed) == effect.held.memory.total, effect.settings
+            assert effect.held.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
+            assert effect.freed_bytes == max_rank_bytes(run) - max_rank_bytes(changed)
 
 
 def test_apply_until_fits_reports_bytes_freed_between_steps(run):
@@ -137,9 +141,9 @@ def test_apply_until_fits_reports_bytes_freed_between_steps(run):
 
 def test_apply_until_fits_skips_remedies_with_negligible_effect():
     """Short sequences leave few activations beside 8 billion parameters."""
-    run = make({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
-    recomputed = by_name(evaluate_single_remedies(run))["recompute blocks"]
-    assert 0 < recomputed.freed_bytes < 0.01 * total(run)
+    run = make_run({"preset": "llama3-8b"}, training={"seq_len": 16, "tokens_per_step": 128, "precision": "fp32"})
+    recomputed = effects_by_name(evaluate_single_remedies(run))["recompute blocks"]
+    assert 0 < recomputed.freed_bytes < 0.01 * max_rank_bytes(run)
     steps = apply_until_fits(run)
     assert fits_after(steps)
     assert {effect.remedy.name for effect in steps} <= {"ZeRO-1", "ZeRO-2", "ZeRO-3"}
@@ -182,7 +186,7 @@ def test_diagnose_advice_is_no_slower_than_any_single_sufficient_remedy(run):
 
 
 def test_diagnose_uses_published_order_when_step_times_are_unknown():
-    found = diagnose(small(7, training={"precision": "fp32"}))
+    found = diagnose(make_run_with_memory_limit(7, training={"precision": "fp32"}))
     assert found.now.step_seconds is None
     order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.last)]
     assert order[-3:] == ["bf16", "SGD", "more devices"]
@@ -191,7 +195,7 @@ def test_diagnose_uses_published_order_when_step_times_are_unknown():
             effect.remedy.name for effect in found.single_remedies if effect.held and fits_after([effect]) == suffices
         ]
         assert names == sorted(names, key=order.index)
-    assert found.steps == apply_until_fits(small(7, training={"precision": "fp32"}))
+    assert found.steps == apply_until_fits(make_run_with_memory_limit(7, training={"precision": "fp32"}))
 
 
 def test_remedies_follow_published_guide_order():
@@ -216,46 +220,52 @@ def test_remedies_follow_published_guide_order():
 
 def test_sgd_remedy_frees_half_of_adamw_model_state():
     """With 4 bytes for each of 4 m numbers; SGD with momentum, a quarter."""
-    run = small(1, training={"precision": "fp32"})
+    run = make_run_with_memory_limit(1, training={"precision": "fp32"})
     state = run_footprint(run).memory.state
     m = count_parameters(run.model).total
     assert state == 16 * m
-    sgd = by_name(evaluate_single_remedies(run))["SGD"]
+    sgd = effects_by_name(evaluate_single_remedies(run))["SGD"]
     assert sgd.settings == ("optimizer.name=sgd", "optimizer.momentum=0.0")
     assert sgd.freed_bytes == sgd.freed["optimizer"] == 8 * m == state // 2
-    fits_with_momentum = small((total(run) - 4 * m) / GIB + 0.01, training={"precision": "fp32"})
-    assert by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].settings == ("optimizer.name=sgd",)
-    assert by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].freed_bytes == 4 * m
+    fits_with_momentum = make_run_with_memory_limit(
+        (max_rank_bytes(run) - 4 * m) / GIB + 0.01, training={"precision": "fp32"}
+    )
+    assert effects_by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].settings == ("optimizer.name=sgd",)
+    assert effects_by_name(evaluate_single_remedies(fits_with_momentum))["SGD"].freed_bytes == 4 * m
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
     """Batch x alpha, but for rotary tables, which sequences share; and a batch frees nothing but activations."""
-    run = small(0.1, training={"precision": "fp32"}, micro_batch_size=size)
-    assert total(run) > limit_bytes(run)
-    halved = run_footprint(small(0.1, training={"precision": "fp32"}, micro_batch_size=size // 2)).memory
+    run = make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size)
+    assert max_rank_bytes(run) > limit_bytes(run)
+    halved = run_footprint(
+        make_run_with_memory_limit(0.1, training={"precision": "fp32"}, micro_batch_size=size // 2)
+    ).memory
     now = run_footprint(run).memory
     assert now.activations == pytest.approx(2 * halved.activations, rel=1e-3)
     assert (now.parameters, now.gradients, now.optimizer) == (halved.parameters, halved.gradients, halved.optimizer)
-    effect = by_name(evaluate_single_remedies(run))["smaller micro-batch"]
+    effect = effects_by_name(evaluate_single_remedies(run))["smaller micro-batch"]
     assert effect.settings == ("layout.micro_batch_size=1",)
     assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
     assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations, rel=1e-3)
 
 
 def test_remedy_applies_smallest_sufficient_change():
-    run = make(micro_batch_size=32)
-    four = run_footprint(make(micro_batch_size=4)).memory.total
-    just = small((four + 1) / GIB, micro_batch_size=32)
-    assert total(run) > limit_bytes(just)
-    assert by_name(evaluate_single_remedies(just))["smaller micro-batch"].settings == ("layout.micro_batch_size=4",)
+    run = make_run(micro_batch_size=32)
+    four = run_footprint(make_run(micro_batch_size=4)).memory.total
+    just = make_run_with_memory_limit((four + 1) / GIB, micro_batch_size=32)
+    assert max_rank_bytes(run) > limit_bytes(just)
+    assert effects_by_name(evaluate_single_remedies(just))["smaller micro-batch"].settings == (
+        "layout.micro_batch_size=4",
+    )
     assert [effect.remedy.name for effect in apply_until_fits(just)] == ["smaller micro-batch"]
 
 
 def test_zero_remedies_free_the_state_that_their_stage_shards():
-    run = small(0.1, training={"precision": "fp32"})
+    run = make_run_with_memory_limit(0.1, training={"precision": "fp32"})
     whole = model_state_bytes(count_parameters(run.model), "adamw", "fp32")
-    found = by_name(evaluate_single_remedies(run))
+    found = effects_by_name(evaluate_single_remedies(run))
     for stage, parts in (
         (1, {"optimizer"}),
         (2, {"optimizer", "gradients"}),
@@ -268,8 +278,8 @@ def test_zero_remedies_free_the_state_that_their_stage_shards():
 
 
 def test_remedy_step_seconds_equal_planner_times_or_none():
-    run = eight_billion()
-    found = by_name(evaluate_single_remedies(run))
+    run = make_llama3_8b_run()
+    found = effects_by_name(evaluate_single_remedies(run))
     recomputed = found["recompute blocks"]
     assert recomputed.run is not None
     assert recomputed.held
@@ -282,13 +292,13 @@ def test_remedy_step_seconds_equal_planner_times_or_none():
     assert offloaded
     assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data_parallel="zero1", offload="cpu")).step_seconds
     assert offloaded.step_seconds > before
-    assert run_footprint(small(7, training={"precision": "fp32"})).step_seconds is None
+    assert run_footprint(make_run_with_memory_limit(7, training={"precision": "fp32"})).step_seconds is None
 
 
 def test_inapplicable_remedies_report_the_reason():
-    found = by_name(
+    found = effects_by_name(
         evaluate_single_remedies(
-            eight_billion(data_parallel="zero3", activation_checkpointing="full", micro_batch_size=1)
+            make_llama3_8b_run(data_parallel="zero3", activation_checkpointing="full", micro_batch_size=1)
         )
     )
     for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
@@ -297,44 +307,47 @@ def test_inapplicable_remedies_report_the_reason():
     assert found["smaller micro-batch"].problem == "a micro-batch is one sequence"
     assert "no experts" in found["expert parallelism"].problem
     assert found["more devices"].held
-    odd = by_name(
+    odd = effects_by_name(
         evaluate_single_remedies(
-            make({**WIDE, "num_heads": 9, "num_kv_heads": 9, "hidden_size": 1152}, cluster={"nproc_per_node": 2})
+            make_run({**WIDE, "num_heads": 9, "num_kv_heads": 9, "hidden_size": 1152}, cluster={"nproc_per_node": 2})
         )
     )
     assert "does not divide model.num_heads" in odd["tensor parallelism"].problem
 
 
 def test_context_parallel_remedy_chooses_cp_method_like_the_planner():
-    on_gpu, on_cpu = make(cluster={"memory_bytes": 2 * GIB}), make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})
-    assert by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
+    on_gpu, on_cpu = (
+        make_run(cluster={"memory_bytes": 2 * GIB}),
+        make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"}),
+    )
+    assert effects_by_name(evaluate_single_remedies(on_gpu))["context parallelism"].settings == (
         "layout.cp=8",
         "layout.cp_method=ulysses",
     )
-    assert by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
+    assert effects_by_name(evaluate_single_remedies(on_cpu))["context parallelism"].settings == ("layout.cp=8",)
     five = {**WIDE, "num_heads": 5, "num_kv_heads": 5, "hidden_size": 1280}
-    few_heads = make(five, cluster={"memory_bytes": 2 * GIB})
-    assert by_name(evaluate_single_remedies(few_heads))["context parallelism"].settings == ("layout.cp=8",)
+    few_heads = make_run(five, cluster={"memory_bytes": 2 * GIB})
+    assert effects_by_name(evaluate_single_remedies(few_heads))["context parallelism"].settings == ("layout.cp=8",)
 
 
 def test_remedies_reset_options_that_no_longer_apply():
-    run = small(0.1, data_parallel="ddp", gradient_compression="bf16")
-    found = by_name(evaluate_single_remedies(run))
+    run = make_run_with_memory_limit(0.1, data_parallel="ddp", gradient_compression="bf16")
+    found = effects_by_name(evaluate_single_remedies(run))
     assert "layout.gradient_compression=none" in found["ZeRO-1"].settings
     assert "layout.gradient_compression=none" in found["pipeline"].settings
 
 
 def test_offload_remedy_respects_cpu_memory_limit():
-    on_cpu = by_name(evaluate_single_remedies(make(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))[
+    on_cpu = effects_by_name(evaluate_single_remedies(make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))[
         "offload to CPU memory"
     ]
     assert on_cpu.held is None
     assert "CPU memory is what is short" in on_cpu.problem
-    run = eight_billion(data_parallel="zero3", offload="cpu", activation_checkpointing="full")
+    run = make_llama3_8b_run(data_parallel="zero3", offload="cpu", activation_checkpointing="full")
     resting = run_footprint(run).memory.host
     assert run_footprint(run).fits
     assert run_footprint(run).memory.host == run_footprint(run).memory.offloaded == pytest.approx(2 * 8.03e9, rel=0.01)
-    for memory, fit in ((resting / SURE * 1.0001, True), (resting, False)):
+    for memory, fit in ((resting / SAFE_MEMORY_FRACTION * 1.0001, True), (resting, False)):
         cluster = run.cluster.model_copy(update={"host_memory_bytes": round(memory)})
         assert run_footprint(run.model_copy(update={"cluster": cluster})).fits is fit
 
@@ -345,7 +358,7 @@ def test_offload_remedy_on_one_device_includes_gradients_when_needed():
     def one(memory_gib: float, **layout: Any) -> RunSpec:
         cluster = {"nproc_per_node": 1, "memory_bytes": round(memory_gib * GIB)}
         training = {"seq_len": 4096, "tokens_per_step": 65_536}
-        return make(
+        return make_run(
             {"preset": "llama3-8b"}, cluster, training, activation_checkpointing="full", micro_batch_size=1, **layout
         )
 
@@ -354,15 +367,15 @@ def test_offload_remedy_on_one_device_includes_gradients_when_needed():
         assert found.best
         assert (found.best.candidate.data_parallel, found.best.candidate.offload) == (data, "cpu")
         assert [effect.settings for effect in found.needed] == [(f"layout.data_parallel={data}", "layout.offload=cpu")]
-        assert "a lone device" in by_name(found.single_remedies)["ZeRO-2"].problem
-    offloading = by_name(evaluate_single_remedies(one(37, data_parallel="zero1", offload="cpu")))
+        assert "a lone device" in effects_by_name(found.single_remedies)["ZeRO-2"].problem
+    offloading = effects_by_name(evaluate_single_remedies(one(37, data_parallel="zero1", offload="cpu")))
     assert offloading["ZeRO-2"].held
     assert offloading["ZeRO-2"].held.fits
     assert offloading["ZeRO-3"].held is None
 
 
 def test_diagnose_needs_no_steps_when_run_fits():
-    found = diagnose(make(micro_batch_size=1))
+    found = diagnose(make_run(micro_batch_size=1))
     assert found.now.fits
     assert (found.steps, found.needed) == ([], [])
     assert len(found.single_remedies) == len(REMEDIES)
@@ -370,15 +383,15 @@ def test_diagnose_needs_no_steps_when_run_fits():
 
 def test_limit_bytes_subtracts_gpu_context_memory():
     on_gpu, on_cpu = (
-        make(cluster={"preset": None, "device": device, "memory_bytes": 10**10}) for device in ("cuda", "cpu")
+        make_run(cluster={"preset": None, "device": device, "memory_bytes": 10**10}) for device in ("cuda", "cpu")
     )
-    assert limit_bytes(on_cpu) == pytest.approx(SURE * 10**10)
-    assert limit_bytes(on_gpu) == pytest.approx(SURE * 10**10 - C.context_gib * GIB)
+    assert limit_bytes(on_cpu) == pytest.approx(SAFE_MEMORY_FRACTION * 10**10)
+    assert limit_bytes(on_gpu) == pytest.approx(SAFE_MEMORY_FRACTION * 10**10 - MEMORY_CONSTANTS.context_gib * GIB)
     with pytest.raises(UserError, match=r"cluster\.memory_bytes"):
-        limit_bytes(make(cluster={"preset": None}))
+        limit_bytes(make_run(cluster={"preset": None}))
 
 
-def calibrated(held_bytes: float) -> RunSpec:
+def make_calibrated_run(held_bytes: float) -> RunSpec:
     """In fp32, on a machine where a process has 4 GiB beside the driver, and tensors take a tenth more than counted."""
     measured = {
         "runs": 3,
@@ -390,17 +403,17 @@ def calibrated(held_bytes: float) -> RunSpec:
         "bytes_per_counted_byte": 1.1,
     }
     beside = (4 + memory_constants().context_gib) * GIB
-    memory = round((1.1 * held_bytes + beside) / SURE)
-    return make(
+    memory = round((1.1 * held_bytes + beside) / SAFE_MEMORY_FRACTION)
+    return make_run(
         cluster={"memory_bytes": memory, "calibration": measured}, training={"precision": "fp32"}, micro_batch_size=2
     )
 
 
 def test_run_footprint_agrees_with_planner_on_calibrated_machine():
     """In the precision that it was calibrated in, with what a process takes and tensors really do."""
-    count = total(make(training={"precision": "fp32"}, micro_batch_size=2))
+    count = max_rank_bytes(make_run(training={"precision": "fp32"}, micro_batch_size=2))
     for room, fit in ((1.001 * count, True), (0.999 * count, False)):
-        run = calibrated(room)
+        run = make_calibrated_run(room)
         assert limit_bytes(run) == pytest.approx(room)
         planned = evaluate_layout(run, 8, run.layout)
         assert run_footprint(run).fits is fit is (planned.p_oom < RISK)
@@ -408,7 +421,7 @@ def test_run_footprint_agrees_with_planner_on_calibrated_machine():
 
 
 def test_changed_settings_lists_differing_fields():
-    run = make()
+    run = make_run()
     assert changed_settings(run, run) == ()
-    other = make(training={"precision": "fp32"}, cluster={"nodes": 2}, tp=2)
+    other = make_run(training={"precision": "fp32"}, cluster={"nodes": 2}, tp=2)
     assert changed_settings(run, other) == ("training.precision=fp32", "layout.tp=2", "cluster.nodes=2")

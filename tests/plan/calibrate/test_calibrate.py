@@ -20,10 +20,18 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.files.write import to_toml
-from tests.helpers.synthetic_machine import BUFFERS, IMAGINED, MACHINE, PROCESS, TRUTH, described, imagined
+from tests.helpers.synthetic_machine import (
+    MACHINE,
+    SYNTHETIC_MACHINE,
+    TRUE_BUFFER_SHARE,
+    TRUE_CONSTANTS,
+    TRUE_PROCESS_BYTES,
+    make_run,
+    synthesize_measured_run,
+)
 
-SEEN = [
-    imagined(ranks, **layout)
+CALIBRATION_RUNS = [
+    synthesize_measured_run(ranks, **layout)
     for ranks, layout in (
         (1, {"micro_batch_size": 4}),
         (2, {"micro_batch_size": 1}),
@@ -41,8 +49,8 @@ SEEN = [
 
 
 @pytest.fixture(scope="module")
-def found():
-    return calibrate(SEEN, MACHINE)
+def calibration():
+    return calibrate(CALIBRATION_RUNS, MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -56,91 +64,92 @@ def found():
         (1, {"activation_checkpointing": "full"}),
     ],
 )
-def test_calibrated_machine_predicts_unseen_layouts(found, ranks, layout):
-    other = imagined(ranks, **layout)
-    seconds, width, memory = predict_run(found.machine, other)
+def test_calibrated_machine_predicts_unseen_layouts(calibration, ranks, layout):
+    other = synthesize_measured_run(ranks, **layout)
+    seconds, width, memory = predict_run(calibration.machine, other)
     assert seconds == pytest.approx(other.step_seconds, rel=0.03)
     assert memory == pytest.approx(other.memory_bytes, rel=0.01)
     assert 1 < width < 1.1
 
 
-def test_calibration_reduces_error_on_calibration_runs(found):
-    truth = np.array([run.step_seconds for run in SEEN])
-    assert np.abs(found.before / truth - 1).mean() > 0.3
-    np.testing.assert_allclose(found.after, truth, rtol=0.03)
-    np.testing.assert_allclose(found.memory, [run.memory_bytes for run in SEEN], rtol=0.005)
-    assert found.machine.calibration.baseline_process_bytes == pytest.approx(PROCESS, rel=0.02)
-    assert found.machine.calibration.buffer_overhead == pytest.approx(BUFFERS, rel=0.1)
+def test_calibration_reduces_error_on_calibration_runs(calibration):
+    truth = np.array([run.step_seconds for run in CALIBRATION_RUNS])
+    assert np.abs(calibration.before / truth - 1).mean() > 0.3
+    np.testing.assert_allclose(calibration.after, truth, rtol=0.03)
+    np.testing.assert_allclose(calibration.memory, [run.memory_bytes for run in CALIBRATION_RUNS], rtol=0.005)
+    assert calibration.machine.calibration.baseline_process_bytes == pytest.approx(TRUE_PROCESS_BYTES, rel=0.02)
+    assert calibration.machine.calibration.buffer_overhead == pytest.approx(TRUE_BUFFER_SHARE, rel=0.1)
 
 
-def test_calibration_lists_only_constants_identified_by_runs(found):
-    measured = found.machine.calibration
+def test_calibration_lists_only_constants_identified_by_runs(calibration):
+    measured = calibration.machine.calibration
     assert "link" in measured.identified_constants
-    assert measured.time_constants["link"] == pytest.approx(TRUTH["link"], rel=0.5)  # it began at 0.65
+    assert measured.time_constants["link"] == pytest.approx(TRUE_CONSTANTS["link"], rel=0.5)  # it began at 0.65
     # No run has experts, an engine of DeepSpeed's, or a device of another era.
     for name in ("route_passes", "deepspeed", "gemm_2", "flash_4"):
         assert name not in measured.time_constants
         assert name not in measured.identified_constants
 
 
-def test_calibrated_efficiencies_do_not_exceed_one(found):
+def test_calibrated_efficiencies_do_not_exceed_one(calibration):
     assert all(
-        found.machine.calibration.time_constants.get(name, 0) <= 1.05 for name in ("gemm_0", "hbm_0", "link", "overlap")
+        calibration.machine.calibration.time_constants.get(name, 0) <= 1.05
+        for name in ("gemm_0", "hbm_0", "link", "overlap")
     )
 
 
 def test_calibration_interval_widens_for_inconsistent_runs():
-    one = SEEN[0]
+    one = CALIBRATION_RUNS[0]
     apart = [replace(one, step_seconds=one.step_seconds * times) for times in (0.8, 1.0, 1.25)]
     measured = calibrate(apart, MACHINE).machine.calibration
     assert np.exp(measured.log_half_width) > 1.15
 
 
-def test_search_uses_constants_of_calibrated_machine(found):
-    run = described(4)
-    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 4})})
+def test_search_uses_constants_of_calibrated_machine(calibration):
+    run = make_run(4)
+    run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 4})})
     best = search_layouts(run, 4).options[0]
     seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
-    seconds, width, memory = predict_run(found.machine, seen)
+    seconds, width, memory = predict_run(calibration.machine, seen)
     assert best.step_seconds == pytest.approx(seconds)
     assert best.high_seconds == pytest.approx(seconds * width)
     assert best.memory_bytes >= memory
 
 
-def test_calibration_continues_from_calibrated_machine(found):
-    again = calibrate(SEEN, found.machine)
-    np.testing.assert_allclose(again.before, found.after)
+def test_calibration_continues_from_calibrated_machine(calibration):
+    again = calibrate(CALIBRATION_RUNS, calibration.machine)
+    np.testing.assert_allclose(again.before, calibration.after)
 
 
 def test_calibrate_rejects_mixed_precisions():
-    other = replace(SEEN[0], run=described(1, precision="bf16"))
+    other = replace(CALIBRATION_RUNS[0], run=make_run(1, precision="bf16"))
     with pytest.raises(UserError, match="differs between the runs"):
-        calibrate([SEEN[0], other], MACHINE)
+        calibrate([CALIBRATION_RUNS[0], other], MACHINE)
 
 
 def test_calibrate_rejects_runs_from_another_device_type():
     with pytest.raises(UserError, match="was on a cpu, and the machine is h100 with a cuda"):
-        calibrate([replace(SEEN[0], device="cpu")], load_machine("h100"))
+        calibrate([replace(CALIBRATION_RUNS[0], device="cpu")], load_machine("h100"))
 
 
 def test_calibration_interval_stays_wide_for_identical_runs():
-    measured = calibrate([replace(SEEN[0], name=name) for name in "ab"], MACHINE).machine.calibration
+    measured = calibrate([replace(CALIBRATION_RUNS[0], name=name) for name in "ab"], MACHINE).machine.calibration
     assert measured.log_half_width > 0.05
 
 
-def test_search_rejects_unknown_calibration_constant(found):
-    wrong = found.machine.calibration.model_copy(update={"time_constants": {"gemm_3": 1.0}})
-    run = described(2)
+def test_search_rejects_unknown_calibration_constant(calibration):
+    wrong = calibration.machine.calibration.model_copy(update={"time_constants": {"gemm_3": 1.0}})
+    run = make_run(2)
     run = run.model_copy(
-        update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2, "calibration": wrong})}
+        update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 2, "calibration": wrong})}
     )
     with pytest.raises(UserError, match="did you mean 'gemm_"):
         search_layouts(run, 2)
 
 
-def test_search_rejects_precision_other_than_calibrated(found):
-    run = described(2, precision="bf16")
-    run = run.model_copy(update={"cluster": found.machine.model_copy(update={"nproc_per_node": 2})})
+def test_search_rejects_precision_other_than_calibrated(calibration):
+    run = make_run(2, precision="bf16")
+    run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 2})})
     with pytest.raises(UserError, match=r'set training\.precision = "fp32"'):
         search_layouts(run, 2)
 
@@ -148,9 +157,9 @@ def test_search_rejects_precision_other_than_calibrated(found):
 # -- run directories ----------------------------------------------------------------------------------------------
 
 
-def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
+def write_run_directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
     path.mkdir()
-    (path / "run.toml").write_text(to_toml(described(ranks, micro_batch_size=4)))
+    (path / "run.toml").write_text(to_toml(make_run(ranks, micro_batch_size=4)))
     records = [
         {
             "step": step,
@@ -168,77 +177,80 @@ def directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) 
 
 
 def test_read_measured_run_skips_warm_up_steps(tmp_path):
-    read = read_measured_run(directory(tmp_path / "run", [9, 8, 1, 3, 2]))
+    read = read_measured_run(write_run_directory(tmp_path / "run", [9, 8, 1, 3, 2]))
     assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc_per_node) == (2, 2, 7, 2)
 
 
 def test_read_measured_run_uses_steps_of_last_world_size(tmp_path):
-    path = directory(tmp_path / "run", [5, 5, 5, 5, 5])
-    more = directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
+    path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5])
+    more = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
     (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text() + (more / "metrics.jsonl").read_text())
     assert read_measured_run(path).step_seconds == 1
     assert read_measured_run(path).ranks == 4
 
 
 def test_read_measured_run_uses_steps_since_last_start(tmp_path):
-    path = directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
+    path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
     old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
-    more = directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
+    more = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
     (path / "metrics.jsonl").write_text(old + (more / "metrics.jsonl").read_text())
     assert read_measured_run(path).step_seconds == 1
 
 
 def test_read_measured_run_derives_peak_flops_from_mfu(tmp_path):
-    read = read_measured_run(directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
-    again = read_measured_run(directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
+    read = read_measured_run(write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
+    again = read_measured_run(write_run_directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
     assert again.peak_flops == pytest.approx(2 * read.peak_flops)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("corrupt", "message"),
     [
         (lambda path: (path / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
         (lambda path: (path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1}\n'), "how many ranks"),
         (lambda path: (path / "metrics.jsonl").write_text("{'step'}\n"), "not JSON"),
-        (lambda path: directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
+        (lambda path: write_run_directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
     ],
 )
-def test_read_measured_run_rejects_invalid_run_directory(tmp_path, spoil, said):
-    path = directory(tmp_path / "run", [1, 1, 1, 1, 1])
-    spoil(path)
-    if not said:
-        path, said = tmp_path / "s", "3 more are needed"
-    with pytest.raises(UserError, match=said):
+def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, message):
+    path = write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1])
+    corrupt(path)
+    if not message:
+        path, message = tmp_path / "s", "3 more are needed"
+    with pytest.raises(UserError, match=message):
         read_measured_run(path)
 
 
 def test_calibrate_error_names_run_with_unsupported_layout():
-    served = MeasuredRun("served", described(3, data_parallel="parameter_server"), 3, 1.0, 1.0, None)
+    served = MeasuredRun("served", make_run(3, data_parallel="parameter_server"), 3, 1.0, 1.0, None)
     with pytest.raises(UserError, match="served: layout"):
-        calibrate([SEEN[0], served], MACHINE)
+        calibrate([CALIBRATION_RUNS[0], served], MACHINE)
 
 
 def test_calibrate_separates_compute_and_waiting_time():
     """Two runs as long as each other in whole, of which one computes more and the other waits more."""
     whole = {"ranks": 2, "micro_batch_size": 4}
-    run = imagined(**whole)
+    run = synthesize_measured_run(**whole)
     busy, idle = (
         replace(run, computing_seconds=share * run.step_seconds, waiting_seconds=(0.95 - share) * run.step_seconds)
         for share in (0.9, 0.3)
     )
-    of_busy, of_idle = (step_parts(calibrate([made], MACHINE).machine, made) for made in (busy, idle))
+    of_busy, of_idle = (predict_step_time(calibrate([made], MACHINE).machine, made) for made in (busy, idle))
     assert of_busy.compute > 1.5 * of_idle.compute
     assert of_busy.data_parallel < of_idle.data_parallel
 
 
 def test_calibrate_ignores_waiting_time_without_predicted_communication():
-    run = imagined(2, pp=2, micro_batch_size=2)
-    assert step_parts(IMAGINED, run).exchange + step_parts(IMAGINED, run).data_parallel == 0
+    run = synthesize_measured_run(2, pp=2, micro_batch_size=2)
+    assert (
+        predict_step_time(SYNTHETIC_MACHINE, run).exchange + predict_step_time(SYNTHETIC_MACHINE, run).data_parallel
+        == 0
+    )
     found = calibrate([replace(run, waiting_seconds=0.1 * run.step_seconds)], MACHINE)
     np.testing.assert_allclose(found.after, [run.step_seconds], rtol=0.05)
 
 
-def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
+def predict_step_time(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
     own = run.run.model_copy(update={"cluster": machine.model_copy(update={"nproc_per_node": run.ranks})})
     return step_seconds(
         time_constants_for(machine), candidate_jobs(own, run.ranks, [candidate_from_run(own, run.ranks)])
@@ -247,8 +259,9 @@ def step_parts(machine: ClusterSpec, run: MeasuredRun) -> StepTime:
 
 def test_measured_targets_ignore_compute_time_when_ranks_share_cores():
     alone, crowded = (
-        replace(imagined(ranks, micro_batch_size=2), computing_seconds=0.5, waiting_seconds=0.4) for ranks in (2, 4)
+        replace(synthesize_measured_run(ranks, micro_batch_size=2), computing_seconds=0.5, waiting_seconds=0.4)
+        for ranks in (2, 4)
     )
-    of = measured_targets([alone, crowded], job_table([job_row(run, IMAGINED) for run in (alone, crowded)]))
+    of = measured_targets([alone, crowded], job_table([job_row(run, SYNTHETIC_MACHINE) for run in (alone, crowded)]))
     np.testing.assert_array_equal(of.computing, [0.5, np.nan])
     np.testing.assert_array_equal(of.waiting, [0.4, np.nan])

@@ -21,30 +21,30 @@ from phalanx.plan.calibrate.microbenchmarks import (
 from phalanx.plan.tables.job_columns import time_constants_for
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.write import to_toml
-from tests.helpers.synthetic_machine import IMAGINED, MACHINE, described, imagined
+from tests.helpers.synthetic_machine import MACHINE, SYNTHETIC_MACHINE, make_run, synthesize_measured_run
 
 SHAPES = [(1, 1024, 768, 256), (1, 256, 768, 1024), (1, 1024, 2048, 256)]
 SIZES = [2**power for power in range(12, 24, 2)]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 
-def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
+def synthesize_benchmark_file(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
     """What `phalanx bench` would find on the imagined machine."""
     exchanges = tuple(CollectiveTiming(kind, ranks, 1, size, 1.0) for kind in OPERATIONS for size in SIZES)
     blank = BenchmarkFile(
         "measured.json",
-        described(ranks, pp=ranks, micro_batch_size=4),
+        make_run(ranks, pp=ranks, micro_batch_size=4),
         ranks,
         np.array([(*shape, 1.0, 8) for shape in SHAPES], float),
         np.ones(2),
         np.array([(2**26, 1.0)]),
         exchanges,
     )
-    times, chance = time_constants_for(IMAGINED), np.random.default_rng(0)
+    times, chance = time_constants_for(SYNTHETIC_MACHINE), np.random.default_rng(0)
     found = {
         each.kind: each.predicted(times, np.arange(len(each.seconds)))
         * np.exp(noise * chance.standard_normal(len(each.seconds)))
-        for each in benchmark_timings(blank, job_table([job_row(blank, IMAGINED)]))
+        for each in benchmark_timings(blank, job_table([job_row(blank, SYNTHETIC_MACHINE)]))
     }
     products = blank.products.copy()
     products[:, 4] = found["matrix products"]
@@ -60,22 +60,24 @@ def swept(ranks: int = 2, noise: float = 0.0) -> BenchmarkFile:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_calibrate_with_benchmark_file_predicts_unseen_collectives(noise):
     """Of layouts whose exchanges no run has shown."""
-    alone = imagined(1, micro_batch_size=4)
+    alone = synthesize_measured_run(1, micro_batch_size=4)
     machine = MACHINE.model_copy(update={"nproc_per_node": 2})
-    before, after = (calibrate([alone], machine, sweeps).machine for sweeps in ([], [swept(noise=noise)]))
+    before, after = (
+        calibrate([alone], machine, sweeps).machine for sweeps in ([], [synthesize_benchmark_file(noise=noise)])
+    )
     for layout in (
         {"tp": 2, "micro_batch_size": 2},
         {"cp": 2, "micro_batch_size": 4},
         {"data_parallel": "zero1", "micro_batch_size": 8},
     ):
-        truth = imagined(2, **layout)
+        truth = synthesize_measured_run(2, **layout)
         then, now = (abs(np.log(predict_run(known, truth)[0] / truth.step_seconds)) for known in (before, after))
         assert now < 0.12
         assert now < then
 
 
 def test_calibrate_reduces_error_on_benchmark_timings():
-    found = calibrate([imagined(1, micro_batch_size=4)], MACHINE, [swept()])
+    found = calibrate([synthesize_measured_run(1, micro_batch_size=4)], MACHINE, [synthesize_benchmark_file()])
     assert {each.kind: each.count for each in found.operations} == {
         "collectives": len(OPERATIONS) * len(SIZES),
         "matrix products": 3,
@@ -89,18 +91,18 @@ def test_calibrate_reduces_error_on_benchmark_timings():
 
 def test_calibrate_uses_collectives_of_profiled_steps():
     machine = MACHINE.model_copy(update={"nproc_per_node": 2})
-    run = replace(imagined(1, micro_batch_size=4), exchanges=swept().exchanges)
+    run = replace(synthesize_measured_run(1, micro_batch_size=4), exchanges=synthesize_benchmark_file().exchanges)
     (collectives,) = calibrate([run], machine).operations
-    assert (collectives.of, collectives.count) == (run.name, len(swept().exchanges))
+    assert (collectives.of, collectives.count) == (run.name, len(synthesize_benchmark_file().exchanges))
     assert collectives.after < 0.1 < collectives.before
 
 
 def test_collective_timings_use_formula_of_each_operation():
     """An all-reduce moves its bytes twice, experts' exchanges go to all, and servers' are not the planner's."""
-    jobs = job_table([job_row(swept(2), IMAGINED)])
+    jobs = job_table([job_row(synthesize_benchmark_file(2), SYNTHETIC_MACHINE)])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
     found = collective_timings("x", [CollectiveTiming(kind, 2, 1, 1e9, 1.0) for kind in kinds], jobs)
-    reduced, gathered, context = found.predicted(time_constants_for(IMAGINED), np.arange(3))
+    reduced, gathered, context = found.predicted(time_constants_for(SYNTHETIC_MACHINE), np.arange(3))
     assert len(found.seconds) == 3
     assert reduced == pytest.approx(2 * gathered, rel=1e-3)
     assert context == pytest.approx(gathered)
@@ -119,7 +121,7 @@ def test_operation_timings_compute_geometric_mean_error():
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def document(**more: object) -> dict[str, object]:
+def make_benchmark_document(**more: object) -> dict[str, object]:
     way = {
         "operation": "all_reduce",
         "groups": [[0, 2], [1, 3]],
@@ -131,18 +133,18 @@ def document(**more: object) -> dict[str, object]:
         {"causal": causal, "count": count, "forward_seconds": 1.0, "backward_seconds": 2.0}
         for causal, count in ((True, 4), (False, 8))
     ]
-    known = {"run_file": to_toml(described(4)), "world_size": 4, "collectives": [way], "matmul": [product | times]}
+    known = {"run_file": to_toml(make_run(4)), "world_size": 4, "collectives": [way], "matmul": [product | times]}
     return {**known, "attention": ring, "bandwidth": [{"moved_bytes": 8, "seconds": 2.0}], **more}
 
 
-def written(path: Path, content: object) -> Path:
+def write_benchmark_document(path: Path, content: object) -> Path:
     file = path / "measured.json"
     file.write_text(json.dumps(content))
     return file
 
 
 def test_read_benchmark_file_parses_all_parts(tmp_path):
-    found = read_benchmark_file(written(tmp_path, document()))
+    found = read_benchmark_file(write_benchmark_document(tmp_path, make_benchmark_document()))
     assert (found.name, found.ranks, found.run.cluster.nproc_per_node) == ("measured.json", 4, 4)
     np.testing.assert_array_equal(found.products[:, 1:5], [[2, 3, 4, 1], [2, 4, 3, 2], [4, 3, 2, 3]])
     np.testing.assert_array_equal(found.core, [3, 6])  # of a layer: its own tokens, and twice others'
@@ -151,9 +153,13 @@ def test_read_benchmark_file_parses_all_parts(tmp_path):
 
 
 def test_benchmark_file_may_contain_attention_only(tmp_path):
-    only = {name: value for name, value in document().items() if name in ("run_file", "world_size", "attention")}
-    sweep = read_benchmark_file(written(tmp_path, only))
-    (timings,) = benchmark_timings(sweep, job_table([job_row(sweep, IMAGINED)]))
+    only = {
+        name: value
+        for name, value in make_benchmark_document().items()
+        if name in ("run_file", "world_size", "attention")
+    }
+    sweep = read_benchmark_file(write_benchmark_document(tmp_path, only))
+    (timings,) = benchmark_timings(sweep, job_table([job_row(sweep, SYNTHETIC_MACHINE)]))
     assert timings.kind == "attention"
 
 
@@ -163,18 +169,18 @@ def test_benchmark_file_may_contain_attention_only(tmp_path):
         [],
         {},
         3,
-        document(world_size="x"),
-        document(run_file=4),
-        document(run_file="= 3"),
-        document(matmul=[{}]),
-        document(collectives=[{"groups": []}]),
-        document(bandwidth=3),
-        document(matmul=[{"batch": []}]),
+        make_benchmark_document(world_size="x"),
+        make_benchmark_document(run_file=4),
+        make_benchmark_document(run_file="= 3"),
+        make_benchmark_document(matmul=[{}]),
+        make_benchmark_document(collectives=[{"groups": []}]),
+        make_benchmark_document(bandwidth=3),
+        make_benchmark_document(matmul=[{"batch": []}]),
     ],
 )
 def test_read_benchmark_file_rejects_invalid_content(tmp_path, content):
     with pytest.raises(UserError, match="is not what phalanx bench writes"):
-        read_benchmark_file(written(tmp_path, content))
+        read_benchmark_file(write_benchmark_document(tmp_path, content))
 
 
 def test_read_benchmark_file_rejects_missing_file():

@@ -27,9 +27,9 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
 Table = dict[str, Any]
-FLAGS = Path(__file__).parent / "flags"
+KNOWN_OPTIONS_DIR = Path(__file__).parent / "flags"
 TRAINERS: tuple[Trainer, ...] = ("megatron", "torchtitan", "deepspeed", "nanotron")
-WORLD = 16
+WORLD_SIZE = 16
 
 LLAMA = {"preset": "llama3-8b"}
 SMALL = {
@@ -53,7 +53,9 @@ GPT2 = {
 EXPERTS = {**SMALL, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128, "num_shared_experts": 1}}
 
 
-def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any) -> RunSpec:
+def make_run(
+    model: Table = LLAMA, training: Table | None = None, optimizer: Table | None = None, **layout: Any
+) -> RunSpec:
     """A run of 64 sequences of 1,024 tokens a step."""
     return run_from_table(
         {
@@ -67,7 +69,7 @@ def make(model: Table = LLAMA, training: Table | None = None, optimizer: Table |
     )
 
 
-def flags(exported: ExportedConfig) -> Table:
+def parse_megatron_flags(exported: ExportedConfig) -> Table:
     """Megatron-LM's flags, without dashes; True for those that have no value."""
     words = shlex.split(exported.text.replace("\\\n", " "), comments=True)
     found: Table = {}
@@ -77,7 +79,7 @@ def flags(exported: ExportedConfig) -> Table:
     return {name: value for name, value in found.items() if name not in ("nnodes", "nproc-per-node")}
 
 
-def flavor(exported: ExportedConfig) -> tuple[Table, Table]:
+def parse_torchtitan_model_args(exported: ExportedConfig) -> tuple[Table, Table]:
     """The model that a note asks to be added to torchtitan, and its experts."""
     line = next(note for note in exported.notes if note.strip().startswith("Qwen3ModelArgs("))
     call = ast.parse(line.strip(), mode="eval").body
@@ -89,43 +91,43 @@ def flavor(exported: ExportedConfig) -> tuple[Table, Table]:
     return {k: read(v) for k, v in values.items()}, {word.arg or "": read(word.value) for word in inner}
 
 
-def names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def dotted_keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted names of all keys; those of a list's tables are those of the list."""
     for key, value in table.items():
         yield prefix + key
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, Mapping):
-                yield from names(inner, f"{prefix}{key}.")
+                yield from dotted_keys(inner, f"{prefix}{key}.")
 
 
-def known(trainer: str) -> set[str]:
+def known_option_names(trainer: str) -> set[str]:
     """The names in a file that were read in the trainer's source."""
-    lines = (FLAGS / f"{trainer}.txt").read_text().splitlines()
+    lines = (KNOWN_OPTIONS_DIR / f"{trainer}.txt").read_text().splitlines()
     assert lines[0].startswith("# ")
     assert "commit" in lines[0]
     return {name for line in lines if not line.startswith("#") for name in line.split()}
 
 
-def written(exported: ExportedConfig, trainer: str) -> set[str]:
+def exported_option_names(exported: ExportedConfig, trainer: str) -> set[str]:
     """Every name in what was written."""
     if trainer == "megatron":
-        return set(flags(exported))
+        return set(parse_megatron_flags(exported))
     if trainer == "torchtitan":
-        model, experts = flavor(exported)
-        keys = {name for name in names(tomllib.loads(exported.text)) if "." in name}
+        model, experts = parse_torchtitan_model_args(exported)
+        keys = {name for name in dotted_keys(tomllib.loads(exported.text)) if "." in name}
         return keys | {f"Qwen3ModelArgs.{name}" for name in model} | {f"MoEArgs.{name}" for name in experts}
-    return set(names(json.loads(exported.text) if trainer == "deepspeed" else yaml.safe_load(exported.text)))
+    return set(dotted_keys(json.loads(exported.text) if trainer == "deepspeed" else yaml.safe_load(exported.text)))
 
 
 def read_megatron(exported: ExportedConfig) -> Table:
-    table = flags(exported)
+    table = parse_megatron_flags(exported)
     size = {axis: int(table[f"{axis}-parallel-size"]) for axis in ("tensor-model", "pipeline-model", "context")}
     tp, pp, cp = size.values()
     return {
         "tp": tp,
         "pp": pp,
         "cp": cp,
-        "dp": WORLD // (tp * pp * cp),
+        "dp": WORLD_SIZE // (tp * pp * cp),
         "micro_batch": int(table["micro-batch-size"]),
         "sequences": int(table["global-batch-size"]),
         "sequence": int(table["seq-length"]),
@@ -140,7 +142,7 @@ def read_megatron(exported: ExportedConfig) -> Table:
 
 
 def read_torchtitan(exported: ExportedConfig) -> Table:
-    table, (model, _) = tomllib.loads(exported.text), flavor(exported)
+    table, (model, _) = tomllib.loads(exported.text), parse_torchtitan_model_args(exported)
     axes, training = table["parallelism"], table["training"]
     pp = axes["pipeline_parallel_degree"]
     return {
@@ -201,57 +203,62 @@ READERS = {
     "deepspeed": read_deepspeed,
     "nanotron": read_nanotron,
 }
-WSD, OFFLOADED = {"lr_schedule": "wsd"}, {"offload": "nvme", "offload_directory": "/scratch"}
-CASES: list[tuple[str, RunSpec]] = [
-    ("megatron", make(tp=4, pp=2, data_parallel="zero1", activation_checkpointing="selective")),
-    ("megatron", make(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1)),
-    ("megatron", make(SMALL, pp=4, activation_checkpointing="full")),
-    ("megatron", make(GPT2, tp=2, sequence_parallel=False, data_parallel="zero1", offload="cpu")),
-    ("megatron", make(QWEN, cp=2, cp_method="ulysses", data_parallel="zero3", optimizer=WSD)),
-    ("megatron", make(data_parallel="hsdp", dp_shard=8, reshard_after_forward=False)),
-    ("megatron", make(EXPERTS, tp=2, ep=4, data_parallel="zero2")),
+WSD, NVME_OFFLOAD = {"lr_schedule": "wsd"}, {"offload": "nvme", "offload_directory": "/scratch"}
+EXPORT_CASES: list[tuple[str, RunSpec]] = [
+    ("megatron", make_run(tp=4, pp=2, data_parallel="zero1", activation_checkpointing="selective")),
+    ("megatron", make_run(tp=2, pp=2, cp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1)),
+    ("megatron", make_run(SMALL, pp=4, activation_checkpointing="full")),
+    ("megatron", make_run(GPT2, tp=2, sequence_parallel=False, data_parallel="zero1", offload="cpu")),
+    ("megatron", make_run(QWEN, cp=2, cp_method="ulysses", data_parallel="zero3", optimizer=WSD)),
+    ("megatron", make_run(data_parallel="hsdp", dp_shard=8, reshard_after_forward=False)),
+    ("megatron", make_run(EXPERTS, tp=2, ep=4, data_parallel="zero2")),
     (
         "megatron",
-        make({**EXPERTS, "moe": {**EXPERTS["moe"], "num_leading_dense_layers": 2, "capacity_factor": 1.5}}, ep=8),
+        make_run({**EXPERTS, "moe": {**EXPERTS["moe"], "num_leading_dense_layers": 2, "capacity_factor": 1.5}}, ep=8),
     ),
     (
         "megatron",
-        make({**SMALL, "rope": {"scaling": "llama3", "factor": 8.0}}, gradient_compression="bf16", bucket_mb=50.0),
+        make_run({**SMALL, "rope": {"scaling": "llama3", "factor": 8.0}}, gradient_compression="bf16", bucket_mb=50.0),
     ),
-    ("megatron", make({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
-    ("torchtitan", make(data_parallel="hsdp", dp_shard=4, tp=2, activation_checkpointing="full")),
-    ("torchtitan", make(tp=2, pp=2, cp=2, data_parallel="zero3")),
-    ("torchtitan", make(pp=4, data_parallel="zero3", schedule="zb-v", micro_batch_size=1)),
-    ("torchtitan", make(pp=2, data_parallel="zero3", schedule="interleaved", virtual_stages=4, micro_batch_size=2)),
-    ("torchtitan", make(QWEN, data_parallel="zero2", offload="cpu", optimizer=WSD)),
-    ("torchtitan", make(SMALL, {"compile": True}, {"lr_schedule": "none", "max_grad_norm": 0.0})),
+    ("megatron", make_run({**SMALL, "rope": {"scaling": "linear", "factor": 4.0}}, optimizer={"name": "sgd"})),
+    ("torchtitan", make_run(data_parallel="hsdp", dp_shard=4, tp=2, activation_checkpointing="full")),
+    ("torchtitan", make_run(tp=2, pp=2, cp=2, data_parallel="zero3")),
+    ("torchtitan", make_run(pp=4, data_parallel="zero3", schedule="zb-v", micro_batch_size=1)),
+    ("torchtitan", make_run(pp=2, data_parallel="zero3", schedule="interleaved", virtual_stages=4, micro_batch_size=2)),
+    ("torchtitan", make_run(QWEN, data_parallel="zero2", offload="cpu", optimizer=WSD)),
+    ("torchtitan", make_run(SMALL, {"compile": True}, {"lr_schedule": "none", "max_grad_norm": 0.0})),
     (
         "torchtitan",
-        make({**EXPERTS, "tie_embeddings": True}, tp=2, ep=4, data_parallel="zero3", reshard_after_forward=False),
+        make_run({**EXPERTS, "tie_embeddings": True}, tp=2, ep=4, data_parallel="zero3", reshard_after_forward=False),
     ),
-    ("deepspeed", make(data_parallel="zero3", **OFFLOADED)),
-    ("deepspeed", make(data_parallel="hsdp", dp_shard=8, optimizer={"lr_schedule": "none"})),
+    ("deepspeed", make_run(data_parallel="zero3", **NVME_OFFLOAD)),
+    ("deepspeed", make_run(data_parallel="hsdp", dp_shard=8, optimizer={"lr_schedule": "none"})),
     (
         "deepspeed",
-        make(tp=4, sequence_parallel=False, data_parallel="zero2", offload="cpu", optimizer={"lr_schedule": "linear"}),
+        make_run(
+            tp=4, sequence_parallel=False, data_parallel="zero2", offload="cpu", optimizer={"lr_schedule": "linear"}
+        ),
     ),
-    ("deepspeed", make(pp=4, data_parallel="zero1", activation_checkpointing="full")),
-    ("deepspeed", make(cp=4, cp_method="ulysses", data_parallel="zero3")),
-    ("deepspeed", make(EXPERTS, ep=8, data_parallel="zero1")),
-    ("deepspeed", make(GPT2, gradient_compression="bf16")),
-    ("nanotron", make(tp=4, pp=2, data_parallel="zero1", optimizer=WSD)),
-    ("nanotron", make(SMALL, tp=2, sequence_parallel=False, pp=4, schedule="gpipe", activation_checkpointing="full")),
-    ("nanotron", make({**SMALL, "tie_embeddings": True}, optimizer={"lr_schedule": "none"})),
+    ("deepspeed", make_run(pp=4, data_parallel="zero1", activation_checkpointing="full")),
+    ("deepspeed", make_run(cp=4, cp_method="ulysses", data_parallel="zero3")),
+    ("deepspeed", make_run(EXPERTS, ep=8, data_parallel="zero1")),
+    ("deepspeed", make_run(GPT2, gradient_compression="bf16")),
+    ("nanotron", make_run(tp=4, pp=2, data_parallel="zero1", optimizer=WSD)),
+    (
+        "nanotron",
+        make_run(SMALL, tp=2, sequence_parallel=False, pp=4, schedule="gpipe", activation_checkpointing="full"),
+    ),
+    ("nanotron", make_run({**SMALL, "tie_embeddings": True}, optimizer={"lr_schedule": "none"})),
 ]
 
 
-@pytest.mark.parametrize(("trainer", "run"), CASES)
+@pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run: RunSpec) -> None:
-    exported = export(run, WORLD, trainer)
+    exported = export(run, WORLD_SIZE, trainer)
     found, sizes, cut, spec = (
         READERS[trainer](exported),
-        parallel_dims(run.layout, WORLD),
-        plan_batch(run, WORLD),
+        parallel_dims(run.layout, WORLD_SIZE),
+        plan_batch(run, WORLD_SIZE),
         run.model,
     )
     expected = {
@@ -271,68 +278,71 @@ def test_export_round_trips_degrees_batch_and_model_shape(trainer: Trainer, run:
         "vocab": spec.vocab_size,
     }
     assert found == {name: expected[name] for name in found}
-    assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD
+    assert found["dp"] * found["tp"] * found.get("pp", sizes.pp) * found["cp"] == WORLD_SIZE
     if trainer != "deepspeed":
         assert found.keys() == expected.keys()
 
 
-@pytest.mark.parametrize(("trainer", "run"), CASES)
+@pytest.mark.parametrize(("trainer", "run"), EXPORT_CASES)
 def test_export_writes_only_options_known_to_the_trainer(trainer: Trainer, run: RunSpec) -> None:
-    exported = export(run, WORLD, trainer)
-    assert written(exported, trainer) <= known(trainer)
+    exported = export(run, WORLD_SIZE, trainer)
+    assert exported_option_names(exported, trainer) <= known_option_names(trainer)
     if trainer != "deepspeed":
         assert exported.text.startswith("".join(f"# {note}\n" for note in exported.notes))
 
 
-NO = {"data_parallel": "zero1", "micro_batch_size": 1}
-REFUSED: list[tuple[Trainer, RunSpec, str, str]] = [
-    *((trainer, make(data_parallel="parameter_server", tp=1), "layout.data_parallel", "zero1") for trainer in TRAINERS),
-    *((trainer, make(training={"precision": "fp64"}), "training.precision", "bf16") for trainer in TRAINERS),
-    *((trainer, make(optimizer={"name": "muon"}), "optimizer.name", "adamw") for trainer in TRAINERS),
+ZERO1_MICRO_BATCH_1 = {"data_parallel": "zero1", "micro_batch_size": 1}
+UNSUPPORTED_CASES: list[tuple[Trainer, RunSpec, str, str]] = [
     *(
-        (trainer, make(gradient_compression="powersgd"), "layout.gradient_compression", "remove it")
+        (trainer, make_run(data_parallel="parameter_server", tp=1), "layout.data_parallel", "zero1")
         for trainer in TRAINERS
     ),
-    ("megatron", make(pp=4, schedule="zb-v", **NO), "layout.schedule", "1f1b"),
-    ("megatron", make(pp=4, schedule="gpipe", **NO), "layout.schedule", "1f1b"),
-    ("megatron", make(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
-    ("megatron", make(data_parallel="zero3", offload="cpu"), "layout.offload", "zero1"),
-    ("megatron", make(data_parallel="zero1", **OFFLOADED), "layout.offload", "cpu"),
-    ("megatron", make({**SMALL, "rope": {"theta": 1e4 + 0.5}}), "model.rope.theta", "round"),
-    ("megatron", make(SMALL, tp=8), "layout.tp", "divisor"),
-    ("megatron", make({**EXPERTS, "moe": {**EXPERTS["moe"], "top_k": 1}}), "model.moe.normalize_top_k", "false"),
-    ("torchtitan", make(data_parallel="zero1"), "layout.data_parallel", "zero2"),
-    ("torchtitan", make(data_parallel="ddp", cp=2), "layout.data_parallel", "zero2"),
+    *((trainer, make_run(training={"precision": "fp64"}), "training.precision", "bf16") for trainer in TRAINERS),
+    *((trainer, make_run(optimizer={"name": "muon"}), "optimizer.name", "adamw") for trainer in TRAINERS),
+    *(
+        (trainer, make_run(gradient_compression="powersgd"), "layout.gradient_compression", "remove it")
+        for trainer in TRAINERS
+    ),
+    ("megatron", make_run(pp=4, schedule="zb-v", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
+    ("megatron", make_run(pp=4, schedule="gpipe", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
+    ("megatron", make_run(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
+    ("megatron", make_run(data_parallel="zero3", offload="cpu"), "layout.offload", "zero1"),
+    ("megatron", make_run(data_parallel="zero1", **NVME_OFFLOAD), "layout.offload", "cpu"),
+    ("megatron", make_run({**SMALL, "rope": {"theta": 1e4 + 0.5}}), "model.rope.theta", "round"),
+    ("megatron", make_run(SMALL, tp=8), "layout.tp", "divisor"),
+    ("megatron", make_run({**EXPERTS, "moe": {**EXPERTS["moe"], "top_k": 1}}), "model.moe.normalize_top_k", "false"),
+    ("torchtitan", make_run(data_parallel="zero1"), "layout.data_parallel", "zero2"),
+    ("torchtitan", make_run(data_parallel="ddp", cp=2), "layout.data_parallel", "zero2"),
     (
         "torchtitan",
-        make(pp=4, schedule="zb-h1", data_parallel="zero3", micro_batch_size=1),
+        make_run(pp=4, schedule="zb-h1", data_parallel="zero3", micro_batch_size=1),
         "layout.schedule",
         "schedule_file",
     ),
-    ("torchtitan", make(cp=2, cp_method="ulysses", data_parallel="zero3"), "layout.cp_method", "ring"),
-    ("torchtitan", make(GPT2), "model.norm", "another model"),
-    ("torchtitan", make(tp=16, training={"precision": "bf16"}), "layout.tp", "divisor"),
-    ("torchtitan", make(tp=8, pp=2, data_parallel="zero3"), "training.precision", "more ranks"),
-    ("torchtitan", make(activation_checkpointing="selective"), "layout.activation_checkpointing", "full"),
-    ("deepspeed", make(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
-    ("deepspeed", make(tp=2), "layout.sequence_parallel", "false"),
-    ("deepspeed", make(cp=2), "layout.cp_method", "ulysses"),
-    ("deepspeed", make(pp=4, schedule="dualpipe-v", **NO), "layout.schedule", "1f1b"),
-    ("deepspeed", make(data_parallel="zero1", **OFFLOADED), "layout.offload", "zero3"),
-    ("nanotron", make(data_parallel="hsdp", dp_shard=4), "layout.data_parallel", "ddp"),
-    ("nanotron", make(cp=2), "layout.cp", "1"),
-    ("nanotron", make(EXPERTS, ep=2, data_parallel="zero3"), "model.moe", "another model"),
-    ("nanotron", make({**SMALL, "qk_norm": "head"}), "model.qk_norm", "another model"),
-    ("nanotron", make({**SMALL, "head_dim": 64}), "model.head_dim", "32"),
-    ("nanotron", make(data_parallel="zero1", offload="cpu"), "layout.offload", "remove it"),
+    ("torchtitan", make_run(cp=2, cp_method="ulysses", data_parallel="zero3"), "layout.cp_method", "ring"),
+    ("torchtitan", make_run(GPT2), "model.norm", "another model"),
+    ("torchtitan", make_run(tp=16, training={"precision": "bf16"}), "layout.tp", "divisor"),
+    ("torchtitan", make_run(tp=8, pp=2, data_parallel="zero3"), "training.precision", "more ranks"),
+    ("torchtitan", make_run(activation_checkpointing="selective"), "layout.activation_checkpointing", "full"),
+    ("deepspeed", make_run(pp=2, data_parallel="zero3"), "layout.data_parallel", "zero1"),
+    ("deepspeed", make_run(tp=2), "layout.sequence_parallel", "false"),
+    ("deepspeed", make_run(cp=2), "layout.cp_method", "ulysses"),
+    ("deepspeed", make_run(pp=4, schedule="dualpipe-v", **ZERO1_MICRO_BATCH_1), "layout.schedule", "1f1b"),
+    ("deepspeed", make_run(data_parallel="zero1", **NVME_OFFLOAD), "layout.offload", "zero3"),
+    ("nanotron", make_run(data_parallel="hsdp", dp_shard=4), "layout.data_parallel", "ddp"),
+    ("nanotron", make_run(cp=2), "layout.cp", "1"),
+    ("nanotron", make_run(EXPERTS, ep=2, data_parallel="zero3"), "model.moe", "another model"),
+    ("nanotron", make_run({**SMALL, "qk_norm": "head"}), "model.qk_norm", "another model"),
+    ("nanotron", make_run({**SMALL, "head_dim": 64}), "model.head_dim", "32"),
+    ("nanotron", make_run(data_parallel="zero1", offload="cpu"), "layout.offload", "remove it"),
 ]
 
 
-@pytest.mark.parametrize(("trainer", "run", "field", "fix"), REFUSED)
+@pytest.mark.parametrize(("trainer", "run", "field", "fix"), UNSUPPORTED_CASES)
 def test_export_rejects_options_unsupported_by_the_trainer(
     trainer: Trainer, run: RunSpec, field: str, fix: str
 ) -> None:
-    world_size = WORLD + (run.layout.data_parallel == "parameter_server")
+    world_size = WORLD_SIZE + (run.layout.data_parallel == "parameter_server")
     with pytest.raises(UserError) as error:
         export(run, world_size, trainer)
     assert error.value.field == field
@@ -351,7 +361,7 @@ def test_export_rejects_options_unsupported_by_the_trainer(
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_rejects_batch_not_divisible_by_data_parallel_size(trainer: Trainer) -> None:
     with pytest.raises(UserError, match=r"unequal shares \(67 sequences a step\)"):
-        export(make(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD, trainer)
+        export(make_run(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD_SIZE, trainer)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -359,66 +369,68 @@ def test_export_notes_name_untuned_default_hyperparameters(trainer: Trainer) -> 
     layout = {"data_parallel": "zero1"} if trainer != "torchtitan" else {"data_parallel": "zero2"}
     table = {"model": QWEN | {"qk_norm": "none", "head_dim": 32}, "layout": {"micro_batch_size": 1, **layout}}
     batch = {"seq_len": 1024, "tokens_per_step": 65_536}
-    left = export(run_from_table({**table, "training": batch}), WORLD, trainer)
+    left = export(run_from_table({**table, "training": batch}), WORLD_SIZE, trainer)
     said = "optimizer.learning_rate = 0.003 and training.steps = 1000: defaults of Phalanx, not tuned for this model"
     assert any(note.startswith(said) for note in left.notes)
     assert trainer == "deepspeed" or f"# {said}" in left.text
-    half = export(run_from_table({**table, "training": {**batch, "steps": 9}}), WORLD, trainer)
+    half = export(run_from_table({**table, "training": {**batch, "steps": 9}}), WORLD_SIZE, trainer)
     assert any(note.startswith("optimizer.learning_rate = 0.003: a default of Phalanx") for note in half.notes)
     chosen = {**table, "training": {**batch, "steps": 9}, "optimizer": {"learning_rate": 0.003}}
-    assert not any("default" in note for note in export(run_from_table(chosen), WORLD, trainer).notes)
+    assert not any("default" in note for note in export(run_from_table(chosen), WORLD_SIZE, trainer).notes)
 
 
 def test_export_rejects_unknown_trainer() -> None:
     with pytest.raises(UserError, match="is not known"):
-        export(make(), WORLD, "accelerate")  # type: ignore[arg-type]
+        export(make_run(), WORLD_SIZE, "accelerate")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}])
 def test_exported_pipeline_split_equals_layers_per_stage(layout: Table) -> None:
-    run = make(data_parallel="zero1", micro_batch_size=1, **layout)
+    run = make_run(data_parallel="zero1", micro_batch_size=1, **layout)
     lengths = [len(stage) for stage in layers_per_stage(run)]
     assert len(set(lengths)) > 1
-    cut = flags(export(run, WORLD, "megatron"))["pipeline-model-parallel-layout"]
+    cut = parse_megatron_flags(export(run, WORLD_SIZE, "megatron"))["pipeline-model-parallel-layout"]
     assert (cut[0], cut[-1]) == ("E", "L")
     assert [stage.count("t") for stage in cut.split("|")] == lengths
-    table = tomllib.loads(export(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD, "torchtitan").text)
+    table = tomllib.loads(
+        export(run.replace(layout={**layout, "data_parallel": "zero3"}), WORLD_SIZE, "torchtitan").text
+    )
     parts = table["parallelism"]["module_fqns_per_model_part"]
     blocks = [f"layers.{layer}" for layer in range(run.model.num_layers)]
     assert [name for part in parts for name in part] == ["tok_embeddings", *blocks, "norm", "output"]
 
 
-SHARDED: list[tuple[Trainer, RunSpec, Table]] = [
-    ("megatron", make(data_parallel="zero1"), {"use-distributed-optimizer": True, "use-megatron-fsdp": None}),
-    ("megatron", make(data_parallel="zero2"), {"data-parallel-sharding-strategy": "optim_grads"}),
-    ("megatron", make(data_parallel="hsdp", dp_shard=8), {"num-distributed-optimizer-instances": "2"}),
-    ("torchtitan", make(), {"data_parallel_replicate_degree": 16, "data_parallel_shard_degree": 1}),
+SHARDING_CASES: list[tuple[Trainer, RunSpec, Table]] = [
+    ("megatron", make_run(data_parallel="zero1"), {"use-distributed-optimizer": True, "use-megatron-fsdp": None}),
+    ("megatron", make_run(data_parallel="zero2"), {"data-parallel-sharding-strategy": "optim_grads"}),
+    ("megatron", make_run(data_parallel="hsdp", dp_shard=8), {"num-distributed-optimizer-instances": "2"}),
+    ("torchtitan", make_run(), {"data_parallel_replicate_degree": 16, "data_parallel_shard_degree": 1}),
     (
         "torchtitan",
-        make(data_parallel="zero2"),
+        make_run(data_parallel="zero2"),
         {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "never"},
     ),
     (
         "torchtitan",
-        make(data_parallel="zero3"),
+        make_run(data_parallel="zero3"),
         {"data_parallel_shard_degree": 16, "fsdp_reshard_after_forward": "always"},
     ),
-    ("torchtitan", make(data_parallel="hsdp", dp_shard=8), {"data_parallel_replicate_degree": 2}),
-    ("deepspeed", make(), {"stage": 0}),
-    ("deepspeed", make(data_parallel="zero2"), {"stage": 2}),
-    ("deepspeed", make(data_parallel="hsdp", dp_shard=8), {"stage": 3, "mics_shard_size": 8}),
-    ("nanotron", make(), {"zero_stage": 0}),
-    ("nanotron", make(data_parallel="zero1"), {"zero_stage": 1}),
+    ("torchtitan", make_run(data_parallel="hsdp", dp_shard=8), {"data_parallel_replicate_degree": 2}),
+    ("deepspeed", make_run(), {"stage": 0}),
+    ("deepspeed", make_run(data_parallel="zero2"), {"stage": 2}),
+    ("deepspeed", make_run(data_parallel="hsdp", dp_shard=8), {"stage": 3, "mics_shard_size": 8}),
+    ("nanotron", make_run(), {"zero_stage": 0}),
+    ("nanotron", make_run(data_parallel="zero1"), {"zero_stage": 1}),
 ]
 
 
-@pytest.mark.parametrize(("trainer", "run", "expected"), SHARDED)
+@pytest.mark.parametrize(("trainer", "run", "expected"), SHARDING_CASES)
 def test_exported_sharding_options_match_data_parallel_strategy(
     trainer: Trainer, run: RunSpec, expected: Table
 ) -> None:
-    exported = export(run, WORLD, trainer)
+    exported = export(run, WORLD_SIZE, trainer)
     if trainer == "megatron":
-        table = flags(exported)
+        table = parse_megatron_flags(exported)
     elif trainer == "torchtitan":
         table = tomllib.loads(exported.text)["parallelism"]
     elif trainer == "deepspeed":
@@ -429,31 +441,35 @@ def test_exported_sharding_options_match_data_parallel_strategy(
 
 
 def test_torchtitan_export_local_batch_contains_all_micro_batches() -> None:
-    run = make(pp=4, data_parallel="zero3", micro_batch_size=2)
-    table, cut = tomllib.loads(export(run, WORLD, "torchtitan").text), plan_batch(run, WORLD)
+    run = make_run(pp=4, data_parallel="zero3", micro_batch_size=2)
+    table, cut = tomllib.loads(export(run, WORLD_SIZE, "torchtitan").text), plan_batch(run, WORLD_SIZE)
     assert cut.gradient_accumulation_steps > 1
     assert table["training"]["local_batch_size"] == 2 * cut.gradient_accumulation_steps
     assert table["training"]["local_batch_size"] * cut.dp_size == cut.global_batch_size
 
 
 @pytest.mark.parametrize(
-    ("layout", "nearer"), [({"tp": 2}, True), ({"cp": 2}, False), ({"ep": 4}, False), ({"tp": 2, "ep": 2}, True)]
+    ("layout", "uses_mapping"), [({"tp": 2}, True), ({"cp": 2}, False), ({"ep": 4}, False), ({"tp": 2, "ep": 2}, True)]
 )
-def test_megatron_export_uses_tp_pp_dp_mapping_only_when_supported(layout: Table, nearer: bool) -> None:
+def test_megatron_export_uses_tp_pp_dp_mapping_only_when_supported(layout: Table, uses_mapping: bool) -> None:
     model = EXPERTS if "ep" in layout else SMALL
-    run = make(model, pp=2, data_parallel="zero1", **layout)
-    exported = export(run, WORLD, "megatron")
-    assert ("use-tp-pp-dp-mapping" in flags(exported)) == nearer
-    assert any("nearer to each other there" in note for note in exported.notes) != nearer
-    outside = export(make(model, pp=2, data_parallel="zero1", rank_order="pipeline_outer", **layout), WORLD, "megatron")
-    assert "use-tp-pp-dp-mapping" not in flags(outside)
+    run = make_run(model, pp=2, data_parallel="zero1", **layout)
+    exported = export(run, WORLD_SIZE, "megatron")
+    assert ("use-tp-pp-dp-mapping" in parse_megatron_flags(exported)) == uses_mapping
+    assert any("nearer to each other there" in note for note in exported.notes) != uses_mapping
+    outside = export(
+        make_run(model, pp=2, data_parallel="zero1", rank_order="pipeline_outer", **layout), WORLD_SIZE, "megatron"
+    )
+    assert "use-tp-pp-dp-mapping" not in parse_megatron_flags(outside)
     assert not any("nearer to each other there" in note for note in outside.notes)
 
 
 def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
     model = {**SMALL, "vocab_size": 256, "num_layers": 64}
-    found = flags(
-        export(make(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD, "megatron")
+    found = parse_megatron_flags(
+        export(
+            make_run(model, pp=2, schedule="interleaved", virtual_stages=2, micro_batch_size=1), WORLD_SIZE, "megatron"
+        )
     )
     assert found["num-virtual-stages-per-pipeline-rank"] == "2"
     assert "pipeline-model-parallel-layout" not in found
@@ -461,14 +477,14 @@ def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
 
 def test_megatron_export_sets_expert_parallel_sizes() -> None:
     for ep, split in ((4, "1"), (1, "2")):
-        found = flags(export(make(EXPERTS, tp=2, ep=ep), WORLD, "megatron"))
+        found = parse_megatron_flags(export(make_run(EXPERTS, tp=2, ep=ep), WORLD_SIZE, "megatron"))
         assert (found["expert-model-parallel-size"], found["expert-tensor-parallel-size"]) == (str(ep), split)
         assert (found["num-experts"], found["moe-router-topk"]) == ("8", "2")
         assert found["moe-shared-expert-intermediate-size"] == "128"
 
 
 def test_megatron_export_is_valid_shell_script(tmp_path: Path) -> None:
-    exported = export(make(pp=4, tp=2, data_parallel="zero1"), WORLD, "megatron")
+    exported = export(make_run(pp=4, tp=2, data_parallel="zero1"), WORLD_SIZE, "megatron")
     script = tmp_path / "megatron.sh"
     script.write_text(exported.text)
     subprocess.run(["bash", "-n", script], check=True)
@@ -486,24 +502,26 @@ def test_torchtitan_export_schedule_names_exist_in_pytorch() -> None:
 
 
 def test_torchtitan_export_accepts_schedule_files_except_v_shaped(tmp_path: Path) -> None:
-    micro_batches = plan_batch(make(pp=4, data_parallel="zero3", micro_batch_size=2), WORLD).gradient_accumulation_steps
+    micro_batches = plan_batch(
+        make_run(pp=4, data_parallel="zero3", micro_batch_size=2), WORLD_SIZE
+    ).gradient_accumulation_steps
     for name in ("zb-h1", "zb-v"):
         (tmp_path / name).write_text(to_csv(build_schedule(name, 4, micro_batches)))
-    run = make(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-h1"))
-    axes = tomllib.loads(export(run, WORLD, "torchtitan").text)["parallelism"]
+    run = make_run(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-h1"))
+    axes = tomllib.loads(export(run, WORLD_SIZE, "torchtitan").text)["parallelism"]
     assert axes["pipeline_parallel_schedule"] == "PipelineScheduleMulti"
     assert axes["pipeline_parallel_schedule_csv"] == str(tmp_path / "zb-h1")
-    assert "parallelism.pipeline_parallel_schedule_csv" in known("torchtitan")
+    assert "parallelism.pipeline_parallel_schedule_csv" in known_option_names("torchtitan")
     with pytest.raises(UserError, match="stage s is of rank s mod pp"):
         export(
-            make(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-v")),
-            WORLD,
+            make_run(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-v")),
+            WORLD_SIZE,
             "torchtitan",
         )
 
 
 def test_nanotron_export_writes_small_floats_as_yaml_numbers() -> None:
-    table = yaml.safe_load(export(make(optimizer={"eps": 1e-8}), WORLD, "nanotron").text)
+    table = yaml.safe_load(export(make_run(optimizer={"eps": 1e-8}), WORLD_SIZE, "nanotron").text)
     assert table["optimizer"]["optimizer_factory"]["adam_eps"] == 1e-8
 
 

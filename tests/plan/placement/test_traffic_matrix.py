@@ -51,74 +51,72 @@ DENSE = {
 MOE = {**DENSE, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 16, "num_shared_experts": 1}}
 
 
-def described(layout: dict[str, Any], model: dict[str, Any] = DENSE, tokens: int = 2048) -> RunSpec:
+def make_run(layout: dict[str, Any], model: dict[str, Any] = DENSE, tokens: int = 2048) -> RunSpec:
     training = {"seq_len": 32, "tokens_per_step": tokens, "precision": "fp32", "steps": 100}
     return run_from_table({"model": model, "training": training, "layout": {"micro_batch_size": 1, **layout}})
 
 
-def site(nproc: int) -> NodeLayout:
+def make_node_layout(nproc: int) -> NodeLayout:
     return node_layout(ClusterSpec(), nproc)
 
 
-def cells(matrix: TrafficMatrix) -> dict[tuple[int, int], float]:
+def matrix_entries(matrix: TrafficMatrix) -> dict[tuple[int, int], float]:
     return {(int(a), int(b)): float(c) for a, b, c in zip(matrix.source, matrix.target, matrix.bytes, strict=True)}
 
 
 def test_traffic_matrix_of_tp2_dp2_on_two_nodes_matches_hand_count() -> None:
     """Products stay on a node (0-1, 2-3); gradients go along rails (0-2, 1-3): each has the sum of half of them, and
     an all-reduce of two ranks sends it once."""
-    run = described({"tp": 2})
+    run = make_run({"tp": 2})
     found = traffic_matrices(run, 4, island=2)
     assert set(found) == {"tp", "dp"}
     rows = traffic_by_group(run, 4)["rank"]
     products = sum(row.bytes for row in rows if row.group_kind in ("tp", "copies"))
     (gradients,) = (row.bytes for row in rows if row.group_kind == "data")
-    assert cells(found["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
-    assert cells(found["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
-    assert bytes_by_link(found["tp"], site(2)) == pytest.approx(
+    assert matrix_entries(found["tp"]) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], pytest.approx(products))
+    assert matrix_entries(found["dp"]) == dict.fromkeys([(0, 2), (2, 0), (1, 3), (3, 1)], pytest.approx(gradients))
+    assert bytes_by_link(found["tp"], make_node_layout(2)) == pytest.approx(
         {"fast": 4 * products, "node": 0, "rail": 0, "spine": 0}
     )
-    assert bytes_by_link(found["dp"], site(2)) == pytest.approx(
+    assert bytes_by_link(found["dp"], make_node_layout(2)) == pytest.approx(
         {"fast": 0, "node": 0, "rail": 4 * gradients, "spine": 0}
     )
 
 
 def test_traffic_matrix_of_two_data_parallel_ranks_matches_hand_count() -> None:
     """Two ranks exchange 2 (N-1)/N = 1 times the fp32 gradients."""
-    run = described({})
+    run = make_run({})
     size = 4 * count_parameters(run.model).total
-    assert cells(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
+    assert matrix_entries(traffic_matrices(run, 2, island=1)["dp"]) == {(0, 1): size, (1, 0): size}
 
 
 def test_pipeline_traffic_between_nodes_stays_on_one_rail() -> None:
     """Two stages of two ranks that share products: each rank of a stage sends, for each micro-batch, the fp32 residual
     stream of its half of the tokens, and its gradient comes back."""
-    run = described({"pp": 2, "tp": 2}, tokens=8 * 32)
+    run = make_run({"pp": 2, "tp": 2}, tokens=8 * 32)
     message = 4 * 32 * 32 / 2
     found = traffic_matrices(run, 4, island=2)["pp"]
-    assert cells(found) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
-    assert bytes_by_link(found, site(2))["rail"] == pytest.approx(found.total)
+    assert matrix_entries(found) == dict.fromkeys([(0, 2), (1, 3), (2, 0), (3, 1)], pytest.approx(8 * message))
+    assert bytes_by_link(found, make_node_layout(2))["rail"] == pytest.approx(found.total)
 
 
 def test_interleaved_pipeline_traffic_connects_last_rank_to_first() -> None:
     """Stage 5 is on rank 2 and gives its output to stage 6 on rank 0... of 2 x 3 stages: the last of a round gives to
     the first rank, so that all three pairs talk."""
-    run = described(
-        {"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32
-    )
+    run = make_run({"pp": 3, "schedule": "interleaved", "virtual_stages": 2}, {**DENSE, "num_layers": 6}, tokens=3 * 32)
     message = 4 * 32 * 32
-    sent = cells(traffic_matrices(run, 3, island=1)["pp"])
+    sent = matrix_entries(traffic_matrices(run, 3, island=1)["pp"])
     forward = {(0, 1): 2, (1, 2): 2, (2, 0): 1}
     back = {(b, a): count for (a, b), count in forward.items()}
     assert sent == {pair: 3 * count * message for pair, count in {**forward, **back}.items()}
 
 
 def test_expert_all_to_all_traffic_is_even() -> None:
-    run = described({"ep": 4}, MOE)
+    run = make_run({"ep": 4}, MOE)
     found = traffic_matrices(run, 4, island=2)["ep"]
     each = sum(row.bytes for row in traffic_by_group(run, 4)["rank"] if row.group_kind == "ep") / 3
-    assert cells(found) == {(a, b): pytest.approx(each) for a in range(4) for b in range(4) if a != b}
-    assert bytes_by_link(found, site(2)) == pytest.approx(
+    assert matrix_entries(found) == {(a, b): pytest.approx(each) for a in range(4) for b in range(4) if a != b}
+    assert bytes_by_link(found, make_node_layout(2)) == pytest.approx(
         {"fast": 4 * each, "node": 0, "rail": 4 * each, "spine": 4 * each}
     )
 
@@ -138,16 +136,16 @@ LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (8, {"cp": 4}, MOE),
     (6, {}, DENSE),
 ]
-NAMES = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
+LAYOUT_IDS = [f"{ranks} {layout}" for ranks, layout, _ in LAYOUTS]
 
 
-@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=LAYOUT_IDS)
 @pytest.mark.parametrize("nproc", [1, 2, 4, 8])
 def test_traffic_matrix_row_sums_equal_counted_traffic(
     world_size: int, layout: dict[str, Any], model: dict[str, Any], nproc: int
 ) -> None:
     """Every rank sends exactly what `traffic_by_role` counts for its place, to others only."""
-    run = described(layout, model, tokens=48 * 32)
+    run = make_run(layout, model, tokens=48 * 32)
     sizes, counted = parallel_dims(run.layout, world_size), traffic_by_role(run, world_size)
     whole = merge_matrices(world_size, list(traffic_matrices(run, world_size, nproc).values()))
     sent = np.bincount(whole.source, whole.bytes, world_size)
@@ -156,17 +154,17 @@ def test_traffic_matrix_row_sums_equal_counted_traffic(
         rows = counted["rank" if sizes.pp == 1 else f"pp{place}"]
         assert sent[rank] == pytest.approx(sum(row.bytes for row in rows if row.operation != "recv"), rel=1e-12)
     assert (whole.source != whole.target).all()
-    assert sum(bytes_by_link(whole, site(nproc)).values()) == pytest.approx(whole.total)
+    assert sum(bytes_by_link(whole, make_node_layout(nproc)).values()) == pytest.approx(whole.total)
     assert whole.aggregated(nproc).total == pytest.approx(whole.total)
     assert whole.to_dense().sum() == pytest.approx(whole.total)
 
 
-@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=LAYOUT_IDS)
 def test_communicating_groups_partition_all_ranks(
     world_size: int, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
     """A group is no larger or smaller than its rows were counted for: every rank is in one, and it has company."""
-    run = described(layout, model, tokens=48 * 32)
+    run = make_run(layout, model, tokens=48 * 32)
     sizes = parallel_dims(run.layout, world_size)
     for row in (row for rows in traffic_by_group(run, world_size).values() for row in rows):
         if row.group_kind not in ("pp", "ends"):
@@ -178,7 +176,7 @@ def test_communicating_groups_partition_all_ranks(
 
 def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
     """Of 8 ranks in 2 copies of 4, experts 0 are on 0, 2 | 4, 6, and the shards of one copy meet their replicas."""
-    run = described({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
+    run = make_run({"data_parallel": "hsdp", "dp_shard": 4, "ep": 2}, MOE)
     sizes = parallel_dims(run.layout, 8)
     assert communication_groups(run, sizes, "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert communication_groups(run, sizes, "replicas") == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -188,9 +186,9 @@ def test_communicating_groups_match_hand_list_for_hsdp_with_experts() -> None:
 
 def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
     """Context-parallel ranks share a copy's shards; 4 ranks with 2 key/value heads have them in pairs."""
-    run = described({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
+    run = make_run({"data_parallel": "hsdp", "dp_shard": 2, "cp": 2})
     assert communication_groups(run, parallel_dims(run.layout, 8), "data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    run = described({"tp": 4})
+    run = make_run({"tp": 4})
     assert communication_groups(run, parallel_dims(run.layout, 8), "copies") == [
         (0, 1),
         (2, 3),
@@ -202,8 +200,8 @@ def test_communicating_groups_match_hand_list_for_hsdp_cp_and_tp() -> None:
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(staleness: int | None) -> None:
     """W workers: W times the model goes down and W times up. In steps together it goes down a chain."""
-    run = described({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
-    sent = cells(traffic_matrices(run, 5, island=5)["servers"])
+    run = make_run({"data_parallel": "parameter_server", "num_servers": 2, "max_staleness": staleness})
+    sent = matrix_entries(traffic_matrices(run, 5, island=5)["servers"])
     size = 4 * count_parameters(run.model).total
     assert sum(sent.values()) == pytest.approx(2 * 3 * size)
     assert sum(sent[worker, server] for worker in (2, 3, 4) for server in (0, 1)) == pytest.approx(3 * size)
@@ -219,7 +217,7 @@ def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: in
     members = np.arange(count)[None]
     if count == 1:
         return
-    where = site(devices)
+    where = make_node_layout(devices)
 
     def loads(matrix: TrafficMatrix) -> tuple[float, float, float]:
         links = bytes_by_link(matrix, where)
@@ -243,7 +241,7 @@ def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int,
     for ends in (sent.source, sent.target):
         assert np.bincount(ends, sent.bytes) == pytest.approx(6.0)
     group = {int(rank): row for row, ranks in enumerate(members) for rank in ranks}
-    assert all(group[a] == group[b] and a != b for a, b in cells(sent))
+    assert all(group[a] == group[b] and a != b for a, b in matrix_entries(sent))
 
 
 def test_ring_traffic_uses_one_ring_for_uneven_node_groups() -> None:
@@ -263,9 +261,9 @@ def test_with_pxn_relays_only_over_fast_links() -> None:
     """Of two pairs of devices: 0 hands over to 1, but not to 3; and the last node has no device 3."""
     pairs = NodeLayout((0, 0, 1, 1), (0, 1, 2, 3), (("a",), ("b",), ("c",), ("d",)))
     sent = TrafficMatrix(8, np.array([0, 0]), np.array([5, 7]), np.array([1.0, 2.0]))
-    assert cells(with_pxn(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
+    assert matrix_entries(with_pxn(sent, pairs)) == {(0, 1): 1.0, (1, 5): 1.0, (0, 7): 2.0}
     last = TrafficMatrix(6, np.array([4]), np.array([3]), np.array([1.0]))
-    assert cells(with_pxn(last, site(4))) == {(4, 3): 1.0}
+    assert matrix_entries(with_pxn(last, make_node_layout(4))) == {(4, 3): 1.0}
 
 
 def test_nic_loads_split_traffic_of_device_with_two_nics() -> None:
@@ -300,7 +298,7 @@ def test_node_layout_reads_fast_links_and_nics_from_topology() -> None:
         node_layout(ClusterSpec(), 9, read_topology(TOPOLOGIES / "h100-nv18.txt"))
 
 
-SHARED_CARDS = """\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1
+SHARED_NICS_TOPOLOGY = """\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1
 GPU0\tX\tNV4\tSYS\tSYS\tPIX\tSYS
 GPU1\tNV4\tX\tSYS\tSYS\tPIX\tSYS
 GPU2\tSYS\tSYS\tX\tNV4\tSYS\tPIX
@@ -310,7 +308,7 @@ GPU3\tSYS\tSYS\tNV4\tX\tSYS\tPIX
 
 def test_node_layout_classifies_links_of_gpu_pairs_with_shared_nics() -> None:
     """Pairs of GPUs with one card for each pair: GPU 0 of one node reaches GPU 1 of another on one rail."""
-    pairs = node_layout(ClusterSpec(), 4, parse_topology(SHARED_CARDS))
+    pairs = node_layout(ClusterSpec(), 4, parse_topology(SHARED_NICS_TOPOLOGY))
     assert (pairs.domain, pairs.rail) == ((0, 0, 1, 1), (0, 0, 1, 1))
     source, target = np.zeros(5, np.int64), np.array([1, 2, 4, 5, 6])
     assert pairs.links(source, target).tolist() == [0, 1, 2, 2, 3]
@@ -331,62 +329,62 @@ def test_node_layout_fast_link_domain_spans_several_nodes() -> None:
     assert node_layout(ClusterSpec(fast_link_domain=2), 4).domain == (0, 0, 1, 1)
 
 
-def said(
+def findings_by_axis(
     layout: dict[str, Any], world_size: int, nproc: int, model: dict[str, Any] = DENSE, **cluster: Any
 ) -> dict[str, str]:
-    run, where = described(layout, model), site(nproc)
+    run, where = make_run(layout, model), make_node_layout(nproc)
     parts = traffic_matrices(run, world_size, where.ranks_per_island)
     found = placement_findings(parallel_dims(run.layout, world_size), parts, where, ClusterSpec(**cluster))
     return {f"{finding.verdict} {finding.axis}": f"{finding.said}; {finding.fix}" for finding in found}
 
 
 def test_placement_findings_flag_tp_groups_that_leave_fast_domain() -> None:
-    assert said({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
-    bad = said({"tp": 4}, 8, 2)["bad tp"]
+    assert findings_by_axis({"tp": 2}, 4, 2)["good tp"].startswith("every tp group is inside a fast domain (2 devices)")
+    bad = findings_by_axis({"tp": 4}, 8, 2)["bad tp"]
     assert bad.startswith(
         "2 of 2 tp groups leave a fast domain (2 devices), the first: ranks 0 1 2 3; make layout.tp a divisor of 2"
     )
-    assert "note ep" in said({"ep": 4}, 4, 2, MOE)
-    spread = said({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
+    assert "note ep" in findings_by_axis({"ep": 4}, 4, 2, MOE)
+    spread = findings_by_axis({"pp": 4, "ep": 2}, 8, 4, MOE)["note ep"]
     assert spread.endswith('make layout.ep a divisor of 4 with layout.rank_order = "pipeline_outer"')
-    assert "good ep" in said({"pp": 4, "ep": 2, "rank_order": "pipeline_outer"}, 8, 4, MOE)
+    assert "good ep" in findings_by_axis({"pp": 4, "ep": 2, "rank_order": "pipeline_outer"}, 8, 4, MOE)
 
 
 def test_placement_findings_flag_pipeline_neighbours_on_different_rails() -> None:
     """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
-    assert "good pp" in said({"pp": 2, "tp": 2}, 4, 2)
-    assert said({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
+    assert "good pp" in findings_by_axis({"pp": 2, "tp": 2}, 4, 2)
+    assert findings_by_axis({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
         "4 of 4 pairs of pipeline neighbours on different nodes are on different rails; make tp x cp a multiple of 4"
     )
-    assert not [key for key in said({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
-    apart = said({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]
+    assert not [key for key in findings_by_axis({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
+    apart = findings_by_axis({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]
     assert apart.endswith("make dp x tp x cp a multiple of 4, or dp x tp x cp x pp a divisor of it")
 
 
 def test_placement_findings_flag_partial_nodes_and_oversubscribed_spine() -> None:
     """All-to-all of 2 x 4 devices: of 4 on the other node 3 are on another rail. Gradients stay on theirs."""
-    assert said({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
-    run = described({"ep": 8}, MOE)
-    parts = [bytes_by_link(part, site(4)) for part in traffic_matrices(run, 8, 4).values()]
+    assert findings_by_axis({}, 6, 4)["bad nodes"].startswith("the last node has 2 of 4 ranks")
+    run = make_run({"ep": 8}, MOE)
+    parts = [bytes_by_link(part, make_node_layout(4)) for part in traffic_matrices(run, 8, 4).values()]
     rail, spine = (sum(part[link] for part in parts) for link in ("rail", "spine"))
     share = spine / (rail + spine)
     assert 0.5 < share < 0.75
-    assert said({"ep": 8}, 8, 4, MOE, oversubscription=4.0)["bad spine"].startswith(
+    assert findings_by_axis({"ep": 8}, 8, 4, MOE, oversubscription=4.0)["bad spine"].startswith(
         f"{share:.0%} of the network's bytes cross a spine of 4:1: the network is {4 * share:.2f} times slower"
     )
-    assert "bad spine" not in said({"ep": 8}, 8, 4, MOE)
+    assert "bad spine" not in findings_by_axis({"ep": 8}, 8, 4, MOE)
 
 
 def test_traffic_matrix_is_empty_for_one_rank() -> None:
-    assert traffic_matrices(described({}), 1, 1) == {}
+    assert traffic_matrices(make_run({}), 1, 1) == {}
     nothing = merge_matrices(1, [])
     assert nothing.total == 0
-    assert nic_loads(nothing, site(1))[0].sent_bytes == 0
+    assert nic_loads(nothing, make_node_layout(1))[0].sent_bytes == 0
 
 
 def test_traffic_by_group_separates_expert_gradients() -> None:
     """Gradients of experts go to the ranks with the same experts, others to all."""
-    rows = [row for row in traffic_by_group(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
+    rows = [row for row in traffic_by_group(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in row.purpose]
     assert [row.group_kind for row in rows] == ["data", "same_experts"]
-    (merged,) = [r for r in traffic_by_role(described({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]
+    (merged,) = [r for r in traffic_by_role(make_run({"ep": 2}, MOE), 4)["rank"] if "gradients, summed" in r.purpose]
     assert merged == Traffic("all_reduce", rows[0].bytes + rows[1].bytes, rows[0].purpose, calls=2)

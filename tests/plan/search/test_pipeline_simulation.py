@@ -6,8 +6,8 @@ import pytest
 from phalanx.plan.search.candidates import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
-from tests.helpers.cli_runner import known
-from tests.helpers.planned_runs import run
+from tests.helpers.cli_runner import command_json
+from tests.helpers.planned_runs import make_run
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
@@ -15,7 +15,7 @@ from tests.helpers.planned_runs import run
 def test_estimated_pipeline_time_matches_simulated_schedule(model, schedule):
     """Of stages as they are cut, which are not alike: with few micro-batches a long one waits less than the closed
     forms say, for it computes meanwhile."""
-    described = run(model, sequence=2048, sequences=64)
+    described = make_run(model, sequence=2048, sequences=64)
     of_it = [
         c
         for c in enumerate_layouts(described, 16)
@@ -37,10 +37,10 @@ def test_estimated_pipeline_time_matches_simulated_schedule(model, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("leading", [1, 6])
-def test_estimated_pipeline_time_accounts_for_leading_dense_blocks(leading, schedule):
-    described = run("olmoe-1b-7b", sequence=2048, sequences=64)
-    moe = described.model.moe.model_copy(update={"num_leading_dense_layers": leading})
+@pytest.mark.parametrize("first_dense", [1, 6])
+def test_estimated_pipeline_time_accounts_for_leading_dense_blocks(first_dense, schedule):
+    described = make_run("olmoe-1b-7b", sequence=2048, sequences=64)
+    moe = described.model.moe.model_copy(update={"num_leading_dense_layers": first_dense})
     described = described.model_copy(update={"model": described.model.model_copy(update={"moe": moe})})
     of_it = [
         c for c in enumerate_layouts(described, 16) if c.schedule == schedule and c.pp in (4, 8) and c.micro_batches > 8
@@ -54,10 +54,10 @@ def test_estimated_pipeline_time_accounts_for_leading_dense_blocks(leading, sche
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 4), ("zb-v", 1)])
 def test_show_command_reproduces_simulated_schedule(schedule, virtual_stages):
-    described = run(sequence=2048, sequences=64)
+    described = make_run(sequence=2048, sequences=64)
     own = (4, schedule, virtual_stages)
     candidate = next(c for c in enumerate_layouts(described, 16) if (c.pp, c.schedule, c.virtual_stages) == own)
-    shown = known(*show_command(described, 16, candidate).split()[1:])
+    shown = command_json(*show_command(described, 16, candidate).split()[1:])
     stages = 4 * {"zb-v": 2}.get(schedule, virtual_stages)
     assert (shown["schedule"], shown["stages"], shown["micro_batches"]) == (schedule, stages, candidate.micro_batches)
     simulated = float(simulate_candidate(described, 16, candidate).makespan)

@@ -23,7 +23,7 @@ from phalanx.plan.search.search import search_layouts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout
-from tests.helpers.planned_runs import run
+from tests.helpers.planned_runs import make_run
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,7 +35,7 @@ from tests.helpers.planned_runs import run
 )
 def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     """Against every layout, of which some are evaluated by themselves too: columns do not mix."""
-    described = run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
+    described = make_run(model, sequence=1024, sequences=sequences, cluster={"memory_bytes": memory * 2**30})
     ways = get_args(Layout.model_fields["activation_checkpointing"].annotation)
     again = {
         replace(kept, activation_checkpointing=way): None
@@ -77,7 +77,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
 
 @pytest.mark.parametrize(("model", "ranks"), [("llama3-8b", 8), ("olmoe-1b-7b", 8), ("gpt2-124m", 12)])
 def test_enumerate_layouts_yields_only_runnable_layouts(model, ranks):
-    described = run(model, sequence=1024, sequences=48)
+    described = make_run(model, sequence=1024, sequences=48)
     for kept in enumerate_layouts(described, ranks):
         for candidate in (kept, *offload_variants(described, kept)):
             own = described.model_copy(update={"layout": candidate.layout()})
@@ -91,7 +91,7 @@ def test_offload_variants_never_shorten_a_step_and_always_save_memory(model, mac
     """However fast the CPUs: so nothing is lost where it is looked for only when a layout does not fit."""
     fast = {"host_link_bytes_per_second": 1e15, "host_bytes_per_second": 1e15, "disk_bytes_per_second": 1e15}
     rests = {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}
-    described = run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
+    described = make_run(model, machine, sequence=1024, sequences=48, cluster=fast, layout=rests)
     pairs = [
         (kept, other) for kept in enumerate_layouts(described, ranks) for other in offload_variants(described, kept)
     ]
@@ -105,7 +105,7 @@ def test_offload_variants_never_shorten_a_step_and_always_save_memory(model, mac
 
 def test_search_offers_offload_when_nothing_else_fits():
     """8 billion parameters of 16 bytes each in 80 GiB."""
-    described = run(sequences=8, cluster={"nproc_per_node": 1})
+    described = make_run(sequences=8, cluster={"nproc_per_node": 1})
     found = search_layouts(described, 1)
     assert found.options
     for option in found.options:
@@ -129,12 +129,14 @@ def test_search_offers_offload_when_nothing_else_fits():
 
 def test_search_chooses_selective_checkpointing_when_memory_is_tight():
     """Of 8 billion parameters with long sequences in 38 GiB: less than whole blocks costs less time."""
-    best = search_layouts(run(sequence=8192, sequences=16, cluster={"memory_bytes": 38 * 2**30}), 8, keep=1).options[0]
+    best = search_layouts(
+        make_run(sequence=8192, sequences=16, cluster={"memory_bytes": 38 * 2**30}), 8, keep=1
+    ).options[0]
     assert best.candidate.activation_checkpointing == "selective"
 
 
 def test_search_options_are_sorted_and_pareto_front_decreases():
-    found = search_layouts(run(), 16, keep=50)
+    found = search_layouts(make_run(), 16, keep=50)
     times = np.log([option.step_seconds for option in found.options])
     assert (np.diff(np.floor(times / TIE_TOLERANCE)) >= 0).all()
     front = [option.memory_bytes for option in found.pareto_front]
@@ -148,7 +150,7 @@ def test_search_options_are_sorted_and_pareto_front_decreases():
 
 
 def test_search_filter_finds_matching_layouts_at_any_rank():
-    tight = run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
+    tight = make_run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
     every = search_layouts(tight, 4, keep=100).options
     pipelines = [option for option in every if option.candidate.pp == 4]
     assert every.index(pipelines[0]) > 3
@@ -157,24 +159,24 @@ def test_search_filter_finds_matching_layouts_at_any_rank():
 
 def test_search_reports_progress():
     told: list[tuple[str, int, int]] = []
-    found = search_layouts(run(), 16, 5, lambda *what: told.append(what))
+    found = search_layouts(make_run(), 16, 5, lambda *what: told.append(what))
     stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
     evaluating, counting = stages.values()
     assert evaluating[0][0] == 0
     assert evaluating[-1] == (found.considered, found.considered)
     assert counting == [(done, 5) for done in range(6)]
-    assert found == search_layouts(run(), 16, 5)
+    assert found == search_layouts(make_run(), 16, 5)
 
 
 def test_evaluated_layout_mfu_uses_trainer_formula():
-    described = run()
+    described = make_run()
     option = evaluate(described, 8, [candidate_from_run(described, 8)])[0]
     flops = training_flops_per_token(described.model, 4096)
     assert option.mfu == pytest.approx(mfu(option.tokens_per_second, flops, described.cluster.peak_flops, 8))
 
 
 def test_evaluated_layout_hfu_includes_recomputed_flops():
-    described = run()
+    described = make_run()
     alike = candidate_from_run(described, 8)
     kinds = [replace(alike, activation_checkpointing=again) for again in ("none", "selective", "full")]
     none, selective, full = evaluate(described, 8, kinds)
@@ -186,8 +188,8 @@ def test_evaluated_layout_hfu_includes_recomputed_flops():
 
 
 def test_search_best_never_slows_with_more_memory_or_devices():
-    small = run(cluster={"memory_bytes": 24 * 2**30})
-    large = run(cluster={"memory_bytes": 80 * 2**30})
+    small = make_run(cluster={"memory_bytes": 24 * 2**30})
+    large = make_run(cluster={"memory_bytes": 80 * 2**30})
     first, second = (search_layouts(described, 8, keep=1).options[0].step_seconds for described in (small, large))
     assert second <= first * (1 + TIE_TOLERANCE)
     assert search_layouts(large, 16, keep=1).options[0].step_seconds < second
@@ -195,14 +197,14 @@ def test_search_best_never_slows_with_more_memory_or_devices():
 
 def test_search_limits_tp_to_fast_link_domain_for_llama3_405b():
     best = search_layouts(
-        run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5
+        make_run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5
     ).options[0]
     assert 1 < best.candidate.tp <= 8
     assert best.candidate.pp > 1
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "least"),
+    ("model", "layout", "min_ratio"),
     [
         (
             "llama3-8b",
@@ -218,26 +220,26 @@ def test_search_limits_tp_to_fast_link_domain_for_llama3_405b():
         ),  # the fullest owns a whole expert's state
     ],
 )
-def test_estimated_memory_is_close_to_exact_memory(model, layout, least):
-    described = run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
+def test_estimated_memory_is_close_to_exact_memory(model, layout, min_ratio):
+    described = make_run(model, sequences=64, cluster={"nodes": 4}, layout={**layout, "micro_batch_size": 1})
     (option,) = evaluate(described, 32, [candidate_from_run(described, 32)])
-    assert least < option.memory_bytes / with_exact_memory(described, 32, option).memory_bytes < 1.15
+    assert min_ratio < option.memory_bytes / with_exact_memory(described, 32, option).memory_bytes < 1.15
 
 
 def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
     """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
-    described = run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
+    described = make_run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
     piped = [option for option in search_layouts(described, 64, keep=20).options if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
     assert {option.candidate.rank_order for option in piped} == {"pipeline_outer"}
     other = best.candidate.layout().model_copy(update={"rank_order": "data_outer"})
     assert evaluate_layout(described, 64, other).step_seconds > 1.05 * best.step_seconds
-    alone = [c for c in enumerate_layouts(run("mixtral-8x7b"), 8) if c.pp > 1]
+    alone = [c for c in enumerate_layouts(make_run("mixtral-8x7b"), 8) if c.pp > 1]
     assert {c.rank_order for c in alone} == {"data_outer"}
 
 
 def test_search_returns_smallest_layout_when_none_fits():
-    described = run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
+    described = make_run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
     found = search_layouts(described, 8)
     assert (found.options, found.fitting) == ([], 0)
     assert found.closest_to_fitting is not None
@@ -247,7 +249,7 @@ def test_search_returns_smallest_layout_when_none_fits():
 def test_plan_or_raise_reports_cpu_memory_shortage():
     """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
     scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
-    described = run(sequences=8, cluster=scarce)
+    described = make_run(sequences=8, cluster=scarce)
     with pytest.raises(UserError, match=r"takes [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
         plan_or_raise(described, 1)
     least = search_layouts(described, 1).closest_to_fitting
@@ -262,7 +264,9 @@ def test_search_rejects_cluster_without_speeds():
 
 
 def test_candidate_jobs_columns_match_layout():
-    described = run(layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2})
+    described = make_run(
+        layout={"data_parallel": "zero1", "tp": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2}
+    )
     jobs = candidate_jobs(described, 16, [candidate_from_run(described, 16)])
     assert (jobs.tp, jobs.pp, jobs.virtual_stages, jobs.dp, jobs.zero_stage, jobs.shard_group_size) == (
         2,
@@ -287,7 +291,7 @@ def test_candidate_jobs_columns_match_layout():
 )
 def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
     """As the run cuts them, not a share of all: the step takes what the longest takes."""
-    described = run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
+    described = make_run("llama3-8b", sequences=160, cluster={"nodes": 5}, layout={**layout, "micro_batch_size": 1})
     jobs = candidate_jobs(described, 40, [candidate_from_run(described, 40)])
     assert (jobs.first_blocks, jobs.middle_blocks, jobs.last_blocks) == blocks
 
@@ -305,7 +309,7 @@ def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
     ],
 )
 def test_candidate_from_run_rejects_unsupported_layout_field(field, layout):
-    described = run("olmoe-1b-7b", layout=layout)
+    described = make_run("olmoe-1b-7b", layout=layout)
     with pytest.raises(UserError, match=rf"layout\.{field}.*not what the planner predicts"):
         candidate_from_run(described, 8)
     assert run_footprint(described).step_seconds is None, "`advise oom` tells what it can"
@@ -313,19 +317,21 @@ def test_candidate_from_run_rejects_unsupported_layout_field(field, layout):
 
 def test_candidate_from_run_ignores_fields_without_effect():
     ddp = {"bucket_mb": 5.0, "first_bucket_mb": 1.0, "ddp_find_unused_parameters": True, "micro_batch_size": 1}
-    assert candidate_from_run(run(layout=ddp), 8).data_parallel == "ddp"
-    assert candidate_from_run(run(layout={"data_parallel": "zero3", "fsdp_prefetch": 3}), 8).data_parallel == "zero3"
+    assert candidate_from_run(make_run(layout=ddp), 8).data_parallel == "ddp"
+    assert (
+        candidate_from_run(make_run(layout={"data_parallel": "zero3", "fsdp_prefetch": 3}), 8).data_parallel == "zero3"
+    )
 
 
 def test_candidate_from_run_uses_effective_strategy():
     """ZeRO-2 keeps whole gradients in a pipeline, and FSDP with nobody to share with is a replica."""
-    assert candidate_from_run(run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
-    assert candidate_from_run(run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
-    assert candidate_from_run(run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
+    assert candidate_from_run(make_run(layout={"data_parallel": "zero2", "pp": 2}), 8).data_parallel == "zero1"
+    assert candidate_from_run(make_run(layout={"data_parallel": "hsdp", "dp_shard": 1}), 8).data_parallel == "ddp"
+    assert candidate_from_run(make_run(layout={"data_parallel": "zero3"}), 1).data_parallel == "ddp"
 
 
 def test_search_options_fit_by_exact_rank_memory():
-    described = run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
+    described = make_run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
     for option in search_layouts(described, 64, keep=4).options:
         places = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64).values()
         assert option.memory_bytes == max(place.total for place in places) < 80 * 2**30
@@ -333,7 +339,7 @@ def test_search_options_fit_by_exact_rank_memory():
 
 def test_enumerate_layouts_uses_ulysses_when_cp_divides_heads():
     """Of 12 heads two or four ranks can; eight cannot, and go round a ring that has no flash kernel."""
-    described = run("gpt2-124m", sequence=1024, sequences=16)
+    described = make_run("gpt2-124m", sequence=1024, sequences=16)
     found = {
         c.cp: c
         for c in enumerate_layouts(described, 8)

@@ -16,18 +16,18 @@ from phalanx.plan.tables.predict import Prediction, PredictionFailure, predict_r
 from phalanx.plan.tables.row_to_job import job_from_row
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model, preset_names
-from tests.helpers.published_rows import ROW
+from tests.helpers.published_rows import MEGATRON_22B_ROW
 
 
 @cache
-def one(**changes: str) -> Prediction:
-    (found,) = predict_rows([{**ROW, **changes}])
+def predict_row(**changes: str) -> Prediction:
+    (found,) = predict_rows([{**MEGATRON_22B_ROW, **changes}])
     assert isinstance(found, Prediction), found
     return found
 
 
 def test_predict_rows_matches_published_megatron_run():
-    found = one()
+    found = predict_row()
     assert found.step_time_s == pytest.approx(1.42, rel=0.1)
     assert found.step_time_low_s < found.step_time_s < found.step_time_high_s
     assert found.assumed == []
@@ -36,7 +36,7 @@ def test_predict_rows_matches_published_megatron_run():
 
 
 @pytest.mark.parametrize(
-    ("changes", "again"),
+    ("changes", "recomputed_fraction"),
     [
         ({"recompute": "none"}, 0.0),
         ({"recompute": "full"}, 0.328),
@@ -44,11 +44,11 @@ def test_predict_rows_matches_published_megatron_run():
         ({"recompute": "selective", "facts": "flash attention"}, 0.0),
     ],
 )
-def test_predict_rows_hfu_includes_recomputed_flops(changes, again):
+def test_predict_rows_hfu_includes_recomputed_flops(changes, recomputed_fraction):
     """Of a forward pass of blocks, 24 h^2 + 4 h s for each token and layer, with the head's 2 h V / L of three times as
     much (arXiv 2205.05198, appendix A): h = 6144, s = 2048, V = 51200, L = 48."""
-    found = one(**changes)
-    assert found.hfu / found.mfu - 1 == pytest.approx(again, rel=0.01, abs=1e-9)
+    found = predict_row(**changes)
+    assert found.hfu / found.mfu - 1 == pytest.approx(recomputed_fraction, rel=0.01, abs=1e-9)
 
 
 def test_predict_rows_ignores_result_columns():
@@ -60,31 +60,31 @@ def test_predict_rows_ignores_result_columns():
         "notes": "flash ZB-V",
         "source": "DeepSpeed",
     }
-    assert one(**answers) == one()
-    without = {column: text for column, text in ROW.items() if column not in answers}
-    assert predict_rows([without]) == [one()]
+    assert predict_row(**answers) == predict_row()
+    without = {column: text for column, text in MEGATRON_22B_ROW.items() if column not in answers}
+    assert predict_rows([without]) == [predict_row()]
 
 
 def test_predict_rows_offload_fact_increases_time_and_reduces_memory():
     row = {"tp": "1", "dp": "8", "zero": "3", "micro_batch": "1", "global_batch": "8", "schedule": "FSDP"}
-    kept, said, away = (one(**row, facts=facts) for facts in ("", "offload=False", "flash; offload=True"))
+    kept, said, away = (predict_row(**row, facts=facts) for facts in ("", "offload=False", "flash; offload=True"))
     assert kept == said
     assert away.step_time_s > kept.step_time_s
     assert kept.memory_gib - away.memory_gib == pytest.approx(16 * 22e9 / 8 / 2**30, rel=0.03)
 
 
 def test_predict_rows_corrects_and_reports_inconsistent_degrees():
-    assert one(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, which the other degrees leave"]
+    assert predict_row(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, which the other degrees leave"]
 
 
 def test_predict_rows_chooses_and_reports_missing_values():
-    found = one(micro_batch="", recompute="", global_batch="16")
+    found = predict_row(micro_batch="", recompute="", global_batch="16")
     assert found.assumed == ["micro-batch", "recompute"]
     assert found.p_oom < 0.5
-    stated = [one(micro_batch=size, recompute="full", global_batch="16") for size in ("1", "2", "4", "8")]
+    stated = [predict_row(micro_batch=size, recompute="full", global_batch="16") for size in ("1", "2", "4", "8")]
     assert found.step_time_s <= min(row.step_time_s for row in stated if row.p_oom < 0.5)
     width = found.step_time_high_s / found.step_time_s
-    assert width > one().step_time_high_s / one().step_time_s
+    assert width > predict_row().step_time_high_s / predict_row().step_time_s
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_predict_rows_chooses_and_reports_missing_values():
     ],
 )
 def test_predict_rows_reports_reason_for_unpredictable_row(changes, reason):
-    (found, other) = predict_rows([{**ROW, **changes}, ROW])
+    (found, other) = predict_rows([{**MEGATRON_22B_ROW, **changes}, MEGATRON_22B_ROW])
     assert isinstance(found, PredictionFailure)
     assert reason in found.reason
-    assert other == one()
+    assert other == predict_row()
     json.dumps(found.reason)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    column=st.sampled_from([*ROW, "experts", "topk", "ep"]),
+    column=st.sampled_from([*MEGATRON_22B_ROW, "experts", "topk", "ep"]),
     text=st.one_of(
         st.sampled_from(["", "0", "-1", "nan", "inf", "1e300", "0.5", "3", "7", "x", "full", "fp8", "\x00", "1,5"]),
         st.text(),
@@ -118,9 +118,9 @@ def test_predict_rows_reports_reason_for_unpredictable_row(changes, reason):
 )
 def test_predict_rows_continues_after_invalid_row(column, text, other):
     """Whatever a cell holds, the row is predicted, or says why not."""
-    spoiled = {**ROW, column: text, "pp": other} if column != "pp" else {**ROW, column: text}
-    found, after = predict_rows([spoiled, ROW])
-    assert after == one()
+    spoiled = {**MEGATRON_22B_ROW, column: text, "pp": other} if column != "pp" else {**MEGATRON_22B_ROW, column: text}
+    found, after = predict_rows([spoiled, MEGATRON_22B_ROW])
+    assert after == predict_row()
     if isinstance(found, Prediction):
         assert 0 < found.step_time_low_s < found.step_time_s < found.step_time_high_s < math.inf
         assert 0 <= found.p_oom <= 1
@@ -139,7 +139,7 @@ def test_read_rows_rejects_invalid_files(tmp_path):
     path.write_text('[model]\npreset = "llama3-8b"\n')
     with pytest.raises(UserError, match=f"lacks the columns {', '.join(NEEDED)}\n  fix: .*also read are id, model, "):
         read_rows(path)
-    path.write_text(",".join(column for column in ROW if column not in ("tp", "gpu_type")))
+    path.write_text(",".join(column for column in MEGATRON_22B_ROW if column not in ("tp", "gpu_type")))
     with pytest.raises(UserError, match="lacks the columns gpu_type, tp\n"):
         read_rows(path)
 
@@ -153,9 +153,9 @@ def test_read_rows_pads_short_rows_and_truncates_long_rows(tmp_path):
 
 
 def test_predict_rows_needs_exactly_the_required_columns():
-    assert {*NEEDED, *OPTIONAL} == {*ROW, "experts", "topk", "ep"}
-    for column in ROW:
-        (found,) = predict_rows([{name: text for name, text in ROW.items() if name != column}])
+    assert {*NEEDED, *OPTIONAL} == {*MEGATRON_22B_ROW, "experts", "topk", "ep"}
+    for column in MEGATRON_22B_ROW:
+        (found,) = predict_rows([{name: text for name, text in MEGATRON_22B_ROW.items() if name != column}])
         assert isinstance(found, PredictionFailure) == (column in NEEDED), column
 
 
@@ -168,18 +168,18 @@ def test_job_from_row_recognizes_device_names():
         ("V100-SXM2-32GB", 32),
         ("NVIDIA H100 80GB HBM3", 80),
     ):
-        choice = job_from_row({**ROW, "gpu_type": name}).choices[0]
+        choice = job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}).choices[0]
         assert choice["memory_bytes"] == pytest.approx(memory * 2**30, rel=0.01)
     for preset in preset_names("machines"):
-        assert job_from_row({**ROW, "gpu_type": preset.upper()}).choices[0]["peak_flops"] > 0
+        assert job_from_row({**MEGATRON_22B_ROW, "gpu_type": preset.upper()}).choices[0]["peak_flops"] > 0
     with pytest.raises(UserError, match="known device"):
-        job_from_row({**ROW, "gpu_type": ""})
+        job_from_row({**MEGATRON_22B_ROW, "gpu_type": ""})
 
 
 @pytest.mark.parametrize(("name", "preset"), [("H100-80GB-PCIe", "h100-pcie"), ("A100-80GB-PCIe", "a100-pcie")])
 def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
     """They are slower, and joined in pairs where a row states no links."""
-    unstated = {**ROW, "gpu_type": name, "intra_bw": ""}
+    unstated = {**MEGATRON_22B_ROW, "gpu_type": name, "intra_bw": ""}
     choice, machine = job_from_row(unstated).choices[0], load_machine(preset)
     assert (choice["hbm_bytes_per_second"], choice["fast_link_domain"]) == (machine.hbm_bytes_per_second, 2)
     assert job_from_row({**unstated, "intra_bw": "300"}).choices[0]["fast_link_domain"] == 8
@@ -187,7 +187,15 @@ def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
 
 
 def test_job_from_row_has_no_fast_link_domain_for_l40s():
-    row = {**ROW, "gpu_type": "L40S", "intra_bw": "", "tp": "1", "dp": "8", "zero": "3", "global_batch": "32"}
+    row = {
+        **MEGATRON_22B_ROW,
+        "gpu_type": "L40S",
+        "intra_bw": "",
+        "tp": "1",
+        "dp": "8",
+        "zero": "3",
+        "global_batch": "32",
+    }
     (alone,) = job_from_row(row).choices
     assert (alone["fast_link_domain"], alone["shard_group_size"]) == (1, 8)
     sixteen = {**row, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
@@ -196,7 +204,7 @@ def test_job_from_row_has_no_fast_link_domain_for_l40s():
 
 
 def test_job_from_row_counts_mi250x_gcds_as_devices():
-    whole, half = (job_from_row({**ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
+    whole, half = (job_from_row({**MEGATRON_22B_ROW, "gpu_type": name}) for name in ("MI250X", "MI250X-GCD"))
     assert whole.choices == half.choices
     assert (whole.assumed, half.assumed) == (["gpus are GCDs, of which an MI250X has two"], [])
 
@@ -208,7 +216,7 @@ def test_job_from_row_parameters_match_presets(name):
     count = count_parameters(spec).total
     experts = {"experts": str(spec.moe.num_experts), "topk": str(spec.moe.top_k)} if spec.moe else {}
     row = {
-        **ROW,
+        **MEGATRON_22B_ROW,
         "model": name,
         "params_b": str(count / 1e9),
         "layers": str(spec.num_layers),
@@ -225,7 +233,7 @@ def test_job_from_row_parameters_match_presets(name):
 def test_job_from_row_recognizes_deepseek_v3_by_name():
     """DeepSeek-V3: 671 B parameters (arXiv 2412.19437)."""
     row = {
-        **ROW,
+        **MEGATRON_22B_ROW,
         "model": "deepseek-v3",
         "params_b": "671",
         "layers": "61",
@@ -256,15 +264,17 @@ def test_job_from_row_recognizes_deepseek_v3_by_name():
     ],
 )
 def test_job_from_row_recognizes_schedule_names(schedule, pp, vpp, order):
-    choices = job_from_row({**ROW, "tp": "2", "pp": pp, "vpp": vpp, "schedule": schedule}).choices
+    choices = job_from_row({**MEGATRON_22B_ROW, "tp": "2", "pp": pp, "vpp": vpp, "schedule": schedule}).choices
     assert {choice["schedule"] for choice in choices} == {order}
 
 
 def test_job_from_row_recognizes_recompute_names():
     for said, kind in (("full", 3), ("selective", 1), ("selective-op", 2), ("none", 0)):
-        assert [choice["recompute"] for choice in job_from_row({**ROW, "recompute": said}).choices] == [kind]
+        assert [choice["recompute"] for choice in job_from_row({**MEGATRON_22B_ROW, "recompute": said}).choices] == [
+            kind
+        ]
     older = {ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL}
-    assert {choice["recompute"] for choice in job_from_row({**ROW, "recompute": ""}).choices} == older
+    assert {choice["recompute"] for choice in job_from_row({**MEGATRON_22B_ROW, "recompute": ""}).choices} == older
 
 
 def test_trainer_behaviour_follows_trainer_name_and_facts():

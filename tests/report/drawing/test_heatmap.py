@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.heatmap import COLOURS, Heatmap, axis_ticks, colour, save_picture, svg
 from phalanx.spec.errors import UserError
-from tests.helpers.svg_elements import SVG, marked
+from tests.helpers.svg_elements import SVG_NAMESPACE, elements_of_class
 
-SENT = np.array([[0.0, 5e9, 0.0, 1e6], [5e9, 0.0, 0.0, 0.0], [0.0, 2.5e3, 0.0, 5e9], [0.0, 0.0, 5e9, 0.0]])
-HEAT = Heatmap("dp 2 < tp 2 & more", SENT, node=2)
+TRAFFIC_BYTES = np.array([[0.0, 5e9, 0.0, 1e6], [5e9, 0.0, 0.0, 0.0], [0.0, 2.5e3, 0.0, 5e9], [0.0, 0.0, 5e9, 0.0]])
+HEATMAP = Heatmap("dp 2 < tp 2 & more", TRAFFIC_BYTES, node=2)
 
 
 def lightness(text: str) -> float:
@@ -26,16 +26,16 @@ def lightness(text: str) -> float:
 
 
 def test_heatmap_draws_one_cell_per_communicating_pair() -> None:
-    root = ElementTree.fromstring(svg(HEAT))
-    assert root.tag == f"{SVG}svg"
-    page = marked(svg(HEAT), "none")[0]
+    root = ElementTree.fromstring(svg(HEATMAP))
+    assert root.tag == f"{SVG_NAMESPACE}svg"
+    page = elements_of_class(svg(HEATMAP), "none")[0]
     left, top, side = (float(page.attrib[key]) for key in ("x", "y", "width"))
     found = {}
-    for cell in marked(svg(HEAT), "cell"):
+    for cell in elements_of_class(svg(HEATMAP), "cell"):
         x, y, width = (float(cell.attrib[key]) for key in ("x", "y", "width"))
         assert width == pytest.approx(side / 4)
         place = round((y - top) / width), round((x - left) / width)
-        found[place] = cell.findtext(f"{SVG}title")
+        found[place] = cell.findtext(f"{SVG_NAMESPACE}title")
     assert found == {
         (0, 1): "rank 0 to rank 1: 5 GB",
         (0, 3): "rank 0 to rank 3: 1 MB",
@@ -47,10 +47,12 @@ def test_heatmap_draws_one_cell_per_communicating_pair() -> None:
 
 
 def test_heatmap_colors_maximum_darkest_and_labels_legend() -> None:
-    fills = {cell.findtext(f"{SVG}title"): cell.attrib["fill"] for cell in marked(svg(HEAT), "cell")}
+    fills = {
+        cell.findtext(f"{SVG_NAMESPACE}title"): cell.attrib["fill"] for cell in elements_of_class(svg(HEATMAP), "cell")
+    }
     assert fills["rank 0 to rank 1: 5 GB"] == COLOURS[-1]
     assert fills["rank 2 to rank 1: 2.5 kB"] == COLOURS[0]
-    said = [element.text for element in marked(svg(HEAT), "bytes")]
+    said = [element.text for element in elements_of_class(svg(HEATMAP), "bytes")]
     assert (said[0], said[-1], len(said)) == ("2.5 kB", "5 GB", 5)
 
 
@@ -66,24 +68,24 @@ def test_heatmap_color_scale_has_one_step_per_power_of_ten() -> None:
 
 
 def test_heatmap_draws_lines_at_node_boundaries() -> None:
-    assert len(marked(svg(HEAT), "node")) == 3
-    assert len(marked(svg(Heatmap("", SENT)), "node")) == 2
-    assert len(marked(svg(Heatmap("", np.ones((6, 6)), node=4)), "node")) == 3
+    assert len(elements_of_class(svg(HEATMAP), "node")) == 3
+    assert len(elements_of_class(svg(Heatmap("", TRAFFIC_BYTES)), "node")) == 2
+    assert len(elements_of_class(svg(Heatmap("", np.ones((6, 6)), node=4)), "node")) == 3
 
 
 def test_heatmap_page_escapes_title_and_fetches_nothing() -> None:
-    assert "dp 2 &lt; tp 2 &amp; more" in svg(HEAT)
-    page = canvas.page(HEAT.title, svg(HEAT))
+    assert "dp 2 &lt; tp 2 &amp; more" in svg(HEATMAP)
+    page = canvas.page(HEATMAP.title, svg(HEATMAP))
     assert page.startswith("<!doctype html>")
     assert page.count('class="cell"') == 6
     assert "<title>dp 2 &lt; tp 2 &amp; more</title>" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
 
 
-@pytest.mark.parametrize("sent", [np.zeros((2, 2)), np.array([[0.0, 7.0], [7.0, 0.0]]), np.zeros((1, 1))])
-def test_heatmap_supports_zero_or_uniform_traffic(sent: Any, tmp_path: Path) -> None:
-    heat = Heatmap("few", sent, "node")
-    assert len(marked(svg(heat), "cell")) == np.count_nonzero(sent)
+@pytest.mark.parametrize("traffic_bytes", [np.zeros((2, 2)), np.array([[0.0, 7.0], [7.0, 0.0]]), np.zeros((1, 1))])
+def test_heatmap_supports_zero_or_uniform_traffic(traffic_bytes: Any, tmp_path: Path) -> None:
+    heat = Heatmap("few", traffic_bytes, "node")
+    assert len(elements_of_class(svg(heat), "cell")) == np.count_nonzero(traffic_bytes)
     save_picture(heat, tmp_path / "few.png")
     assert (tmp_path / "few.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -98,11 +100,11 @@ def test_heatmap_axis_ticks_are_at_most_20_and_on_node_boundaries(count: int, no
         assert all(at % node == 0 for at in shown)
 
 
-@pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
-def test_heatmap_save_picture_writes_svg_html_and_png(ending: str, tmp_path: Path) -> None:
-    file = tmp_path / f"heat{ending}"
-    save_picture(HEAT, file)
-    start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])
+def test_heatmap_save_picture_writes_svg_html_and_png(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"heat{suffix}"
+    save_picture(HEATMAP, file)
+    start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[suffix]
     assert file.read_bytes().startswith(start)
 
 
@@ -110,9 +112,9 @@ def test_heatmap_save_picture_raises_user_error_for_unwritable_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"use \.svg, \.html or \.png"):
-        save_picture(HEAT, tmp_path / "heat.gif")
+        save_picture(HEATMAP, tmp_path / "heat.gif")
     with pytest.raises(UserError, match="cannot be written"):
-        save_picture(HEAT, tmp_path / "nowhere" / "heat.svg")
+        save_picture(HEATMAP, tmp_path / "nowhere" / "heat.svg")
     monkeypatch.setattr(canvas, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[draw\]'"):
-        save_picture(HEAT, tmp_path / "heat.png")
+        save_picture(HEATMAP, tmp_path / "heat.png")

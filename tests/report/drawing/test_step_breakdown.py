@@ -25,64 +25,67 @@ from phalanx.report.drawing.step_breakdown import (
 )
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
-from tests.helpers.svg_elements import SVG, marked, written
+from tests.helpers.svg_elements import SVG_NAMESPACE, elements_of_class, texts_of_class
 
-TIME = {"compute": 6.0, "exchange": 2.0, "bubble": 1.5, "send": 0.001, "data_parallel": 0.499, "update": 0.0}
-SLOWER = {**TIME, "bubble": 4.0, "update": 0.25}
-HELD = {"state": 20.0 * GIB, "activations": 30.0 * GIB, "logits": 0.0, "buffers": 2.5 * GIB}
-SHOWN = Breakdown(
+STEP_SECONDS = {"compute": 6.0, "exchange": 2.0, "bubble": 1.5, "send": 0.001, "data_parallel": 0.499, "update": 0.0}
+SLOWER_STEP_SECONDS = {**STEP_SECONDS, "bubble": 4.0, "update": 0.25}
+MEMORY_BYTES = {"state": 20.0 * GIB, "activations": 30.0 * GIB, "logits": 0.0, "buffers": 2.5 * GIB}
+BREAKDOWN = Breakdown(
     "llama <8b> on 16 x h100, layout 1",
     "zero1 dp 16 & more",
-    {part: f"the {part}" for part in TIME},
-    TIME,
-    {2: Bar("ddp dp 16", SLOWER)},
-    [Bar("first stage", HELD), Bar("last stage", {**HELD, "logits": 1.0 * GIB})],
+    {part: f"the {part}" for part in STEP_SECONDS},
+    STEP_SECONDS,
+    {2: Bar("ddp dp 16", SLOWER_STEP_SECONDS)},
+    [Bar("first stage", MEMORY_BYTES), Bar("last stage", {**MEMORY_BYTES, "logits": 1.0 * GIB})],
     60.0 * GIB,
     80.0 * GIB,
 )
 
 
-def svg(shown: Breakdown, folder: Path) -> str:
+def render_svg(shown: Breakdown, folder: Path) -> str:
     save_picture(shown, folder / "step.svg")
     return (folder / "step.svg").read_text()
 
 
-def said(text: str, name: str) -> list[str | None]:
-    return [element.findtext(f"{SVG}title") for element in marked(text, name)]
+def tooltips_of_class(text: str, name: str) -> list[str | None]:
+    return [element.findtext(f"{SVG_NAMESPACE}title") for element in elements_of_class(text, name)]
 
 
 def test_step_breakdown_shows_seconds_and_share_of_each_part(tmp_path):
-    text = svg(SHOWN, tmp_path)
-    for parts, found in ((TIME, said(text, "time")[: len(TIME)]), (SLOWER, said(text, "time")[len(TIME) :])):
+    text = render_svg(BREAKDOWN, tmp_path)
+    for parts, found in (
+        (STEP_SECONDS, tooltips_of_class(text, "time")[: len(STEP_SECONDS)]),
+        (SLOWER_STEP_SECONDS, tooltips_of_class(text, "time")[len(STEP_SECONDS) :]),
+    ):
         step = sum(parts.values())
         assert found == [f"the {part}: {value:.3f} s, {value / step:.1%}" for part, value in parts.items()]
-    assert written(text, "total") == ["10.000 s", "12.750 s (+27.5%)"]
-    assert written(text, "section") == ["time of a step, s", "memory of a rank, GiB"]
-    assert written(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
+    assert texts_of_class(text, "total") == ["10.000 s", "12.750 s (+27.5%)"]
+    assert texts_of_class(text, "section") == ["time of a step, s", "memory of a rank, GiB"]
+    assert texts_of_class(text, "time-label") == ["60.0%", "20.0%", "15.0%", "5.0%", "47.1%", "15.7%", "31.4%", "3.9%"]
 
 
 def test_step_breakdown_legend_lists_parts_too_small_to_draw(tmp_path):
-    text = svg(SHOWN, tmp_path)
-    assert written(text, "column") == ["s", "share", "more in 2", "first stage", "last stage"]
-    assert written(text, "part") == [*(f"the {part}" for part in TIME), *HELD]
-    figures = written(text, "figure")
+    text = render_svg(BREAKDOWN, tmp_path)
+    assert texts_of_class(text, "column") == ["s", "share", "more in 2", "first stage", "last stage"]
+    assert texts_of_class(text, "part") == [*(f"the {part}" for part in STEP_SECONDS), *MEMORY_BYTES]
+    figures = texts_of_class(text, "figure")
     assert figures[6:12] == ["1.500", "15.0%", "+2.500", "0.001", "0.0%", "+0.000"]
     assert figures[18:] == ["20.00", "20.00", "30.00", "30.00", "0.00", "1.00", "2.50", "2.50"]
 
 
 def test_step_breakdown_draws_memory_against_device_limit(tmp_path):
-    text = svg(SHOWN, tmp_path)
-    assert said(text, "memory")[:2] == ["state: 20.00 GiB, 38.1%", "activations: 30.00 GiB, 57.1%"]
-    assert written(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
-    assert written(text, "counted")[-1] == "60.0 GiB on the fullest rank, counted tensor by tensor"
-    middle = {name: float(marked(text, name)[0].attrib["x"]) + 1 for name in ("limit", "counted")}
+    text = render_svg(BREAKDOWN, tmp_path)
+    assert tooltips_of_class(text, "memory")[:2] == ["state: 20.00 GiB, 38.1%", "activations: 30.00 GiB, 57.1%"]
+    assert texts_of_class(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
+    assert texts_of_class(text, "counted")[-1] == "60.0 GiB on the fullest rank, counted tensor by tensor"
+    middle = {name: float(elements_of_class(text, name)[0].attrib["x"]) + 1 for name in ("limit", "counted")}
     assert middle == {"limit": LEFT + BARS, "counted": LEFT + 0.75 * BARS}
 
 
 def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
-    bars = [mark for mark in layout_shapes(SHOWN) if isinstance(mark, Region) and mark.kind == "time"]
-    own, other = bars[: len(TIME)], bars[len(TIME) :]
-    for drawn, parts in ((own, TIME), (other, SLOWER)):
+    bars = [mark for mark in layout_shapes(BREAKDOWN) if isinstance(mark, Region) and mark.kind == "time"]
+    own, other = bars[: len(STEP_SECONDS)], bars[len(STEP_SECONDS) :]
+    for drawn, parts in ((own, STEP_SECONDS), (other, SLOWER_STEP_SECONDS)):
         assert [mark.fill for mark in drawn] == [COLOURS[part] for part in parts]
         starts = [mark.x for mark in drawn] + [LEFT + sum(parts.values()) / 12.75 * BARS]
         assert [after - start for start, after in pairwise(starts)] == pytest.approx(
@@ -96,20 +99,20 @@ def test_step_breakdown_colors_are_unique_and_cover_all_parts():
 
 
 def test_step_breakdown_uses_milliseconds_for_short_steps(tmp_path):
-    short = {part: value / 1e3 for part, value in TIME.items()}
-    text = svg(replace(SHOWN, seconds=short, others={}), tmp_path)
-    assert written(text, "total") == ["10.000 ms"]
-    assert said(text, "time")[0] == "the compute: 6.000 ms, 60.0%"
-    assert written(text, "column")[:3] == ["ms", "share", "first stage"]
+    short = {part: value / 1e3 for part, value in STEP_SECONDS.items()}
+    text = render_svg(replace(BREAKDOWN, seconds=short, others={}), tmp_path)
+    assert texts_of_class(text, "total") == ["10.000 ms"]
+    assert tooltips_of_class(text, "time")[0] == "the compute: 6.000 ms, 60.0%"
+    assert texts_of_class(text, "column")[:3] == ["ms", "share", "first stage"]
 
 
 def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
     """By the width that matplotlib's letters have, which are wider than browsers'."""
     textpath = pytest.importorskip("matplotlib.textpath")
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
-    many = {place: Bar(long, SLOWER) for place in (102, 103, 104, 105)}
+    many = {place: Bar(long, SLOWER_STEP_SECONDS) for place in (102, 103, 104, 105)}
     for counted in (1, 20, 79):
-        shown = replace(SHOWN, layout=long, meaning=PART_DESCRIPTIONS, others=many, counted_bytes=counted * GIB)
+        shown = replace(BREAKDOWN, layout=long, meaning=PART_DESCRIPTIONS, others=many, counted_bytes=counted * GIB)
         boxes = []
         for mark in layout_shapes(shown):
             if isinstance(mark, Label):
@@ -125,25 +128,25 @@ def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
 
 
 @given(st.floats(1e-6, 1e9))
-def test_step_breakdown_axis_ticks_are_5_to_11_within_maximum(most: float) -> None:
-    shown = axis_ticks(most)
+def test_step_breakdown_axis_ticks_are_5_to_11_within_maximum(maximum: float) -> None:
+    shown = axis_ticks(maximum)
     assert shown[0] == 0
-    assert shown[-1] <= most
+    assert shown[-1] <= maximum
     assert 5 <= len(shown) <= 11
 
 
-@pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
-def test_step_breakdown_save_picture_writes_svg_html_and_png(ending, tmp_path):
-    file = tmp_path / f"step{ending}"
-    save_picture(SHOWN, file)
-    start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[ending]
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])
+def test_step_breakdown_save_picture_writes_svg_html_and_png(suffix, tmp_path):
+    file = tmp_path / f"step{suffix}"
+    save_picture(BREAKDOWN, file)
+    start = {".svg": b"<svg ", ".html": b"<!doctype", ".png": b"\x89PNG"}[suffix]
     assert file.read_bytes().startswith(start)
-    if ending != ".png":
+    if suffix != ".png":
         text = file.read_text()
         assert "zero1 dp 16 &amp; more" in text
         assert "llama &lt;8b&gt; on 16 x h100" in text
         assert "http" not in text.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
-        assert text.count('class="time"') == 2 * len(TIME)
+        assert text.count('class="time"') == 2 * len(STEP_SECONDS)
 
 
 def test_check_picture_file_rejects_bad_suffix_and_missing_matplotlib(monkeypatch):

@@ -10,34 +10,36 @@ import pytest
 from phalanx.report.export.chrome_trace import chrome_trace
 from phalanx.report.run_data import read_run
 from phalanx.spec.errors import UserError
-from tests.helpers.cli_runner import shown
-from tests.helpers.trained_runs import copied, hybrid, two_ranks
+from tests.helpers.cli_runner import command_output
+from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     file = tmp_path_factory.mktemp("trace") / "trace.json"
-    shown("report", hybrid(), "--trace", file, "--html", file.with_suffix(".html"))
+    command_output("report", hybrid_run(), "--trace", file, "--html", file.with_suffix(".html"))
     return json.loads(file.read_text())
 
 
-def of(trace, category, rank):
+def rank_events(trace, category, rank):
     return [event for event in trace["traceEvents"] if event.get("cat") == category and event["pid"] == rank]
 
 
 def test_chrome_trace_has_steps_passes_and_collectives_of_each_rank(trace):
-    for rank, record in read_run(hybrid()).ranks.items():
+    for rank, record in read_run(hybrid_run()).ranks.items():
         spans = sum(len(line.get("spans", ())) for line in record.steps)
         calls = sum(call["end"] is not None for line in record.steps for call in line.get("collectives", ()))
-        assert len(of(trace, "passes", rank)) == spans > 0
-        assert len(of(trace, "collectives", rank)) == calls > 0
-        assert {f"step {step}" for step in range(1, 9)} <= {event["name"] for event in of(trace, "steps", rank)}
+        assert len(rank_events(trace, "passes", rank)) == spans > 0
+        assert len(rank_events(trace, "collectives", rank)) == calls > 0
+        assert {f"step {step}" for step in range(1, 9)} <= {
+            event["name"] for event in rank_events(trace, "steps", rank)
+        }
 
 
 def test_chrome_trace_passes_lie_within_their_step(trace):
     for rank in range(4):
-        steps = [event for event in of(trace, "steps", rank) if event["name"] in ("step 5", "step 6")]
-        for event in of(trace, "passes", rank):
+        steps = [event for event in rank_events(trace, "steps", rank) if event["name"] in ("step 5", "step 6")]
+        for event in rank_events(trace, "passes", rank):
             inside = [
                 step
                 for step in steps
@@ -48,7 +50,7 @@ def test_chrome_trace_passes_lie_within_their_step(trace):
 
 def test_chrome_trace_collectives_do_not_overlap_within_a_track(trace):
     for rank in range(4):
-        events = of(trace, "collectives", rank)
+        events = rank_events(trace, "collectives", rank)
         for lane in {event["tid"] for event in events}:
             own = sorted((event for event in events if event["tid"] == lane), key=lambda event: event["ts"])
             assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(own))
@@ -56,7 +58,7 @@ def test_chrome_trace_collectives_do_not_overlap_within_a_track(trace):
 
 def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
     """A rank whose clock is an hour off says so when it starts, or in the step."""
-    directory = copied(hybrid(), tmp_path)
+    directory = copy_run(hybrid_run(), tmp_path)
     file = directory / "trace" / "rank-00003.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[0] |= {"clock_offset_seconds": -3600.0, "clock_error_seconds": 0.25}
@@ -66,19 +68,19 @@ def test_chrome_trace_aligns_rank_clocks_and_reports_error(tmp_path):
             line.pop(other, None)
         line["spans"] = [[*what, begun + 3600, end + 3600] for *what, begun, end in line.get("spans", ())]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    before, after = chrome_trace(read_run(hybrid())), chrome_trace(read_run(directory))
+    before, after = chrome_trace(read_run(hybrid_run())), chrome_trace(read_run(directory))
     assert after["otherData"]["clock_error_seconds"] == 0.25
     assert after["otherData"]["clock_error_seconds_of_ranks"]["3"] == 0.25
-    for one, other in zip(of(before, "passes", 3), of(after, "passes", 3), strict=True):
+    for one, other in zip(rank_events(before, "passes", 3), rank_events(after, "passes", 3), strict=True):
         assert other["ts"] == pytest.approx(
             one["ts"], abs=1e3
         )  # what an hour costs in digits, and the steps' own clocks
 
 
 def test_report_trace_rejects_run_without_records_and_several_runs(tmp_path):
-    directory = copied(two_ranks(), tmp_path)
+    directory = copy_run(two_rank_run(), tmp_path)
     for file in (directory / "trace").glob("*"):
         file.unlink()
-    for words in ((directory,), (two_ranks(), hybrid())):
+    for words in ((directory,), (two_rank_run(), hybrid_run())):
         with pytest.raises(UserError, match="--trace"):
-            shown("report", *words, "--trace", tmp_path / "trace.json", "--html", tmp_path / "page.html")
+            command_output("report", *words, "--trace", tmp_path / "trace.json", "--html", tmp_path / "page.html")

@@ -25,15 +25,15 @@ from phalanx.runs.events import STARTED, append_event, read_events
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.train.loggers import JsonLinesLogger
-from tests.helpers.trained_runs import copied, hybrid, two_ranks
+from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
 
 ROOT = Path(__file__).parents[3]
-Told = dict[str, dict[tuple[str, ...], float]]
+Samples = dict[str, dict[tuple[str, ...], float]]
 
 
-def parsed(text: str) -> Told:
+def parse_exposition(text: str) -> Samples:
     """Values by name and then by labels, but for the run's."""
-    found: Told = {}
+    found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = tuple(value for key, value in sorted(sample.labels.items()) if key != "run")
@@ -42,13 +42,13 @@ def parsed(text: str) -> Told:
     return found
 
 
-def told(directory: Path, watched: RunMetrics | None = None) -> Told:
-    return parsed((watched or RunMetrics(directory)).exposition_text(checkpoints(directory / "checkpoints")))
+def read_metrics(directory: Path, watched: RunMetrics | None = None) -> Samples:
+    return parse_exposition((watched or RunMetrics(directory)).exposition_text(checkpoints(directory / "checkpoints")))
 
 
-@pytest.mark.parametrize("run", [two_ranks, hybrid])
+@pytest.mark.parametrize("run", [two_rank_run, hybrid_run])
 def test_prometheus_metrics_match_run_records(run: Callable[[], Path]) -> None:
-    found, recorded = told(run()), read_run(run())
+    found, recorded = read_metrics(run()), read_run(run())
     last = recorded.step_metrics[-1]
     expected = {
         "phalanx_step": last["step"],
@@ -100,9 +100,9 @@ def test_prometheus_metric_names_follow_naming_conventions() -> None:
 
 
 def test_prometheus_metrics_report_nan_loss_and_failed_ranks(tmp_path: Path) -> None:
-    run = copied(two_ranks(), tmp_path)
+    run = copy_run(two_rank_run(), tmp_path)
     watched = RunMetrics(run)
-    assert told(run, watched)["phalanx_loss_nats_per_token"][()] > 0
+    assert read_metrics(run, watched)["phalanx_loss_nats_per_token"][()] > 0
     *_, last = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**last, "step": 9, "loss": None, "grad_norm": None, "skipped_steps": 1}) + "\n")
@@ -112,7 +112,7 @@ def test_prometheus_metrics_report_nan_loss_and_failed_ranks(tmp_path: Path) -> 
     shutil.rmtree(run / "checkpoints")
     lock = acquire_run_lock(run)
     assert lock is not None
-    found = told(run, watched)
+    found = read_metrics(run, watched)
     lock.close()
     assert math.isnan(found["phalanx_loss_nats_per_token"][()])
     assert (found["phalanx_step"][()], found["phalanx_skipped_steps"][()]) == (9, 1)
@@ -121,16 +121,16 @@ def test_prometheus_metrics_report_nan_loss_and_failed_ranks(tmp_path: Path) -> 
 
 
 def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Path) -> None:
-    run = copied(two_ranks(), tmp_path)
+    run = copy_run(two_rank_run(), tmp_path)
     watched = RunMetrics(run)
-    assert len(told(run, watched)["phalanx_rank_info"]) == 2
+    assert len(read_metrics(run, watched)["phalanx_rank_info"]) == 2
     file = run / "trace" / "rank-00000.jsonl"
     opening, *lines = file.read_text().splitlines(keepends=True)
     again = json.dumps({**json.loads(opening), "step": 4, "ranks": 1}) + "\n"
     aside = file.with_suffix(".partial")  # as `train.metrics.JsonLines` does it
     aside.write_text("".join([opening, *lines[:4], again]))
     aside.replace(file)
-    found = told(run, watched)
+    found = read_metrics(run, watched)
     assert [labels[-1] for labels in found["phalanx_rank_info"]] == ["0"]
     assert "phalanx_rank_step" not in found  # it did no step yet
 
@@ -138,17 +138,17 @@ def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Pa
 def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> None:
     """Prometheus takes a counter that falls for one that began at 0. Starts after a checkpoint that was lost leave
     ranks' records, as steps do."""
-    run = copied(two_ranks(), tmp_path)
+    run = copy_run(two_rank_run(), tmp_path)
     record, watched = run / "trace" / "rank-00000.jsonl", RunMetrics(run)
     opening = json.loads(record.read_text().splitlines()[0])
 
-    def start(after_step: int) -> Told:
+    def start(after_step: int) -> Samples:
         JsonLinesLogger(run / "metrics.jsonl", after_step).close()
         notes = JsonLinesLogger(record, after_step)
         notes.write({**opening, "step": after_step})
         notes.close()
         append_event(run, STARTED, ranks=2, step=after_step)
-        return told(run, watched)
+        return read_metrics(run, watched)
 
     before = [start(8), start(8)][-1]
     after = start(4)
@@ -160,7 +160,7 @@ def test_prometheus_counters_never_decrease_after_rollback(tmp_path: Path) -> No
 
 def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: Path) -> None:
     """And a time from which its first step can be waited for: that of its last start."""
-    shutil.copy(two_ranks() / "run.toml", tmp_path)
+    shutil.copy(two_rank_run() / "run.toml", tmp_path)
     asked = (tmp_path / "run.toml").stat().st_mtime
     expected = {
         "phalanx_step": 0,
@@ -172,35 +172,39 @@ def test_prometheus_metrics_of_unstarted_run_have_plan_and_start_time(tmp_path: 
         "phalanx_start_timestamp_seconds": asked,
         "phalanx_last_step_timestamp_seconds": asked,
     }
-    assert {name: values[()] for name, values in told(tmp_path).items()} == expected
+    assert {name: values[()] for name, values in read_metrics(tmp_path).items()} == expected
     append_event(tmp_path, STARTED, ranks=2, step=0)
     began = float(read_events(tmp_path)[0]["time"])
     assert began > asked
-    assert told(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
+    assert read_metrics(tmp_path)["phalanx_last_step_timestamp_seconds"][()] == began
 
 
 def test_prometheus_last_step_time_uses_rank_records(tmp_path: Path) -> None:
     """With metrics.every = 100 they tell of each, metrics.jsonl of few. What was noted before a start is old."""
-    run = copied(two_ranks(), tmp_path)
+    run = copy_run(two_rank_run(), tmp_path)
     watched, last = RunMetrics(run), "phalanx_last_step_timestamp_seconds"
-    stepped = told(run, watched)[last][()] + 100
+    stepped = read_metrics(run, watched)[last][()] + 100
     os.utime(run / "trace" / "rank-00001.jsonl", (stepped, stepped))
-    assert told(run, watched)[last][()] == stepped
+    assert read_metrics(run, watched)[last][()] == stepped
     os.utime(run / "run.toml", (stepped + 100, stepped + 100))
-    assert told(run, watched)[last][()] == told(run, watched)["phalanx_start_timestamp_seconds"][()] == stepped + 100
+    assert (
+        read_metrics(run, watched)[last][()]
+        == read_metrics(run, watched)["phalanx_start_timestamp_seconds"][()]
+        == stepped + 100
+    )
 
 
 @pytest.mark.parametrize(("every", "interval"), [("20", 20), ("0", 8), ('"auto"', 0)])
 def test_prometheus_checkpoint_interval_matches_run_toml(tmp_path: Path, every: str, interval: int) -> None:
-    text = (two_ranks() / "run.toml").read_text()
+    text = (two_rank_run() / "run.toml").read_text()
     (tmp_path / "run.toml").write_text(text.replace("[checkpoint]\nevery = 500", f"[checkpoint]\nevery = {every}"))
-    assert told(tmp_path)["phalanx_checkpoint_interval_steps"][()] == interval
+    assert read_metrics(tmp_path)["phalanx_checkpoint_interval_steps"][()] == interval
 
 
 def test_prometheus_metrics_omit_steps_for_swarm_coordinator(tmp_path: Path) -> None:
-    shutil.copy(two_ranks() / "run.toml", tmp_path)
+    shutil.copy(two_rank_run() / "run.toml", tmp_path)
     (tmp_path / JOURNAL_FILE).touch()
-    assert not {"phalanx_step", "phalanx_last_step_timestamp_seconds"} & set(told(tmp_path))
+    assert not {"phalanx_step", "phalanx_last_step_timestamp_seconds"} & set(read_metrics(tmp_path))
 
 
 @given(st.text(), st.floats(allow_nan=True, allow_infinity=True))
@@ -213,7 +217,7 @@ def test_exposition_round_trips_labels_and_values(label: str, value: float) -> N
     assert (family.type, family.documentation) == FAMILIES["phalanx_step"]
 
 
-def alerts() -> list[dict[str, Any]]:
+def load_alert_rules() -> list[dict[str, Any]]:
     groups = yaml.safe_load((ROOT / "examples" / "alerts.yml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
@@ -228,7 +232,7 @@ def test_example_alerts_pass_promtool_unit_tests() -> None:
 
 def test_example_alerts_use_exported_metrics_and_are_documented() -> None:
     named = set()
-    for rule in alerts():
+    for rule in load_alert_rules():
         used = set(re.findall(r"\bphalanx_\w+", rule["expr"] + rule["annotations"]["summary"]))
         assert used <= set(FAMILIES), rule["alert"]
         named |= used
@@ -236,5 +240,5 @@ def test_example_alerts_use_exported_metrics_and_are_documented() -> None:
         assert rule["labels"]["severity"] in ("page", "ticket")
     assert len(named) > 10
     text = (ROOT / "docs" / "watching.md").read_text()
-    for name in [*FAMILIES, *(rule["alert"] for rule in alerts())]:
+    for name in [*FAMILIES, *(rule["alert"] for rule in load_alert_rules())]:
         assert f"`{name}`" in text

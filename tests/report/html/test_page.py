@@ -14,31 +14,31 @@ from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
 from phalanx.report.html.page import main, page
 from phalanx.report.run_data import read_run
-from tests.helpers.report_page import embedded
-from tests.helpers.trained_runs import hybrid, two_ranks
+from tests.helpers.report_page import parse_embedded_json
+from tests.helpers.trained_runs import hybrid_run, two_rank_run
 
 
 @pytest.fixture(scope="module")
-def whole():
-    return report_data([report_facts(read_run(hybrid())), report_facts(read_run(two_ranks()))])
+def two_run_report():
+    return report_data([report_facts(read_run(hybrid_run())), report_facts(read_run(two_rank_run()))])
 
 
-def test_report_speed_and_mfu_ratios_agree_on_shared_cores(whole):
-    speed, mfu = (formatting.measured_row(whole["runs"][0], what) for what in ("tokens_per_second", "mfu"))
+def test_report_speed_and_mfu_ratios_agree_on_shared_cores(two_run_report):
+    speed, mfu = (formatting.measured_row(two_run_report["runs"][0], what) for what in ("tokens_per_second", "mfu"))
     assert mfu["ratio"] == pytest.approx(speed["ratio"], rel=0.02)
 
 
-def test_report_page_embeds_facts_and_plotly_once(whole):
-    text = page(whole)
-    assert embedded(text, "facts") == json.loads(json.dumps(whole))
+def test_report_page_embeds_facts_and_plotly_once(two_run_report):
+    text = page(two_run_report)
+    assert parse_embedded_json(text, "facts") == json.loads(json.dumps(two_run_report))
     assert len(re.findall(r"<script\b[^>]*\bsrc=", text)) == 0
     assert text.count("plotly.js v") == 1
 
 
-def test_report_page_figures_are_valid_plotly(whole):
+def test_report_page_figures_are_valid_plotly(two_run_report):
     from plotly.graph_objects import Figure
 
-    drawn = embedded(main(whole), "figures")
+    drawn = parse_embedded_json(main(two_run_report), "figures")
     assert set(drawn) == {
         "ranks-0",
         "ranks-1",
@@ -53,8 +53,8 @@ def test_report_page_figures_are_valid_plotly(whole):
         Figure(data=figure["data"], layout=figure["layout"])  # raises for a property that it does not know
 
 
-def test_report_page_timelines_share_one_axis(whole):
-    layout = embedded(main(whole), "figures")["timeline-0"]["layout"]
+def test_report_page_timelines_share_one_axis(two_run_report):
+    layout = parse_embedded_json(main(two_run_report), "figures")["timeline-0"]["layout"]
     assert [note["text"].split(",")[0].split()[0] for note in layout["annotations"]] == [
         "planned",
         "simulated",
@@ -65,9 +65,9 @@ def test_report_page_timelines_share_one_axis(whole):
     assert [axis for axis in layout if axis.startswith("xaxis")] == ["xaxis"]
 
 
-def test_report_page_escapes_untrusted_text(whole):
+def test_report_page_escapes_untrusted_text(two_run_report):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>%{x}"
-    changed = copy.deepcopy(whole)
+    changed = copy.deepcopy(two_run_report)
     run = changed["runs"][0]
     run["run"] |= {"name": evil, "hosts": [evil]}
     run["problems"] = [evil]
@@ -76,18 +76,18 @@ def test_report_page_escapes_untrusted_text(whole):
     text = page(report_data(changed["runs"]))
     assert "<script>alert" not in text
     assert "<img" not in re.sub(r"<script\b.*?</script>", "", text, flags=re.DOTALL)
-    assert embedded(text, "facts")["runs"][0]["problems"] == [evil]
-    assert "<img" not in json.dumps(embedded(text, "figures"))
+    assert parse_embedded_json(text, "facts")["runs"][0]["problems"] == [evil]
+    assert "<img" not in json.dumps(parse_embedded_json(text, "figures"))
 
 
-def test_report_page_explains_missing_profiled_steps(whole):
-    text = main(report_data([whole["runs"][1]]))
+def test_report_page_explains_missing_profiled_steps(two_run_report):
+    text = main(report_data([two_run_report["runs"][1]]))
     assert "No step was looked at closely: train with --profile-steps FIRST:LAST." in text
     assert "How much each expert" not in text
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "said"),
+    ("value", "unit", "expected"),
     [
         (None, "s", "-"),
         (0, "s", "0 s"),
@@ -105,12 +105,12 @@ def test_report_page_explains_missing_profiled_steps(whole):
         (2.41, "loss", "2.410"),
     ],
 )
-def test_format_number(value, unit, said):
-    assert formatting.format_number(value, unit) == said
+def test_format_number(value, unit, expected):
+    assert formatting.format_number(value, unit) == expected
 
 
-def test_group_rows_omits_zero_rows(whole):
-    groups = dict(formatting.group_rows(whole["runs"][0]["comparison"]))
+def test_group_rows_omits_zero_rows(two_run_report):
+    groups = dict(formatting.group_rows(two_run_report["runs"][0]["comparison"]))
     assert list(groups) == [
         "of a step",
         "memory of pp0",

@@ -10,13 +10,20 @@ import pytest
 from phalanx.report import formatting
 from phalanx.spec.formatting import format_ratio
 from tests.helpers.browser import CHROMIUM, Browser
-from tests.helpers.cli_runner import known
-from tests.helpers.trained_runs import command, environment, hybrid, run_file, two_ranks, wait
-from tests.helpers.watch_server import served
+from tests.helpers.cli_runner import command_json
+from tests.helpers.trained_runs import (
+    hybrid_run,
+    single_threaded_environment,
+    train_command,
+    two_rank_run,
+    wait_for,
+    write_run_file,
+)
+from tests.helpers.watch_server import watch_server
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 
-FAINT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
+FIND_LOW_CONTRAST_TEXT = """[...document.querySelectorAll('body *')].filter(element => element.checkVisibility() &&
   [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) &&
   !element.closest('script, style, .bartext, .heatmap-label')).map(element => {
   const light = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map(v => v / 255)
@@ -29,7 +36,7 @@ FAINT = """[...document.querySelectorAll('body *')].filter(element => element.ch
 """Words that WCAG's AA finds too faint; not those on bars and cells, whose colour plotly chooses by that of the bar."""
 
 
-BEYOND = """[...document.querySelectorAll('main *')].filter(one => {
+FIND_OVERFLOWING_ELEMENTS = """[...document.querySelectorAll('main *')].filter(one => {
   const figure = one.closest('.main-svg');
   if (figure && !one.matches('.annotation-text')) return false;
   return one.getBoundingClientRect().right > (figure ?? document.body).getBoundingClientRect().right + 1;
@@ -47,37 +54,37 @@ def browser():
 def pages(tmp_path_factory):
     """Each page with what `--json` printed with it."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = {"hybrid": [hybrid()], "both": [two_ranks(), hybrid()]}
+    runs = {"hybrid": [hybrid_run()], "both": [two_rank_run(), hybrid_run()]}
     return {
-        name: ((folder / f"{name}.html").as_uri(), known("report", *each, "--html", folder / f"{name}.html"))
+        name: ((folder / f"{name}.html").as_uri(), command_json("report", *each, "--html", folder / f"{name}.html"))
         for name, each in runs.items()
     }
 
 
 @pytest.fixture(params=["hybrid", "both"])
-def opened(request, browser, pages):
+def opened_page(request, browser, pages):
     """The page in the browser, and its facts."""
     address, whole = pages[request.param]
-    browser.asked.clear()
+    browser.requested_urls.clear()
     browser.errors.clear()
     browser.open(address)
     return browser, whole
 
 
-def traces(browser, place):
+def plotly_traces(browser, place):
     """What plotly has drawn there."""
-    return browser.value(
+    return browser.evaluate(
         f"document.getElementById('{place}').data.map(({{x, y, z, base, name, type}}) => "
         "({x, y, z, base, name, type}))"
     )
 
 
-def test_report_page_figures_in_browser_equal_report_json(opened):
-    browser, whole = opened
-    assert browser.value("JSON.parse(document.getElementById('facts').textContent)") == whole
+def test_report_page_figures_in_browser_equal_report_json(opened_page):
+    browser, whole = opened_page
+    assert browser.evaluate("JSON.parse(document.getElementById('facts').textContent)") == whole
     assert any(all(facts[what] for what in ("timeline", "memory", "experts")) for facts in whole["runs"])
     for at, facts in enumerate(whole["runs"]):
-        bars = traces(browser, f"ranks-{at}")
+        bars = plotly_traces(browser, f"ranks-{at}")
         parts = [
             part
             for part in facts["ranks"][0]
@@ -90,7 +97,7 @@ def test_report_page_figures_in_browser_equal_report_json(opened):
         if facts["timeline"]:
             spans = [
                 [kind, begun]
-                for trace in traces(browser, f"timeline-{at}")
+                for trace in plotly_traces(browser, f"timeline-{at}")
                 for kind, begun in zip([trace["name"]] * len(trace["base"]), trace["base"], strict=True)
             ]
             timelines = [facts["timeline"][name] for name in ("planned", "simulated", "measured")]
@@ -99,25 +106,25 @@ def test_report_page_figures_in_browser_equal_report_json(opened):
                 [names[kind], begun] for each in timelines for _, kind, _, _, begun, _ in each
             )
         if facts["memory"]:
-            held = {trace["name"]: trace["y"] for trace in traces(browser, f"memory-{at}")}
+            held = {trace["name"]: trace["y"] for trace in plotly_traces(browser, f"memory-{at}")}
             assert held == {part: values for part, values in facts["memory"]["bytes"].items() if any(values)}
         if facts["experts"]:
-            (cells,) = traces(browser, f"experts-{at}")
+            (cells,) = plotly_traces(browser, f"experts-{at}")
             tokens = facts["experts"]["tokens"]
             assert cells["z"] == [[value * len(layer) / sum(layer) for value in layer] for layer in tokens]
 
 
-def test_report_page_curves_contain_every_run(opened):
-    browser, whole = opened
-    lines = [trace for trace in traces(browser, "curves") if trace["type"] == "scatter"]
+def test_report_page_curves_contain_every_run(opened_page):
+    browser, whole = opened_page
+    lines = [trace for trace in plotly_traces(browser, "curves") if trace["type"] == "scatter"]
     for facts in whole["runs"]:
         for curve in ("loss", "tokens_per_second"):
             assert facts["curves"][curve] in [trace["y"] for trace in lines]
 
 
-def test_report_page_tables_equal_report_json(opened):
-    browser, whole = opened
-    rows = browser.value(
+def test_report_page_tables_equal_report_json(opened_page):
+    browser, whole = opened_page
+    rows = browser.evaluate(
         "[...document.querySelectorAll('.comparison tbody tr')].map(row => "
         "[...row.cells].map(cell => cell.firstChild.textContent))"
     )
@@ -133,44 +140,48 @@ def test_report_page_tables_equal_report_json(opened):
     ]
 
 
-def test_report_page_fetches_no_external_resources(opened):
-    browser, _ = opened
-    assert [address for address in browser.asked if not address.startswith(("file:", "data:"))] == []
-    assert browser.value("performance.getEntriesByType('resource').filter(one => /^http/.test(one.name)).length") == 0
+def test_report_page_fetches_no_external_resources(opened_page):
+    browser, _ = opened_page
+    assert [address for address in browser.requested_urls if not address.startswith(("file:", "data:"))] == []
+    assert (
+        browser.evaluate("performance.getEntriesByType('resource').filter(one => /^http/.test(one.name)).length") == 0
+    )
     assert browser.errors == []
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_report_page_fits_viewport_with_readable_contrast(opened, width, dark):
-    browser, _ = opened
-    browser.value("document.querySelectorAll('details').forEach(details => details.open = true)")
-    browser.look(width, dark)
-    assert browser.value("document.documentElement.scrollWidth") <= width
-    assert browser.value(BEYOND) == []
-    assert browser.value(FAINT) == []
+def test_report_page_fits_viewport_with_readable_contrast(opened_page, width, dark):
+    browser, _ = opened_page
+    browser.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+    browser.set_viewport(width, dark)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(FIND_OVERFLOWING_ELEMENTS) == []
+    assert browser.evaluate(FIND_LOW_CONTRAST_TEXT) == []
 
 
 def test_watch_page_updates_figures_during_training(browser):
-    file = run_file("live", {"training.steps": 400, "layout.data_parallel": "zero2"})
+    file = write_run_file("live", {"training.steps": 400, "layout.data_parallel": "zero2"})
     run, metrics = file.parent / "live", file.parent / "live" / "metrics.jsonl"
-    train = subprocess.Popen(command(file, 2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    train = subprocess.Popen(
+        train_command(file, 2), env=single_threaded_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
-        wait(train, lambda: metrics.is_file() and metrics.read_text().count("\n") > 4)
-        with served(run) as address:
-            browser.asked.clear()
+        wait_for(train, lambda: metrics.is_file() and metrics.read_text().count("\n") > 4)
+        with watch_server(run) as address:
+            browser.requested_urls.clear()
             browser.open(address)
-            browser.look(1280)
+            browser.set_viewport(1280)
             step = "JSON.parse(document.getElementById('facts').textContent).runs[0].run.step"
-            first = browser.value(step)
-            browser.value("void (window.place = document.getElementById('curves'))")
-            browser.until(f"{step} > {first + 5}")
-            browser.until(f"document.getElementById('curves').data[0].x.at(-1) > {first + 5}")
-            assert browser.value("window.place === document.getElementById('curves')")
-            assert browser.value("document.documentElement.scrollWidth") <= 1280
-            assert browser.value(f"{step} === document.getElementById('curves').data[0].x.at(-1)")
-            assert {f"{address}main.html"} <= set(browser.asked)
-            assert all(asked.startswith((address, "data:")) for asked in browser.asked)
+            first = browser.evaluate(step)
+            browser.evaluate("void (window.place = document.getElementById('curves'))")
+            browser.wait_until(f"{step} > {first + 5}")
+            browser.wait_until(f"document.getElementById('curves').data[0].x.at(-1) > {first + 5}")
+            assert browser.evaluate("window.place === document.getElementById('curves')")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
+            assert browser.evaluate(f"{step} === document.getElementById('curves').data[0].x.at(-1)")
+            assert {f"{address}main.html"} <= set(browser.requested_urls)
+            assert all(asked.startswith((address, "data:")) for asked in browser.requested_urls)
     finally:
         train.terminate()
         train.wait(60)

@@ -7,13 +7,13 @@ from phalanx.spec.files.write import to_toml
 from phalanx.spec.layout import check_inapplicable_options
 
 
-def run_file(tmp_path, text):
+def write_run_file(tmp_path, text):
     path = tmp_path / "run.toml"
     path.write_text(text)
     return path
 
 
-BAD = [
+INVALID_RUNS = [
     # text, the field it must name, its value as shown, and a part of the fix
     ('[training]\nsteps = "many"', "training.steps", "'many'", "write a whole number, such as steps = 4"),
     ("[training]\nsteps = 1.5", "training.steps", "1.5", "write a whole number"),
@@ -61,10 +61,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("text", "field", "value", "fix"), BAD, ids=[text for text, *_ in BAD])
+@pytest.mark.parametrize(("text", "field", "value", "fix"), INVALID_RUNS, ids=[text for text, *_ in INVALID_RUNS])
 def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text, field, value, fix):
     with pytest.raises(UserError) as error:
-        load_run(run_file(tmp_path, text), environment={})
+        load_run(write_run_file(tmp_path, text), environment={})
     message = str(error.value)
     assert any(line.startswith(f"{field} = {value}: " if value else f"{field}: ") for line in message.splitlines())
     assert fix in message
@@ -72,20 +72,20 @@ def test_load_run_reports_field_value_and_fix_of_invalid_setting(tmp_path, text,
 
 def test_load_run_reports_all_invalid_settings_together(tmp_path):
     with pytest.raises(UserError) as error:
-        load_run(run_file(tmp_path, "[training]\nsteps = 0\nseed = -1"), environment={})
+        load_run(write_run_file(tmp_path, "[training]\nsteps = 0\nseed = -1"), environment={})
     assert "training.steps" in str(error.value)
     assert "training.seed" in str(error.value)
 
 
 @pytest.mark.parametrize(("text", "problem"), [("[training", "is not valid TOML"), (None, "no such file")])
 def test_load_run_rejects_missing_or_malformed_file(tmp_path, text, problem):
-    path = tmp_path / "run.toml" if text is None else run_file(tmp_path, text)
+    path = tmp_path / "run.toml" if text is None else write_run_file(tmp_path, text)
     with pytest.raises(UserError, match=problem):
         load_run(path, environment={})
 
 
 def test_load_run_applies_defaults_file_environment_overrides_in_order(tmp_path):
-    path = run_file(tmp_path, "[training]\nsteps = 2000\nseed = 2\nseq_len = 128\n[model]\nnum_layers = 4")
+    path = write_run_file(tmp_path, "[training]\nsteps = 2000\nseed = 2\nseq_len = 128\n[model]\nnum_layers = 4")
     environment = {"PHALANX_TRAINING__STEPS": "3000", "PHALANX_TRAINING__SEED": "3", "PHALANX_HOME": "/x"}
     run = load_run(path, ["training.steps=4000", "name=trial", "model.qk_norm=none"], environment)
     training = run.training
@@ -94,7 +94,7 @@ def test_load_run_applies_defaults_file_environment_overrides_in_order(tmp_path)
 
 
 def test_load_run_resets_field_to_default_for_empty_override(tmp_path):
-    path = run_file(tmp_path, '[layout]\ndata_parallel = "hsdp"\ndp_shard = 2')
+    path = write_run_file(tmp_path, '[layout]\ndata_parallel = "hsdp"\ndp_shard = 2')
     assert load_run(path, ["layout.dp_shard="], {}).layout.dp_shard is None
 
 
@@ -103,7 +103,7 @@ def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_pat
         '[layout]\ndata_parallel = "zero3"\nreshard_after_forward = false\n'
         'offload = "nvme"\noffload_directory = "/x"\nmicro_batch_size = 2'
     )
-    path = run_file(tmp_path, offloaded)
+    path = write_run_file(tmp_path, offloaded)
     ddp = load_run(path, ["layout.data_parallel=ddp"], {}).layout
     assert (ddp.reshard_after_forward, ddp.offload, ddp.offload_directory, ddp.micro_batch_size) == (
         True,
@@ -124,7 +124,7 @@ def test_load_run_names_environment_variable_of_invalid_setting(tmp_path):
     with pytest.raises(
         UserError, match=r"training\.stepz = 3: is not a known field \(set by PHALANX_TRAINING__STEPZ\)"
     ):
-        load_run(run_file(tmp_path, ""), [], {"PHALANX_TRAINING__STEPZ": "3"})
+        load_run(write_run_file(tmp_path, ""), [], {"PHALANX_TRAINING__STEPZ": "3"})
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_load_run_names_environment_variable_of_invalid_setting(tmp_path):
     ],
 )
 def test_load_run_limits_default_warmup_to_half_of_training_steps(tmp_path, text, warmup):
-    assert load_run(run_file(tmp_path, text), [], {}).optimizer.warmup_steps == warmup
+    assert load_run(write_run_file(tmp_path, text), [], {}).optimizer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("override", ["training.steps", "=5", "name.x.y=1"])
 def test_load_run_rejects_malformed_override(tmp_path, override):
     with pytest.raises(UserError):
-        load_run(run_file(tmp_path, 'name = "x"'), [override], {})
+        load_run(write_run_file(tmp_path, 'name = "x"'), [override], {})
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
@@ -212,12 +212,12 @@ def test_model_spec_replace_validates_new_values():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "micro_batch", "cut"), [(1, None, (1, 64, 1)), (2, 8, (2, 8, 4)), (4, None, (4, 16, 1))]
+    ("world_size", "micro_batch", "batch_plan"), [(1, None, (1, 64, 1)), (2, 8, (2, 8, 4)), (4, None, (4, 16, 1))]
 )
-def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, cut):
+def test_plan_batch_splits_step_over_ranks(world_size, micro_batch, batch_plan):
     layout = {} if micro_batch is None else {"micro_batch_size": micro_batch}
     made = plan_batch(run_from_table({"layout": layout}), world_size)
-    assert (made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == cut
+    assert (made.dp_size, made.micro_batch_size, made.gradient_accumulation_steps) == batch_plan
     assert made.global_batch_size == made.dp_size * made.micro_batch_size * made.gradient_accumulation_steps
 
 

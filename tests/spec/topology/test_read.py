@@ -11,7 +11,7 @@ from phalanx.spec.topology.read import infer_cluster, parse_topology, read_topol
 # v100-cube-mesh: Oneflow-Inc/DLPerf, HugeCTR report (driver 470, tabs added by hand).
 # h20-virtual-functions: sgl-project/sglang#14092 (without rows of NICs; its wide terminal ran columns together).
 # h200-nccl.xml: NVIDIA/nccl-tests#256 (the three GPUs that it shows of a node's first CPU).
-HERE = Path(__file__).parent / "topologies"
+TOPOLOGIES = Path(__file__).parent / "topologies"
 
 MACHINES = [
     # file, GPUs, NICs, NVLinks of a GPU, domain, GPU 2's nearest NICs, NUMA nodes
@@ -35,7 +35,7 @@ MACHINES = [
 
 @pytest.mark.parametrize(("file", "gpus", "nics", "nvlinks", "domain", "nearest", "numa"), MACHINES)
 def test_read_topology_parses_output_of_real_machines(file, gpus, nics, nvlinks, domain, nearest, numa):
-    node = read_topology(HERE / file)
+    node = read_topology(TOPOLOGIES / file)
     assert node.gpus == tuple(f"GPU{i}" for i in range(gpus))
     assert len(node.nics) == nics
     assert node.nvlinks == (nvlinks,) * gpus
@@ -46,9 +46,18 @@ def test_read_topology_parses_output_of_real_machines(file, gpus, nics, nvlinks,
 
 
 def test_read_topology_returns_link_kinds_of_gpus_and_nics():
-    assert read_topology(HERE / "v100-cube-mesh.txt").links[0] == ("X", "NV1", "NV2", "NV1", "SYS", "SYS", "SYS", "NV2")
-    assert read_topology(HERE / "k40-soc.txt").links[0] == ("X", "PHB", "SYS", "SYS")
-    node = read_topology(HERE / "h200-nccl.xml")
+    assert read_topology(TOPOLOGIES / "v100-cube-mesh.txt").links[0] == (
+        "X",
+        "NV1",
+        "NV2",
+        "NV1",
+        "SYS",
+        "SYS",
+        "SYS",
+        "NV2",
+    )
+    assert read_topology(TOPOLOGIES / "k40-soc.txt").links[0] == ("X", "PHB", "SYS", "SYS")
+    node = read_topology(TOPOLOGIES / "h200-nccl.xml")
     assert node.links[0] == ("X", "NV18", "NV18")
     assert node.nic_paths == (("PIX", "PHB", "PHB"), ("PHB", "PIX", "PHB"), ("PHB", "PHB", "PIX"))
 
@@ -64,21 +73,21 @@ def test_read_topology_returns_link_kinds_of_gpus_and_nics():
     ],
 )
 def test_infer_cluster_link_bandwidth_is_nvlink_count_times_per_link_rate(file, preset, speed):
-    assert infer_cluster(read_topology(HERE / file), preset).fields["link_bytes_per_second"] == speed
+    assert infer_cluster(read_topology(TOPOLOGIES / file), preset).fields["link_bytes_per_second"] == speed
 
 
 def test_infer_cluster_reports_undetermined_fields_with_reason():
-    assert infer_cluster(read_topology(HERE / "h100-nv18.txt")).unknown == {
+    assert infer_cluster(read_topology(TOPOLOGIES / "h100-nv18.txt")).unknown == {
         "link_bytes_per_second": "18 NVLinks, whose speed depends on the GPU: name its preset",
         "network_bytes_per_second": "the speed of the network devices is not given",
     }
-    unknown = infer_cluster(read_topology(HERE / "rtx4090-pcie.txt")).unknown
+    unknown = infer_cluster(read_topology(TOPOLOGIES / "rtx4090-pcie.txt")).unknown
     assert unknown["link_bytes_per_second"] == "the GPUs have no NVLinks"
-    tray = matrix("GPU0 X NV18", "GPU1 NV18 X")
+    tray = topology_matrix("GPU0 X NV18", "GPU1 NV18 X")
     assert (
         "72 GPUs of several nodes (gb200)" in infer_cluster(parse_topology(tray), "gb200").unknown["fast_link_domain"]
     )
-    bridged = parse_topology(matrix("GPU0 X NV4 NODE", "GPU1 NV4 X NODE", "GPU2 NODE NODE X"))
+    bridged = parse_topology(topology_matrix("GPU0 X NV4 NODE", "GPU1 NV4 X NODE", "GPU2 NODE NODE X"))
     assert bridged.nvlink_domains() == ((0, 1), (2,))
     assert infer_cluster(bridged).unknown == {
         "fast_link_domain": "NVLinks join GPUs in groups of different sizes: 1, 2",
@@ -88,7 +97,7 @@ def test_infer_cluster_reports_undetermined_fields_with_reason():
 
 
 def test_infer_cluster_network_bandwidth_is_that_of_nearest_nics():
-    text = (HERE / "h200-nccl.xml").read_text()
+    text = (TOPOLOGIES / "h200-nccl.xml").read_text()
     assert infer_cluster(parse_topology(text)).fields["network_bytes_per_second"] == 50e9
     storage = '<nic><net name="eth0" speed="10000"/></nic></cpu>'
     node = parse_topology(text.replace("</cpu>", storage))
@@ -111,12 +120,12 @@ def test_parse_topology_handles_escape_codes_and_blank_cpu_affinity():
 def test_parse_topology_counts_nvlinks_of_switchless_4_gpu_node():
     """HGX A100 4-GPU: 4 NVLinks between each two are 12 of each."""
     rows = [f"GPU{i} " + " ".join("X" if i == j else "NV4" for j in range(4)) for i in range(4)]
-    assert parse_topology(matrix(*rows)).nvlinks == (12,) * 4
+    assert parse_topology(topology_matrix(*rows)).nvlinks == (12,) * 4
 
 
 def test_parse_topology_leaves_nvlinks_unknown_for_pcie_only_matrix():
     legend = "\nLegend:\n  X    = Self\n  PIX  = Connection traversing at most a single PCIe bridge\n"
-    node = parse_topology(matrix("GPU0 X PIX", "GPU1 PIX X") + legend)
+    node = parse_topology(topology_matrix("GPU0 X PIX", "GPU1 PIX X") + legend)
     assert node.nvlinks == (None, None)
     assert "NVLinks are not shown" in infer_cluster(node).unknown["fast_link_domain"]
 
@@ -126,11 +135,11 @@ def test_parse_topology_splits_merged_column_headers():
     assert (node.nics, node.nic_paths) == (("mlx5_0",), (("PIX",), ("PHB",)))
 
 
-def matrix(*rows: str) -> str:
+def topology_matrix(*rows: str) -> str:
     return "\n".join([" ".join(row.split()[0] for row in rows), *rows])
 
 
-CLOUD = """<system version="1">
+CLOUD_XML = """<system version="1">
   <cpu numaid="{numa}">
     <pci busid="ffff:ff:01.0" class="0x060400">
       <pci busid="0001:00:00.0" class="0x030200"/>
@@ -146,59 +155,59 @@ CLOUD = """<system version="1">
 
 def test_parse_topology_reads_cloud_xml_without_nvlinks():
     """As Azure/azhpc-images topology/ndv5-topo.xml: devices by their class, and no NVLinks."""
-    node = parse_topology(CLOUD.format(numa=-1))
+    node = parse_topology(CLOUD_XML.format(numa=-1))
     assert (node.nics, node.numa_nodes) == (("0101:00:00.0",), (None, None, 1))
     assert (node.links[0], node.nic_paths) == (("X", "PXB", "SYS"), (("PIX",), ("PXB",), ("SYS",)))
     assert set(infer_cluster(node).unknown) == {"fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
 
 
-def gpu(busid: str, dev: int, *links: str) -> str:
+def gpu_element(busid: str, dev: int, *links: str) -> str:
     inner = "".join(f"<nvlink {link}/>" for link in links)
     return f'<pci busid="{busid}" class="0x030200"><gpu dev="{dev}" sm="70">{inner}</gpu></pci>'
 
 
 def test_parse_topology_reads_nvlinks_to_gpu_switch_and_cpu():
-    direct = gpu("b", 1, 'target="A" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
-    direct += gpu("a", 0, 'target="B" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
+    direct = gpu_element("b", 1, 'target="A" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
+    direct += gpu_element("a", 0, 'target="B" count="3" tclass="0x030200"', 'target="c" count="3" tclass="0x068001"')
     node = parse_topology(f'<system><cpu numaid="0">{direct}</cpu></system>')
     assert (node.links, node.nvlinks) == ((("X", "NV3"), ("NV3", "X")), (3, 3))
     assert infer_cluster(node).fields["link_bytes_per_second"] == 75e9
     hidden = 'target="fffffff:ff:ff.0" count="6" tclass="0x068000"'
-    node = parse_topology(f"<system><cpu>{gpu('a', 0, hidden)}{gpu('b', 1, hidden)}</cpu></system>")
+    node = parse_topology(f"<system><cpu>{gpu_element('a', 0, hidden)}{gpu_element('b', 1, hidden)}</cpu></system>")
     assert (node.links[0], node.nvlinks) == (("X", "NV6"), (6, 6))
 
 
 def test_parse_topology_reads_rails_of_nics():
     """The attributes that NVIDIA/nccl src/graph/xml.cc writes where a network plugin knows them."""
     nets = "".join(f'<net name="n{i}" speed="400000" rail="{i}"/>' for i in range(2)) + '<net name="n2"/>'
-    node = parse_topology(f"<system><cpu>{gpu('a', 0)}<pci busid='b'><nic>{nets}</nic></pci></cpu></system>")
+    node = parse_topology(f"<system><cpu>{gpu_element('a', 0)}<pci busid='b'><nic>{nets}</nic></pci></cpu></system>")
     assert node.rails == (0, 1, None)
 
 
-LAUGHS = '<?xml version="1.0"?>\n<!DOCTYPE system [<!ENTITY a "ha">]>\n<system>&a;</system>'
-BAD = [
+XML_WITH_ENTITY = '<?xml version="1.0"?>\n<!DOCTYPE system [<!ENTITY a "ha">]>\n<system>&a;</system>'
+INVALID_TOPOLOGIES = [
     ("", "has no line of columns"),
     ("GPU 0: NVIDIA H100\nGPU0 works", "has no line of columns"),
-    (matrix("GPU0 X PIX", "GPU1 PIX X").replace("\nGPU1 PIX X", ""), "line 1: names GPU1, which has no row"),
-    (matrix("GPU0 X PIX", "GPU1 PIX"), "line 3: GPU1 to GPU1 is nothing"),
-    (matrix("GPU0 X PIX 0-7", "GPU1 OK X"), "line 1: names GPU1, which has no row"),
-    (matrix("GPU0 X LAN 0-7", "GPU1 PIX X"), "line 2: GPU0 to GPU1 is LAN"),
-    (matrix("GPU0 X X", "GPU1 PIX X"), "line 2: GPU0 to GPU1 is X"),
-    (matrix("GPU0 X NV4", "GPU1 NV2 X"), "line 3: GPU1 to GPU0 is NV2, but line 2 has NV4"),
+    (topology_matrix("GPU0 X PIX", "GPU1 PIX X").replace("\nGPU1 PIX X", ""), "line 1: names GPU1, which has no row"),
+    (topology_matrix("GPU0 X PIX", "GPU1 PIX"), "line 3: GPU1 to GPU1 is nothing"),
+    (topology_matrix("GPU0 X PIX 0-7", "GPU1 OK X"), "line 1: names GPU1, which has no row"),
+    (topology_matrix("GPU0 X LAN 0-7", "GPU1 PIX X"), "line 2: GPU0 to GPU1 is LAN"),
+    (topology_matrix("GPU0 X X", "GPU1 PIX X"), "line 2: GPU0 to GPU1 is X"),
+    (topology_matrix("GPU0 X NV4", "GPU1 NV2 X"), "line 3: GPU1 to GPU0 is NV2, but line 2 has NV4"),
     ("GPU0 NIC0\nGPU0 X NV4", "line 2: GPU0 to NIC0 is NV4"),
     ("GPU0 GPU0\nGPU0 X X", "line 1: names a device twice"),
-    (LAUGHS, r"line 2: has a document type \(DTD\)"),
+    (XML_WITH_ENTITY, r"line 2: has a document type \(DTD\)"),
     ("<system>\n<cpu>\n</system>", "line 3: is not XML: mismatched tag"),
     ("<system>\n<cpu/>&a;</system>", "line 2: is not XML: undefined entity"),
     ("\ufeff<graphs/>", "line 1: <graphs> is not a <system> with <cpu>"),
     ("<system><cpu/></system>", "has no GPUs"),
     ("<system>\n<cpu>\n<pci><gpu/></pci></cpu></system>", "line 3: <pci> has no busid"),
-    (CLOUD.format(numa="left"), 'line 2: numaid="left" of <cpu> is not a whole number'),
+    (CLOUD_XML.format(numa="left"), 'line 2: numaid="left" of <cpu> is not a whole number'),
     ('<system><cpu host_hash="1"/><cpu host_hash="2"/></system>', "has the CPUs of several nodes"),
 ]
 
 
-@pytest.mark.parametrize(("text", "problem"), BAD)
+@pytest.mark.parametrize(("text", "problem"), INVALID_TOPOLOGIES)
 def test_parse_topology_reports_line_of_invalid_input(text, problem):
     with pytest.raises(UserError, match=problem):
         parse_topology(text)
@@ -208,4 +217,4 @@ def test_topology_rejects_missing_file_and_unknown_preset(tmp_path):
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_topology(tmp_path / "none.xml")
     with pytest.raises(UserError, match="is not a known preset"):
-        infer_cluster(read_topology(HERE / "k40-soc.txt"), "k40")
+        infer_cluster(read_topology(TOPOLOGIES / "k40-soc.txt"), "k40")

@@ -24,40 +24,40 @@ from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of
 from phalanx.swarm.pieces import ModelPiece, model_pieces, pieces_sent_by
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Feedback, decode_piece, write_update
-from tests.helpers.quantization import left_out
-from tests.helpers.tiny_models import TINY
+from tests.helpers.quantization import quantization_error_bound
+from tests.helpers.tiny_models import TINY_MOE
 
 NODES = ("a", "b", "c", "d")
-ITEMS = model_pieces(TINY)
+ITEMS = model_pieces(TINY_MOE)
 EXPERTS = [item for item in ITEMS if item.expert is not None]
 SHARED = [item for item in ITEMS if item.expert is None]
 
 
-def drawn(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+def random_weights(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {item.key: scale * torch.randn(item.shape, generator=generator) for item in ITEMS}
 
 
-class Swarm:
+class AggregationHarness:
     """A round's files: the coordinator's state, and what nodes tell of weights that are drawn for them."""
 
     def __init__(self, folder: Path, codec: Codec = "fp32", owners: Owners | None = None, **rules: Any) -> None:
         self.folder, self.rules, self.owners = folder, AggregationConfig(codec, **rules), owners
-        self.state = self.fresh("0")
-        self.base = drawn(0)
+        self.state = self.new_state("0")
+        self.base = random_weights(0)
         for item in ITEMS:
             self.state.base.write(item, self.base[item.key])
         self.feedback: dict[str, Feedback] = {node: {} for node in NODES}
         self.number = 0
 
-    def fresh(self, name: str) -> ModelState:
+    def new_state(self, name: str) -> ModelState:
         def file(kind: str) -> TensorFile:
-            return TensorFile.create(self.folder / f"{kind}-{name}", parameter_shapes(TINY))
+            return TensorFile.create(self.folder / f"{kind}-{name}", parameter_shapes(TINY_MOE))
 
         outer = not self.rules.outer.is_plain_mean
         return ModelState(file("base"), file("left"), file("velocity") if outer else None)
 
-    def tell(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> NodeUpdate:
+    def send_update(self, node: str, weights: dict[str, Tensor], tokens: int = 100) -> NodeUpdate:
         items = pieces_sent_by(ITEMS, self.owners, node)
         path = self.folder / f"{node}-{self.number}"
         file = write_update(
@@ -65,9 +65,9 @@ class Swarm:
         )
         return NodeUpdate(node, tokens, file)
 
-    def round(self, told: list[NodeUpdate]) -> tuple[dict[str, str], TensorFile]:
+    def run_round(self, told: list[NodeUpdate]) -> tuple[dict[str, str], TensorFile]:
         self.number += 1
-        new = self.fresh(str(self.number))
+        new = self.new_state(str(self.number))
         stands = aggregate(ITEMS, told, self.rules, self.state, new)
         shapes = {item.key: (encoded_bytes(item.numbers, self.rules.codec),) for item in ITEMS if item.key in stands}
         down = TensorFile.create(self.folder / f"down-{self.number}", shapes, "U8")
@@ -75,12 +75,12 @@ class Swarm:
         self.before, self.state = self.state, new
         return stands, down
 
-    def received(self, down: TensorFile, item: ModelPiece) -> Tensor:
+    def decode_received(self, down: TensorFile, item: ModelPiece) -> Tensor:
         """What a node makes of it."""
         return decode_piece(item, down.raw(item.key), self.rules.codec, self.before.base.read)
 
 
-def split() -> Owners:
+def even_owners() -> Owners:
     return assign_experts(8, dict.fromkeys(NODES, 1.0))
 
 
@@ -90,12 +90,12 @@ CODECS: list[Codec] = ["fp32", "bf16", "int8", "int4"]
 @pytest.mark.parametrize("codec", CODECS)
 def test_aggregate_gives_coordinator_and_nodes_equal_weights(tmp_path, codec):
     """To the bit, coordinator and nodes, those that sent a piece included."""
-    swarm = Swarm(tmp_path, codec, split())
+    swarm = AggregationHarness(tmp_path, codec, even_owners())
     for seed in (1, 5):
-        told = [swarm.tell(node, drawn(seed + place)) for place, node in enumerate(NODES)]
-        stands, down = swarm.round(told)
+        told = [swarm.send_update(node, random_weights(seed + place)) for place, node in enumerate(NODES)]
+        stands, down = swarm.run_round(told)
         for item in ITEMS:
-            assert torch.equal(swarm.received(down, item), swarm.state.base.read(item))
+            assert torch.equal(swarm.decode_received(down, item), swarm.state.base.read(item))
             if owner := stands[item.key]:
                 mine = next(one.file for one in told if one.node == owner)
                 own = decode_piece(item, mine.raw(item.key), codec, swarm.before.base.read)
@@ -103,9 +103,9 @@ def test_aggregate_gives_coordinator_and_nodes_equal_weights(tmp_path, codec):
 
 
 def test_aggregate_averages_shared_parameters_and_copies_owners_experts(tmp_path):
-    swarm = Swarm(tmp_path, "fp32", split())
-    weights = [drawn(seed) for seed in range(1, 5)]
-    swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
+    swarm = AggregationHarness(tmp_path, "fp32", even_owners())
+    weights = [random_weights(seed) for seed in range(1, 5)]
+    swarm.run_round([swarm.send_update(node, mine) for node, mine in zip(NODES, weights, strict=True)])
     for item in SHARED:
         mean = torch.stack([mine[item.key].double() for mine in weights]).mean(0).float()
         assert torch.equal(swarm.state.base.read(item), mean)
@@ -116,10 +116,10 @@ def test_aggregate_averages_shared_parameters_and_copies_owners_experts(tmp_path
 @pytest.mark.parametrize("codec", CODECS)
 def test_update_and_broadcast_sizes_match_round_bytes_formula(tmp_path, codec):
     """Headers apart: 660,736 up and 1,840,384 down in fp32."""
-    swarm = Swarm(tmp_path, codec, split())
-    told = [swarm.tell(node, drawn(1)) for node in NODES]
-    _, down = swarm.round(told)
-    expected, node = round_bytes(node_share(TINY, "spes", 2), "spes", codec), node_share(TINY, "spes", 2)
+    swarm = AggregationHarness(tmp_path, codec, even_owners())
+    told = [swarm.send_update(node, random_weights(1)) for node in NODES]
+    _, down = swarm.run_round(told)
+    expected, node = round_bytes(node_share(TINY_MOE, "spes", 2), "spes", codec), node_share(TINY_MOE, "spes", 2)
     sizes = [sum(one.file.place(key)[1] for key in one.file.shapes) for one in told]
     skipped = sum(
         down.place(item.key)[1] for item in pieces_sent_by(ITEMS, swarm.owners, "a") if item.expert is not None
@@ -138,18 +138,18 @@ def test_aggregate_is_independent_of_update_order(tmp_path, codec):
     found = []
     for order in (NODES, NODES[::-1], ("c", "a", "d", "b")):
         (tmp_path / "".join(order)).mkdir()
-        swarm = Swarm(tmp_path / "".join(order), codec, split())
-        told = {node: swarm.tell(node, drawn(place)) for place, node in enumerate(NODES)}
-        swarm.round([told[node] for node in order])
+        swarm = AggregationHarness(tmp_path / "".join(order), codec, even_owners())
+        told = {node: swarm.send_update(node, random_weights(place)) for place, node in enumerate(NODES)}
+        swarm.run_round([told[node] for node in order])
         found.append([swarm.state.base.read(item) for item in ITEMS])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_aggregate_returns_single_node_fp32_update_unchanged(tmp_path):
-    swarm, mine = Swarm(tmp_path), drawn(1)
-    _, down = swarm.round([swarm.tell("a", mine)])
-    assert all(torch.equal(swarm.received(down, item), mine[item.key]) for item in ITEMS)
+    swarm, mine = AggregationHarness(tmp_path), random_weights(1)
+    _, down = swarm.run_round([swarm.send_update("a", mine)])
+    assert all(torch.equal(swarm.decode_received(down, item), mine[item.key]) for item in ITEMS)
 
 
 def test_robust_mean_weights_updates_by_token_count():
@@ -159,13 +159,13 @@ def test_robust_mean_weights_updates_by_token_count():
 
 def test_aggregate_excludes_missing_node_and_leaves_its_experts_unchanged(tmp_path):
     """The divisor is that of those who came; experts of others stay as they were, and are not sent."""
-    swarm = Swarm(tmp_path, "fp32", split())
-    weights = [drawn(seed) for seed in range(1, 4)]
-    stands, down = swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=False)])
+    swarm = AggregationHarness(tmp_path, "fp32", even_owners())
+    weights = [random_weights(seed) for seed in range(1, 4)]
+    stands, down = swarm.run_round([swarm.send_update(node, mine) for node, mine in zip(NODES, weights, strict=False)])
     first = SHARED[0]
     mean = torch.stack([mine[first.key].double() for mine in weights]).mean(0).float()
     torch.testing.assert_close(swarm.state.base.read(first), mean, rtol=1e-6, atol=1e-7)
-    lost = [item for item in EXPERTS if item.expert in experts_of(split(), "d")]
+    lost = [item for item in EXPERTS if item.expert in experts_of(even_owners(), "d")]
     assert lost
     for item in lost:
         assert torch.equal(swarm.state.base.read(item), swarm.base[item.key])
@@ -174,9 +174,9 @@ def test_aggregate_excludes_missing_node_and_leaves_its_experts_unchanged(tmp_pa
 
 
 def test_aggregate_averages_experts_with_two_owners(tmp_path):
-    swarm = Swarm(tmp_path, "fp32", assign_experts(8, dict.fromkeys(NODES, 1.0), 2))
-    weights = dict(zip(NODES, map(drawn, range(1, 5)), strict=True))
-    stands, _ = swarm.round([swarm.tell(node, weights[node]) for node in NODES])
+    swarm = AggregationHarness(tmp_path, "fp32", assign_experts(8, dict.fromkeys(NODES, 1.0), 2))
+    weights = dict(zip(NODES, map(random_weights, range(1, 5)), strict=True))
+    stands, _ = swarm.run_round([swarm.send_update(node, weights[node]) for node in NODES])
     for item in EXPERTS:
         holders = swarm.owners[item.expert]
         mean = torch.stack([weights[node][item.key].double() for node in holders]).mean(0).float()
@@ -188,30 +188,30 @@ def test_aggregate_averages_experts_with_two_owners(tmp_path):
 def test_aggregate_error_feedback_bounds_quantization_error_over_rounds(tmp_path, codec):
     """Nodes go on from what all have, each as far in every round: all come as far as their mean, but for what the last
     coding left out on either side."""
-    swarm, rounds = Swarm(tmp_path, codec, split()), 12
-    steps = dict(zip(NODES, map(drawn, range(1, 5)), strict=True))
+    swarm, rounds = AggregationHarness(tmp_path, codec, even_owners()), 12
+    steps = dict(zip(NODES, map(random_weights, range(1, 5)), strict=True))
     for _ in range(rounds):
         base = {item.key: swarm.state.base.read(item) for item in ITEMS}
-        told = [swarm.tell(node, {key: base[key] + step for key, step in steps[node].items()}) for node in NODES]
-        stands, down = swarm.round(told)
+        told = [swarm.send_update(node, {key: base[key] + step for key, step in steps[node].items()}) for node in NODES]
+        stands, down = swarm.run_round(told)
     for item in ITEMS:
         mine = [one for one in told if item.key in one.file.shapes]
         mean = torch.stack([steps[one.node][item.key] for one in mine]).mean(0)
         error = (swarm.state.base.read(item) - swarm.base[item.key] - rounds * mean).abs()
-        room = torch.stack([left_out(one.file.raw(item.key), item, codec) for one in mine]).mean(0)
+        room = torch.stack([quantization_error_bound(one.file.raw(item.key), item, codec) for one in mine]).mean(0)
         if not stands[item.key]:
-            room += left_out(down.raw(item.key), item, codec)
+            room += quantization_error_bound(down.raw(item.key), item, codec)
         assert (error <= room + 1e-4).all()  # of sums in fp32
 
 
 def test_aggregate_with_outer_optimizer_matches_torch_sgd(tmp_path):
     outer = OuterSGD(0.7, 0.9)
-    swarm = Swarm(tmp_path, "fp32", outer=outer)
+    swarm = AggregationHarness(tmp_path, "fp32", outer=outer)
     theta = {key: torch.nn.Parameter(value.clone()) for key, value in swarm.base.items()}
     reference = torch.optim.SGD(theta.values(), lr=0.7, momentum=0.9, nesterov=True)
     for seed in range(1, 4):
-        weights = [drawn(10 * seed + place) for place in range(4)]
-        swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
+        weights = [random_weights(10 * seed + place) for place in range(4)]
+        swarm.run_round([swarm.send_update(node, mine) for node, mine in zip(NODES, weights, strict=True)])
         for key, parameter in theta.items():
             parameter.grad = parameter.detach() - torch.stack([mine[key].double() for mine in weights]).mean(0).float()
         reference.step()
@@ -220,9 +220,9 @@ def test_aggregate_with_outer_optimizer_matches_torch_sgd(tmp_path):
 
 
 def test_aggregate_applies_expert_merging_to_owners_updates(tmp_path):
-    swarm = Swarm(tmp_path, "fp32", split(), merge_alpha=0.05, merge_nearest=4)
-    weights = [drawn(seed) for seed in range(1, 5)]
-    stands, _ = swarm.round([swarm.tell(node, mine) for node, mine in zip(NODES, weights, strict=True)])
+    swarm = AggregationHarness(tmp_path, "fp32", even_owners(), merge_alpha=0.05, merge_nearest=4)
+    weights = [random_weights(seed) for seed in range(1, 5)]
+    stands, _ = swarm.run_round([swarm.send_update(node, mine) for node, mine in zip(NODES, weights, strict=True)])
     for layer in range(2):
         names = {kind: f"blocks.{layer}.mlp.experts.{kind}" for kind in ("gate", "up", "down")}
         stacked = {
@@ -237,10 +237,10 @@ def test_aggregate_applies_expert_merging_to_owners_updates(tmp_path):
                 assert not stands[item.key]  # its owner is told, too
 
 
-@pytest.mark.parametrize("liar", [1e30, -1e6, float("nan")])
-def test_robust_mean_trimmed_stays_within_range_of_honest_updates(liar):
+@pytest.mark.parametrize("outlier", [1e30, -1e6, float("nan")])
+def test_robust_mean_trimmed_stays_within_range_of_honest_updates(outlier):
     honest = [torch.randn(50, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
-    found = robust_mean([*honest, torch.full((50,), liar)], [1] * 5, "trimmed")
+    found = robust_mean([*honest, torch.full((50,), outlier)], [1] * 5, "trimmed")
     stacked = torch.stack(honest)
     assert (found >= stacked.min(0).values).all()
     assert (found <= stacked.max(0).values).all()

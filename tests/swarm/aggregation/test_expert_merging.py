@@ -6,22 +6,22 @@ from torch import Tensor
 
 from phalanx.swarm.aggregation.expert_merging import merge_experts, merge_ratio, nearest_experts
 from phalanx.swarm.coordinator.coordinator import aggregation_config
-from tests.helpers.local_swarm import run_of
+from tests.helpers.local_swarm import tiny_swarm_run
 
 
-def layer(experts: int = 6, seed: int = 0) -> dict[str, Tensor]:
+def random_expert_layer(experts: int = 6, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"gate": (experts, 5, 3), "up": (experts, 5, 3), "down": (experts, 3, 5)}
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def merged(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
+def merged_copy(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
     copies = {name: stacked.clone() for name, stacked in experts.items()}
     merge_experts(copies, alpha, nearest)
     return copies
 
 
-def by_the_paper(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
+def reference_merge(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict[str, Tensor]:
     """One expert after the other, word for word."""
     found, count = {name: stacked.clone() for name, stacked in experts.items()}, len(experts["gate"])
     for i in range(count):
@@ -38,38 +38,38 @@ def by_the_paper(experts: dict[str, Tensor], alpha: float, nearest: int) -> dict
 
 @pytest.mark.parametrize(("alpha", "nearest"), [(0.05, 4), (0.1, 2), (1.0, 1), (0.3, 5)])
 def test_merge_experts_matches_reference_of_spes_paper(alpha, nearest):
-    experts = layer()
-    expected = by_the_paper(experts, alpha, nearest)
-    for name, stacked in merged(experts, alpha, nearest).items():
+    experts = random_expert_layer()
+    expected = reference_merge(experts, alpha, nearest)
+    for name, stacked in merged_copy(experts, alpha, nearest).items():
         torch.testing.assert_close(stacked, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_nearest_experts_excludes_self_and_is_limited_to_other_experts():
-    near = nearest_experts(layer(3)["gate"], 4)
+    near = nearest_experts(random_expert_layer(3)["gate"], 4)
     assert [sorted(row) for row in near.tolist()] == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_merge_experts_leaves_weights_unchanged_when_alpha_is_zero():
-    experts = layer()
-    assert all(torch.equal(stacked, experts[name]) for name, stacked in merged(experts, 0.0, 4).items())
+    experts = random_expert_layer()
+    assert all(torch.equal(stacked, experts[name]) for name, stacked in merged_copy(experts, 0.0, 4).items())
 
 
 def test_merge_experts_leaves_identical_experts_unchanged():
-    experts = {name: stacked[:1].repeat(6, 1, 1) for name, stacked in layer().items()}
-    for name, stacked in merged(experts, 0.5, 4).items():
+    experts = {name: stacked[:1].repeat(6, 1, 1) for name, stacked in random_expert_layer().items()}
+    for name, stacked in merged_copy(experts, 0.5, 4).items():
         torch.testing.assert_close(stacked, experts[name])
 
 
 def test_nearest_experts_never_selects_all_zero_expert():
-    experts = layer()
+    experts = random_expert_layer()
     experts["gate"][2] = 0
-    assert all(stacked.isfinite().all() for stacked in merged(experts, 0.1, 2).values())
+    assert all(stacked.isfinite().all() for stacked in merged_copy(experts, 0.1, 2).values())
     assert all(2 not in near for expert, near in enumerate(nearest_experts(experts["gate"], 1).tolist()) if expert != 2)
 
 
 def test_merge_experts_leaves_single_expert_unchanged():
-    alone = layer(1)
-    assert torch.equal(merged(alone, 0.1, 4)["up"], alone["up"])
+    alone = random_expert_layer(1)
+    assert torch.equal(merged_copy(alone, 0.1, 4)["up"], alone["up"])
 
 
 def test_merge_ratio_decays_linearly_to_zero():
@@ -96,7 +96,9 @@ def test_merge_experts_allocates_less_than_two_expert_tensors():
 
 def test_aggregation_config_sets_merge_alpha_per_fragment_round(tmp_path):
     """Every second time that a fragment is exchanged, as far along as the run is."""
-    run = run_of(tmp_path, {"training.steps": 24}, every=4, fragments=2, merge={"every": 8, "alpha": 0.1, "steps": 48})
+    run = tiny_swarm_run(
+        tmp_path, {"training.steps": 24}, every=4, fragments=2, merge={"every": 8, "alpha": 0.1, "steps": 48}
+    )
     found = [aggregation_config(run, number).merge_alpha for number in range(12)]
     steps = [2 * (number + 1) for number in range(12)]
     assert found == [merge_ratio(step, 0.1, 48) if step in (6, 8, 14, 16, 22, 24) else 0.0 for step in steps]

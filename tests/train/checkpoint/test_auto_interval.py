@@ -17,15 +17,15 @@ from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.checkpoint.auto_interval import FIRST_STEPS, CheckpointScheduler
 from phalanx.train.progress import ProgressDisplay
-from tests.helpers.small_runs import described, prepared_text, trainer
+from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run
 
 TEXT = Path(json.__file__).parent
-LLAMA3_HOURS = 3.0931
+LLAMA3_MTBF_HOURS = 3.0931
 """Between failures of 16,384 devices (Llama 3, section 3.3.4)."""
 
 
-def paced(folder: Path, step_seconds: float = 0.1, **changes: Any) -> CheckpointScheduler:
-    run = described(TEXT, folder, {"checkpoint.every": "auto", **changes})
+def make_scheduler(folder: Path, step_seconds: float = 0.1, **changes: Any) -> CheckpointScheduler:
+    run = small_run(TEXT, folder, {"checkpoint.every": "auto", **changes})
     found = CheckpointScheduler(run, 16_384, folder)
     for step in range(1, FIRST_STEPS):
         assert not found.due(step, step_seconds)
@@ -35,13 +35,13 @@ def paced(folder: Path, step_seconds: float = 0.1, **changes: Any) -> Checkpoint
 
 def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> None:
     """A save that takes 10 s is best written every 465.3 s at Llama 3's rate of failures."""
-    pacing = paced(tmp_path)
+    pacing = make_scheduler(tmp_path)
     assert pacing.next_due_step(FIRST_STEPS, still_seconds=10, write_seconds=20) == pytest.approx(
         FIRST_STEPS + 4653, abs=1
     )
     assert pacing.reason is not None
     assert "every 4,653 steps (7.8 minutes)" in pacing.reason
-    assert f"expected every {LLAMA3_HOURS:.1f} hours" in pacing.reason
+    assert f"expected every {LLAMA3_MTBF_HOURS:.1f} hours" in pacing.reason
     assert not pacing.due(pacing.next - 1, 0.1)
     assert pacing.due(pacing.next, 0.1)
     pacing.next_due_step(pacing.next, still_seconds=11, write_seconds=20)
@@ -49,11 +49,14 @@ def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> N
 
 
 def test_checkpoint_scheduler_never_overlaps_saves(tmp_path: Path) -> None:
-    assert paced(tmp_path).next_due_step(FIRST_STEPS, still_seconds=0.001, write_seconds=600) == FIRST_STEPS + 6000
+    assert (
+        make_scheduler(tmp_path).next_due_step(FIRST_STEPS, still_seconds=0.001, write_seconds=600)
+        == FIRST_STEPS + 6000
+    )
 
 
 def test_checkpoint_scheduler_ignores_one_slow_save(tmp_path: Path) -> None:
-    pacing = paced(tmp_path)
+    pacing = make_scheduler(tmp_path)
     usual = pacing.next_due_step(FIRST_STEPS, still_seconds=1, write_seconds=1) - FIRST_STEPS
     pacing.next_due_step(pacing.next, still_seconds=1, write_seconds=1)
     before = pacing.next
@@ -62,12 +65,12 @@ def test_checkpoint_scheduler_ignores_one_slow_save(tmp_path: Path) -> None:
 
 def test_checkpoint_scheduler_counts_slowed_steps_as_save_cost(tmp_path: Path) -> None:
     """The wait of half a second, and two steps of 1.1 s instead of 0.1 behind which it was written."""
-    pacing = paced(tmp_path)
+    pacing = make_scheduler(tmp_path)
     begun = pacing.next_due_step(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - 40
     for step, (seconds, writing) in enumerate([(1.1, True), (1.1, False)] + 38 * [(0.1, False)], begun + 1):
         pacing.due(step, seconds, writing)
     found = pacing.next_due_step(begun + 40, still_seconds=0.5, write_seconds=2) - begun - 40
-    mtbf = LLAMA3_HOURS * 3600
+    mtbf = LLAMA3_MTBF_HOURS * 3600
     assert found == pytest.approx(optimal_interval_seconds(2.5, mtbf) / 0.1, rel=0.01)
 
 
@@ -80,7 +83,7 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
     ]
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (tmp_path / EVENTS_FILE).write_text(lines + '{"half a line')
-    pacing = paced(tmp_path)
+    pacing = make_scheduler(tmp_path)
     steps = pacing.next_due_step(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - FIRST_STEPS
     assert steps == pytest.approx(optimal_interval_seconds(0.5, 100) / 0.1, rel=0.02)
     assert pacing.reason is not None
@@ -88,23 +91,23 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
 
 
 def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
-    pacing = CheckpointScheduler(described(TEXT, tmp_path, {"checkpoint.every": 4}), 2, tmp_path)
+    pacing = CheckpointScheduler(small_run(TEXT, tmp_path, {"checkpoint.every": 4}), 2, tmp_path)
     assert [step for step in range(1, 10) if pacing.due(step, 0.1)] == [4, 8]
-    never = CheckpointScheduler(described(TEXT, tmp_path, {"checkpoint.every": 0}), 2, tmp_path)
+    never = CheckpointScheduler(small_run(TEXT, tmp_path, {"checkpoint.every": 0}), 2, tmp_path)
     assert not any(never.due(step, 0.1) for step in range(1, 10))
 
 
-def train_and_tell(run: RunSpec) -> int:
-    under_way = trainer(run)
+def train_and_get_next_due(run: RunSpec) -> int:
+    under_way = make_trainer(run)
     under_way.train([], ProgressDisplay(0, run.training.steps, quiet=True))
     return under_way.pacing.next
 
 
 def test_checkpoint_scheduler_agrees_across_ranks(tmp_path: Path) -> None:
-    prepared_text()
-    run = described(TEXT, tmp_path, {"checkpoint.every": "auto", "cluster.failures_per_device_hour": 5000.0})
+    shared_data_cache()
+    run = small_run(TEXT, tmp_path, {"checkpoint.every": "auto", "cluster.failures_per_device_hour": 5000.0})
     prepare(run.data)
-    first, second = rank_pool(2).run(train_and_tell, run)
+    first, second = rank_pool(2).run(train_and_get_next_due, run)
     assert first == second
     saved = [path.name for path in checkpoints(tmp_path / "parity" / "checkpoints")]
     assert saved[0] == f"step-{run.training.steps:08d}"

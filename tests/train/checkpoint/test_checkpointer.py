@@ -31,7 +31,7 @@ from phalanx.testing.fault_injection import truncate_file
 from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
 from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
-from tests.helpers.small_runs import MOE, described, steps, trainer, trajectory
+from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, training_trajectory
 
 HALF = 5
 SHORT = {"training.steps": 2 * HALF}
@@ -44,28 +44,28 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_half(run: RunSpec) -> None:
+def train_first_half(run: RunSpec) -> None:
     """Train to the middle, evaluate there (which must change nothing), and save."""
-    under_way = trainer(run)
-    steps(under_way, HALF)
+    under_way = make_trainer(run)
+    train_until(under_way, HALF)
     under_way.evaluate()
     under_way.save()
     under_way.checkpointer.wait()
 
 
-def second_half(run: RunSpec) -> list[tuple[float, float]]:
+def resume_second_half(run: RunSpec) -> list[tuple[float, float]]:
     """Return from the newest checkpoint and train to the end."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     resumed, damaged = under_way.resume()
     assert resumed
     assert not damaged
     assert (under_way.step, under_way.tokens) == (HALF, HALF * run.training.tokens_per_step)
-    result = steps(under_way, run.training.steps)
+    result = train_until(under_way, run.training.steps)
     under_way.strategy.drain_pending_updates()
     return result
 
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     **{
         f"{data}x{n}": (n, {"layout.data_parallel": data})
@@ -93,40 +93,44 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    return trajectory(described(text, tmp_path_factory.mktemp("whole"), {"model": MOE, **SHORT}))
+    return training_trajectory(small_run(text, tmp_path_factory.mktemp("whole"), {"model": MOE, **SHORT}))
 
 
 @pytest.fixture(scope="module")
-def halves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def half_trained_runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run to the middle in every place, each saved."""
     folders = {}
-    for name, (world_size, changes) in PLACES.items():
+    for name, (world_size, changes) in LAYOUTS.items():
         folders[name] = tmp_path_factory.mktemp(name)
-        rank_pool(world_size).run(first_half, described(text, folders[name], {"model": MOE, **SHORT, **changes}))
+        rank_pool(world_size).run(train_first_half, small_run(text, folders[name], {"model": MOE, **SHORT, **changes}))
     return folders
 
 
-NAMES = list(PLACES)
-MOVES = [(name, NAMES[(index + apart) % len(NAMES)]) for index, name in enumerate(NAMES) for apart in (1, 4, 11)]
+LAYOUT_NAMES = list(LAYOUTS)
+LAYOUT_TRANSITIONS = [
+    (name, LAYOUT_NAMES[(index + apart) % len(LAYOUT_NAMES)])
+    for index, name in enumerate(LAYOUT_NAMES)
+    for apart in (1, 4, 11)
+]
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_checkpoint_tensors_match_single_process_in_every_layout(name: str, halves: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", LAYOUT_NAMES[1:])
+def test_checkpoint_tensors_match_single_process_in_every_layout(name: str, half_trained_runs: dict[str, Path]) -> None:
     """Every parameter, bias of a router and number of optimizer state, after some updates."""
     last = Path("parity", "checkpoints", f"step-{HALF:08d}")
-    one, other = (load_full_tensors(halves[place] / last) for place in ("one", name))
+    one, other = (load_full_tensors(half_trained_runs[place] / last) for place in ("one", name))
     assert one.keys() == other.keys()
     for tensor, expected in one.items():
         assert (other[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
 
 
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(("before", "after"), LAYOUT_TRANSITIONS)
 def test_resume_across_layouts_matches_uninterrupted_run(
-    before: str, after: str, halves: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
+    before: str, after: str, half_trained_runs: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
 ) -> None:
-    world_size, changes = PLACES[after]
-    run = described(text, halves[before], {"model": MOE, **SHORT, **changes})
-    result = rank_pool(world_size).run(second_half, run)[0]
+    world_size, changes = LAYOUTS[after]
+    run = small_run(text, half_trained_runs[before], {"model": MOE, **SHORT, **changes})
+    result = rank_pool(world_size).run(resume_second_half, run)[0]
     assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 
 
@@ -136,33 +140,33 @@ DDP2, ZERO4, ZERO2 = (
     (2, {"layout.data_parallel": "zero3"}),
 )
 HSDP4 = (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2})
-RETURNS = {
+LAYOUT_CHANGES = {
     "zero3x4-ddpx2-muon": (ZERO4, DDP2, {"optimizer.name": "muon"}),
     "hsdpx4-zero3x2-sgd": (HSDP4, ZERO2, {"optimizer.name": "sgd"}),
     "zero3x2-ddpx2-recompute": (ZERO2, DDP2, {"layout.activation_checkpointing": "full"}),
 }
 
 
-@pytest.mark.parametrize(("before", "after", "common"), RETURNS.values(), ids=RETURNS)
+@pytest.mark.parametrize(("before", "after", "common"), LAYOUT_CHANGES.values(), ids=LAYOUT_CHANGES)
 def test_resume_across_layouts_matches_for_muon_sgd_and_recomputation(
     before: Any, after: Any, common: Any, text: Path, tmp_path: Path
 ) -> None:
     common = {"model": MOE, **SHORT, **common}
-    whole = trajectory(described(text, tmp_path / "whole", common))
-    rank_pool(before[0]).run(first_half, described(text, tmp_path, {**common, **before[1]}))
-    result = rank_pool(after[0]).run(second_half, described(text, tmp_path, {**common, **after[1]}))[0]
+    whole = training_trajectory(small_run(text, tmp_path / "whole", common))
+    rank_pool(before[0]).run(train_first_half, small_run(text, tmp_path, {**common, **before[1]}))
+    result = rank_pool(after[0]).run(resume_second_half, small_run(text, tmp_path, {**common, **after[1]}))[0]
     assert result == [pytest.approx(step, rel=1e-10) for step in whole[HALF:]]
 
 
 def test_resume_in_the_same_layout_is_bit_exact(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.precision": "bf16", "layout.data_parallel": "zero3", **SHORT})
-    whole = rank_pool(2).run(trajectory, run)
-    rank_pool(2).run(first_half, run)
-    assert rank_pool(2).run(second_half, run) == [result[HALF:] for result in whole]
+    run = small_run(text, tmp_path, {"training.precision": "bf16", "layout.data_parallel": "zero3", **SHORT})
+    whole = rank_pool(2).run(training_trajectory, run)
+    rank_pool(2).run(train_first_half, run)
+    assert rank_pool(2).run(resume_second_half, run) == [result[HALF:] for result in whole]
 
 
 def rates_and_tokens(run: RunSpec) -> list[tuple[float, int]]:
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     under_way.resume()
     batches = prefetch(under_way.loader, under_way.step, run.training.steps)
     records = [under_way.train_step(batches) for _ in range(under_way.step, run.training.steps)]
@@ -173,8 +177,8 @@ def test_learning_rate_rewarms_when_run_resumes_with_more_ranks(text: Path, tmp_
     """From 2 ranks to 4 with linear scaling: twice the tokens, and a learning rate that rises to twice its value in
     the steps of a warm-up."""
     training = {"training.batch_scaling": "linear", "training.base_dp_size": 2, **SHORT}
-    run = described(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.lr_schedule": "none"})
-    rank_pool(2).run(first_half, run)
+    run = small_run(text, tmp_path, {**training, "optimizer.warmup_steps": 4, "optimizer.lr_schedule": "none"})
+    rank_pool(2).run(train_first_half, run)
     rates, tokens = zip(*rank_pool(4).run(rates_and_tokens, run)[0], strict=True)
     assert rates == pytest.approx([0.01 * factor for factor in (1.25, 1.5, 1.75, 2, 2)])
     assert [after - before for before, after in pairwise(tokens)] == [2 * run.training.tokens_per_step] * (HALF - 1)
@@ -182,16 +186,16 @@ def test_learning_rate_rewarms_when_run_resumes_with_more_ranks(text: Path, tmp_
 
 
 def three_steps_and_save(run: RunSpec) -> None:
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     under_way.resume()
-    steps(under_way, under_way.step + 3)
+    train_until(under_way, under_way.step + 3)
     under_way.save()
     under_way.checkpointer.wait()
 
 
 def test_learning_rate_rewarmup_continues_after_restart(text: Path, tmp_path: Path) -> None:
     changes = {"training.batch_scaling": "sqrt", "training.base_dp_size": 1, "optimizer.warmup_steps": 6}
-    whole, killed = (described(text, tmp_path / name, changes) for name in ("whole", "killed"))
+    whole, killed = (small_run(text, tmp_path / name, changes) for name in ("whole", "killed"))
     for run in (whole, killed):
         three_steps_and_save(run)
     rank_pool(2).run(three_steps_and_save, killed)
@@ -199,12 +203,12 @@ def test_learning_rate_rewarmup_continues_after_restart(text: Path, tmp_path: Pa
     assert rank_pool(2).run(rates_and_tokens, killed)[0] == rates[3:]
 
 
-def command(run: RunSpec, file: Path, *more: str) -> list[str]:
+def train_command(run: RunSpec, file: Path, *more: str) -> list[str]:
     file.write_text(to_toml(run))
     return [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2", *more]
 
 
-def losses(directory: Path) -> list[tuple[int, float, float]]:
+def recorded_losses(directory: Path) -> list[tuple[int, float, float]]:
     records = read_metrics(directory)
     return [(record["step"], record["loss"], record["grad_norm"]) for record in records if "loss" in record]
 
@@ -212,18 +216,20 @@ def losses(directory: Path) -> list[tuple[int, float, float]]:
 def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, tmp_path: Path) -> None:
     """SIGKILL to the launcher at a random step, after a checkpoint exists: its ranks end with it."""
     changes = {"training.steps": 100, "training.precision": "fp32", "checkpoint": {"every": 7}, "model": MOE}
-    whole = described(text, tmp_path / "whole", changes)
-    killed = described(text, tmp_path / "killed", changes)
-    subprocess.run(command(whole, tmp_path / "whole.toml"), check=True, capture_output=True, timeout=120)
+    whole = small_run(text, tmp_path / "whole", changes)
+    killed = small_run(text, tmp_path / "killed", changes)
+    subprocess.run(train_command(whole, tmp_path / "whole.toml"), check=True, capture_output=True, timeout=120)
     directory = tmp_path / "killed" / "parity"
     stop_at = random.Random().randint(15, 45)
     process = subprocess.Popen(
-        command(killed, tmp_path / "killed.toml"),
+        train_command(killed, tmp_path / "killed.toml"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 100
-    while not (directory.exists() and len(losses(directory)) >= stop_at and checkpoints(directory / "checkpoints")):
+    while not (
+        directory.exists() and len(recorded_losses(directory)) >= stop_at and checkpoints(directory / "checkpoints")
+    ):
         assert process.poll() is None, "the run ended before it was killed"
         assert time.monotonic() < deadline, "the run did not reach the step"
         time.sleep(0.01)
@@ -232,35 +238,41 @@ def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, 
     while is_running(directory):
         assert time.monotonic() < deadline, "a rank outlives its launcher"
         time.sleep(0.01)
-    assert len(losses(directory)) < 100
+    assert len(recorded_losses(directory)) < 100
     again = subprocess.run(
-        command(killed, tmp_path / "killed.toml", "--resume"), check=True, capture_output=True, text=True, timeout=120
+        train_command(killed, tmp_path / "killed.toml", "--resume"),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert "resumed after step" in again.stderr
-    assert losses(directory) == losses(tmp_path / "whole" / "parity")
+    assert recorded_losses(directory) == recorded_losses(tmp_path / "whole" / "parity")
 
 
 @pytest.fixture(scope="module")
-def saved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_checkpoints(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two checkpoints of one process."""
     out = tmp_path_factory.mktemp("saved")
-    under_way = trainer(described(text, out, {"model": MOE}))
+    under_way = make_trainer(small_run(text, out, {"model": MOE}))
     for last in (2, 4):
-        steps(under_way, last)
+        train_until(under_way, last)
         under_way.save()
         under_way.checkpointer.wait()
     return out / "parity" / "checkpoints"
 
 
-def test_checkpoints_are_listed_newest_first_and_valid(saved: Path) -> None:
-    assert [path.name for path in checkpoints(saved)] == ["step-00000004", "step-00000002"]
-    assert (saved / "latest").read_text() == "step-00000004\n"
-    assert latest_valid(saved) == (saved / "step-00000004", {})
+def test_checkpoints_are_listed_newest_first_and_valid(saved_checkpoints: Path) -> None:
+    assert [path.name for path in checkpoints(saved_checkpoints)] == ["step-00000004", "step-00000002"]
+    assert (saved_checkpoints / "latest").read_text() == "step-00000004\n"
+    assert latest_valid(saved_checkpoints) == (saved_checkpoints / "step-00000004", {})
 
 
 @pytest.mark.parametrize("kind", ["shard", "rank", "manifest.json", "SHA256SUMS"])
-def test_find_damage_detects_flipped_bit_in_checkpoint_files(kind: str, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "copy")
+def test_find_damage_detects_flipped_bit_in_checkpoint_files(
+    kind: str, saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "copy")
     newest = tmp_path / "copy" / "step-00000004"
     (file,) = [path for path in newest.iterdir() if path.name.startswith(kind)]
     whole = file.read_bytes()
@@ -278,25 +290,27 @@ def test_find_damage_detects_flipped_bit_in_checkpoint_files(kind: str, saved: P
     assert find_damage(newest) is None
 
 
-@pytest.mark.parametrize("harm", ["missing", "extra", "truncated", "empty", "no sums"])
-def test_find_damage_detects_missing_extra_and_truncated_files(harm: str, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "copy")
+@pytest.mark.parametrize("damage_kind", ["missing", "extra", "truncated", "empty", "no sums"])
+def test_find_damage_detects_missing_extra_and_truncated_files(
+    damage_kind: str, saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "copy")
     newest = tmp_path / "copy" / "step-00000004"
     shard = next(newest.glob("shard-*"))
-    if harm == "missing":
+    if damage_kind == "missing":
         shard.unlink()
-    elif harm == "extra":
+    elif damage_kind == "extra":
         (newest / "more").touch()
-    elif harm == "truncated":
+    elif damage_kind == "truncated":
         shard.write_bytes(shard.read_bytes()[:-1])
-    elif harm == "empty":
+    elif damage_kind == "empty":
         shard.write_bytes(b"")
     else:
         (newest / "SHA256SUMS").unlink()
     assert find_damage(newest) is not None
 
 
-def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
+def find_latest_and_hashed_files(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
     """What is found on this rank, and the files that it looked at for that."""
     seen: set[str] = set()
     real = manifest.sha256
@@ -307,27 +321,27 @@ def looked_at(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
         manifest.sha256 = real
 
 
-def test_latest_valid_checkpoint_splits_checksum_work_among_ranks(saved: Path, tmp_path: Path) -> None:
+def test_latest_valid_checkpoint_splits_checksum_work_among_ranks(saved_checkpoints: Path, tmp_path: Path) -> None:
     """However much there is, none waits long for another; damage is found whoever looks at it."""
-    shutil.copytree(saved, tmp_path / "copy")
+    shutil.copytree(saved_checkpoints, tmp_path / "copy")
     older, newest = (tmp_path / "copy" / name for name in ("step-00000002", "step-00000004"))
     files = {file.name for file in newest.iterdir()} - {"SHA256SUMS"}
-    told = rank_pool(2).run(looked_at, tmp_path / "copy")
+    told = rank_pool(2).run(find_latest_and_hashed_files, tmp_path / "copy")
     assert [found[:2] for found in told] == [(newest, {})] * 2
     assert told[0][2] | told[1][2] == files
     assert not told[0][2] & told[1][2]
     for name in sorted(files):
         shutil.rmtree(tmp_path / "copy")
-        shutil.copytree(saved, tmp_path / "copy")
+        shutil.copytree(saved_checkpoints, tmp_path / "copy")
         file = newest / name
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-        for checkpoint, damaged, _ in rank_pool(2).run(looked_at, tmp_path / "copy"):
+        for checkpoint, damaged, _ in rank_pool(2).run(find_latest_and_hashed_files, tmp_path / "copy"):
             assert checkpoint == older
             assert damaged == {newest.name: f"checksum of {name} is wrong"}
 
 
 def test_checkpointer_raises_when_shards_of_a_rank_are_missing(text: Path, tmp_path: Path) -> None:
-    under_way = trainer(described(text, tmp_path, {}))
+    under_way = make_trainer(small_run(text, tmp_path, {}))
     under_way.checkpointer.world_size = 2  # the other one has gone
     under_way.save()
     with pytest.raises(UserError, match="2 ranks wrote their parts, and those of 1 are there"):
@@ -339,7 +353,7 @@ def test_checkpointer_save_succeeds_when_old_checkpoint_cannot_be_removed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On NFS a folder whose files are open is not empty when they are gone."""
-    under_way = trainer(described(text, tmp_path, {"checkpoint.keep": 1}))
+    under_way = make_trainer(small_run(text, tmp_path, {"checkpoint.keep": 1}))
     rmdir = os.rmdir
 
     def busy(path: Any, *more: Any, **named: Any) -> None:
@@ -349,7 +363,7 @@ def test_checkpointer_save_succeeds_when_old_checkpoint_cannot_be_removed(
 
     monkeypatch.setattr(os, "rmdir", busy)
     for step in (1, 2, 3):
-        steps(under_way, step)
+        train_until(under_way, step)
         under_way.save()
         under_way.checkpointer.wait()
     kept = [path.name for path in checkpoints(under_way.checkpointer.directory)]
@@ -357,20 +371,20 @@ def test_checkpointer_save_succeeds_when_old_checkpoint_cannot_be_removed(
 
 
 def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
-    text: Path, saved: Path, tmp_path: Path
+    text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
     shard = next((tmp_path / "parity" / "checkpoints" / "step-00000004").glob("shard-*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(bytes(content))
-    run = described(text, tmp_path, {"model": MOE})
-    under_way = trainer(run)
+    run = small_run(text, tmp_path, {"model": MOE})
+    under_way = make_trainer(run)
     resumed, damaged = under_way.resume()
     assert (resumed, under_way.step) == (1, 2)
     assert list(damaged) == ["step-00000004"]
     assert "checksum" in damaged["step-00000004"]
-    assert steps(under_way, 4) == trajectory(described(text, tmp_path / "whole", {"model": MOE}))[2:4]
+    assert train_until(under_way, 4) == training_trajectory(small_run(text, tmp_path / "whole", {"model": MOE}))[2:4]
     under_way.save()  # the same step once more
     under_way.checkpointer.wait()
     directory = tmp_path / "parity" / "checkpoints"
@@ -383,44 +397,46 @@ def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
     assert (directory / "latest").read_text() == "step-00000004\n"
     assert latest_valid(directory) == (directory / "step-00000004", {})
     for step, aside in ((5, True), (6, False)):  # it stays until there are two newer ones
-        steps(under_way, step)
+        train_until(under_way, step)
         under_way.save()
         under_way.checkpointer.wait()
         assert (directory / "step-00000004.damaged").exists() == aside
 
 
-def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved: Path, tmp_path: Path) -> None:
+def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
     """Not at the second time either, when they have been set aside; before there are ranks, and in them."""
     directory = tmp_path / "parity" / "checkpoints"
-    shutil.copytree(saved, directory)
+    shutil.copytree(saved_checkpoints, directory)
     for shard in directory.glob("step-*/shard-*"):
         truncate_file(shard)
-    run = described(text, tmp_path, {"model": MOE})
+    run = small_run(text, tmp_path, {"model": MOE})
     for _ in range(2):
         with pytest.raises(UserError, match=r"no intact checkpoint: step-00000002.damaged, step-00000004.damaged"):
-            trainer(run).resume()
+            make_trainer(run).resume()
     with pytest.raises(UserError, match="no intact checkpoint"):
         preflight(run, 1, resume=True)
     for aside in directory.glob("*.damaged"):
         shutil.rmtree(aside)
-    assert trainer(run).resume() == (0, {})
+    assert make_trainer(run).resume() == (0, {})
 
 
-def test_resume_ignores_and_removes_unfinished_checkpoint(text: Path, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+def test_resume_ignores_and_removes_unfinished_checkpoint(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000009.tmp").mkdir()
-    under_way = trainer(described(text, tmp_path, {"model": MOE}))
+    under_way = make_trainer(small_run(text, tmp_path, {"model": MOE}))
     assert under_way.resume()[0]
     assert under_way.step == 4
     assert not list((tmp_path / "parity" / "checkpoints").glob("*.tmp"))
 
 
-def test_checkpoint_retention_does_not_count_damaged_checkpoints(text: Path, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+def test_checkpoint_retention_does_not_count_damaged_checkpoints(
+    text: Path, saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-    under_way = trainer(described(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
+    under_way = make_trainer(small_run(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
     assert under_way.resume()[0]
-    steps(under_way, 3)
+    train_until(under_way, 3)
     under_way.save()
     under_way.checkpointer.wait()
     found = checkpoints(tmp_path / "parity" / "checkpoints")
@@ -428,7 +444,7 @@ def test_checkpoint_retention_does_not_count_damaged_checkpoints(text: Path, sav
     assert find_damage(found[0]) is None
 
 
-def refused(run: RunSpec) -> UserError:
+def resume_error(run: RunSpec) -> UserError:
     """What set-up says of a resume that cannot work; it must leave the run directory as it is."""
     directory = Path(run.output_dir) / run.name
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
@@ -439,16 +455,16 @@ def refused(run: RunSpec) -> UserError:
 
 
 def test_checkpointer_prunes_old_checkpoints(text: Path, tmp_path: Path) -> None:
-    under_way = trainer(described(text, tmp_path, {"checkpoint": {"keep": 2}}))
+    under_way = make_trainer(small_run(text, tmp_path, {"checkpoint": {"keep": 2}}))
     for last in (1, 2, 3):
-        steps(under_way, last)
+        train_until(under_way, last)
         under_way.save()
     under_way.checkpointer.wait()
     found = checkpoints(tmp_path / "parity" / "checkpoints")
     assert [path.name for path in found] == ["step-00000003", "step-00000002"]
 
 
-OTHERS = {
+INCOMPATIBLE_CHANGES = {
     "model.hidden_size": {"model": {**MOE, "hidden_size": 64}},
     "model.moe.num_experts": {"model": {**MOE, "moe": {**MOE["moe"], "num_experts": 8}}},
     "optimizer.name": {"model": MOE, "optimizer.name": "muon"},
@@ -458,27 +474,29 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("field", "changes"), OTHERS.items(), ids=OTHERS)
+@pytest.mark.parametrize(("field", "changes"), INCOMPATIBLE_CHANGES.items(), ids=INCOMPATIBLE_CHANGES)
 def test_resume_rejects_checkpoint_of_incompatible_run(
-    field: str, changes: Any, text: Path, saved: Path, tmp_path: Path
+    field: str, changes: Any, text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
     """Before anything is written; and by a trainer that nobody set up."""
-    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
-    run = described(text, tmp_path, changes)
-    assert refused(run).field == field
+    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
+    run = small_run(text, tmp_path, changes)
+    assert resume_error(run).field == field
     with pytest.raises(UserError) as caught:
-        trainer(run).resume()
+        make_trainer(run).resume()
     assert caught.value.field == field
 
 
-def test_create_run_accepts_resume_with_unreadable_manifest(text: Path, saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "parity" / "checkpoints")
+def test_create_run_accepts_resume_with_unreadable_manifest(
+    text: Path, saved_checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-    create_run(described(text, tmp_path, {"model": MOE}), 1, resume=True)
+    create_run(small_run(text, tmp_path, {"model": MOE}), 1, resume=True)
 
 
 def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {})
+    run = small_run(text, tmp_path, {})
     manifest = {"model": run.model.model_dump(mode="json"), "optimizer": "adamw", "step": run.training.steps}
     check_manifest(run, manifest)
     with pytest.raises(UserError, match=r"training.steps = 20: is less than the 21 steps that the run has done"):

@@ -18,19 +18,24 @@ from phalanx.train.create_run import create_run
 from phalanx.train.guards.divergence import LEAST, LossSpikeDetector, count_rollbacks, record_rollback, steps_to_skip
 from phalanx.train.learner import MicroBatch
 from phalanx.train.trainer import Trainer
-from tests.helpers.small_runs import described, prepared_text, steps, trainer
+from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run, train_until
 
-STEPS, EVERY, WRONG = 30, 6, 15
-CHANGES = {"training.steps": STEPS, "checkpoint.every": EVERY, "checkpoint.keep": 9, "recovery.max_rollbacks": 2}
+STEPS, CHECKPOINT_EVERY, SPIKE_STEP = 30, 6, 15
+CHANGES = {
+    "training.steps": STEPS,
+    "checkpoint.every": CHECKPOINT_EVERY,
+    "checkpoint.keep": 9,
+    "recovery.max_rollbacks": 2,
+}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunSpec:
-    prepared_text()
-    return described(Path(json.__file__).parent, tmp_path, CHANGES)
+    shared_data_cache()
+    return small_run(Path(json.__file__).parent, tmp_path, CHANGES)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: Any) -> None:
+def replace_targets(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: Any) -> None:
     """Give these sequences of the text, counted from the run's beginning, other targets."""
 
     class Spoiled(Trainer):
@@ -43,11 +48,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: Any) -> No
     monkeypatch.setattr(worker, "Trainer", Spoiled)
 
 
-def learned(directory: Path) -> list[tuple[float, float]]:
+def recorded_losses(directory: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
 
 
-def backwards(targets: torch.Tensor) -> torch.Tensor:
+def inverted_targets(targets: torch.Tensor) -> torch.Tensor:
     return 256 - targets  # bytes that the model has never seen
 
 
@@ -56,16 +61,16 @@ def test_loss_spike_rolls_back_and_skips_the_offending_steps(
 ) -> None:
     """To the checkpoint before it; what is learned then is what is learned without the text since."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
-    directory, wrong = create_run(run, 1, resume=False), (WRONG - 1) * 8
-    spoil(monkeypatch, range(wrong, wrong + 8), backwards)
+    directory, wrong = create_run(run, 1, resume=False), (SPIKE_STEP - 1) * 8
+    replace_targets(monkeypatch, range(wrong, wrong + 8), inverted_targets)
     assert worker.run_rank(directory, [], resume=True) == 0
     (back,) = [event for event in read_events(directory) if event["what"] == "rolled_back"]
-    assert (back["after"], back["to"]) == (WRONG, 12)
+    assert (back["after"], back["to"]) == (SPIKE_STEP, 12)
     assert "times what it was before" in back["reason"]
-    one = trainer(described(Path(json.__file__).parent, tmp_path / "one", CHANGES))
-    before = steps(one, 12)
-    one.loader.skip_steps(WRONG - 12)
-    assert learned(directory) == before + steps(one, STEPS)
+    one = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "one", CHANGES))
+    before = train_until(one, 12)
+    one.loader.skip_steps(SPIKE_STEP - 12)
+    assert recorded_losses(directory) == before + train_until(one, STEPS)
 
 
 def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
@@ -95,7 +100,7 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
     assert said.count("2 steps in a row were not finite") == 3
 
 
-def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
+def scale_weights_once(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
     """Have the first update that ends this step ruin all weights."""
     update, done = Trainer._update_or_skip, []
 
@@ -109,36 +114,36 @@ def ruin(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
     monkeypatch.setattr(Trainer, "_update_or_skip", ruined)
 
 
-def returns(directory: Path) -> list[tuple[int, int]]:
+def recorded_rollbacks(directory: Path) -> list[tuple[int, int]]:
     return [(event["after"], event["to"]) for event in read_events(directory) if event["what"] == "rolled_back"]
 
 
 @pytest.mark.parametrize(
-    ("every", "back"),
+    ("every", "expected_rollbacks"),
     [(2, [(10, 4)]), (1, [(10, 5), (10, 4)])],
     ids=["nothing is saved since", "what the update left was saved"],
 )
 def test_rollback_goes_further_back_when_checkpoint_has_nonfinite_weights(
-    every: int, back: list[tuple[int, int]], run: RunSpec, monkeypatch: pytest.MonkeyPatch
+    every: int, expected_rollbacks: list[tuple[int, int]], run: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is saved of a streak; and a checkpoint to which it was gone back in vain is not gone back to again."""
     checkpoint = run.checkpoint.model_copy(update={"every": every})
     training = run.training.model_copy(update={"max_nonfinite_steps": 5})
     directory = create_run(run.model_copy(update={"checkpoint": checkpoint, "training": training}), 1, resume=False)
-    ruin(monkeypatch, 5, float("nan"))
+    scale_weights_once(monkeypatch, 5, float("nan"))
     assert worker.run_rank(directory, [], resume=True) == 0
-    assert returns(directory) == back
-    assert all(torch.isfinite(torch.tensor(learned(directory)[-1])))
+    assert recorded_rollbacks(directory) == expected_rollbacks
+    assert all(torch.isfinite(torch.tensor(recorded_losses(directory)[-1])))
 
 
 def test_rollback_quarantines_checkpoint_that_spikes_again(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """After going back it is still known what loss was usual before."""
     run = run.model_copy(update={"recovery": run.recovery.model_copy(update={"loss_spike_ratio": 1.5})})
     directory = create_run(run, 1, resume=False)
-    ruin(monkeypatch, 12, 30.0)
+    scale_weights_once(monkeypatch, 12, 30.0)
     assert worker.run_rank(directory, [], resume=True) == 0
-    assert returns(directory) == [(13, 12), (13, 6)]
-    losses = [loss for loss, _ in learned(directory)]
+    assert recorded_rollbacks(directory) == [(13, 12), (13, 6)]
+    losses = [loss for loss, _ in recorded_losses(directory)]
     assert losses[-1] < losses[0]
     assert (directory / "checkpoints" / "step-00000012.damaged").is_dir()
 
@@ -146,9 +151,9 @@ def test_rollback_quarantines_checkpoint_that_spikes_again(run: RunSpec, monkeyp
 def test_rollback_fails_when_no_older_checkpoint_exists(run: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     training = run.training.model_copy(update={"max_nonfinite_steps": 2})
     directory = create_run(run.model_copy(update={"training": training}), 1, resume=False)
-    ruin(monkeypatch, EVERY, float("nan"))
+    scale_weights_once(monkeypatch, CHECKPOINT_EVERY, float("nan"))
     assert worker.run_rank(directory, [], resume=True) == 1
-    assert returns(directory) == [(8, 6)]
+    assert recorded_rollbacks(directory) == [(8, 6)]
 
 
 def test_steps_to_skip_accumulates_over_repeated_rollbacks(tmp_path: Path) -> None:

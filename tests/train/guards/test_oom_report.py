@@ -16,7 +16,7 @@ def test_requested_bytes_parses_pytorch_cpu_allocator_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "known", "wanted"),
+    ("error", "is_oom", "requested"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), True, 3 * 2**29),
         (MemoryError(), True, None),
@@ -26,6 +26,6 @@ def test_requested_bytes_parses_pytorch_cpu_allocator_error() -> None:
     ],
 )
 def test_is_out_of_memory_and_requested_bytes_classify_errors(
-    error: BaseException, known: bool, wanted: int | None
+    error: BaseException, is_oom: bool, requested: int | None
 ) -> None:
-    assert (is_out_of_memory(error), requested_bytes(str(error))) == (known, wanted)
+    assert (is_out_of_memory(error), requested_bytes(str(error))) == (is_oom, requested)

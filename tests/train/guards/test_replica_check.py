@@ -26,9 +26,9 @@ from phalanx.train.guards.replica_check import (
     tensor_hash,
 )
 from phalanx.train.trainer import Trainer
-from tests.helpers.cli_runner import known
-from tests.helpers.faulty_runs import directory_of, ended, started
-from tests.helpers.small_runs import DENSE, MOE, described, steps, trainer
+from tests.helpers.cli_runner import command_json
+from tests.helpers.faulty_runs import create_run_directory, start_faulty_run, wait_for_failure
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run, train_until
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
@@ -38,7 +38,7 @@ def test_tensor_hash_changes_with_any_single_bit(dtype: torch.dtype, count: int,
     tensor = torch.arange(count).to(dtype)
     before = int(tensor_hash(tensor))
     assert int(tensor_hash(tensor.clone())) == before
-    flip(tensor, data.draw(st.integers(0, 8 * tensor.nbytes - 1)))
+    flip_bit(tensor, data.draw(st.integers(0, 8 * tensor.nbytes - 1)))
     assert int(tensor_hash(tensor)) != before
 
 
@@ -49,12 +49,12 @@ def test_tensor_hash_depends_on_element_order_not_on_strides() -> None:
         assert int(tensor_hash(tensor)) != int(tensor_hash(tensor.flip(0)))
     long = torch.zeros(CHUNK + 3)
     before = int(tensor_hash(long))
-    flip(long, 32 * (CHUNK + 1))
+    flip_bit(long, 32 * (CHUNK + 1))
     assert int(tensor_hash(long)) != before
     assert int(tensor_hash(torch.empty(0))) == 0
 
 
-def flip(tensor: torch.Tensor, bit: int) -> None:
+def flip_bit(tensor: torch.Tensor, bit: int) -> None:
     tensor.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
 
 
@@ -91,8 +91,8 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 def test_replica_check_finds_one_flipped_bit_in_every_layout(
     count: int, changes: dict[str, Any], text: Path, tmp_path: Path
 ) -> None:
-    run = described(text, tmp_path, {"training.precision": "fp32", **changes})
-    told = rank_pool(count).run(corrupted, run)
+    run = small_run(text, tmp_path, {"training.precision": "fp32", **changes})
+    told = rank_pool(count).run(check_after_corruption, run)
     assert {said for said, _, _, _ in told} == {told[0][0]}, "all ranks say the same"
     found, name, _, holders = told[-1]
     # Rows that are trained may be those of what is computed with: one place of memory under two names.
@@ -102,27 +102,27 @@ def test_replica_check_finds_one_flipped_bit_in_every_layout(
     print(found)
 
 
-def corrupted(run: Any) -> tuple[str, str, int, list[int]]:
+def check_after_corruption(run: Any) -> tuple[str, str, int, list[int]]:
     """What is said after the last rank changed a bit of something that others hold too; before, nothing is."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     for step in (1, 2):
-        steps(under_way, step)
-        assert checked(under_way, step) == ""
+        train_until(under_way, step)
+        assert replica_check_message(under_way, step) == ""
     held = list(_held(under_way.strategy, under_way.optimizers))
     tables = _gathered({key: value for key, _, value in held})
     last = len(tables) - 1
     key = [key for key in tables[last] if any(key in table for table in tables[:last])][-1 if last == 1 else 0]
     name = next((name for known, name, _ in held if known == key), "")
     if under_way.mesh.rank == last:
-        flip(local_tensor(tensor_of(under_way, name)), 3)
-    return checked(under_way, 3), name, key, [rank for rank, table in enumerate(tables) if key in table]
+        flip_bit(local_tensor(tensor_by_name(under_way, name)), 3)
+    return replica_check_message(under_way, 3), name, key, [rank for rank, table in enumerate(tables) if key in table]
 
 
-def checked(under_way: Trainer, step: int) -> str:
+def replica_check_message(under_way: Trainer, step: int) -> str:
     return str(check_replica_consistency(under_way.strategy, under_way.optimizers, under_way.mesh.dims, step, 1) or "")
 
 
-def tensor_of(under_way: Trainer, name: str) -> torch.Tensor:
+def tensor_by_name(under_way: Trainer, name: str) -> torch.Tensor:
     """The tensor itself, by the name under which it is compared."""
     if name.startswith("computing."):
         return under_way.module.get_parameter(name.removeprefix("computing.")).detach()
@@ -136,19 +136,19 @@ def test_shard_id_depends_on_name_not_on_values() -> None:
 
 def test_replica_check_is_rejected_for_parameter_server(text: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="replica_check_interval = 5: has nothing to compare"):
-        described(text, tmp_path, {"training.replica_check_interval": 5, "layout.data_parallel": "parameter_server"})
+        small_run(text, tmp_path, {"training.replica_check_interval": 5, "layout.data_parallel": "parameter_server"})
 
 
 def test_replica_check_stops_run_and_names_rank_tensor_and_step(text: Path, tmp_path: Path) -> None:
     """Real processes, as `phalanx train` starts them."""
     changes = {"training.replica_check_interval": 2}
-    directory = directory_of(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
-    said = ended(started(directory, 3, "bit"))
+    directory = create_run_directory(text, tmp_path, 3, {**changes, "training.tokens_per_step": 288})
+    said = wait_for_failure(start_faulty_run(directory, 3, "bit"))
     print(said)
     assert "phalanx: CorruptionError: step 4: model." in said
     assert "differs on rank 1 (dp=1) from the 2 others, where it must be equal; it was equal after step 2" in said
     assert "why:" not in said
     assert not list((directory / "hangs").glob("*.json"))
-    verdict = known("debug", directory)["verdict"]
+    verdict = command_json("debug", directory)["verdict"]
     assert (verdict["kind"], verdict["ranks"]) == ("error", [1])
     assert verdict["summary"].startswith("CorruptionError: step 4: model.")

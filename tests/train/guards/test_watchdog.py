@@ -17,11 +17,11 @@ from phalanx.spec.degrees import ParallelDims
 from phalanx.testing.processes import SECONDS, wait_until
 from phalanx.train.guards import flight_recorder, watchdog
 from phalanx.train.guards.watchdog import Watchdog
-from tests.helpers.hang_dumps import BUSY, WAITING, dump
+from tests.helpers.hang_dumps import BUSY, WAITING, make_dump
 
 
 @pytest.fixture(autouse=True)
-def pytests_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
+def preserve_pytest_faulthandler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stays as it is."""
     monkeypatch.setattr(watchdog, "_install_abort_handler", lambda file: None)
     monkeypatch.setattr(watchdog.faulthandler, "disable", lambda: None)
@@ -56,9 +56,9 @@ def test_watchdog_preserves_failure_dump_when_collectives_progress(
 def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the group of all ranks has both: the first of one is not held against the first of the other."""
     sizes = ParallelDims(1, 2, 1, 1, 1)
-    gloo, nccl = entry("gloo:broadcast", over=True), entry("nccl:all_reduce", over=False)
-    here, late = remembered(monkeypatch, [gloo], [nccl]), remembered(monkeypatch, [gloo], [])
-    dumps = {0: dump(0, sizes, here, WAITING), 1: dump(1, sizes, late, BUSY)}
+    gloo, nccl = recorder_entry("gloo:broadcast", over=True), recorder_entry("nccl:all_reduce", over=False)
+    here, late = recorded_collectives(monkeypatch, [gloo], [nccl]), recorded_collectives(monkeypatch, [gloo], [])
+    dumps = {0: make_dump(0, sizes, here, WAITING), 1: make_dump(1, sizes, late, BUSY)}
     for told in dumps.values():
         told["groups"] = {call["group"]: [0, 1] for call in here}
     found = diagnose_hang(dumps, {}, sizes).verdict
@@ -66,14 +66,14 @@ def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatc
     assert "rank 0 (dp=0) waited in all_reduce of [4] Float, number 1 of all ranks" in found.summary
 
 
-def entry(name: str, over: bool) -> dict[str, Any]:
+def recorder_entry(name: str, over: bool) -> dict[str, Any]:
     """The first collective of all ranks, as PyTorch's recorders tell of it."""
     found = {"process_group": ("0", "default_pg"), "collective_seq_id": 1, "profiling_name": name, "is_p2p": False}
     found |= {"input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"], "state": "scheduled"}
     return {**found, "retired": over, "time_created_ns": 1 if over else 2}
 
 
-def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]) -> list[Any]:
+def recorded_collectives(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]) -> list[Any]:
     for name, entries in (("_dump_fr_trace", gloo), ("_dump_nccl_trace", nccl)):
         told = pickle.dumps({"entries": entries})
         monkeypatch.setattr(c10d, name, lambda *_, told=told: told, raising=False)
@@ -81,7 +81,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "waits"),
+    ("file", "line", "is_waiting"),
     [
         ("/x/torch/distributed/distributed_c10d.py", "work.wait()", True),
         ("/x/torch/distributed/distributed_c10d.py", "return pg.broadcast(tensors, opts)", True),
@@ -90,6 +90,6 @@ def remembered(monkeypatch: pytest.MonkeyPatch, gloo: list[Any], nccl: list[Any]
         ("/x/phalanx/data/loader.py", "item = ready.get()", False),
     ],
 )
-def test_is_waiting_is_true_only_for_communication_frames(file: str, line: str, waits: bool) -> None:
+def test_is_waiting_is_true_only_for_communication_frames(file: str, line: str, is_waiting: bool) -> None:
     own = FrameSummary("/x/phalanx/train/trainer.py", 1, "resume", line="load_state(checkpoint)")
-    assert watchdog._is_waiting(StackSummary.from_list([own, FrameSummary(file, 2, "f", line=line)])) is waits
+    assert watchdog._is_waiting(StackSummary.from_list([own, FrameSummary(file, 2, "f", line=line)])) is is_waiting

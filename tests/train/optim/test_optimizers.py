@@ -17,36 +17,36 @@ from phalanx.train.optim.muon import Muon, orthogonalise
 from phalanx.train.optim.optimizers import build_optimizers, learning_rate_factor, set_learning_rate
 
 
-def ratios(steps: int, **fields: object) -> list[float]:
+def learning_rate_factors(steps: int, **fields: object) -> list[float]:
     spec = OptimizerSpec(**fields)  # type: ignore[arg-type]
     return [learning_rate_factor(spec, step, steps) for step in range(steps)]
 
 
 def test_learning_rate_warmup_rises_linearly_to_peak() -> None:
-    assert ratios(100, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert learning_rate_factors(100, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_cosine_schedule_matches_formula() -> None:
-    values = ratios(1000, warmup_steps=0, lr_schedule="cosine", min_lr_ratio=0.1)
+    values = learning_rate_factors(1000, warmup_steps=0, lr_schedule="cosine", min_lr_ratio=0.1)
     assert values[500] == pytest.approx(0.55)
     assert values[250] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
     assert values[-1] == pytest.approx(0.1, abs=1e-4)
 
 
 def test_linear_schedule_decays_evenly() -> None:
-    assert ratios(10, warmup_steps=0, lr_schedule="linear", min_lr_ratio=0.0) == pytest.approx(
+    assert learning_rate_factors(10, warmup_steps=0, lr_schedule="linear", min_lr_ratio=0.0) == pytest.approx(
         [1 - n / 10 for n in range(10)]
     )
 
 
 def test_wsd_schedule_is_constant_then_decays_linearly() -> None:
-    values = ratios(100, warmup_steps=10, lr_schedule="wsd", lr_decay_fraction=0.2, min_lr_ratio=0.0)
+    values = learning_rate_factors(100, warmup_steps=10, lr_schedule="wsd", lr_decay_fraction=0.2, min_lr_ratio=0.0)
     assert values[10:81] == [1.0] * 71
     assert values[80:] == pytest.approx([1 - n / 20 for n in range(20)])
 
 
 def test_none_schedule_stays_at_peak_after_warmup() -> None:
-    assert ratios(50, warmup_steps=5, lr_schedule="none")[5:] == [1.0] * 45
+    assert learning_rate_factors(50, warmup_steps=5, lr_schedule="none")[5:] == [1.0] * 45
 
 
 @given(
@@ -57,27 +57,34 @@ def test_none_schedule_stays_at_peak_after_warmup() -> None:
     st.data(),
 )
 def test_learning_rate_factor_stays_between_minimum_and_peak(
-    decay: str, steps: int, least: float, share: float, data: st.DataObject
+    decay: str, steps: int, min_lr_ratio: float, lr_decay_fraction: float, data: st.DataObject
 ) -> None:
     warmup = data.draw(st.integers(0, steps - 1))
-    values = ratios(steps, warmup_steps=warmup, lr_schedule=decay, min_lr_ratio=least, lr_decay_fraction=share)
+    values = learning_rate_factors(
+        steps, warmup_steps=warmup, lr_schedule=decay, min_lr_ratio=min_lr_ratio, lr_decay_fraction=lr_decay_fraction
+    )
     after = values[warmup:]
-    assert all(least - 1e-9 <= value <= 1 for value in after)
+    assert all(min_lr_ratio - 1e-9 <= value <= 1 for value in after)
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
 
 
 @given(st.integers(2, 500), st.floats(0, 1), st.floats(1e-6, 1), st.data())
 def test_wsd_schedule_never_decays_faster_than_its_slope(
-    steps: int, least: float, share: float, data: st.DataObject
+    steps: int, min_lr_ratio: float, lr_decay_fraction: float, data: st.DataObject
 ) -> None:
     """Nor jumps where warm-up leaves fewer steps than the decay asks for."""
     warmup = data.draw(st.integers(0, steps - 1))
-    fields = {"warmup_steps": warmup, "lr_schedule": "wsd", "min_lr_ratio": least, "lr_decay_fraction": share}
+    fields = {
+        "warmup_steps": warmup,
+        "lr_schedule": "wsd",
+        "min_lr_ratio": min_lr_ratio,
+        "lr_decay_fraction": lr_decay_fraction,
+    }
     spec = OptimizerSpec(**fields)  # type: ignore[arg-type]
     values = [learning_rate_factor(spec, step, steps) for step in range(max(0, warmup - 1), steps + 1)]
-    slope = (1 - least) / min(share * steps, steps - warmup)
+    slope = (1 - min_lr_ratio) / min(lr_decay_fraction * steps, steps - warmup)
     assert all(before - after <= slope + 1e-9 for before, after in itertools.pairwise(values))
-    assert values[-1] == pytest.approx(least)
+    assert values[-1] == pytest.approx(min_lr_ratio)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (48, 16), (16, 48), (4, 24, 32)])

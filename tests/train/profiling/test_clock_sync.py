@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-AHEAD = 1000
-RANK = """
+CLOCK_OFFSET_SECONDS = 1000
+RANK_PROGRAM = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 from phalanx.train.profiling.clock_sync import clock_offset
@@ -24,15 +24,15 @@ dist.destroy_process_group()
 """
 
 
-def start(rank: int, directory: Path, *prefix: str) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, "-c", RANK, str(rank), str(directory / "store")]
+def start_rank(rank: int, directory: Path, *prefix: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", RANK_PROGRAM, str(rank), str(directory / "store")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True)
 
 
 @pytest.fixture
-def elsewhere() -> list[str]:
+def time_namespace_prefix() -> list[str]:
     """A command before another that gives that a clock of its own."""
-    prefix = ["unshare", "--time", "--monotonic", str(AHEAD), "--fork"]
+    prefix = ["unshare", "--time", "--monotonic", str(CLOCK_OFFSET_SECONDS), "--fork"]
     try:
         able = subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
@@ -42,12 +42,14 @@ def elsewhere() -> list[str]:
     return prefix
 
 
-def test_measure_clock_offset_matches_offset_of_time_namespace(tmp_path: Path, elsewhere: list[str]) -> None:
-    ranks = [start(0, tmp_path), start(1, tmp_path, *elsewhere), start(2, tmp_path)]
+def test_measure_clock_offset_matches_offset_of_time_namespace(
+    tmp_path: Path, time_namespace_prefix: list[str]
+) -> None:
+    ranks = [start_rank(0, tmp_path), start_rank(1, tmp_path, *time_namespace_prefix), start_rank(2, tmp_path)]
     said = [[float(word) for word in rank.communicate(timeout=120)[0].split()] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     offsets, errors, times = zip(*said, strict=True)
-    assert times[1] - times[0] > AHEAD / 2  # it really had another clock
+    assert times[1] - times[0] > CLOCK_OFFSET_SECONDS / 2  # it really had another clock
     assert offsets[0] == offsets[2] == errors[0] == errors[2] == 0
     assert 0 < errors[1] < 5
-    assert abs(offsets[1] + AHEAD) <= errors[1]
+    assert abs(offsets[1] + CLOCK_OFFSET_SECONDS) <= errors[1]

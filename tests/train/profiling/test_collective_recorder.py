@@ -12,7 +12,7 @@ from phalanx.testing import rank_pool
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 
 
-def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:
+def record_collectives() -> list[tuple[str, tuple[int, ...], int, bool]]:
     """Collectives of 1,000 fp32 numbers, and what was recorded: operation, group, bytes, whether an end is known."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     half = dist.new_group([0, 1])
@@ -33,7 +33,7 @@ def some_of_each() -> list[tuple[str, tuple[int, ...], int, bool]]:
 
 
 def test_collective_recorder_records_operations_groups_and_bytes() -> None:
-    sender, receiver = rank_pool(2).run(some_of_each)
+    sender, receiver = rank_pool(2).run(record_collectives)
     expected = [
         ("all_reduce", (0, 1), 4000, True),
         ("all_reduce", (0, 1), 4000, True),

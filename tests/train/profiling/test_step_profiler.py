@@ -13,12 +13,12 @@ from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import StepProfiler
 from phalanx.train.worker import profiled_steps
-from tests.helpers.small_runs import MOE, described, trainer
+from tests.helpers.small_runs import MOE, make_trainer, small_run
 
 
-def lines_of(run: Any, window: range, last: int, after: int = 0) -> list[dict[str, Any]]:
+def profiled_step_records(run: Any, window: range, last: int, after: int = 0) -> list[dict[str, Any]]:
     """What a rank notes of the steps up to `last`, of a run that went on after a step."""
-    under_way = trainer(run)
+    under_way = make_trainer(run)
     under_way.step = after
     under_way.directory.mkdir(parents=True, exist_ok=True)
     closely, batches, noted = StepProfiler(under_way, window), prefetch(under_way.loader, after, last), []
@@ -29,7 +29,7 @@ def lines_of(run: Any, window: range, last: int, after: int = 0) -> list[dict[st
 
 
 def test_step_profiler_records_memory_in_first_steady_step(text: Path, tmp_path: Path) -> None:
-    noted = lines_of(described(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
+    noted = profiled_step_records(small_run(text, tmp_path, {"model": MOE}), range(2, 6), last=6)
     assert [line["profiled"] for line in noted] == [False, True, True, True, True, False]
     assert ["spans" in line for line in noted] == [line["profiled"] for line in noted]
     assert [line["step"] for line in noted if "memory" in line] == [3]
@@ -43,7 +43,7 @@ def test_step_profiler_records_memory_in_first_steady_step(text: Path, tmp_path:
 
 def test_step_profiler_pass_spans_are_ordered_and_inside_step(text: Path, tmp_path: Path) -> None:
     changes = {"layout.pp": 2, "layout.micro_batch_size": 1}
-    for noted in rank_pool(2).run(lines_of, described(text, tmp_path, changes), range(3, 5), 4):
+    for noted in rank_pool(2).run(profiled_step_records, small_run(text, tmp_path, changes), range(3, 5), 4):
         line = noted[-1]
         ends = [moment for *_, begun, ended in line["spans"] for moment in (begun, ended)]
         assert ends == sorted(ends)
@@ -54,26 +54,35 @@ def test_step_profiler_pass_spans_are_ordered_and_inside_step(text: Path, tmp_pa
 
 
 def test_profiled_steps_are_clipped_to_remaining_steps_after_resume(text: Path, tmp_path: Path) -> None:
-    run = described(text, tmp_path, {"training.steps": 20})
-    under_way = trainer(run)
+    run = small_run(text, tmp_path, {"training.steps": 20})
+    under_way = make_trainer(run)
     under_way.step = 11
     assert profiled_steps(under_way, False, range(10, 14)) == range(12, 14)
     assert not profiled_steps(under_way, False, range(3, 6))
     assert profiled_steps(under_way, False, range(18, 30)) == range(18, 21)
     assert profiled_steps(under_way, True, None) == range(14, 15)
     assert not profiled_steps(under_way, False, None)
-    assert [line["step"] for line in lines_of(run, range(12, 15), last=15, after=11) if "memory" in line] == [14]
+    assert [
+        line["step"] for line in profiled_step_records(run, range(12, 15), last=15, after=11) if "memory" in line
+    ] == [14]
 
 
-WINDOW, EMPTY = "is not a window of steps", "is an empty window"
+NOT_A_RANGE, EMPTY_RANGE = "is not a window of steps", "is an empty window"
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
-    [("3", WINDOW), ("3:2", EMPTY), ("0:4", EMPTY), ("a:b", WINDOW), ("-1:2", WINDOW), ("3:4:5", WINDOW)],
+    ("steps", "message"),
+    [
+        ("3", NOT_A_RANGE),
+        ("3:2", EMPTY_RANGE),
+        ("0:4", EMPTY_RANGE),
+        ("a:b", NOT_A_RANGE),
+        ("-1:2", NOT_A_RANGE),
+        ("3:4:5", NOT_A_RANGE),
+    ],
 )
-def test_parse_step_range_rejects_invalid_ranges(steps: str, said: str) -> None:
+def test_parse_step_range_rejects_invalid_ranges(steps: str, message: str) -> None:
     from phalanx.runs.step_records import parse_step_range
 
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         parse_step_range(steps)
