@@ -25,7 +25,9 @@ def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
         wait_until(lambda: len(events_of_kind(directory, "started")) > 1, "a start of those who are left")
         at.start("second")
         wait_until(lambda: len(events_of_kind(directory, "started")) > 2, "a start of all")
-        wait_until(has_reached_step(directory, events_of_kind(directory, "started")[-1]["step"] + 5), "some steps of all")
+        wait_until(
+            has_reached_step(directory, events_of_kind(directory, "started")[-1]["step"] + 5), "some steps of all"
+        )
         at.processes["second"].send_signal(signal.SIGTERM)
         assert at.wait_for_exit("second") == EXIT_STOPPED, at.log_text("second")
         wait_until(lambda: len(events_of_kind(directory, "started")) > 3, "a start of those who stay")

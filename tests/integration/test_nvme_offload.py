@@ -73,8 +73,8 @@ def recorded_metrics(directory: Path, name: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.timeout(1800)  # four runs, of which two write and read gigabytes
 def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -> None:
-    """The limit is the base of Python and torch, the bf16 weights, and HEADROOM_BYTES. The optimizer state is larger than
-    all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
+    """The limit is the base of Python and torch, the bf16 weights, and HEADROOM_BYTES. The optimizer state is larger
+    than all of that; four times as large in `benchmarks/offload.py`, where the base weighs less."""
     if not sys.platform.startswith("linux"):
         pytest.skip("neither cgroups nor a working RLIMIT_DATA on this system")
     total = count_parameters(run_from_table({"model": MODEL}).model).total

@@ -152,7 +152,9 @@ def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(has_hang_dump: boo
     recovery = make_failure_policy(tmp_path, restarts=2)
     (tmp_path / "run.toml").write_text('name = "first"\n[model]\npreset = "tiny"\n')
     if has_hang_dump:
-        write_dump(tmp_path, make_dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, sibling_states={"1": "T", "2": "S"}))
+        write_dump(
+            tmp_path, make_dump(0, ParallelDims(3, 1, 1, 1, 1), [], WAITING, sibling_states={"1": "T", "2": "S"})
+        )
     for number in range(3):
         write_failure_record(
             tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="..."

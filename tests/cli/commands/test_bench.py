@@ -66,9 +66,7 @@ def test_parse_size_sweep_rejects_invalid_range(text: str) -> None:
         (("{run}", "--nproc", 2, "--sweep", "1GiB:1024GiB"), "--sweep = .*: takes 4.4e[+]03 GB of memory"),
     ],
 )
-def test_bench_raises_user_error_for_invalid_arguments(
-    arguments: tuple[object, ...], message: str, run: Path
-) -> None:
+def test_bench_raises_user_error_for_invalid_arguments(arguments: tuple[object, ...], message: str, run: Path) -> None:
     with pytest.raises(UserError, match=message):
         measure_output(*(str(word).format(run=run) for word in arguments))
 

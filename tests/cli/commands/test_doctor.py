@@ -21,7 +21,7 @@ from tests.helpers import cli_runner, h100_snapshot
 doctor_output = partial(cli_runner.command_output, "doctor")
 doctor_json = partial(cli_runner.command_json, "doctor")
 ROOT = Path(__file__).parents[3]
-CPU_RECORD = ROOT / "tests/doctor/cpu_snapshot"
+CPU_SNAPSHOT = ROOT / "tests/doctor/cpu_snapshot"
 FINDING_KEYS = {"id", "severity", "host", "device", "measured", "unit", "threshold", "source", "remedy", "command"}
 
 
@@ -89,7 +89,7 @@ def test_doctor_fails_when_run_exceeds_gpu_memory_or_node_has_no_gpus(run: Path,
     two = ("--nproc", 1, "--set", "cluster.nodes=2")
     found = doctor_json(run, "--from-snapshot", h100, *two, exit_code=2)["findings"]
     assert {each["id"] for each in found if each["severity"] == "FAIL"} == {"gpu.headroom"}
-    found = doctor_json(run, "--from-snapshot", CPU_RECORD, exit_code=2)["findings"]
+    found = doctor_json(run, "--from-snapshot", CPU_SNAPSHOT, exit_code=2)["findings"]
     assert ("gpu.answers", "not installed") in {(each["id"], each["measured"]) for each in found}
 
 
@@ -133,7 +133,7 @@ def test_doctor_topology_file_is_accepted_by_placement(h100: Path, run: Path, tm
     facts = cli_runner.command_json("placement", run, "--ranks", 16, "--topology", file)
     assert {nic["nic"] for nic in facts["nics"]} == {f"mlx5_{i}" for i in range(8)}
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        doctor_output("--from-snapshot", CPU_RECORD, "--topology", file)
+        doctor_output("--from-snapshot", CPU_SNAPSHOT, "--topology", file)
 
 
 def test_doctor_collectives_check_passes_with_two_local_ranks(cpu_run: Path) -> None:
@@ -171,13 +171,13 @@ def test_doctor_collectives_rejects_invalid_rank_count_nodes_and_layout(cpu_run:
 
 
 def test_doctor_nproc_without_run_file_does_not_require_gpus() -> None:
-    assert doctor_json("--from-snapshot", CPU_RECORD, "--nproc", 2)["exit_code"] == 0
+    assert doctor_json("--from-snapshot", CPU_SNAPSHOT, "--nproc", 2)["exit_code"] == 0
 
 
 def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Path) -> None:
     for words, problem in (
         (["--collectives"], "needs a run file"),
-        (["--from-snapshot", CPU_RECORD, "--compare-reports", tmp_path], "do not go together"),
+        (["--from-snapshot", CPU_SNAPSHOT, "--compare-reports", tmp_path], "do not go together"),
         (["--from-snapshot", tmp_path / "nowhere"], "is no directory"),
         (["--compare-reports", tmp_path], "has no"),
         ([tmp_path / "nothing.toml"], "nothing.toml"),
@@ -188,7 +188,7 @@ def test_doctor_raises_user_error_for_invalid_arguments(run: Path, tmp_path: Pat
 
 def test_doctor_does_not_import_torch() -> None:
     """A process of its own imports it, in its own time."""
-    assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_RECORD)
+    assert "torch" not in cli_runner.imported_packages("doctor", "--from-snapshot", CPU_SNAPSHOT)
 
 
 def test_doctor_docs_contain_current_rule_table() -> None:

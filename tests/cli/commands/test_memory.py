@@ -52,10 +52,10 @@ def test_memory_lists_all_strategies_and_marks_configured_one(run):
 def test_memory_shows_only_fullest_rank_of_each_strategy_without_all(run):
     pipeline = ["--ranks", "4", "--set", "layout.pp=2", "--set", "layout.micro_batch_size=1"]
     first, last = "zero2 pp0", "zero2 pp1"
-    assert first in shown(run, *pipeline)
-    assert last not in shown(run, *pipeline)
-    assert last in shown(run, *pipeline, "--all")
-    servers = shown(run, "--ranks", "4")
+    assert first in memory_output(run, *pipeline)
+    assert last not in memory_output(run, *pipeline)
+    assert last in memory_output(run, *pipeline, "--all")
+    servers = memory_output(run, "--ranks", "4")
     assert "parameter_server worker" in servers
     assert "parameter_server server" not in servers
 

@@ -189,8 +189,8 @@ def test_placement_does_not_import_torch(run: Path) -> None:
 
 
 def test_placement_shows_collectives_over_all_ranks_of_gpus(run: Path) -> None:
-    out = shown(run, "--ranks", "16", "--set", "cluster.preset=h100")
+    out = placement_output(run, "--ranks", "16", "--set", "cluster.preset=h100")
     row = next(line for line in out.splitlines() if line.startswith("all-reduce, hierarchical"))
     assert row.split()[2:] == ["125", "MB", "1.75", "GB", "0.0%", "2.50", "ms"]
     assert "  tree: LL 25.2 µs, LL128 48.5 µs, Simple 92.4 µs" in out
-    assert "NCCL" not in shown(run, "--ranks", "16", "--set", "cluster.device=cpu")
+    assert "NCCL" not in placement_output(run, "--ranks", "16", "--set", "cluster.device=cpu")

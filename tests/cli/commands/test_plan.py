@@ -48,7 +48,7 @@ def test_plan_ranks_runnable_layouts_by_step_time(run):
     assert found["layouts"][0]["candidate"] in table
     assert "llama3-8b on 16 x h100" in table
     assert " kWh" in table
-    narrow = shown(run, *H100, "--top", 5, width=80).splitlines()
+    narrow = plan_output(run, *H100, "--top", 5, width=80).splitlines()
     rows = [line for line in narrow if "micro-batch" in line and "P(OOM)" not in line]
     assert rows
     assert max(map(len, rows)) <= 120
