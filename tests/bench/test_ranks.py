@@ -16,7 +16,7 @@ from phalanx.bench.ranks import run_benchmarks
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.communication_groups import group_ranks
-from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, MOE, dry_run_case

@@ -25,7 +25,7 @@ from phalanx.runs.hang_dumps import (
     write_dump,
     write_failure,
 )
-from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.parallel_dims import ParallelDims
 from tests.helpers.hang_dumps import BUSY, WAITING, Op, Program, make_dump, simulate_hang
 
 OPS = st.tuples(

@@ -14,7 +14,7 @@ import pytest
 from phalanx.debug import oom
 from phalanx.runs.hang_dumps import describe_fault, fault_file, write_dump
 from phalanx.runs.step_records import rank_record_file
-from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.parallel_dims import ParallelDims
 from tests.helpers.hang_dumps import BUSY, make_dump
 
 MEMORY_EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n"

@@ -10,7 +10,7 @@ from phalanx.runs.hang_dumps import (
     STALLED,
     HangDump,
 )
-from phalanx.spec.degrees import ParallelDims, process_groups
+from phalanx.spec.parallel_dims import ParallelDims, process_groups
 
 WAITING = ("/x/torch/distributed/distributed_c10d.py", 3245, "all_reduce")
 BUSY = ("/x/mine/model.py", 7, "forward")

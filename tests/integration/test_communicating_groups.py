@@ -12,7 +12,7 @@ import pytest
 from phalanx.cost.exact.traffic import traffic_by_group
 from phalanx.data.loader import prefetch
 from phalanx.spec.communication_groups import communication_groups
-from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.train.profiling.step_profiler import MEASURED_STEP

@@ -15,9 +15,9 @@ from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.supervisor import FailurePolicy
 from phalanx.runs.events import FAILED, STARTED, append_event, read_events
 from phalanx.runs.hang_dumps import write_dump
-from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.recovery import RecoverySpec
 from tests.helpers.hang_dumps import WAITING, make_dump
 

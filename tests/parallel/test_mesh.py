@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.parallel.mesh import Mesh, build_mesh
-from phalanx.spec.degrees import ParallelDims, expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups, parallel_dims, process_groups
 from phalanx.testing import rank_pool
 
 # A layout, the ranks, the degrees (dp_replicate, dp_shard, pp, cp, tp, and more), and the data that each rank reads.

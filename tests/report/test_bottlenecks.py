@@ -18,8 +18,8 @@ from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import actions
 from phalanx.schedule.simulate import ActionTimes, simulate
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 STEPS, COMPUTE_SECONDS = 40, 1.0

@@ -24,9 +24,9 @@ from phalanx.runs.events import (
 from phalanx.runs.hang_dumps import describe_fault, failure_file, fault_file, read_dumps, read_failures
 from phalanx.runs.lock import is_running
 from phalanx.runs.step_records import TRACE_DIR
-from phalanx.spec.degrees import ParallelDims, parallel_dims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, with_last_used_layout
+from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
 

@@ -26,8 +26,8 @@ from phalanx.debug.hang_evidence import (
     ranks_waited_for,
 )
 from phalanx.runs.hang_dumps import ABORTED, STALLED, HangDump, RecordedCollective, format_frame
-from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.formatting import join_words
+from phalanx.spec.parallel_dims import ParallelDims
 
 
 def diagnose_hang(

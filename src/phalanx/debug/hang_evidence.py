@@ -20,8 +20,8 @@ from phalanx.debug.collective_log import (
     was_waiting,
 )
 from phalanx.runs.hang_dumps import FAILED, STALLED, HangDump, RecordedCollective, format_frame
-from phalanx.spec.degrees import ParallelDims, expert_parallel_groups
 from phalanx.spec.formatting import join_words
+from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups
 
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
 

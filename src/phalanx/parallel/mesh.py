@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.spec.degrees import AXES, ParallelDims, parallel_dims
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
+from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.cost.exact.traffic import traffic_by_role
 from phalanx.cost.formulas.collectives import Traffic
-from phalanx.spec.degrees import parallel_dims, pipeline_stage_groups, uses_model_parallelism
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 
 STATE = ("parameters", "gradients", "optimizer", "offloaded")

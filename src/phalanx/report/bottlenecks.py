@@ -19,7 +19,7 @@ from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.report.run_data import RunData
 from phalanx.report.step_breakdown import StepTimes, flops_per_rank, pipeline_rank, simulate_measured, stage_times
 from phalanx.schedule.simulate import Timeline
-from phalanx.spec.degrees import expert_parallel_groups, parallel_dims
+from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims
 from phalanx.spec.run import RunSpec
 
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]

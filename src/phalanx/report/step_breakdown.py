@@ -15,7 +15,7 @@ from phalanx.report.run_files import Line, RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 Table = NDArray[np.float64]

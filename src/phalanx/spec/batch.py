@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.spec.base import divisors, require
-from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 # A micro-batch by default: large enough to keep a device busy, with logits that leave memory for the rest.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.spec.degrees import ParallelDims, expert_parallel_groups, pipeline_stage_groups, process_groups
+from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups, pipeline_stage_groups, process_groups
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import kv_head_replication
 

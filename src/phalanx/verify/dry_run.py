@@ -30,8 +30,8 @@ from phalanx.data.loader import rank_rows
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
-from phalanx.spec.degrees import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.errors import UserError
+from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.run import RunSpec
 from phalanx.train.learner import Learner, MicroBatch
 from phalanx.train.profiling.step_profiler import first_steady_step, profile_step

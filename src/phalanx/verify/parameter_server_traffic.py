@@ -7,7 +7,7 @@ from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, WHY, num_reduced_s
 from phalanx.cost.exact.traffic import server_loads
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.cost.precision import STATE_BYTES
-from phalanx.spec.degrees import parallel_dims
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 Group = tuple[int, ...]

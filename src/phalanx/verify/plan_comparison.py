@@ -14,7 +14,7 @@ from phalanx.cost.exact.traffic import server_loads, traffic_by_group
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.plan.predicted_vs_measured import STATE
 from phalanx.spec.communication_groups import Group, group_ranks
-from phalanx.spec.degrees import parallel_dims, pipeline_stage_groups, uses_model_parallelism
+from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.verify.parameter_server_traffic import parameter_server_collectives
 

@@ -10,10 +10,10 @@ import pytest
 from phalanx.runs.events import FAILED, FINISHED, QUARANTINED, ROLLED_BACK, STARTED, append_event
 from phalanx.runs.hang_dumps import write_dump, write_failure
 from phalanx.runs.lock import acquire_run_lock
-from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import write_effective_layout
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import ParallelDims
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.hang_dumps import Op, simulate_hang
 

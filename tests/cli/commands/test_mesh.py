@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.spec.degrees import parallel_dims, process_groups
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import parallel_dims, process_groups
 from tests.helpers import cli_runner
 
 mesh_output = partial(cli_runner.command_output, "mesh")

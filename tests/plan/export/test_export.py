@@ -21,9 +21,9 @@ from phalanx.plan.export.export import export
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import to_csv
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 Table = dict[str, Any]

@@ -31,9 +31,9 @@ from phalanx.plan.placement.traffic_matrix import (
 )
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.communication_groups import communication_groups
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import parse_topology, read_topology

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.dtensor_shards import local_tensor
-from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.testing import rank_pool
 from phalanx.train.checkpoint.state import checkpoint_tensors
 from phalanx.train.guards.replica_check import (

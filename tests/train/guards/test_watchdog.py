@@ -13,7 +13,7 @@ import torch._C._distributed_c10d as c10d
 
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.runs.hang_dumps import dump_file, read_dumps
-from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.testing.processes import SECONDS, wait_until
 from phalanx.train.guards import flight_recorder, watchdog
 from phalanx.train.guards.watchdog import Watchdog

@@ -20,11 +20,11 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, fits_safely
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import MODEL_PARALLEL_AXES
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import format_si, plural
 from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout
+from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.spec.degrees import expert_parallel_groups, parallel_dims, process_groups
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
+from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
 
 MEANING = {
     "dp_replicate": "copies of the model",

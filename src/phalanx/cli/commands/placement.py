@@ -28,9 +28,9 @@ from phalanx.plan.placement.findings import (
 )
 from phalanx.plan.placement.traffic_matrix import TrafficMatrix, merge_matrices, traffic_matrices
 from phalanx.report.drawing.heatmap import Heatmap, save_picture
-from phalanx.spec.degrees import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import format_bytes, format_seconds, plural
+from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES, parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology

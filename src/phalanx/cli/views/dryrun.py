@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.spec.degrees import AXES, parallel_dims
 from phalanx.spec.formatting import format_si
+from phalanx.spec.parallel_dims import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.verify.plan_comparison import PlanCheck
 

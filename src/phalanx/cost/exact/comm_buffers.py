@@ -17,9 +17,9 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
-from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
 
 

@@ -12,8 +12,8 @@ from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.kinds import ActivationCheckpointing
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35

@@ -42,8 +42,8 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import BatchPlan, plan_batch
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 

@@ -8,8 +8,8 @@ from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.layout import SHARDED_STRATEGIES
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import tensor_sharding
 

@@ -25,8 +25,8 @@ from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind
-from phalanx.spec.degrees import parallel_dims, uses_model_parallelism
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.parallel_dims import parallel_dims, uses_model_parallelism
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import rows_on_rank, tensor_sharding
 

@@ -9,8 +9,8 @@ from math import sqrt
 from typing import Literal
 
 from phalanx.spec.batch import BatchPlan
-from phalanx.spec.degrees import ParallelDims
 from phalanx.spec.errors import UserError
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
 
 Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]

@@ -17,9 +17,9 @@ from phalanx.plan.search.result import Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
 from phalanx.spec.base import require
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {

@@ -15,9 +15,9 @@ import numpy as np
 from phalanx.cost.formulas.rail_fabric import oversubscription_slowdown
 from phalanx.plan.placement.traffic_matrix import Ranks, Sizes, TrafficMatrix, merge_matrices
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.degrees import ParallelDims, expert_parallel_groups, process_groups
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
+from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups, process_groups
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import NODE_GPUS
 

@@ -17,7 +17,7 @@ from phalanx.cost.formulas.collectives import Operation, Traffic
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.communication_groups import GroupKind, communication_groups
-from phalanx.spec.degrees import ParallelDims, parallel_dims, pipeline_stage_groups
+from phalanx.spec.parallel_dims import ParallelDims, parallel_dims, pipeline_stage_groups
 from phalanx.spec.run import RunSpec
 
 Ranks = NDArray[np.int64]

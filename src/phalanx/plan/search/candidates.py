@@ -11,9 +11,9 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, ScheduleKind
 from phalanx.spec.base import divisors, require
 from phalanx.spec.batch import plan_batch
-from phalanx.spec.degrees import parallel_dims
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout, RankOrder
+from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 

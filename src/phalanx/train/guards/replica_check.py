@@ -20,7 +20,7 @@ from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.module_tensors import named_parameters
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.errors import CorruptionError
-from phalanx.spec.degrees import ParallelDims
+from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.train.checkpoint.state import checkpoint_tensors
 
 CHUNK = 2**20

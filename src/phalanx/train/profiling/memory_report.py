@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from phalanx.plan.predicted_vs_measured import PARTS, TOTAL, WORKING, Comparison, compare_with_prediction
 from phalanx.runs.measured import COMPARISON_FILE, MEASURED_DIR, read_measured
-from phalanx.spec.degrees import uses_model_parallelism
+from phalanx.spec.parallel_dims import uses_model_parallelism
 from phalanx.spec.run import RunSpec
 
 NOTE = (

@@ -118,7 +118,7 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
 
 
 AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp")
-"""By default from outside to inside (`Degrees.axes`)."""
+"""By default from outside to inside (`ParallelDims.axes`)."""
 
 
 STAGE_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
