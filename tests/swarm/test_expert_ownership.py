@@ -92,7 +92,7 @@ def test_assign_experts_is_unchanged_when_nodes_are_unchanged():
 
 def test_assign_experts_moves_experts_of_lost_node_to_remaining_nodes():
     before = assign_experts(8, dict.fromkeys("abcd", 1.0))
-    after = assign_experts(8, dict.fromkeys("abd", 1.0), before=before)
+    after = assign_experts(8, dict.fromkeys("abd", 1.0), previous_owners=before)
     assert all(set(experts_of(before, node)) <= set(experts_of(after, node)) for node in "abd")
     assert experts_per_node(after) == {"a": 3, "b": 3, "d": 2}
 
@@ -117,8 +117,8 @@ def test_max_trained_experts_doubles_when_two_ranks_shard_experts():
     for own in (1, 2, 4):
         memory = state_bytes(node_share(TINY_MOE, "spes", own), swarm.frozen_expert_codec)
         assert max_trained_experts(TINY_MOE, swarm, memory) == own
-        assert max_trained_experts(TINY_MOE, swarm, memory, sharing=2) == 2 * own
+        assert max_trained_experts(TINY_MOE, swarm, memory, model_parallel_size=2) == 2 * own
     with pytest.raises(UserError, match="is too little"):
         max_trained_experts(
-            TINY_MOE, swarm, state_bytes(node_share(TINY_MOE, "spes", 0), swarm.frozen_expert_codec), sharing=2
+            TINY_MOE, swarm, state_bytes(node_share(TINY_MOE, "spes", 0), swarm.frozen_expert_codec), model_parallel_size=2
         )

@@ -91,12 +91,12 @@ class LazyCommandGroup(TyperGroup):
         if self.listing:
             panel = next(panel for panel, commands in PANELS.items() if cmd_name in commands)
             return TyperCommand(cmd_name, help=PANELS[panel][cmd_name], rich_help_panel=panel)
-        file = import_module(f"phalanx.cli.commands.{cmd_name}")
-        own = getattr(file, "app", None)
-        if own is None:
-            own = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-            own.command(cmd_name)(getattr(file, cmd_name))
-        command = typer.main.get_command(own)
+        module = import_module(f"phalanx.cli.commands.{cmd_name}")
+        typer_app = getattr(module, "app", None)
+        if typer_app is None:
+            typer_app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+            typer_app.command(cmd_name)(getattr(module, cmd_name))
+        command = typer.main.get_command(typer_app)
         command.name = cmd_name
         return command
 

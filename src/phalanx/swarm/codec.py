@@ -31,36 +31,36 @@ def encode(tensor: Tensor, codec: Codec) -> Buffer:
     flat = tensor.detach().to("cpu", torch.float32).reshape(-1)
     if codec not in SCALED:
         return _bytes(flat.to(TORCH_DTYPES[codec]))
-    codes, scale = quantize_blocks(flat, TOP[codec])
-    codes = codes.reshape(-1)[: flat.numel()]
-    return b"".join([_bytes(scale), _bytes(codes if codec == "int8" else _in_halves(codes))])
+    quantized, scale = quantize_blocks(flat, TOP[codec])
+    quantized = quantized.reshape(-1)[: flat.numel()]
+    return b"".join([_bytes(scale), _bytes(quantized if codec == "int8" else _in_halves(quantized))])
 
 
 def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
     """The tensor, in fp32 (of a bytearray in fp32 in its memory). Raises CodecError for too many or too few bytes."""
     data = data if isinstance(data, bytearray) else bytearray(data)
-    numbers = int(torch.Size(shape).numel())
-    if len(data) != encoded_bytes(numbers, codec):
-        raise CodecError(f"{len(data)} bytes are no {list(shape)} in {codec}: {encoded_bytes(numbers, codec)}")
-    if not numbers:
+    numel = int(torch.Size(shape).numel())
+    if len(data) != encoded_bytes(numel, codec):
+        raise CodecError(f"{len(data)} bytes are no {list(shape)} in {codec}: {encoded_bytes(numel, codec)}")
+    if not numel:
         return torch.zeros(shape)
     if codec not in SCALED:
         return torch.frombuffer(data, dtype=TORCH_DTYPES[codec]).float().reshape(shape)
-    count = -(-numbers // BLOCK)
+    num_blocks = -(-numel // BLOCK)
     raw = torch.frombuffer(data, dtype=torch.uint8)
-    scale, codes = raw[: 4 * count].view(torch.float32), raw[4 * count :]
-    whole = codes.view(torch.int8) if codec == "int8" else _of_halves(codes)[:numbers]
-    blocks = F.pad(whole, (0, -numbers % BLOCK)).view(-1, BLOCK)
-    return dequantize_blocks(blocks, scale, numbers).reshape(shape)
+    scale, quantized = raw[: 4 * num_blocks].view(torch.float32), raw[4 * num_blocks :]
+    values = quantized.view(torch.int8) if codec == "int8" else _of_halves(quantized)[:numel]
+    blocks = F.pad(values, (0, -numel % BLOCK)).view(-1, BLOCK)
+    return dequantize_blocks(blocks, scale, numel).reshape(shape)
 
 
-def _in_halves(codes: Tensor) -> Tensor:
-    pairs = F.pad(codes, (0, len(codes) % 2)).view(-1, 2).to(torch.uint8)
+def _in_halves(values: Tensor) -> Tensor:
+    pairs = F.pad(values, (0, len(values) % 2)).view(-1, 2).to(torch.uint8)
     return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
 
 
-def _of_halves(halves: Tensor) -> Tensor:
-    low, high = (halves << 4).view(torch.int8) >> 4, halves.view(torch.int8) >> 4
+def _of_halves(packed: Tensor) -> Tensor:
+    low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
     return torch.stack([low, high], dim=1).reshape(-1)
 
 

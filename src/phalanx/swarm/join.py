@@ -53,7 +53,7 @@ from phalanx.train.training_data import open_training_data
 
 
 def join_swarm(
-    address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str], say: Callable[[str], None]
+    address: str, certificates: Path, nproc: int | None, out: Path, overrides: Sequence[str], log: Callable[[str], None]
 ) -> int:
     """Take part with local ranks; returns the exit code.
 
@@ -68,80 +68,89 @@ def join_swarm(
         check_not_running(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / SWARM_RUN_FILE).write_text(greeting["run"])
-        here = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
-        received = [
+        local_overrides = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
+        cleared_overrides = [
             "model.from_hf=",
             "model.upcycle_reinit_fraction=",
         ]  # weights come from the coordinator, which alone has that path
-        run = load_run(directory / SWARM_RUN_FILE, [*here, *received, *overrides])
+        run = load_run(directory / SWARM_RUN_FILE, [*local_overrides, *cleared_overrides, *overrides])
         assert run.swarm is not None
-        _check_same(load_run(directory / SWARM_RUN_FILE, received), run)
+        _check_same(load_run(directory / SWARM_RUN_FILE, cleared_overrides), run)
         ranks = select_nproc(run, nproc)
-        sharing = run.layout.tp * run.layout.ep
-        capacity = max_trained_experts(run.model, run.swarm, rank_memory_bytes(run, select_device(run)), sharing)
-        for stale in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
-            (directory / stale).unlink(missing_ok=True)
+        model_parallel_size = run.layout.tp * run.layout.ep
+        capacity = max_trained_experts(
+            run.model, run.swarm, rank_memory_bytes(run, select_device(run)), model_parallel_size
+        )
+        for stale_file in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
+            (directory / stale_file).unlink(missing_ok=True)
         create_run(run, ranks, resume=False)
-        place = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
-        link.join(**place, begin=False)
-        say(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
+        join_message = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
+        link.join(**join_message, begin=False)
+        log(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
         version = RoundExchange(run, directory, name, link).download_model()
     except UpdateRejected as refused:
         fix = "see phalanx swarm status, and that both sides have the same version of Phalanx and the same text"
         raise UserError("swarm", address, f"does not take this node: {refused}", fix) from None
     finally:
         link.close()
-    where = {
+    link_record = {
         "address": address,
         "certificates": str(certificates.resolve()),
         "node": name,
-        "place": place,
+        "place": join_message,
         "version": version,
         "received_bytes": link.received_bytes,
     }
-    (directory / LINK_FILE).write_text(json.dumps(where))
-    say(f"{name} takes part in {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
+    (directory / LINK_FILE).write_text(json.dumps(link_record))
+    log(f"{name} takes part in {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
     set_worker_environment(ranks)
-    words = "phalanx.swarm.join", str(directory)
+    worker_args = "phalanx.swarm.join", str(directory)
     if ranks == 1:
-        os.execv(sys.executable, [sys.executable, "-m", *words])
-    return launch_ranks(ranks, words, partial(report_and_exit_code, directory))
+        os.execv(sys.executable, [sys.executable, "-m", *worker_args])
+    return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory))
 
 
-def _check_same(asked: RunSpec, run: RunSpec) -> None:
+def _check_same(coordinator_run: RunSpec, run: RunSpec) -> None:
     """Raise UserError if this node would learn something else than the others."""
-    same = "tokens_per_step", "seq_len", "steps", "seed"
-    other = [name for name in ("model", "optimizer", "swarm") if getattr(run, name) != getattr(asked, name)]
-    other += [f"training.{name}" for name in same if getattr(run.training, name) != getattr(asked.training, name)]
-    if other:
+    training_fields = "tokens_per_step", "seq_len", "steps", "seed"
+    differing = [
+        name for name in ("model", "optimizer", "swarm") if getattr(run, name) != getattr(coordinator_run, name)
+    ]
+    differing += [
+        f"training.{name}"
+        for name in training_fields
+        if getattr(run.training, name) != getattr(coordinator_run.training, name)
+    ]
+    if differing:
         fix = "leave it out; a node's own are layout, data, cluster and how it records"
-        raise UserError("--set", other[0], "is the coordinator's to say", fix)
+        raise UserError("--set", differing[0], "is the coordinator's to say", fix)
 
 
-def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, sharing: int = 1) -> int:
+def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, model_parallel_size: int = 1) -> int:
     """How many experts of each layer there is memory to train on each rank, beside what it has at any rate, where so
     many ranks share them; 1 where nodes train all. Activations come on top.
 
     Raises UserError if there is none for a single one.
     """
     experts = model.moe.num_experts if model.moe is not None and swarm.method in SPLIT else 0
-    whole = [
-        state_bytes(node_share(model, swarm.method, count), swarm.frozen_expert_codec) for count in range(experts + 1)
+    state_sizes = [
+        state_bytes(node_share(model, swarm.method, num_experts), swarm.frozen_expert_codec)
+        for num_experts in range(experts + 1)
     ]
-    needed = [whole[0] + (size - whole[0]) / sharing for size in whole]
-    fitting = sum(size <= memory_bytes for size in needed) - 1
-    if fitting < min(1, experts):
-        least = needed[min(1, experts)] / 1e9
+    rank_sizes = [state_sizes[0] + (size - state_sizes[0]) / model_parallel_size for size in state_sizes]
+    num_fitting = sum(size <= memory_bytes for size in rank_sizes) - 1
+    if num_fitting < min(1, experts):
+        min_gb = rank_sizes[min(1, experts)] / 1e9
         raise UserError(
             "memory",
             f"{memory_bytes / 1e9:.2f} GB",
-            f"is too little: a node's state takes {least:.2f} GB",
+            f"is too little: a node's state takes {min_gb:.2f} GB",
             (
                 'use a machine with more, or swarm.frozen_expert_codec = "int8", '
                 "or another method: spes holds less than diloco"
             ),
         )
-    return max(1, fitting)
+    return max(1, num_fitting)
 
 
 def rank_memory_bytes(run: RunSpec, device: str) -> float:
@@ -156,24 +165,27 @@ def data_fingerprint(data: PreparedData) -> str:
 
 def rank_main(directory: Path) -> int:
     """Take part on this rank; returns the exit code."""
-    node: SwarmWorker | None = None
+    worker: SwarmWorker | None = None
     link: SwarmClient | None = None
     try:
         run, data = read_run_directory(directory)
-        where = json.loads((directory / LINK_FILE).read_text())
+        link_record = json.loads((directory / LINK_FILE).read_text())
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        lock = acquire_run_lock(directory) if first else None
-        link = SwarmClient(where["address"], Path(where["certificates"]), _log) if first else None
-        node = SwarmWorker(run, open_training_data(run, data), directory, device, where["node"], link)
-        node.exchange.version, node.exchange.initial_download_bytes = where["version"], where["received_bytes"]
-        logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if first else []
-        rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if first else None
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        lock = acquire_run_lock(directory) if is_first_rank else None
+        link = SwarmClient(link_record["address"], Path(link_record["certificates"]), _log) if is_first_rank else None
+        worker = SwarmWorker(run, open_training_data(run, data), directory, device, link_record["node"], link)
+        worker.exchange.version, worker.exchange.initial_download_bytes = (
+            link_record["version"],
+            link_record["received_bytes"],
+        )
+        logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if is_first_rank else []
+        rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if is_first_rank else None
         if link is not None:
-            link.place = where["place"]
+            link.place = link_record["place"]
             link.join(**link.place)
-        with handling_signals(lambda _: node.leave()):  # after the round that it is in
-            evaluation = node.participate(logs, rounds, _log)
+        with handling_signals(lambda _: worker.leave()):  # after the round that it is in
+            evaluation = worker.participate(logs, rounds, _log)
         if link is not None:
             for log in logs:
                 log.write(evaluation)
@@ -181,11 +193,11 @@ def rank_main(directory: Path) -> int:
             link.leave()
             if lock is not None:
                 lock.close()
-            how = "left; the same command goes on" if node.leaving else "the last round is done"
+            outcome = "left; the same command goes on" if worker.leaving else "the last round is done"
             loss = evaluation.get("held_out_loss")
-            _log(how if loss is None else f"{how}; held-out loss {loss:.4f}")
+            _log(outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}")
     except BaseException as error:
-        step = node.trainer.step if node and node.trainer else 0
+        step = worker.trainer.step if worker and worker.trainer else 0
         write_failure(directory, env_rank(), step, error)
         if link is not None:
             link.leaving = True
@@ -199,8 +211,8 @@ def rank_main(directory: Path) -> int:
     return 0
 
 
-def _log(said: str) -> None:
-    print(said, flush=True)
+def _log(message: str) -> None:
+    print(message, flush=True)
 
 
 if __name__ == "__main__":

@@ -46,50 +46,51 @@ class ModelPiece:
     @property
     def layer(self) -> int | None:
         """Of its block; None outside of blocks."""
-        first, _, rest = self.name.partition(".")
-        return int(rest.partition(".")[0]) if first == "blocks" else None
+        prefix, _, suffix = self.name.partition(".")
+        return int(suffix.partition(".")[0]) if prefix == "blocks" else None
 
 
 @lru_cache
 def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
     """All of a model, in the order of its parameters."""
-    found: list[ModelPiece] = []
+    pieces: list[ModelPiece] = []
     for name, shape in parameter_shapes(model).items():
         if STACKED in name:
-            found += [ModelPiece(name, shape[1:], expert) for expert in range(shape[0])]
+            pieces += [ModelPiece(name, shape[1:], expert) for expert in range(shape[0])]
         else:
-            found += _parts(name, shape)
-    return tuple(found)
+            pieces += _parts(name, shape)
+    return tuple(pieces)
 
 
 def _parts(name: str, shape: Shape) -> list[ModelPiece]:
-    rows = max(1, PIECE // math.prod(shape[1:]))
-    if shape[0] <= rows:
+    rows_per_piece = max(1, PIECE // math.prod(shape[1:]))
+    if shape[0] <= rows_per_piece:
         return [ModelPiece(name, shape)]
     return [
-        ModelPiece(name, (min(rows, shape[0] - first), *shape[1:]), first=first) for first in range(0, shape[0], rows)
+        ModelPiece(name, (min(rows_per_piece, shape[0] - first_row), *shape[1:]), first=first_row)
+        for first_row in range(0, shape[0], rows_per_piece)
     ]
 
 
-def fragment_index(item: ModelPiece, fragments: int) -> int:
+def fragment_index(piece: ModelPiece, num_fragments: int) -> int:
     """Which of the fragments that are synchronised in turn an item belongs to: blocks in strides (Streaming DiLoCo,
     arXiv 2501.18512, section 2.2), what comes before and after them with the first."""
-    return 0 if item.layer is None else item.layer % fragments
+    return 0 if piece.layer is None else piece.layer % num_fragments
 
 
-def fragment_pieces(model: ModelSpec, fragment: int, fragments: int) -> tuple[ModelPiece, ...]:
+def fragment_pieces(model: ModelSpec, fragment: int, num_fragments: int) -> tuple[ModelPiece, ...]:
     """The items of one of them."""
-    return tuple(item for item in model_pieces(model) if fragment_index(item, fragments) == fragment)
+    return tuple(piece for piece in model_pieces(model) if fragment_index(piece, num_fragments) == fragment)
 
 
-def round_pieces(run: RunSpec, number: int) -> tuple[ModelPiece, ...]:
+def round_pieces(run: RunSpec, round_number: int) -> tuple[ModelPiece, ...]:
     """What a round of a swarm exchanges: a fragment, in turn."""
     assert run.swarm is not None
-    return fragment_pieces(run.model, number % run.swarm.fragments, run.swarm.fragments)
+    return fragment_pieces(run.model, round_number % run.swarm.fragments, run.swarm.fragments)
 
 
-def pieces_sent_by(items: tuple[ModelPiece, ...], owners: Owners | None, node: str) -> tuple[ModelPiece, ...]:
+def pieces_sent_by(pieces: tuple[ModelPiece, ...], owners: Owners | None, node: str) -> tuple[ModelPiece, ...]:
     """Of these, what a node trains, and so tells: what is shared, and its own experts. All without `owners`."""
     if owners is None:
-        return items
-    return tuple(item for item in items if item.expert is None or node in owners[item.expert])
+        return pieces
+    return tuple(piece for piece in pieces if piece.expert is None or node in owners[piece.expert])

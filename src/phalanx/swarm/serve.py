@@ -51,21 +51,21 @@ def swarm_directory(run: RunSpec) -> Path:
 def initial_pieces(run: RunSpec) -> Weights:
     """Of the model at the start, piece by piece."""
     shapes = parameter_shapes(run.model)
-    drawn = initial_weights(run) or partial(initial_weight, run.model, seed=run.training.seed)
+    draw = initial_weights(run) or partial(initial_weight, run.model, seed=run.training.seed)
 
     @lru_cache(maxsize=1)
-    def whole(name: str) -> Tensor:
-        return drawn(name, torch.Size(shapes[name]))
+    def full_weight(name: str) -> Tensor:
+        return draw(name, torch.Size(shapes[name]))
 
-    def weights(item: ModelPiece) -> Tensor:
-        if item.first is not None:
-            return whole(item.name)[item.first : item.first + item.shape[0]]
-        return whole(item.name) if item.expert is None else whole(item.name)[item.expert]
+    def weights(piece: ModelPiece) -> Tensor:
+        if piece.first is not None:
+            return full_weight(piece.name)[piece.first : piece.first + piece.shape[0]]
+        return full_weight(piece.name) if piece.expert is None else full_weight(piece.name)[piece.expert]
 
     return weights
 
 
-def serve_swarm(run: RunSpec, address: str, certificates: Path, say: Callable[[str], None]) -> int:
+def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:
     """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
     # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
     tune_malloc(FREE_BYTES, pieces_below_bytes=LARGE_BYTES, heaps=1)
@@ -73,29 +73,29 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, say: Callable[[s
     lock = acquire_run_lock(directory)
     coordinator = Coordinator(run, directory, initial_pieces(run))
     server, port = serve(coordinator, address, certificates, {"run": to_toml(run)})
-    over, said = threading.Event(), -1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
+    stop, reported_rounds = threading.Event(), -1
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: stop.set())
     host = address.rpartition(":")[0]
-    say(f"{run.name}: {coordinator.ledger.rounds} rounds; nodes join {host}:{port}")
-    while not over.wait(TICK_SECONDS):
+    log(f"{run.name}: {coordinator.ledger.rounds} rounds; nodes join {host}:{port}")
+    while not stop.wait(TICK_SECONDS):
         try:
             coordinator.tick()
         except OSError as error:  # a disk that is full may not stay so
-            say(f"a round cannot be closed: {error}; once more in {AGAIN_SECONDS:.0f} s")
-            over.wait(AGAIN_SECONDS)
+            log(f"a round cannot be closed: {error}; once more in {AGAIN_SECONDS:.0f} s")
+            stop.wait(AGAIN_SECONDS)
         ledger = coordinator.ledger
-        if ledger.committed > said:
-            said = ledger.committed
-            say(_format_status(coordinator))
+        if ledger.committed > reported_rounds:
+            reported_rounds = ledger.committed
+            log(_format_status(coordinator))
         if ledger.done and not ledger.members:
             break
     coordinator.shutdown()
     server.stop(grace=1.0).wait()
     if coordinator.ledger.done:
-        say(f"all rounds are done; phalanx generate {directory}, or phalanx export {directory}")
+        log(f"all rounds are done; phalanx generate {directory}, or phalanx export {directory}")
     else:
-        say("stopped; the same command goes on with the same round")
+        log("stopped; the same command goes on with the same round")
     coordinator.journal.close()
     if lock is not None:
         lock.close()
@@ -106,5 +106,5 @@ def _format_status(coordinator: Coordinator) -> str:
     """How far it is, in a line."""
     status = coordinator.status()
     names = ", ".join(node["node"] for node in status["nodes"])
-    waits = f"; it waits for {status['waits_for']}" if status["waits_for"] else ""
-    return f"round {status['round']} of {status['rounds']}: {names or 'nobody'}{waits}"
+    waiting_text = f"; it waits for {status['waits_for']}" if status["waits_for"] else ""
+    return f"round {status['round']} of {status['rounds']}: {names or 'nobody'}{waiting_text}"

@@ -38,19 +38,19 @@ class TensorFile:
             with safe_open(path, framework="pt"):  # it checks every length and place in the header
                 pass
             self._file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-            length = int.from_bytes(os.pread(self._file, HEADER_BYTES, 0), "little")
-            header = json.loads(os.pread(self._file, length, HEADER_BYTES))
+            header_bytes = int.from_bytes(os.pread(self._file, HEADER_BYTES, 0), "little")
+            header = json.loads(os.pread(self._file, header_bytes, HEADER_BYTES))
         except (SafetensorError, OSError, ValueError) as error:
             raise TensorFileError(f"{path.name} is no safetensors file: {error}") from None
         self.path = path
         header.pop("__metadata__", None)
-        self._begin = HEADER_BYTES + length
+        self._begin = HEADER_BYTES + header_bytes
         self._places = {
             name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
         }
-        if others := {dtype for dtype, *_ in self._places.values()} - set(DTYPES):
+        if unknown_dtypes := {dtype for dtype, *_ in self._places.values()} - set(DTYPES):
             os.close(self._file)
-            raise TensorFileError(f"{path.name} has tensors of {', '.join(sorted(others))}")
+            raise TensorFileError(f"{path.name} has tensors of {', '.join(sorted(unknown_dtypes))}")
 
     @classmethod
     def create(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
@@ -75,7 +75,9 @@ class TensorFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -95,69 +97,69 @@ class TensorFile:
         """A whole tensor's bytes."""
         return self._read(*self.place(name))
 
-    def read(self, item: ModelPiece) -> Tensor:
+    def read(self, piece: ModelPiece) -> Tensor:
         """A piece of a model, in fp32."""
-        return torch.frombuffer(self._read(*self._piece(item)), dtype=torch.float32).reshape(item.shape)
+        return torch.frombuffer(self._read(*self._piece(piece)), dtype=torch.float32).reshape(piece.shape)
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor, in fp32."""
         shape = self._places[name][1]
         return torch.frombuffer(self.raw(name), dtype=torch.float32).reshape(shape)
 
-    def write(self, item: ModelPiece, tensor: Tensor) -> None:
+    def write(self, piece: ModelPiece, tensor: Tensor) -> None:
         """Put a piece of a model in its place."""
-        begin, size = self._piece(item)
-        self._write(begin, encode(tensor, "fp32"), size)
+        start, size = self._piece(piece)
+        self._write(start, encode(tensor, "fp32"), size)
 
-    def read_at(self, place: int, size: int) -> bytes:
+    def read_at(self, offset: int, size: int) -> bytes:
         """Bytes of the file, at most 2 GiB; less at its end."""
-        return os.pread(self._file, size, place)
+        return os.pread(self._file, size, offset)
 
-    def write_at(self, place: int, data: Buffer) -> None:
+    def write_at(self, offset: int, data: Buffer) -> None:
         """Put bytes in their place in the file."""
-        self._write(place, data, len(data))
+        self._write(offset, data, len(data))
 
     def write_raw(self, name: str, data: Buffer) -> None:
         """Put a whole tensor's bytes in their place."""
-        begin, size = self.place(name)
-        self._write(begin, data, size)
+        start, size = self.place(name)
+        self._write(start, data, size)
 
     def place(self, name: str) -> tuple[int, int]:
         """Where a tensor begins in the file, and how many bytes it has."""
-        _, _, begin, end = self._places[name]
-        return self._begin + begin, end - begin
+        _, _, start, end = self._places[name]
+        return self._begin + start, end - start
 
-    def _piece(self, item: ModelPiece) -> tuple[int, int]:
-        begin, size = self.place(item.name)
-        each, first = size // self._places[item.name][1][0], item.expert if item.first is None else item.first
-        if first is None:
-            return begin, size
-        return begin + first * each, each * (item.shape[0] if item.first is not None else 1)
+    def _piece(self, piece: ModelPiece) -> tuple[int, int]:
+        start, size = self.place(piece.name)
+        row_bytes, row = size // self._places[piece.name][1][0], piece.expert if piece.first is None else piece.first
+        if row is None:
+            return start, size
+        return start + row * row_bytes, row_bytes * (piece.shape[0] if piece.first is not None else 1)
 
-    def _read(self, begin: int, size: int) -> bytearray:
-        data, done = bytearray(size), 0
-        while done < size:  # a call reads no more than 2 GiB
-            more = os.preadv(self._file, [memoryview(data)[done:]], begin + done)
-            if not more:
+    def _read(self, start: int, size: int) -> bytearray:
+        data, num_read = bytearray(size), 0
+        while num_read < size:  # a call reads no more than 2 GiB
+            count = os.preadv(self._file, [memoryview(data)[num_read:]], start + num_read)
+            if not count:
                 raise TensorFileError(f"{self.path.name} ends too early")
-            done += more
+            num_read += count
         return data
 
-    def _write(self, begin: int, data: Buffer, size: int) -> None:
+    def _write(self, start: int, data: Buffer, size: int) -> None:
         if len(data) != size:
             raise TensorFileError(f"{len(data)} bytes do not fit a place of {size} in {self.path.name}")
         view = memoryview(data)
         while view:
-            written = os.pwrite(self._file, view, begin)
-            begin, view = begin + written, view[written:]
+            written = os.pwrite(self._file, view, start)
+            start, view = start + written, view[written:]
 
 
 def _header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
     """What a file of these tensors begins with, and how many bytes it has."""
     end, entries = 0, {}
     for name, shape in shapes.items():
-        begin, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        start, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
     return len(text).to_bytes(HEADER_BYTES, "little") + text, HEADER_BYTES + len(text) + end

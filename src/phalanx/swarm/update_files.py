@@ -31,34 +31,34 @@ def sends_weights(codec: Codec) -> bool:
 
 def update_base(swarm: SwarmSpec, base: Weights) -> Weights:
     """What a node tells changes of: the values that the round began with; zero, where it tells gradients."""
-    return (lambda item: torch.zeros(item.shape)) if swarm.sends_gradients else base
+    return (lambda piece: torch.zeros(piece.shape)) if swarm.sends_gradients else base
 
 
 def write_update(
-    path: Path, items: Sequence[ModelPiece], codec: Codec, weights: Weights, base: Weights, feedback: Feedback
+    path: Path, pieces: Sequence[ModelPiece], codec: Codec, weights: Weights, base: Weights, feedback: Feedback
 ) -> TensorFile:
     """Write the pieces to a file. `base` are the values that the round began with; `feedback` is kept up."""
-    shapes = {item.key: (encoded_bytes(item.numbers, codec),) for item in items}
+    shapes = {piece.key: (encoded_bytes(piece.numbers, codec),) for piece in pieces}
     file = TensorFile.recreate(path, shapes, "U8")
-    for item in items:
-        file.write_raw(item.key, encode_piece(item, codec, weights, base, feedback))
+    for piece in pieces:
+        file.write_raw(piece.key, encode_piece(piece, codec, weights, base, feedback))
     return file
 
 
-def encode_piece(item: ModelPiece, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
+def encode_piece(piece: ModelPiece, codec: Codec, weights: Weights, base: Weights, feedback: Feedback) -> Buffer:
     """One piece, coded."""
-    now = weights(item).detach().float()
+    value = weights(piece).detach().float()
     if sends_weights(codec):
-        return encode(now, codec)
-    change = now - base(item)
-    if item.key in feedback:
-        change += feedback[item.key]
+        return encode(value, codec)
+    change = value - base(piece)
+    if piece.key in feedback:
+        change += feedback[piece.key]
     data = encode(change, codec)
-    feedback[item.key] = change - decode(data, item.shape, codec)
+    feedback[piece.key] = change - decode(data, piece.shape, codec)
     return data
 
 
-def decode_piece(item: ModelPiece, data: Buffer, codec: Codec, base: Weights) -> Tensor:
+def decode_piece(piece: ModelPiece, data: Buffer, codec: Codec, base: Weights) -> Tensor:
     """The value of a piece that somebody told. Raises CodecError for what is none."""
-    value = decode(data, item.shape, codec)
-    return value if sends_weights(codec) else base(item) + value
+    value = decode(data, piece.shape, codec)
+    return value if sends_weights(codec) else base(piece) + value

@@ -88,16 +88,16 @@ def _out_of_memory(
         views.print_oom_advice(run, diagnosis)
 
 
-def _words(first: str, second: str | None) -> tuple[bool, Path]:
+def _words(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:
     """Whether `oom` is asked for, and the run file. A lone word is a file, whatever its name, if there is one."""
     from phalanx.spec.errors import UserError
 
     fix = "write: phalanx advise run.toml, or phalanx advise oom run.toml"
-    if second is not None and first != OOM:
-        raise UserError("advise", f"{first} {second}", "is not [oom] RUN.toml", fix)
-    if second is None and first == OOM and not Path(first).exists():
+    if second_argument is not None and first_argument != OOM:
+        raise UserError("advise", f"{first_argument} {second_argument}", "is not [oom] RUN.toml", fix)
+    if second_argument is None and first_argument == OOM and not Path(first_argument).exists():
         raise UserError("advise", OOM, "needs a run file", fix)
-    return second is not None, Path(second or first)
+    return second_argument is not None, Path(second_argument or first_argument)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

@@ -23,8 +23,8 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     best = plan.chosen
     seconds = f"{best.step_seconds:.3f} s a step predicted"
     print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
-    taken = described.model_copy(update={"layout": best.candidate.layout()})
-    return taken, json.dumps(plan_to_json(taken, ranks, plan, top=10, tokens=None), indent=2)
+    resolved = described.model_copy(update={"layout": best.candidate.layout()})
+    return resolved, json.dumps(plan_to_json(resolved, ranks, plan, top=10, tokens=None), indent=2)
 
 
 def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:

@@ -72,27 +72,27 @@ def bench(
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    found = _measured(run, nproc, max(sizes, default=0), options)
+    results = _measured(run, nproc, max(sizes, default=0), options)
     if out is not None:
-        _write(out, found)
+        _write(out, results)
     if json_:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(results, indent=2))
     else:
         from phalanx.cli.views.bench import print_benchmarks
 
-        print_benchmarks(found)
-    wrong = [way["nccl_tests"]["out_of_bounds"]["count"] for way in found.get("collectives", [])]
-    raise typer.Exit(any(wrong))
+        print_benchmarks(results)
+    error_counts = [collective["nccl_tests"]["out_of_bounds"]["count"] for collective in results.get("collectives", [])]
+    raise typer.Exit(any(error_counts))
 
 
-def _words(first: str, second: str | None) -> tuple[list[str], Path]:
+def _words(first_argument: str, second_argument: str | None) -> tuple[list[str], Path]:
     """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
     fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
-    if second is not None and first not in PARTS:
-        raise UserError("bench", f"{first} {second}", "is not [PART] RUN.toml", fix)
-    if second is None and first in PARTS and not Path(first).exists():
-        raise UserError("bench", first, "needs a run file", fix)
-    return (list(PARTS), Path(first)) if second is None else ([first], Path(second))
+    if second_argument is not None and first_argument not in PARTS:
+        raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix)
+    if second_argument is None and first_argument in PARTS and not Path(first_argument).exists():
+        raise UserError("bench", first_argument, "needs a run file", fix)
+    return (list(PARTS), Path(first_argument)) if second_argument is None else ([first_argument], Path(second_argument))
 
 
 def parse_size_sweep(text: str) -> list[int]:
@@ -100,8 +100,8 @@ def parse_size_sweep(text: str) -> list[int]:
 
     Raises UserError if it is no such range.
     """
-    begin, colon, end = text.partition(":")
-    smallest, largest = _size(begin), _size(end)
+    start, colon, end = text.partition(":")
+    smallest, largest = _size(start), _size(end)
     if not colon or not smallest or not largest or smallest > largest:
         raise UserError("--sweep", text, "is no range of sizes", "write, for example, 4KiB:16MiB")
     return [smallest << doublings for doublings in range((largest // smallest).bit_length())]
@@ -126,11 +126,11 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
             "phalanx bench starts the ranks of one node",
             "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
         )
-    known = nproc or run.cluster.nproc_per_node
+    known_nproc = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
-        run, _ = choose_layout_for(run, known)
-    if known is not None:
-        check_layout(run, known)  # before torch is imported, which takes a second
+        run, _ = choose_layout_for(run, known_nproc)
+    if known_nproc is not None:
+        check_layout(run, known_nproc)  # before torch is imported, which takes a second
     check_torch_supports(run.layout)
     from phalanx.bench.ranks import launch_benchmarks
     from phalanx.launch.process import select_device, select_nproc
@@ -138,10 +138,10 @@ def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str])
     ranks = select_nproc(run, nproc)
     check_layout(run, ranks)
     _refuse_too_large(largest, ranks, select_device(run))
-    found = launch_benchmarks(run, ranks, options)
-    if isinstance(found, int):
-        raise typer.Exit(found)
-    return found
+    results = launch_benchmarks(run, ranks, options)
+    if isinstance(results, int):
+        raise typer.Exit(results)
+    return results
 
 
 def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
@@ -150,16 +150,16 @@ def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
 
     from phalanx.parallel.comm.device_memory import device_memory_bytes
 
-    memory = device_memory_bytes(torch.device(device_type))
-    needed = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
-    if needed > memory / 2:
-        problem = f"takes {needed / 1e9:.3g} GB of memory, more than half of {memory / 1e9:.3g} GB"
+    memory_bytes = device_memory_bytes(torch.device(device_type))
+    needed_bytes = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
+    if needed_bytes > memory_bytes / 2:
+        problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
         raise UserError("--sweep", f"...:{size_bytes}", problem, "end at a smaller size")
 
 
-def _write(file: Path, found: dict[str, Any]) -> None:
+def _write(file: Path, results: dict[str, Any]) -> None:
     try:
-        file.write_text(json.dumps(found, indent=1))
+        file.write_text(json.dumps(results, indent=1))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
 

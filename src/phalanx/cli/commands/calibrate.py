@@ -84,22 +84,22 @@ def calibrate(
     if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
         raise UserError("--machine", None, "is needed for runs on GPUs", "name theirs, such as --machine h100")
     with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
-        found = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
-    write_machine(out, found.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
+        calibration = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
+    write_machine(out, calibration.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
     if json_:
         import json
 
-        print(json.dumps(calibration_to_json(measured, found), indent=2))
+        print(json.dumps(calibration_to_json(measured, calibration), indent=2))
     else:
-        print_calibration(measured, found, out)
-    if found.machine.calibration is not None and found.machine.calibration.log_half_width > WIDE:
+        print_calibration(measured, calibration, out)
+    if calibration.machine.calibration is not None and calibration.machine.calibration.log_half_width > WIDE:
         fix = "add runs, longer ones, while nothing else uses the machine"
         print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
 
 
-def calibration_to_json(runs: list[MeasuredRun], found: Calibration) -> dict[str, Any]:
+def calibration_to_json(runs: list[MeasuredRun], calibration: Calibration) -> dict[str, Any]:
     """What `--json` prints: predicted beside measured of each run, and the machine."""
-    rows = zip(runs, found.before, found.after, found.leave_one_out, found.memory, strict=True)
+    rows = zip(runs, calibration.before, calibration.after, calibration.leave_one_out, calibration.memory, strict=True)
     return {
         "runs": [
             {
@@ -107,18 +107,18 @@ def calibration_to_json(runs: list[MeasuredRun], found: Calibration) -> dict[str
                 "step_seconds": run.step_seconds,
                 "before_seconds": float(before),
                 "after_seconds": float(after),
-                "left_out_seconds": float(left_out),
+                "left_out_seconds": float(leave_one_out),
                 "memory_bytes": run.memory_bytes,
                 "predicted_memory_bytes": float(memory),
             }
-            for run, before, after, left_out, memory in rows
+            for run, before, after, leave_one_out, memory in rows
         ],
-        "operations": [asdict(operations) for operations in found.operations],
-        "machine": found.machine.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+        "operations": [asdict(operations) for operations in calibration.operations],
+        "machine": calibration.machine.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
     }
 
 
-def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) -> None:
+def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Path) -> None:
     """Predicted beside measured, and what the runs decide."""
     from math import exp
 
@@ -131,18 +131,18 @@ def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) ->
     table.add_column("run", no_wrap=True)
     for header in ("step s", "before", "now", "by the others", "GiB", "now"):
         table.add_column(header, justify="right")
-    for run, before, after, left_out, memory in zip(
-        runs, found.before, found.after, found.leave_one_out, found.memory, strict=True
+    for run, before, after, leave_one_out, memory in zip(
+        runs, calibration.before, calibration.after, calibration.leave_one_out, calibration.memory, strict=True
     ):
-        errors = [f"{100 * (seconds / run.step_seconds - 1):+.1f} %" for seconds in (before, after, left_out)]
-        held = f"{run.memory_bytes / GIB:.2f}", f"{100 * (memory / run.memory_bytes - 1):+.1f} %"
-        table.add_row(run.name, f"{run.step_seconds:.3f}", *errors, *held)
+        errors = [f"{100 * (seconds / run.step_seconds - 1):+.1f} %" for seconds in (before, after, leave_one_out)]
+        memory_cells = f"{run.memory_bytes / GIB:.2f}", f"{100 * (memory / run.memory_bytes - 1):+.1f} %"
+        table.add_row(run.name, f"{run.step_seconds:.3f}", *errors, *memory_cells)
     console = Console()
     console.print(table)
-    if found.operations:
+    if calibration.operations:
         console.print()
-        console.print(_operations(found))
-    measured, published = found.machine.calibration, time_constants()
+        console.print(_operations(calibration))
+    measured, published = calibration.machine.calibration, time_constants()
     assert measured is not None
     console.print()
     decided = [
@@ -160,7 +160,7 @@ def print_calibration(runs: list[MeasuredRun], found: Calibration, out: Path) ->
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _operations(found: Calibration) -> Table:
+def _operations(calibration: Calibration) -> Table:
     """What was timed apart from steps, and how far off the plan is on it."""
     from rich.table import Table
 
@@ -169,7 +169,7 @@ def _operations(found: Calibration) -> Table:
         table.add_column(header, no_wrap=True)
     for header in ("how many", "off by, before", "now"):
         table.add_column(header, justify="right")
-    for each in found.operations:
-        off = [f"{100 * factor:.0f} %" for factor in (each.before, each.after)]
-        table.add_row(each.kind, each.of, f"{each.count}", *off)
+    for operation in calibration.operations:
+        errors = [f"{100 * factor:.0f} %" for factor in (operation.before, operation.after)]
+        table.add_row(operation.kind, operation.of, f"{operation.count}", *errors)
     return table

@@ -60,7 +60,7 @@ def prepare(
     _refuse([Path(f"{out}.bin"), Path(f"{out}.idx")], force)
     model = _tokenizer(tokenizer)
     limit_threads(workers)
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with _progress(_total_bytes(sources)) as progress:
@@ -68,7 +68,7 @@ def prepare(
             (counts,) = write_indexed_pairs(text, model, [out], end=end, progress=progress)
     except OSError as error:
         raise disk_error("--out", out, error) from None
-    _print(_prepared(out, counts, time.monotonic() - begun), json_)
+    _print(_prepared(out, counts, time.monotonic() - start), json_)
 
 
 @app.command()
@@ -93,9 +93,9 @@ def tokenizer(
     from phalanx.data.tokenizer import train_bpe
 
     _refuse([out], force)
-    begun = time.monotonic()
+    start = time.monotonic()
     model = train_bpe((document.text for document in documents(sources, text_key, "SOURCE")), vocab)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         model.save(out)
@@ -159,8 +159,8 @@ def _total_bytes(sources: list[str]) -> int | None:
     """Bytes of text to read, where the files tell."""
     from phalanx.data.sources import list_source_files
 
-    found = list_source_files(sources, "SOURCE")
-    return sum(part.size for part in found) if all(part.kind == "text" for part in found) else None
+    files = list_source_files(sources, "SOURCE")
+    return sum(file.size for file in files) if all(file.kind == "text" for file in files) else None
 
 
 @contextmanager

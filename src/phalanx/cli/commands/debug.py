@@ -35,11 +35,11 @@ def debug(
 
     if not (run / RUN_FILE).is_file():
         raise UserError("run directory", str(run), f"has no {RUN_FILE}", "give the directory of a run")
-    found = explain_run(run)
-    print(json.dumps(asdict(found), indent=2)) if json_ else _show(found)
+    explanation = explain_run(run)
+    print(json.dumps(asdict(explanation), indent=2)) if json_ else _show(explanation)
 
 
-def _show(found: Explanation) -> None:
+def _show(explanation: Explanation) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -48,15 +48,15 @@ def _show(found: Explanation) -> None:
     def say(text: Text | str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
-    verdict = found.verdict
+    verdict = explanation.verdict
     say(Text(verdict.summary, "bold"))
     say(f"what to do: {verdict.fix}")
-    if found.step is not None:
-        say(f"the last step that all ranks which told finished: {found.step}")
-    for line in found.earlier_failures:
+    if explanation.step is not None:
+        say(f"the last step that all ranks which told finished: {explanation.step}")
+    for line in explanation.earlier_failures:
         say(f"before: {line}")
-    if found.ranks:
+    if explanation.ranks:
         say("")
-    for rank, line in found.ranks.items():
-        marked = rank in verdict.ranks
-        say(Text(f"{'>' if marked else ' '} {line}", "bold" if marked else ""))
+    for rank, line in explanation.ranks.items():
+        is_culprit = rank in verdict.ranks
+        say(Text(f"{'>' if is_culprit else ' '} {line}", "bold" if is_culprit else ""))

@@ -99,17 +99,17 @@ def doctor(
         )
     expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
     if compare_reports is not None:
-        found, out = _gathered(compare_reports, expected.nodes or 0), out or compare_reports
+        findings, out = _gathered(compare_reports, expected.nodes or 0), out or compare_reports
     elif collectives:
-        found = _collectives(run, nproc, set_ or [])
+        findings = _collectives(run, nproc, set_ or [])
     else:
-        found = _examined(expected, from_snapshot, save_snapshot, save_report, topology)
-    _tell(found, out, json_)
+        findings = _examined(expected, from_snapshot, save_snapshot, save_report, topology)
+    _tell(findings, out, json_)
 
 
-def _check_options(run: Path | None, of_machines: dict[str, object], alone: dict[str, object]) -> None:
-    given = [option for option, value in {**alone, **of_machines}.items() if value is not None]
-    if (len(given) > 1 and given[0] in alone) or {"--from-snapshot", "--save-snapshot"} <= set(given):
+def _check_options(run: Path | None, machine_options: dict[str, object], exclusive_options: dict[str, object]) -> None:
+    given = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
+    if (len(given) > 1 and given[0] in exclusive_options) or {"--from-snapshot", "--save-snapshot"} <= set(given):
         raise UserError(" ".join(given), None, "do not go together", "give one of them")
     if given == ["--collectives"] and run is None:
         raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", "name it")
@@ -168,7 +168,7 @@ def _write_topology(machine: Machine, file: Path) -> None:
     print(f"wrote {file}, for phalanx placement RUN.toml --topology {file}", file=sys.stderr)
 
 
-def _gathered(directory: Path, wanted: int) -> list[DoctorFinding]:
+def _gathered(directory: Path, num_nodes: int) -> list[DoctorFinding]:
     from phalanx.doctor.compare_nodes import (
         collective_findings,
         compare_nodes,
@@ -177,12 +177,12 @@ def _gathered(directory: Path, wanted: int) -> list[DoctorFinding]:
     )
 
     nodes = read_node_reports(directory)
-    of_nodes = (each for node in nodes for each in node.findings)
+    node_findings = (finding for node in nodes for finding in node.findings)
     return [
-        *compare_nodes(nodes, wanted),
+        *compare_nodes(nodes, num_nodes),
         *stale_report_findings(directory),
         *collective_findings(directory),
-        *of_nodes,
+        *node_findings,
     ]
 
 
@@ -212,17 +212,17 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
     return launch_check(described, ranks)
 
 
-def _tell(found: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
+def _tell(findings: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
     from phalanx.doctor.report import by_severity, exit_code, write_reports
 
     if out is not None:
-        write_reports(out, found, "phalanx doctor")
+        write_reports(out, findings, "phalanx doctor")
         print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
     if as_json:
-        listed = [asdict(each) for each in by_severity(found)]
-        print(json.dumps({"exit_code": exit_code(found), "findings": listed}, indent=2))
+        rows = [asdict(finding) for finding in by_severity(findings)]
+        print(json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=2))
     else:
         from phalanx.cli.views.doctor import print_findings
 
-        print_findings(found)
-    raise typer.Exit(exit_code(found))
+        print_findings(findings)
+    raise typer.Exit(exit_code(findings))

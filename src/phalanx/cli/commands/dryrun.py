@@ -60,20 +60,20 @@ def dryrun(
 
     check_traceable(described, world_size)
     traced_ranks = _which(ranks, world_size, lambda: corner_ranks(described, world_size))
-    found = []
+    results = []
     with _tracing(len(traced_ranks), jobs) as done:
         for traced in dry_run(described, world_size, traced_ranks, jobs):
-            found.append((traced, compare_with_plan(described, world_size, traced)))
+            results.append((traced, compare_with_plan(described, world_size, traced)))
             done()
     if json_:
         from phalanx.cli.views.dryrun import dry_run_to_json
 
-        print(json.dumps(dry_run_to_json(described, world_size, found), indent=2))
+        print(json.dumps(dry_run_to_json(described, world_size, results), indent=2))
     else:
         from phalanx.cli.views.dryrun import print_dry_run
 
-        print_dry_run(described, world_size, found)
-    raise typer.Exit(not all(line.agrees for _, lines in found for line in lines))
+        print_dry_run(described, world_size, results)
+    raise typer.Exit(not all(check.agrees for _, checks in results for check in checks))
 
 
 def _sized(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
@@ -98,14 +98,14 @@ def _which(text: str, world_size: int, corners: Callable[[], list[int]]) -> list
         return list(range(world_size))
     if text == "corners":
         return corners()
-    words = [word.strip() for word in text.split(",")]
+    entries = [entry.strip() for entry in text.split(",")]
     allowed = f"write all, corners, or numbers from 0 to {world_size - 1} with commas between"
-    if not all(word.isdecimal() for word in words):
+    if not all(entry.isdecimal() for entry in entries):
         raise UserError("--ranks", text, "is no list of ranks", allowed)
-    found = sorted({int(word) for word in words})
-    if found[-1] >= world_size:
-        raise UserError("--ranks", text, f"names rank {found[-1]} of {world_size}", allowed)
-    return found
+    ranks = sorted({int(entry) for entry in entries})
+    if ranks[-1] >= world_size:
+        raise UserError("--ranks", text, f"names rank {ranks[-1]} of {world_size}", allowed)
+    return ranks
 
 
 @contextmanager

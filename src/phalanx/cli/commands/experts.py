@@ -114,28 +114,28 @@ def _read_order(file: Path, loads: Loads) -> Loads:
     names = {str(layer): layer for layer in loads}
     for layer, order in table.items():
         require(layer in names, "--order", str(file), f"{layer} is no layer with experts", f"use {', '.join(names)}")
-        numbers = isinstance(order, list) and all(type(expert) is int for expert in order)
-        whole = numbers and sorted(order) == list(range(len(loads[names[layer]])))
+        is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)
+        is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
         last = len(loads[names[layer]]) - 1
         problem = f"the order of layer {layer}, {order}, does not name each expert once"
-        require(whole, "--order", str(file), problem, f"name 0 to {last}")
+        require(is_permutation, "--order", str(file), problem, f"name 0 to {last}")
     return {names[layer]: order for layer, order in table.items()}
 
 
-def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, how: str) -> None:
+def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label: str) -> None:
     console = Console()
     table = Table(title=f"tokens of experts on {ep} ranks (1.00: as many for each)", title_justify="left")
-    for column in ("layer", "busiest expert", "busiest rank", how, "order"):
+    for column in ("layer", "busiest expert", "busiest rank", order_label, "order"):
         table.add_column(column, justify="left" if column == "order" else "right", no_wrap=column != "order")
     for row in rows:
         tokens, size = row["tokens"], len(row["order"]) // ep
-        runs = [row["order"][first : first + size] for first in range(0, len(row["order"]), size)]
+        expert_ranges = [row["order"][first : first + size] for first in range(0, len(row["order"]), size)]
         table.add_row(
             str(row["layer"]),
             f"{max(tokens) * len(tokens) / max(1, sum(tokens)):.2f}",
             f"{row['busiest_rank']:.2f}",
             f"{row['then']:.2f}",
-            " | ".join(" ".join(map(str, mine)) for mine in runs),
+            " | ".join(" ".join(map(str, rank_experts)) for rank_experts in expert_ranges),
         )
     console.print(table)
     if before is not None:

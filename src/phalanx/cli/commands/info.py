@@ -110,13 +110,13 @@ def _sequence(spec: ModelSpec, sequence: int | None) -> int:
 
 
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:
-    console, known = Console(), model_info(spec, sequence)
+    console, facts = Console(), model_info(spec, sequence)
     console.print(name, style="bold", end="  ", highlight=False, markup=False)
     console.print(describe(spec), highlight=False, soft_wrap=True)
     tables = (
-        (_parameter_table(known["parameters"]), ""),
-        (_flops_table(known["flops_per_token"], sequence), FLOPS_NOTE),
-        (_state_table(known["state_bytes"]), STATE_NOTE),
+        (_parameter_table(facts["parameters"]), ""),
+        (_flops_table(facts["flops_per_token"], sequence), FLOPS_NOTE),
+        (_state_table(facts["state_bytes"]), STATE_NOTE),
     )
     for table, note in tables:
         console.print()
@@ -133,28 +133,28 @@ def describe(spec: ModelSpec) -> str:
     return f"{text}, {spec.moe.top_k} of {spec.moe.num_experts} experts" if spec.moe else text
 
 
-def _parameter_table(known: dict[str, int]) -> Table:
+def _parameter_table(counts: dict[str, int]) -> Table:
     table = _table("", "parameters", "share")
     for part in PARTS:
-        if known[part]:
-            table.add_row(part.replace("_", " "), f"{known[part]:,}", f"{known[part] / known['total']:.1%}")
+        if counts[part]:
+            table.add_row(part.replace("_", " "), f"{counts[part]:,}", f"{counts[part] / counts['total']:.1%}")
     table.add_row()
-    table.add_row("total", f"{known['total']:,}", "100.0%", style="bold")
-    table.add_row("active per token", f"{known['active']:,}", f"{known['active'] / known['total']:.1%}")
-    table.add_row("in matrix products", f"{known['matmul']:,}", f"{known['matmul'] / known['total']:.1%}")
+    table.add_row("total", f"{counts['total']:,}", "100.0%", style="bold")
+    table.add_row("active per token", f"{counts['active']:,}", f"{counts['active'] / counts['total']:.1%}")
+    table.add_row("in matrix products", f"{counts['matmul']:,}", f"{counts['matmul'] / counts['total']:.1%}")
     return table
 
 
-def _flops_table(known: dict[str, float], sequence: int) -> Table:
+def _flops_table(flops: dict[str, float], sequence: int) -> Table:
     table = _table(f"FLOPs per token at {sequence:,} tokens", "forward", "training")
     for row, kind in (("causal attention", "causal"), ("full attention, as PaLM counts", "full")):
-        table.add_row(row, format_si(known[f"forward_{kind}"]), format_si(known[f"training_{kind}"]))
+        table.add_row(row, format_si(flops[f"forward_{kind}"]), format_si(flops[f"training_{kind}"]))
     return table
 
 
-def _state_table(known: dict[str, dict[str, int]]) -> Table:
+def _state_table(bytes_by_optimizer: dict[str, dict[str, int]]) -> Table:
     table = _table("bytes of training state", "parameters", "gradients", "optimizer", "total")
-    for optimizer, state in known.items():
+    for optimizer, state in bytes_by_optimizer.items():
         table.add_row(optimizer, *(f"{format_si(size)}B" for size in state.values()))
     return table
 
@@ -204,5 +204,5 @@ def _table(first: str, *columns: str) -> Table:
     return table
 
 
-def _print_json(known: dict[str, Any]) -> None:
-    print(json.dumps(known, indent=2))
+def _print_json(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts, indent=2))

@@ -80,7 +80,7 @@ def launch(
     """
     if to not in WRITERS:
         raise UserError("--to", to, "is not known", f"use one of {', '.join(WRITERS)}")
-    write, taken = WRITERS[to]
+    write, allowed = WRITERS[to]
     special = {
         "time": time,
         "partition": partition,
@@ -89,21 +89,23 @@ def launch(
         "volume": volume,
         "accelerator": accelerator,
     }
-    own = {name: value for name, value in special.items() if value is not None}
-    for name, value in own.items():
-        if name not in taken:
-            having = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
-            raise UserError(f"--{name}", value, f"means nothing to {to}", f"leave it out: it is for {having}")
+    target_options = {name: value for name, value in special.items() if value is not None}
+    for name, value in target_options.items():
+        if name not in allowed:
+            targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
+            raise UserError(f"--{name}", value, f"means nothing to {to}", f"leave it out: it is for {targets}")
     described = load_run(run, set_ or [])
-    least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
-    given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **own}
-    options = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-    sets = [word for override in set_ or () for word in ("--set", override)]
-    words = shell_join(["phalanx", "launch", str(run), *options, *sets, *(() if check else ("--no-check",))])
+    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
+    given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
+    options = [argument for name, value in given.items() if value is not None for argument in (f"--{name}", str(value))]
+    override_args = [argument for override in set_ or () for argument in ("--set", override)]
+    command = shell_join(["phalanx", "launch", str(run), *options, *override_args, *(() if check else ("--no-check",))])
     ranks = ranks_per_node(described, nproc)
-    job = ClusterJob(described, run, " ".join(words.splitlines()), least, most, ranks, sets, check, cpus, memory)
+    job = ClusterJob(
+        described, run, " ".join(command.splitlines()), min_nodes, max_nodes, ranks, override_args, check, cpus, memory
+    )
     check_job(job)
-    _write(write(job, **own), out)
+    _write(write(job, **target_options), out)
 
 
 def _write(text: str, out: Path | None) -> None:

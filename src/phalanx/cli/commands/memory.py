@@ -81,30 +81,32 @@ def memory(
     """
     described = load_run(run, set_ or [], machine=machine)
     require_resolved_layout(described)
-    world_size, why = (
+    world_size, ranks_source = (
         (ranks, "--ranks") if ranks else (described.cluster.ranks, "cluster.nproc_per_node x cluster.nodes")
     )
     if ranks is None and described.cluster.nproc_per_node is None:
-        why = "one per node, since cluster.nproc_per_node is not set; see --ranks"
-    each = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
-    described = described.model_copy(update={"cluster": described.cluster.model_copy(update={"nproc_per_node": each})})
-    found = memory_rows(described, world_size)
+        ranks_source = "one per node, since cluster.nproc_per_node is not set; see --ranks"
+    nproc_per_node = -(-world_size // described.cluster.nodes)  # where CPUs compute, these share a node's memory
+    described = described.model_copy(
+        update={"cluster": described.cluster.model_copy(update={"nproc_per_node": nproc_per_node})}
+    )
+    rows = memory_rows(described, world_size)
     if json_:
-        print(json.dumps(memory_to_json(described, world_size, found), indent=2))
+        print(json.dumps(memory_to_json(described, world_size, rows), indent=2))
     else:
-        _show(described, world_size, why, found if all_ else fullest_ranks(found))
+        _show(described, world_size, ranks_source, rows if all_ else fullest_ranks(rows))
 
 
 def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
     """The run under every strategy that such ranks may have."""
-    found = []
+    rows = []
     for data in get_args(Strategy):
-        own = data == run.layout.data_parallel
-        layout = run.layout if own else _layout(run.layout, data, world_size)
+        is_own = data == run.layout.data_parallel
+        layout = run.layout if is_own else _layout(run.layout, data, world_size)
         if layout is not None:
-            made = _rows(run.model_copy(update={"layout": layout}), world_size, own)
-            found += made if own else [replace(row, dp_shard=layout.dp_shard) for row in made]
-    return found
+            strategy_rows = _rows(run.model_copy(update={"layout": layout}), world_size, is_own)
+            rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
+    return rows
 
 
 def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
@@ -119,7 +121,9 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
 def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     """The layout with another strategy, without the choices that mean nothing there; None if there is none."""
     unset = {
-        field: Layout.model_fields[field].default for field, meant in VALID_DATA_STRATEGIES.items() if data not in meant
+        field: Layout.model_fields[field].default
+        for field, strategies in VALID_DATA_STRATEGIES.items()
+        if data not in strategies
     }
     if unset.get("offload"):
         unset["offload_directory"] = None
@@ -133,20 +137,27 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     return layout.model_copy(update={**unset, "data_parallel": data})
 
 
-def _rows(run: RunSpec, world_size: int, own: bool) -> list[MemoryRow]:
+def _rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
     data, cluster = run.layout.data_parallel, run.cluster
     try:
-        held, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
+        memory_by_role, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
     except UserError as error:
-        return [MemoryRow(data, own, problem=str(error).partition("\n")[0])]
-    known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in held}
+        return [MemoryRow(data, is_own, problem=str(error).partition("\n")[0])]
+    is_known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in memory_by_role}
     return [
-        MemoryRow(data, own, role, micro_batch, found, fits_safely(cluster, [found]) if known[role] else None)
-        for role, found in held.items()
+        MemoryRow(
+            data,
+            is_own,
+            role,
+            micro_batch,
+            role_memory,
+            fits_safely(cluster, [role_memory]) if is_known[role] else None,
+        )
+        for role, role_memory in memory_by_role.items()
     ]
 
 
-def memory_to_json(run: RunSpec, world_size: int, found: list[MemoryRow]) -> dict[str, Any]:
+def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict[str, Any]:
     """What `phalanx memory --json` prints."""
     return {
         "model": run.model.preset or run.model.from_hf,
@@ -156,19 +167,19 @@ def memory_to_json(run: RunSpec, world_size: int, found: list[MemoryRow]) -> dic
         "sequence": run.training.seq_len,
         "memory_bytes": run.cluster.rank_memory_bytes,
         "layouts": [
-            {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in found
+            {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in rows
         ],
     }
 
 
-def _show(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> None:
+def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
     console = Console(width=max(Console().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     console.print(describe(run.model), highlight=False, soft_wrap=True)
-    console.print(_line(run, world_size, why, found), highlight=False, soft_wrap=True)
+    console.print(_line(run, world_size, ranks_source, rows), highlight=False, soft_wrap=True)
     console.print()
-    console.print(_table(world_size, found), soft_wrap=True)
-    for row in found:
+    console.print(_table(world_size, rows), soft_wrap=True)
+    for row in rows:
         if row.problem:
             console.print(f"{_name(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True)
     console.print()
@@ -176,36 +187,36 @@ def _show(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> No
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _line(run: RunSpec, world_size: int, why: str, found: list[MemoryRow]) -> str:
+def _line(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:
     """Ranks, arithmetic, micro-batch."""
-    sizes = {row.micro_batch for row in found if row.micro_batch}
+    sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"
     batch = f"micro-batch {sizes.pop()} x {tokens}" if len(sizes) == 1 else f"sequences of {tokens}"
     shared = [f"{axis} {getattr(run.layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(run.layout, axis) > 1]
-    ranks = ", ".join([f"{plural(world_size, 'rank')} ({why})", *shared])
+    ranks = ", ".join([f"{plural(world_size, 'rank')} ({ranks_source})", *shared])
     return (
         f"{ranks}, {run.training.precision}, {run.optimizer.name}, {batch}, "
         f"recompute {run.layout.activation_checkpointing}"
     )
 
 
-def _table(world_size: int, found: list[MemoryRow]) -> Table:
-    offloads = any(row.memory and row.memory.offloaded for row in found)
-    differ = len({row.micro_batch for row in found if row.micro_batch}) > 1
+def _table(world_size: int, rows: list[MemoryRow]) -> Table:
+    offloads = any(row.memory and row.memory.offloaded for row in rows)
+    differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
     table = Table(
         Column("bytes per rank", no_wrap=True), box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
     )
-    for column in (*PARTS, *(["offloaded"] if offloads else []), *(["micro-batch"] if differ else []), ""):
+    for column in (*PARTS, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""):
         table.add_column(column, justify="right")
-    for row in found:
+    for row in rows:
         if row.memory is None:
             table.add_row(_name(row, world_size), *["-"] * len(PARTS))
             continue
-        held = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
-        held += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
-        held += [str(row.micro_batch)] if differ else []
+        cells = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
+        cells += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
+        cells += [str(row.micro_batch)] if differs else []
         style = "red" if row.fits is False else "bold" if row.own else ""
-        table.add_row(_name(row, world_size), *held, "does not fit" if row.fits is False else "", style=style)
+        table.add_row(_name(row, world_size), *cells, "does not fit" if row.fits is False else "", style=style)
     return table
 
 

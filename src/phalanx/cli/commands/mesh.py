@@ -39,17 +39,17 @@ def mesh(run: RunFile, ranks: Ranks = None, set_: Overrides = None, json_: Json 
     world_size = ranks or described.cluster.ranks
     per_node = described.cluster.nproc_per_node or world_size
     sizes = parallel_dims(described.layout, world_size)
-    found = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
+    groups_by_axis = {axis: process_groups(sizes, axis) for axis in sizes.axes} | {"ep": expert_parallel_groups(sizes)}
     axes = [
         {
             "axis": axis,
             "ranks": getattr(sizes, axis),
             "groups": [
                 {"ranks": list(group), "inside_a_node": len({rank // per_node for rank in group}) == 1}
-                for group in of_axis
+                for group in axis_groups
             ],
         }
-        for axis, of_axis in found.items()
+        for axis, axis_groups in groups_by_axis.items()
         if getattr(sizes, axis) > 1
     ]
     facts = {"ranks": world_size, "ranks_per_node": per_node, "servers": sizes.servers, "axes": axes, "problem": None}

@@ -80,15 +80,15 @@ def show(
             raise UserError("--out", str(file), "has an unknown ending", f"use one of {', '.join(ENDINGS)}")
     durations = _times(times)
     _check_meaning(schedule, stages, microbatches, virtual_stages, memory)
-    made: Schedule | None = None
+    built: Schedule | None = None
     if schedule == IDEALISED:
         timeline = book_overlap(*_sizes(stages, microbatches))
     else:
-        made = _schedule(schedule, stages, microbatches, virtual_stages, memory, durations)
-        timeline = simulate(made, _per_stage(durations, made))
-    facts = _facts(schedule, timeline, made)
+        built = _schedule(schedule, stages, microbatches, virtual_stages, memory, durations)
+        timeline = simulate(built, _per_stage(durations, built))
+    facts = _facts(schedule, timeline, built)
     for file in out or []:
-        _write(file, facts["schedule"], timeline, made)
+        _write(file, facts["schedule"], timeline, built)
     if json_:
         print(json.dumps(facts, indent=2))
     else:
@@ -245,20 +245,20 @@ def check(
     grid = _read(file)
     schedule = Schedule.from_rows(grid)
     as_drawn = not order and any(step is None for row in grid for step in row)
-    found = lockstep_violations(grid) if as_drawn else violations(schedule)
+    problems = lockstep_violations(grid) if as_drawn else violations(schedule)
     facts = {
-        "valid": not found,
+        "valid": not problems,
         "as_drawn": as_drawn,
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
-        "violations": [str(violation) for violation in found],
+        "violations": [str(violation) for violation in problems],
     }
     if json_:
         print(json.dumps(facts, indent=2))
     else:
         _report(facts, runs=as_drawn and not violations(schedule))
-    if found:
+    if problems:
         sys.exit(1)
 
 

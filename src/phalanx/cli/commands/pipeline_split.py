@@ -54,8 +54,8 @@ def split(
 
 def _evenly(layers: int, stages: int) -> list[int]:
     """Layers shared by number alone, more to the first."""
-    ends = [-(-layers * stage // stages) for stage in range(stages + 1)]
-    return [end - begin for begin, end in pairwise(ends)]
+    boundaries = [-(-layers * stage // stages) for stage in range(stages + 1)]
+    return [end - start for start, end in pairwise(boundaries)]
 
 
 def _imbalance(costs: Sequence[float]) -> float:

@@ -97,8 +97,8 @@ def placement(
 
 def _counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
     """Ranks of the run, and of a node."""
-    usual = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
-    per_node = nproc or run.cluster.nproc_per_node or min(usual, ranks or usual)
+    default_nproc = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
+    per_node = nproc or run.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
     return ranks or per_node * run.cluster.nodes, per_node
 
 
@@ -106,10 +106,10 @@ def placement_to_json(
     run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
     """What `phalanx placement --json` prints, but for the matrix; bytes are those of one optimizer update."""
-    sizes, whole = parallel_dims(run.layout, world_size), merge_matrices(world_size, list(parts.values()))
-    links = bytes_by_link(whole, site)
+    sizes, total_traffic = parallel_dims(run.layout, world_size), merge_matrices(world_size, list(parts.values()))
+    links = bytes_by_link(total_traffic, site)
     network = links["rail"] + links["spine"]
-    loads, speed, cluster = nic_loads(whole, site), _network_speed(run, node), run.cluster
+    loads, speed, cluster = nic_loads(total_traffic, site), _network_speed(run, node), run.cluster
     return {
         "run": _name(run, world_size),
         "ranks": world_size,
@@ -119,7 +119,7 @@ def placement_to_json(
         "numa_nodes": node.numa_nodes[: site.nproc] if node else None,
         "seats": seating_by_node(run, world_size, site.nproc),
         "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
-        "share_of_all": {link: links[link] / whole.total if whole.total else 0.0 for link in LINKS},
+        "share_of_all": {link: links[link] / total_traffic.total if total_traffic.total else 0.0 for link in LINKS},
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
         "busiest_nic_seconds": _seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
@@ -133,28 +133,28 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
     """Of every node, which places of each axis its ranks have: "dp_shard 0, pp 0-1, tp 0-3"."""
     sizes = parallel_dims(run.layout, world_size)
     shape = [getattr(sizes, axis) for axis in sizes.axes]
-    found = []
+    seats = []
     for first in range(0, world_size, nproc):
-        mine = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
-        serving = max(0, min(first + nproc, sizes.servers) - first)
-        said = [plural(serving, "server")] if serving else []
-        for axis, places in zip(sizes.axes, np.unravel_index(mine, shape), strict=True):
-            if getattr(sizes, axis) > 1 and len(mine):
-                low, high = places.min(), places.max()
-                said.append(f"{axis} {low}" + (f"-{high}" if high > low else ""))
-        found.append(", ".join(said))
-    return found
+        node_ranks = np.arange(max(first, sizes.servers), min(first + nproc, world_size)) - sizes.servers
+        num_servers = max(0, min(first + nproc, sizes.servers) - first)
+        descriptions = [plural(num_servers, "server")] if num_servers else []
+        for axis, coordinates in zip(sizes.axes, np.unravel_index(node_ranks, shape), strict=True):
+            if getattr(sizes, axis) > 1 and len(node_ranks):
+                low, high = coordinates.min(), coordinates.max()
+                descriptions.append(f"{axis} {low}" + (f"-{high}" if high > low else ""))
+        seats.append(", ".join(descriptions))
+    return seats
 
 
 def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
     """The matrix of all traffic, of ranks, nodes or groups of nodes."""
-    whole, nodes = merge_matrices(world_size, list(parts.values())), -(-world_size // site.nproc)
+    total_traffic, nodes = merge_matrices(world_size, list(parts.values())), -(-world_size // site.nproc)
     name = f"{_name(run, world_size)}, on {nodes} x {site.nproc}"
     if world_size <= MOST_CELLS:
-        return Heatmap(name, whole.to_dense(), node=site.nproc if nodes > 1 else 0)
-    several = -(-nodes // MOST_CELLS)
-    unit = "node" if several == 1 else f"block of {several} nodes"
-    return Heatmap(name, whole.aggregated(site.nproc * several).to_dense(), unit)
+        return Heatmap(name, total_traffic.to_dense(), node=site.nproc if nodes > 1 else 0)
+    nodes_per_cell = -(-nodes // MOST_CELLS)
+    unit = "node" if nodes_per_cell == 1 else f"block of {nodes_per_cell} nodes"
+    return Heatmap(name, total_traffic.aggregated(site.nproc * nodes_per_cell).to_dense(), unit)
 
 
 def _sent(heat: Heatmap) -> dict[str, Any]:

@@ -100,21 +100,21 @@ def plan(
     if diff is not None:
         _show_diff(described, world_size, diff)
         return
-    yours = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
-    found = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), export)
-    best = found.options[0]
+    user_layout = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
+    search_result = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), export)
+    best = search_result.options[0]
     if export is not None:
-        _export(described, world_size, found.chosen, export)
-    elif yours is not None:
-        _why_not(described, yours, best)
+        _export(described, world_size, search_result.chosen, export)
+    elif user_layout is not None:
+        _why_not(described, user_layout, best)
     elif explain is not None:
-        _explain(described, world_size, found, explain, picture)
+        _explain(described, world_size, search_result, explain, picture)
     elif json_:
-        _print_json(described, world_size, found, top, tokens)
+        _print_json(described, world_size, search_result, top, tokens)
     else:
-        _show(described, world_size, found, top, tokens)
+        _show(described, world_size, search_result, top, tokens)
     if out is not None:
-        _write(described, found.chosen, out)
+        _write(described, search_result.chosen, out)
 
 
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
@@ -126,8 +126,8 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
         file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
     except OSError as error:
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
-    nodes, each = run.cluster.nodes, run.cluster.nproc_per_node
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {each} ... -m phalanx.train" if nodes > 1 else "phalanx train"
+    nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
 
 
@@ -145,8 +145,8 @@ def run_on_cluster(
 
     described = load_run(run, overrides, machine=machine)
     if topology is not None:
-        of_node = _fields(topology, described.cluster)
-        described = load_run(run, [*of_node, *overrides], machine=machine)
+        topology_overrides = _fields(topology, described.cluster)
+        described = load_run(run, [*topology_overrides, *overrides], machine=machine)
     cluster = described.cluster
     changes = {
         "nodes": nodes or cluster.nodes,
@@ -171,15 +171,15 @@ def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
     ]
 
 
-def _search(run: RunSpec, world_size: int, keep: int, trainer: str | None = None) -> Plan:
+def _search(run: RunSpec, world_size: int, num_layouts: int, trainer: str | None = None) -> Plan:
     """The fastest layouts; for another trainer, of those that it can express if it can any."""
     from phalanx.plan.export.export import search_exportable
     from phalanx.plan.search.explain import plan_or_raise
 
     with search_progress(world_size) as report:
         if trainer is not None:
-            return search_exportable(run, world_size, trainer, keep, report)  # type: ignore[arg-type]
-        return plan_or_raise(run, world_size, keep, report)
+            return search_exportable(run, world_size, trainer, num_layouts, report)  # type: ignore[arg-type]
+        return plan_or_raise(run, world_size, num_layouts, report)
 
 
 def _predict(file: Path, as_json: bool) -> None:
@@ -189,40 +189,40 @@ def _predict(file: Path, as_json: bool) -> None:
     from phalanx.plan.tables.csv_rows import read_rows
     from phalanx.plan.tables.predict import predict_rows
 
-    found = predict_rows(read_rows(file))
+    predictions = predict_rows(read_rows(file))
     if as_json:
-        for row in found:
+        for row in predictions:
             print(json.dumps(asdict(row)))
     else:
         from phalanx.cli.views.plan import print_predictions
 
-        print_predictions(found)
+        print_predictions(predictions)
 
 
-def _print_json(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
+def _print_json(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: float | None) -> None:
     import json
 
     from phalanx.cli.views.plan import plan_to_json
 
-    print(json.dumps(plan_to_json(run, world_size, found, top, tokens), indent=2))
+    print(json.dumps(plan_to_json(run, world_size, search_result, top, tokens), indent=2))
 
 
-def _show(run: RunSpec, world_size: int, found: Plan, top: int, tokens: float | None) -> None:
+def _show(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: float | None) -> None:
     from phalanx.cli.views.plan import print_layout_table
 
-    print_layout_table(run, world_size, found, top, tokens)
+    print_layout_table(run, world_size, search_result, top, tokens)
 
 
-def _explain(run: RunSpec, world_size: int, found: Plan, at: int, picture: Path | None) -> None:
+def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, picture: Path | None) -> None:
     from phalanx.cli.views.plan import breakdown, print_explanation
 
-    check_number("--explain", at, found.options)
+    check_number("--explain", number, search_result.options)
     if picture is not None:
         from phalanx.report.drawing.step_breakdown import save_picture
 
-        save_picture(breakdown(run, world_size, found, at - 1), picture)
+        save_picture(breakdown(run, world_size, search_result, number - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
-    print_explanation(run, world_size, found, at - 1)
+    print_explanation(run, world_size, search_result, number - 1)
 
 
 def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
@@ -232,10 +232,10 @@ def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> Evaluated
     return evaluate_layout(run, world_size, parse_layout(text))
 
 
-def _why_not(run: RunSpec, yours: EvaluatedLayout, best: EvaluatedLayout) -> None:
+def _why_not(run: RunSpec, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
     from phalanx.cli.views.plan import print_comparison
 
-    print_comparison(run, yours, best, ("yours", "best"))
+    print_comparison(run, user_layout, best, ("yours", "best"))
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
@@ -258,13 +258,13 @@ def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str
     from phalanx.plan.export.export import export
     from phalanx.spec.errors import UserError
 
-    own = run.model_copy(update={"layout": option.candidate.layout()})
+    exported_run = run.model_copy(update={"layout": option.candidate.layout()})
     try:
-        made = export(own, world_size, trainer)  # type: ignore[arg-type]
+        exported = export(exported_run, world_size, trainer)  # type: ignore[arg-type]
     except UserError as error:
         problem = f"takes no layout of this run that fits; of the fastest, {error.field} {error.problem}"
         raise UserError("--export", trainer, problem, error.fix) from None
-    print(made.text)
+    print(exported.text)
     print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
-    for note in made.notes:
+    for note in exported.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -32,14 +32,14 @@ def given_options(context: typer.Context) -> list[str]:
 def check_options(run: Path | None, batch: Path | None, out: Path | None, given: list[str]) -> None:
     """Raise UserError for options that do not go together."""
     views = [option for option in given if option in VIEWS]
-    others = ", ".join(option for option in given if option not in ("--batch", "--json"))
+    conflicting = ", ".join(option for option in given if option not in ("--batch", "--json"))
     if (run is None) == (batch is None):
         raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
     if len(views) > 1:
         raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
-    if batch is not None and others:
+    if batch is not None and conflicting:
         fix = "leave them out: each row of the table names its own machine, ranks, layout and batch"
-        raise UserError("--batch", str(batch), f"does not go with {others}", fix)
+        raise UserError("--batch", str(batch), f"does not go with {conflicting}", fix)
     if "--json" in given and views:
         raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
     if out is not None and run is not None and out.resolve() == run.resolve():
@@ -69,20 +69,20 @@ def check_writable(option: str, file: Path) -> None:
         raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
 
 
-def check_picture(file: Path, others: dict[str, object]) -> None:
+def check_picture(file: Path, other_options: dict[str, object]) -> None:
     """Raise UserError for a file that is no picture, or where another option asks for what is not drawn."""
     from phalanx.report.drawing.canvas import check_picture_file
 
     check_picture_file(file, "--picture")
-    for option, value in others.items():
+    for option, value in other_options.items():
         if value is not None:
             raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
 
 
-def check_number(option: str, number: int, found: list[EvaluatedLayout] | None = None) -> None:
+def check_number(option: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:
     """Raise UserError for a number that the table does not have; before a search, that no table has."""
     from phalanx.plan.search.search import MAX_EXACT_EVALUATIONS
 
-    last = MAX_EXACT_EVALUATIONS if found is None else len(found)
+    last = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)
     if not 1 <= number <= last:
         raise UserError(option, number, "is no layout of the table", f"use a number from 1 to {last:,}")

@@ -60,16 +60,16 @@ def report(
     recorded = [read_run(directory, known) for directory in runs]
     if trace is not None:
         _write_trace(recorded, trace)
-    whole = report_data([report_facts(run) for run in recorded])
+    data = report_data([report_facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if json_:
-        print(json.dumps(whole, indent=2, allow_nan=False))
+        print(json.dumps(data, indent=2, allow_nan=False))
     else:
         from phalanx.cli.views.report import print_report
 
-        print_report(whole, file)
+        print_report(data, file)
     if html or not json_:
-        _write(file, page(whole), "--html")
+        _write(file, page(data), "--html")
 
 
 def _write_trace(recorded: list[RunData], file: Path) -> None:

@@ -96,7 +96,7 @@ def serve(
     from phalanx.swarm.serve import serve_swarm
 
     certificate_member(certificates)
-    raise typer.Exit(serve_swarm(described, listen, certificates, lambda said: print(said, flush=True)))
+    raise typer.Exit(serve_swarm(described, listen, certificates, lambda message: print(message, flush=True)))
 
 
 @app.command()
@@ -125,7 +125,9 @@ def join(
     _check_installed()
     from phalanx.swarm.join import join_swarm as take_part
 
-    raise typer.Exit(take_part(address, certificates, nproc, out, set_ or [], lambda said: print(said, flush=True)))
+    raise typer.Exit(
+        take_part(address, certificates, nproc, out, set_ or [], lambda message: print(message, flush=True))
+    )
 
 
 @app.command()
@@ -142,8 +144,8 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
     from phalanx.swarm.rpc.client import SwarmClient
 
     certificate_member(certificates)
-    found = SwarmClient(address, certificates).status()
-    print(json.dumps(found, indent=2) if json_ else _table(found))
+    swarm_status = SwarmClient(address, certificates).status()
+    print(json.dumps(swarm_status, indent=2) if json_ else _table(swarm_status))
 
 
 WAYS: tuple[tuple[Method, Codec], ...] = (
@@ -205,12 +207,12 @@ def _link(text: str) -> tuple[float, float]:
     """Bytes per second up and down."""
     up, _, down = text.partition(":")
     try:
-        found = float(up) * MBIT, float(down or up) * MBIT
+        speeds = float(up) * MBIT, float(down or up) * MBIT
     except ValueError:
-        found = 0.0, 0.0
-    if not 0 < min(found) <= max(found) < inf:
+        speeds = 0.0, 0.0
+    if not 0 < min(speeds) <= max(speeds) < inf:
         raise UserError("--link", text, "is no speed", "write Mbit/s up, and down if that differs: 20:100")
-    return found
+    return speeds
 
 
 def _ways(
@@ -221,20 +223,20 @@ def _ways(
     from phalanx.spec.swarm import SPLIT
 
     experts = run.model.moe.num_experts if run.model.moe else 0
-    own = swarm.method, swarm.effective_codec
-    for method, codec in [*(way for way in WAYS if way != own), own]:
+    configured = swarm.method, swarm.effective_codec
+    for method, codec in [*(combination for combination in WAYS if combination != configured), configured]:
         if method in SPLIT and not experts:
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
         node = node_share(run.model, method, owned)
-        whole = round_bytes(node, method, codec, swarm.replication)
+        exchange = round_bytes(node, method, codec, swarm.replication)
         exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
-        sent = RoundBytes(whole.up * exchanges, whole.down * exchanges)
+        sent = RoundBytes(exchange.up * exchanges, exchange.down * exchanges)
         time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)
         yield {
             "method": method,
             "codec": codec,
-            "chosen": (method, codec) == own,
+            "chosen": (method, codec) == configured,
             "up_bytes": sent.up,
             "down_bytes": sent.down,
             "state_bytes": state_bytes(node, swarm.frozen_expert_codec if method in SPLIT else "fp32"),
@@ -252,29 +254,32 @@ def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Tabl
     for header in ("up", "down", "state held", "on the wire", "of a round", "learning"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        held = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
-        known = row["round_seconds"] is not None
-        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilisation']:.0%}") if known else ("", "")
+        byte_cells = (f"{format_si(row[name])}B" for name in ("up_bytes", "down_bytes", "state_bytes"))
+        has_times = row["round_seconds"] is not None
+        time = (f"{row['round_seconds']:,.3g} s", f"{row['utilisation']:.0%}") if has_times else ("", "")
         name = f"{row['method']}, {row['codec']}{' (chosen)' if row['chosen'] else ''}"
-        table.add_row(name, *held, f"{row['wire_seconds']:,.3g} s", *time)
+        table.add_row(name, *byte_cells, f"{row['wire_seconds']:,.3g} s", *time)
     return table
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(swarm_status: dict[str, Any]) -> str:
     """A swarm in lines."""
-    lines = [f"round {found['round']} of {found['rounds']}, {found['method']} in {found['codec']}"]
-    if found["waits_for"]:
-        lines.append(f"it waits for {found['waits_for']}")
-    if found["open_seconds"] is not None:
-        closes = found["closes_in_seconds"]
-        lines[0] += f", open for {found['open_seconds']:.0f} s"
+    lines = [
+        f"round {swarm_status['round']} of {swarm_status['rounds']}, "
+        f"{swarm_status['method']} in {swarm_status['codec']}"
+    ]
+    if swarm_status["waits_for"]:
+        lines.append(f"it waits for {swarm_status['waits_for']}")
+    if swarm_status["open_seconds"] is not None:
+        closes = swarm_status["closes_in_seconds"]
+        lines[0] += f", open for {swarm_status['open_seconds']:.0f} s"
         lines[0] += f", closes within {max(0.0, closes):.0f} s" if closes is not None else ""
-    for node in found["nodes"]:
-        heard = node["heard_seconds_ago"]
+    for node in swarm_status["nodes"]:
+        last_seen_seconds = node["heard_seconds_ago"]
         parts = [f"  {node['node']:16} {'told' if node['told'] else 'learns':6}"]
         parts.append(f"experts {', '.join(map(str, node['experts']))}" if node["experts"] else "")
-        parts.append(f"heard of {heard:.0f} s ago" if heard is not None else "")
-        parts += [f"refused {count} x: {why}" for why, count in node["refused"].items()]
+        parts.append(f"heard of {last_seen_seconds:.0f} s ago" if last_seen_seconds is not None else "")
+        parts += [f"refused {count} x: {reason}" for reason, count in node["refused"].items()]
         lines.append("  ".join(part for part in parts if part))
     return "\n".join(lines)
 

@@ -132,12 +132,12 @@ def train(
         *(["--profile-steps", profile_steps] if profile_steps else []),
     ]
     if nodes is not None or rendezvous is not None or described.cluster.nodes > 1:
-        least, most = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
-        cluster = described.cluster.model_copy(update={"nodes": most})
+        min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
+        cluster = described.cluster.model_copy(update={"nodes": max_nodes})
         described = described.model_copy(update={"cluster": cluster})
         try:
-            place = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(_run_on_nodes(described, resume, options, least, *place))
+            endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
+            raise typer.Exit(_run_on_nodes(described, resume, options, min_nodes, *endpoint))
         except LocalNodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
@@ -162,9 +162,9 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
 
     if not (path / RUN_FILE).is_file():
         raise UserError("run directory", str(path), f"has no {RUN_FILE}", "give a run file")
-    place = path.resolve()  # it may have been moved since it was made
+    directory = path.resolve()  # it may have been moved since it was made
     return load_run(
-        path / RUN_FILE, [*overrides, f"output_dir='{place.parent}'", f"name={place.name}"], machine=machine
+        path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine
     )
 
 
@@ -180,12 +180,12 @@ def _config(run: RunSpec, nproc: int | None) -> str:
         return to_toml(run).rstrip()
     world_size = ranks * run.cluster.nodes
     check_layout(run, world_size)
-    cut = plan_batch(run, world_size)
-    note = (
-        f"# per update: {cut.micro_batch_size} sequences x {cut.dp_size} ranks "
-        f"x {cut.gradient_accumulation_steps} accumulated"
+    batch_plan = plan_batch(run, world_size)
+    comment = (
+        f"# per update: {batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks "
+        f"x {batch_plan.gradient_accumulation_steps} accumulated"
     )
-    return f"{note}\n{to_toml(run)}".rstrip()
+    return f"{comment}\n{to_toml(run)}".rstrip()
 
 
 def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
@@ -197,16 +197,16 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
         raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
-    waiting, deadline = False, time.monotonic() + patience_seconds
-    while isinstance(place := _resolve_host(host), OSError):
+    is_waiting, deadline = False, time.monotonic() + patience_seconds
+    while isinstance(ip_address := _resolve_host(host), OSError):
         if time.monotonic() > deadline:
             fix = "give a name that all nodes know, or an address"
-            raise LocalNodeError("--rendezvous", rendezvous, f"{host} is not known here: {place.strerror}", fix)
-        if not waiting:
-            print(f"phalanx: {host} is not known here, waiting for it: {place.strerror}", file=sys.stderr)
-        waiting = True
+            raise LocalNodeError("--rendezvous", rendezvous, f"{host} is not known here: {ip_address.strerror}", fix)
+        if not is_waiting:
+            print(f"phalanx: {host} is not known here, waiting for it: {ip_address.strerror}", file=sys.stderr)
+        is_waiting = True
         time.sleep(RETRY_SECONDS)
-    if place.is_unspecified:
+    if ip_address.is_unspecified:
         raise UserError("--rendezvous", rendezvous, "is any address", "give that of one of the nodes")
     return host, int(port)
 
@@ -221,12 +221,12 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
 def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     from phalanx.launch.preflight import preflight
 
-    known = run.cluster.nproc_per_node
+    nproc = run.cluster.nproc_per_node
     plan = None
     if run.auto_layout:
-        run, plan = choose_layout_for(run, known)
-    if known is not None:
-        preflight(run, known, resume)  # before torch is imported, which takes a second
+        run, plan = choose_layout_for(run, nproc)
+    if nproc is not None:
+        preflight(run, nproc, resume)  # before torch is imported, which takes a second
     from phalanx.launch.process import select_nproc
     from phalanx.launch.supervisor import supervise_training
 
@@ -236,7 +236,7 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
         return supervise_training(directory, run, ranks, partial(replan_layout, run, None), options)
 
 
-def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, host: str, port: int) -> int:
+def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int, host: str, port: int) -> int:
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.launch.process import select_nproc
@@ -244,21 +244,27 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], least: int, ho
     from phalanx.launch.supervisor import supervise_training
     from phalanx.runs.create import run_directory
 
-    ranks, most = select_nproc(run), run.cluster.nodes
+    ranks, max_nodes = select_nproc(run), run.cluster.nodes
     plan = None
     if run.auto_layout:
         run, plan = choose_layout_for(run, ranks)
     recovery = run.recovery
-    meeting = Rendezvous(
-        run.name, host, port, least, most, recovery.rendezvous_timeout_seconds, recovery.last_call_timeout_seconds
+    rendezvous = Rendezvous(
+        run.name,
+        host,
+        port,
+        min_nodes,
+        max_nodes,
+        recovery.rendezvous_timeout_seconds,
+        recovery.last_call_timeout_seconds,
     )
-    if meeting.is_host:  # the others find no place to meet before the run directory is there
-        directory, lock = _set_up(run, ranks * most, resume, plan)
+    if rendezvous.is_host:  # the others find no place to meet before the run directory is there
+        directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
     else:
-        check_layout(run, ranks * most)
+        check_layout(run, ranks * max_nodes)
         directory, lock = run_directory(run), None
     with lock or nullcontext():
-        return supervise_training(directory, run, ranks, partial(replan_layout, run, ranks), options, meeting)
+        return supervise_training(directory, run, ranks, partial(replan_layout, run, ranks), options, rendezvous)
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
@@ -288,8 +294,8 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     from phalanx.runs.create import run_directory
 
     per_node = nproc or ranks
-    found = read_run(run_directory(run)).run
-    cluster = (found or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
+    recorded_run = read_run(run_directory(run)).run
+    cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
     if None in (cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second):
         check_layout(run, ranks)
         return run.layout

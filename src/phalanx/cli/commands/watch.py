@@ -78,39 +78,39 @@ def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any
     from phalanx.report.facts import report_facts
     from phalanx.report.run_data import read_run
 
-    said = None
+    reported = None
     while True:
-        found = report_facts(read_run(directory))
-        yield found
-        run = found["run"]
-        if run["step"] >= run.get("steps", float("inf")) and not _in_last_round(found):
+        facts = report_facts(read_run(directory))
+        yield facts
+        run = facts["run"]
+        if run["step"] >= run.get("steps", float("inf")) and not _in_last_round(facts):
             return
-        broken = "; ".join(found["problems"]) if run["failed"] or run["under_way"] is False else None
-        if broken and not run["under_way"] and _has_ended(directory):
-            print(f"phalanx: {broken}", file=sys.stderr)
+        failure = "; ".join(facts["problems"]) if run["failed"] or run["under_way"] is False else None
+        if failure and not run["under_way"] and _has_ended(directory):
+            print(f"phalanx: {failure}", file=sys.stderr)
             raise typer.Exit(1)
-        if broken and broken != said:
-            print(f"phalanx: {broken}; waiting whether it goes on", file=sys.stderr)
-        said = broken
+        if failure and failure != reported:
+            print(f"phalanx: {failure}; waiting whether it goes on", file=sys.stderr)
+        reported = failure
         time.sleep(every_seconds)
 
 
 def _has_ended(directory: Path) -> bool:
     """Whether a run that has broken off is not started again: it says so itself, or nothing is heard of it."""
-    happened = read_events(directory)
-    if happened and happened[-1]["what"] == FINISHED:
+    events = read_events(directory)
+    if events and events[-1]["what"] == FINISHED:
         return True
-    heard = 0.0
+    last_modified = 0.0
     for file in (*directory.iterdir(), *directory.glob("failures/*")):
         with suppress(OSError):  # it may be gone by now
-            heard = max(heard, file.stat().st_mtime)
-    return time.time() - heard > RESTART_SECONDS
+            last_modified = max(last_modified, file.stat().st_mtime)
+    return time.time() - last_modified > RESTART_SECONDS
 
 
-def _in_last_round(found: dict[str, Any]) -> bool:
+def _in_last_round(facts: dict[str, Any]) -> bool:
     """Whether a swarm's node has done its steps and now tells and hears of them."""
-    swarm = found.get("swarm", {"rounds": None})
-    return bool(swarm["rounds"] and found["run"]["under_way"] and swarm["rounds"]["round"][-1] + 1 < swarm["planned"])
+    swarm = facts.get("swarm", {"rounds": None})
+    return bool(swarm["rounds"] and facts["run"]["under_way"] and swarm["rounds"]["round"][-1] + 1 < swarm["planned"])
 
 
 def _live(directory: Path, every_seconds: float) -> None:
@@ -119,21 +119,21 @@ def _live(directory: Path, every_seconds: float) -> None:
     from phalanx.cli.views.report import render_live
 
     with Live(auto_refresh=False) as screen:
-        for found in _poll_facts(directory, every_seconds):
-            screen.update(render_live(found), refresh=True)
+        for facts in _poll_facts(directory, every_seconds):
+            screen.update(render_live(facts), refresh=True)
 
 
 def _lines(directory: Path, every_seconds: float) -> None:
     from phalanx.cli.views.report import format_latest_step
     from phalanx.report.formatting import round_lines
 
-    shown = told = 0
-    for found in _poll_facts(directory, every_seconds):
-        steps = found["curves"]["step"]
-        for at in range(-sum(step > shown for step in steps), 0):
-            print(format_latest_step(found, at), flush=True)
-        shown = steps[-1] if steps else 0
-        said = round_lines(found)
-        for line in said[told:]:
+    last_step = num_printed = 0
+    for facts in _poll_facts(directory, every_seconds):
+        steps = facts["curves"]["step"]
+        for index in range(-sum(step > last_step for step in steps), 0):
+            print(format_latest_step(facts, index), flush=True)
+        last_step = steps[-1] if steps else 0
+        texts = round_lines(facts)
+        for line in texts[num_printed:]:
             print(line, flush=True)
-        told = len(said)
+        num_printed = len(texts)

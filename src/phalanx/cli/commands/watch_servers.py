@@ -86,9 +86,9 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
                 return 200, "application/json", json.dumps(_now(directory))
         return 404, "text/plain", "there is nothing of this name"
 
-    with make_http_server("--port", LOCAL_ADDRESS, port, answer) as found:
-        print(f"http://{LOCAL_ADDRESS}:{found.server_port}/  (Ctrl-C ends it)", flush=True)
-        found.serve_forever()
+    with make_http_server("--port", LOCAL_ADDRESS, port, answer) as server:
+        print(f"http://{LOCAL_ADDRESS}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
 
 
 def _now(directory: Path) -> Facts:
@@ -100,14 +100,14 @@ def serve_metrics(directory: Path, port: int) -> None:
 
     Raises UserError if the port is taken.
     """
-    watched, one_at_a_time = RunMetrics(directory), Lock()
+    metrics, lock = RunMetrics(directory), Lock()
 
     def answer(path: str, host: str) -> Answer:
         if path != "/metrics":
             return 404, "text/plain", "there is /metrics only"
-        with one_at_a_time:
-            return 200, METRICS_TYPE, watched.exposition_text(checkpoints(directory / CHECKPOINTS_DIR))
+        with lock:
+            return 200, METRICS_TYPE, metrics.exposition_text(checkpoints(directory / CHECKPOINTS_DIR))
 
-    with make_http_server("--prometheus", ANY_ADDRESS, port, answer) as found:
-        print(f"http://{ANY_ADDRESS}:{found.server_port}/metrics  (Ctrl-C ends it)", flush=True)
-        found.serve_forever()
+    with make_http_server("--prometheus", ANY_ADDRESS, port, answer) as server:
+        print(f"http://{ANY_ADDRESS}:{server.server_port}/metrics  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()

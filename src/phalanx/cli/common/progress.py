@@ -36,4 +36,6 @@ def search_progress(devices: int) -> Iterator[ProgressCallback]:
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(f"layouts of {devices:,} devices", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+        yield lambda description, completed, total: progress.update(
+            task, description=description, completed=completed, total=total
+        )

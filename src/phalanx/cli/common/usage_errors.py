@@ -29,29 +29,29 @@ def translate_usage_errors() -> Iterator[None]:
 def to_user_error(error: Any) -> UserError:
     """A usage error as one of ours: which option or argument, its value, what is wrong, what to do."""
     command = error.ctx.command_path if error.ctx else "phalanx"
-    see = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
+    hint = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
-        names = [name for each in error.ctx.command.params for name in each.opts if name.startswith("-")]
+        names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("-")]
         return _unknown("option", error.option_name, names)
     if hasattr(error, "option_name"):
-        return UserError(error.option_name, None, _problem(error.message, f"Option {error.option_name!r}"), see)
+        return UserError(error.option_name, None, _problem(error.message, f"Option {error.option_name!r}"), hint)
     if getattr(error, "param", None) is not None:
         name = _name(error.param)
         if type(error).__name__ == "MissingParameter":
             usage = error.ctx.get_usage().partition(" ")[2].strip()
             option = f" {name} {error.param.metavar or ''}".rstrip() if name.startswith("-") else ""
             return UserError(name, None, "is missing", f"write: {usage}{option}")
-        return UserError(name, _value(error), _problem(error.message), see)
-    asked, known = error.message.partition("'")[2].partition("'")[0], getattr(error.ctx.command, "commands", None)
-    if known and asked:
-        return _unknown("command", asked, list(known))
-    return UserError(command, None, _problem(error.message), see)
+        return UserError(name, _value(error), _problem(error.message), hint)
+    requested, known = error.message.partition("'")[2].partition("'")[0], getattr(error.ctx.command, "commands", None)
+    if known and requested:
+        return _unknown("command", requested, list(known))
+    return UserError(command, None, _problem(error.message), hint)
 
 
-def _unknown(kind: str, asked: str, known: list[str]) -> UserError:
+def _unknown(kind: str, requested: str, known: list[str]) -> UserError:
     from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
-    return UserError(kind, asked, "is not known", did_you_mean(asked, known))
+    return UserError(kind, requested, "is not known", did_you_mean(requested, known))
 
 
 def _name(parameter: Any) -> str:
@@ -68,6 +68,6 @@ def _value(error: Any) -> object:
 
 def _problem(message: str, subject: str = "") -> str:
     """A message without its subject and its capital, in the words that errors in run files have."""
-    said = message.removeprefix(subject).strip().rstrip(".").partition(", unable to parse")[0]
-    said = said[0].lower() + said[1:]
-    return said.replace("input should be", "must be").replace("a valid integer", "a whole number")
+    text = message.removeprefix(subject).strip().rstrip(".").partition(", unable to parse")[0]
+    text = text[0].lower() + text[1:]
+    return text.replace("input should be", "must be").replace("a valid integer", "a whole number")

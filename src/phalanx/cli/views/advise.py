@@ -26,10 +26,10 @@ WIDTH = 120
 def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     """The planner's best layout, then every rule that applies, beside it."""
     console = Console(width=max(Console().width, WIDTH))
-    here, best = advised.situation, advised.best
+    situation, best = advised.situation, advised.best
     name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "device"
     console.print(
-        f"{name}, {here.parameters / 1e9:.3g}B parameters, on {here.ranks:,} x {machine}: "
+        f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}: "
         f"{advised.agreeing} of {len(advised.advice)} rules that apply agree with the planner",
         style="bold",
         highlight=False,
@@ -37,10 +37,10 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     )
     console.print(f"the planner's best: {_option(best)}", highlight=False, soft_wrap=True)
     for kind, title in TITLES.items():
-        mine = [advice for advice in advised.advice if advice.rule.kind == kind]
-        if mine:
+        kind_advice = [advice for advice in advised.advice if advice.rule.kind == kind]
+        if kind_advice:
             console.print(f"\n{title}", style="bold")
-        for advice in mine:
+        for advice in kind_advice:
             _show(console, advice, best)
     console.print()
     for note in (
@@ -52,10 +52,10 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
 
 def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
     rule, verdict = advice.rule, advice.verdict
-    said = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
-    console.print(f"  {said:13}", style=STYLES[verdict], end="", highlight=False)
-    asks = f" [{rule.partial}]" if rule.partial else ""
-    console.print(f"{rule.name} -> {rule.says}{asks}", highlight=False, soft_wrap=True, markup=False)
+    label = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
+    console.print(f"  {label:13}", style=STYLES[verdict], end="", highlight=False)
+    partial_note = f" [{rule.partial}]" if rule.partial else ""
+    console.print(f"{rule.name} -> {rule.says}{partial_note}", highlight=False, soft_wrap=True, markup=False)
     lines = [f"because {advice.why_rule_applies} ({rule.source})"]
     if advice.option is not None and advice.option is not best:
         lines.append(f"with {_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
@@ -70,11 +70,11 @@ def _option(option: EvaluatedLayout) -> str:
 
 def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
     """What `phalanx advise --json` prints."""
-    here = advised.situation
+    situation = advised.situation
     return {
         "model": run.model.preset or run.model.from_hf,
-        "parameters": here.parameters,
-        "devices": here.ranks,
+        "parameters": situation.parameters,
+        "devices": situation.ranks,
         "best": _facts(advised.best),
         "advice": [
             {

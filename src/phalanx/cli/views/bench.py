@@ -14,37 +14,37 @@ from phalanx.spec.formatting import format_si
 Facts = dict[str, Any]
 
 
-def print_benchmarks(found: Facts) -> None:
+def print_benchmarks(results: Facts) -> None:
     """All that was measured. Every line that is not nccl-tests' begins with # among collectives."""
     console = Console(width=max(Console().width, 110), highlight=False)
-    several = f"{found['world_size']} ranks at once, each {found['device']}; the slowest counts"
-    ranks = several if found["world_size"] > 1 else f"1 rank, {found['device']}"
+    ranks_note = f"{results['world_size']} ranks at once, each {results['device']}; the slowest counts"
+    ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
     parts = {"matmul": _products, "attention": _attention, "bandwidth": _bandwidth}
-    print(f"# {found['run']} on {ranks}")
+    print(f"# {results['run']} on {ranks}")
     for part, view in parts.items():
-        if part in found:
+        if part in results:
             console.print()
-            console.print(view(found), soft_wrap=True)
-    if "collectives" in found:
-        print("\n" + collectives(found))
+            console.print(view(results), soft_wrap=True)
+    if "collectives" in results:
+        print("\n" + collectives(results))
 
 
-def _products(found: Facts) -> Table:
+def _products(results: Facts) -> Table:
     passes = [column for name in ("forward", "inputs", "weights") for column in (name, "FLOP/s")]
-    grid = _grid(f"product, {found['precision']}", "times", "m", "n", "k", *passes)
-    for row in found["matmul"]:
+    grid = _grid(f"product, {results['precision']}", "times", "m", "n", "k", *passes)
+    for row in results["matmul"]:
         batch = f"{row['batch']} x " if row["batch"] > 1 else ""
         sizes = f"{batch}{row['m']:,}", f"{row['n']:,}", f"{row['k']:,}"
-        timed = [row[f"{what}_seconds"] for what in ("forward", "inputs", "weights")]
-        shown = [cell for each in timed for cell in _timed(row["flops"], each)]
+        timed = [row[f"{pass_name}_seconds"] for pass_name in ("forward", "inputs", "weights")]
+        shown = [cell for seconds in timed for cell in _timed(row["flops"], seconds)]
         grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *shown)
     return grid
 
 
-def _attention(found: Facts) -> Table:
+def _attention(results: Facts) -> Table:
     passes = "forward", "FLOP/s", "backward", "FLOP/s"
-    grid = _grid(f"attention, {found['precision']}", "times", "heads", "tokens", *passes)
-    for row in found["attention"]:
+    grid = _grid(f"attention, {results['precision']}", "times", "heads", "tokens", *passes)
+    for row in results["attention"]:
         kind = "masked" if row["masked"] else "causal"
         kind = kind if row["causal"] else "of others' tokens"
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
@@ -54,10 +54,10 @@ def _attention(found: Facts) -> Table:
     return grid
 
 
-def _bandwidth(found: Facts) -> Table:
+def _bandwidth(results: Facts) -> Table:
     grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
-    for row in found["bandwidth"]:
-        speeds = row["bytes_per_second"], found["world_size"] * row["bytes_per_second"]
+    for row in results["bandwidth"]:
+        speeds = row["bytes_per_second"], results["world_size"] * row["bytes_per_second"]
         moved, time = f"{format_si(row['moved_bytes'])}B", f"{1e3 * row['seconds']:.3g} ms"
         grid.add_row(row["what"], moved, time, *(f"{format_si(speed)}B/s" for speed in speeds))
     return grid
@@ -75,19 +75,21 @@ def _timed(flops: float, seconds: float) -> tuple[str, str]:
     return f"{1e3 * seconds:.3g} ms", format_si(flops / seconds)
 
 
-def collectives(found: Facts) -> str:
+def collectives(results: Facts) -> str:
     """A table as of nccl-tests for each operation and group, what an update sends of it, and the fit."""
-    if not found["collectives"]:
+    if not results["collectives"]:
         return "# this run sends nothing"
-    return "\n".join(_way(way) for way in found["collectives"])
+    return "\n".join(_way(collective) for collective in results["collectives"])
 
 
-def _way(way: Facts) -> str:
-    ranks, groups = way["ranks"], way["groups"]
+def _way(collective: Facts) -> str:
+    ranks, groups = collective["ranks"], collective["groups"]
     where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
-    sent = ", ".join(f"{each['calls']} x {each['size_bytes']:,} B" for each in way["sizes"] if each["calls"])
-    lines = [f"# {way['operation']} among {way['among']}: {ranks} ranks ({where}); an update calls {sent}"]
-    return "\n".join([*lines, format_table(way["nccl_tests"]), *_fit(way["fit"], ranks), "#"])
+    sent = ", ".join(f"{size['calls']} x {size['size_bytes']:,} B" for size in collective["sizes"] if size["calls"])
+    lines = [
+        f"# {collective['operation']} among {collective['among']}: {ranks} ranks ({where}); an update calls {sent}"
+    ]
+    return "\n".join([*lines, format_table(collective["nccl_tests"]), *_fit(collective["fit"], ranks), "#"])
 
 
 def _fit(fit: Facts | None, ranks: int) -> list[str]:

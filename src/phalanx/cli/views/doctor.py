@@ -16,43 +16,43 @@ STYLES = {"FAIL": "bold red", "WARN": "yellow"}
 NAMES = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
-def print_findings(found: Sequence[DoctorFinding]) -> None:
+def print_findings(findings: Sequence[DoctorFinding]) -> None:
     """What is wrong and what to do, then what was not looked at and why, then what is well."""
     console = Console(highlight=False)
-    wrong = [each for each in by_severity(found) if each.severity in STYLES]
-    hosts = {each.host for each in found if each.host}
-    if wrong:
-        console.print(_table(wrong, len(hosts) > 1))
+    problems = [finding for finding in by_severity(findings) if finding.severity in STYLES]
+    hosts = {finding.host for finding in findings if finding.host}
+    if problems:
+        console.print(_table(problems, len(hosts) > 1))
         console.print()
-    for reason, ids in _reasons([each for each in found if each.severity == "SKIP"]).items():
+    for reason, ids in _reasons([finding for finding in findings if finding.severity == "SKIP"]).items():
         console.print(Text(f"not checked: {', '.join(ids)}: {reason}", "dim"), soft_wrap=True)
-    well = Counter(each.id.partition(".")[0] for each in found if each.severity == "OK")
-    if well:
-        listed = ", ".join(f"{count} of {room}" for room, count in well.items())
+    ok_counts = Counter(finding.id.partition(".")[0] for finding in findings if finding.severity == "OK")
+    if ok_counts:
+        listed = ", ".join(f"{count} of {room}" for room, count in ok_counts.items())
         console.print(Text(f"well: {listed}", "dim"), soft_wrap=True)
-    counts = ", ".join(f"{sum(each.severity == kind for each in found)} {name}" for kind, name in NAMES)
+    counts = ", ".join(f"{sum(finding.severity == kind for finding in findings)} {name}" for kind, name in NAMES)
     console.print(f"\n{', '.join(sorted(hosts)) or 'ranks'}: {counts}", style="bold", soft_wrap=True)
-    if len(hosts) > 1 and failing_hosts(found):
-        console.print(f"leave out: --exclude={','.join(failing_hosts(found))}", soft_wrap=True)
+    if len(hosts) > 1 and failing_hosts(findings):
+        console.print(f"leave out: --exclude={','.join(failing_hosts(findings))}", soft_wrap=True)
 
 
-def _table(wrong: Sequence[DoctorFinding], several: bool) -> Table:
+def _table(problems: Sequence[DoctorFinding], several: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("", "finding", *(["host"] if several else []), "device", "measured", "should be", "what to do"):
         table.add_column(name, overflow="fold", no_wrap=not name, ratio=2 if name == "what to do" else None)
-    for each in wrong:
-        measured = f"{each.measured} {each.unit}".strip()
-        what_to_do = Text(each.remedy) + Text(f"\n{each.command}", "dim")
-        host = [Text(each.host)] if several else []
-        cells = [Text(each.id), *host, Text(each.device), Text(measured), Text(each.threshold), what_to_do]
-        table.add_row(Text(each.severity, STYLES[each.severity]), *cells)
+    for finding in problems:
+        measured = f"{finding.measured} {finding.unit}".strip()
+        remedy = Text(finding.remedy) + Text(f"\n{finding.command}", "dim")
+        host = [Text(finding.host)] if several else []
+        cells = [Text(finding.id), *host, Text(finding.device), Text(measured), Text(finding.threshold), remedy]
+        table.add_row(Text(finding.severity, STYLES[finding.severity]), *cells)
     return table
 
 
 def _reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:
     """What was not looked at, by why."""
     reasons: dict[str, list[str]] = {}
-    for each in skipped:
-        mine = reasons.setdefault(str(each.measured), [])
-        mine += [each.id] if each.id not in mine else []
+    for finding in skipped:
+        ids = reasons.setdefault(str(finding.measured), [])
+        ids += [finding.id] if finding.id not in ids else []
     return reasons

@@ -25,73 +25,73 @@ NOTES = (
 )
 
 
-def print_oom_advice(run: RunSpec, found: Diagnosis) -> None:
+def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     """What the run holds, what each remedy frees alone, the steps until it fits, and which of them it needs."""
     console = Console(width=max(Console().width, WIDTH))
-    _head(console, run, found)
-    order = "" if found.now.fits else ": those that make it fit, then those that help but do not suffice"
+    _head(console, run, diagnosis)
+    order = "" if diagnosis.now.fits else ": those that make it fit, then those that help but do not suffice"
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
-    for effect in found.single_remedies:
+    for effect in diagnosis.single_remedies:
         if effect.held is not None:
-            _row(table, effect, found.now, " ".join(effect.settings), effect.remedy.costs)
+            _row(table, effect, diagnosis.now, " ".join(effect.settings), effect.remedy.costs)
     console.print(table)
-    for problem in dict.fromkeys(effect.problem for effect in found.single_remedies if effect.held is None):
-        names = ", ".join(effect.remedy.name for effect in found.single_remedies if effect.problem == problem)
+    for problem in dict.fromkeys(effect.problem for effect in diagnosis.single_remedies if effect.held is None):
+        names = ", ".join(effect.remedy.name for effect in diagnosis.single_remedies if effect.problem == problem)
         console.print(f"not {names}: {problem}", style="dim", highlight=False, soft_wrap=True)
-    if found.now.fits:
+    if diagnosis.now.fits:
         console.print("\nThe run fits already: nothing has to change.", style="green")
     else:
-        _steps(console, found)
-    _best(console, found)
+        _steps(console, diagnosis)
+    _best(console, diagnosis)
     console.print()
     for note in NOTES:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _head(console: Console, run: RunSpec, found: Diagnosis) -> None:
-    memory, cluster = found.now.memory, run.cluster
+def _head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
+    memory, cluster = diagnosis.now.memory, run.cluster
     name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
-    verdict = "fits" if found.now.fits else "does not fit"
+    verdict = "fits" if diagnosis.now.fits else "does not fit"
     console.print(
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.total)} of "
-        f"{found.limit_bytes / GIB:.1f} that it may: {verdict}",
-        style="bold green" if found.now.fits else "bold red",
+        f"{diagnosis.limit_bytes / GIB:.1f} that it may: {verdict}",
+        style="bold green" if diagnosis.now.fits else "bold red",
         highlight=False,
         soft_wrap=True,
     )
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
     console.print(
         ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
-        + f"; micro-batch {found.micro_batch}, step {format_optional(found.now.step_seconds)} s",
+        + f"; micro-batch {diagnosis.micro_batch}, step {format_optional(diagnosis.now.step_seconds)} s",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _steps(console: Console, found: Diagnosis) -> None:
+def _steps(console: Console, diagnosis: Diagnosis) -> None:
     console.print("\none after the other, until it fits", style="bold")
-    if found.steps:
-        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), found.now
-        for effect in found.steps:
+    if diagnosis.steps:
+        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), diagnosis.now
+        for effect in diagnosis.steps:
             before = _step(table, effect, before)
         console.print(table)
-    if not fits_after(found.steps):
+    if not fits_after(diagnosis.steps):
         console.print("No order of these changes makes it fit.", style="red")
         return
-    last = found.needed[-1]
-    if len(found.needed) < len(found.steps):
-        names = "; ".join(effect.remedy.name for effect in found.needed)
+    last_effect = diagnosis.needed[-1]
+    if len(diagnosis.needed) < len(diagnosis.steps):
+        names = "; ".join(effect.remedy.name for effect in diagnosis.needed)
         console.print(f"\nOf these enough: {names}", highlight=False, soft_wrap=True)
-    settings = " ".join(f"--set {setting}" for setting in last.settings)
+    settings = " ".join(f"--set {setting}" for setting in last_effect.settings)
     console.print(f"\nIt fits with  {settings}", style="green", highlight=False, soft_wrap=True)
-    if last.held:
-        then = f"{format_gib(last.held.memory.total)}, step {format_optional(last.held.step_seconds)} s"
+    if last_effect.held:
+        then = f"{format_gib(last_effect.held.memory.total)}, step {format_optional(last_effect.held.step_seconds)} s"
         console.print(then, highlight=False)
 
 
-def _best(console: Console, found: Diagnosis) -> None:
-    best = found.best
+def _best(console: Console, diagnosis: Diagnosis) -> None:
+    best = diagnosis.best
     if best is None:
         return
     console.print(
@@ -128,33 +128,33 @@ def _row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -
 
 
 def _table(*headers: str) -> Table:
-    left = ("change", "--set", "most in", "", "costs")
+    left_aligned = ("change", "--set", "most in", "", "costs")
     columns = [
-        Column(header, justify="left" if header in left else "right", no_wrap=header not in ("--set", "costs"))
+        Column(header, justify="left" if header in left_aligned else "right", no_wrap=header not in ("--set", "costs"))
         for header in headers
     ]
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
 
 
-def oom_to_json(run: RunSpec, found: Diagnosis) -> dict[str, Any]:
+def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:
     """What `phalanx advise oom --json` prints."""
     return {
         "model": run.model.preset or run.model.from_hf,
         "devices": run.cluster.ranks,
-        "limit_bytes": found.limit_bytes,
-        "micro_batch": found.micro_batch,
-        "now": _held(found.now),
-        "alone": [_effect(effect) for effect in found.single_remedies],
-        "steps": [_effect(effect) for effect in found.steps],
-        "needed": [_effect(effect) for effect in found.needed],
-        "fits": found.now.fits or fits_after(found.steps),
-        "planner": found.best and str(found.best.candidate),
+        "limit_bytes": diagnosis.limit_bytes,
+        "micro_batch": diagnosis.micro_batch,
+        "now": _held(diagnosis.now),
+        "alone": [_effect(effect) for effect in diagnosis.single_remedies],
+        "steps": [_effect(effect) for effect in diagnosis.steps],
+        "needed": [_effect(effect) for effect in diagnosis.needed],
+        "fits": diagnosis.now.fits or fits_after(diagnosis.steps),
+        "planner": diagnosis.best and str(diagnosis.best.candidate),
     }
 
 
-def _held(found: RunFootprint) -> dict[str, Any]:
-    memory = {**asdict(found.memory), "total": found.memory.total}
-    return {"memory": memory, "fits": found.fits, "step_seconds": found.step_seconds}
+def _held(footprint: RunFootprint) -> dict[str, Any]:
+    memory = {**asdict(footprint.memory), "total": footprint.memory.total}
+    return {"memory": memory, "fits": footprint.fits, "step_seconds": footprint.step_seconds}
 
 
 def _effect(effect: RemedyEffect) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
-        mark = "*" if option in front else " "
-        table.add_row(f"{number}{mark}", str(option.candidate), *_figures(option))
+        marker = "*" if option in front else " "
+        table.add_row(f"{number}{marker}", str(option.candidate), *_figures(option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
@@ -56,41 +56,41 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
 
 def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
     """That the fastest layout may not fit, and what to take instead."""
-    said, sure = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.fastest_safe
-    if sure is None:
-        return f"{said} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
-    number, slower = plan.options.index(sure) + 1, sure.step_seconds / first.step_seconds - 1
-    longer = "equally fast" if equally_fast(sure, first) else f"with steps {slower:.1%} longer"
-    return f"{said} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {sure.candidate}"
+    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.fastest_safe
+    if safe is None:
+        return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
+    number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
+    longer = "equally fast" if equally_fast(safe, first) else f"with steps {slower:.1%} longer"
+    return f"{warning} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
 
 
-def _training(run: RunSpec, whole: TrainingCost) -> list[str]:
+def _training(run: RunSpec, cost: TrainingCost) -> list[str]:
     """A whole training in words."""
-    days = f"{whole.days:,.1f} days" if whole.days >= 2 else f"{24 * whole.days:,.1f} hours"
-    kept = f"at a goodput of {whole.goodput:.1%}" if whole.goodput else "without failures"
-    lines = [f"{whole.tokens:.3g} tokens with layout 1: {days} {kept}"]
-    lines.append(f"a failure every {whole.mtbf_seconds / 3600:,.1f} hours")
-    if whole.interval_seconds and whole.young_interval_seconds and whole.daly_interval_seconds:
-        young, daly = whole.young_interval_seconds / 60, whole.daly_interval_seconds / 60
-        written = f"{whole.checkpoint_bytes / 1e9:,.0f} GB in {whole.write_seconds:,.1f} s"
-        lines[-1] += f"; a checkpoint ({written}) is best written every {whole.interval_seconds / 60:,.1f} minutes"
+    days = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{24 * cost.days:,.1f} hours"
+    goodput_text = f"at a goodput of {cost.goodput:.1%}" if cost.goodput else "without failures"
+    lines = [f"{cost.tokens:.3g} tokens with layout 1: {days} {goodput_text}"]
+    lines.append(f"a failure every {cost.mtbf_seconds / 3600:,.1f} hours")
+    if cost.interval_seconds and cost.young_interval_seconds and cost.daly_interval_seconds:
+        young, daly = cost.young_interval_seconds / 60, cost.daly_interval_seconds / 60
+        written = f"{cost.checkpoint_bytes / 1e9:,.0f} GB in {cost.write_seconds:,.1f} s"
+        lines[-1] += f"; a checkpoint ({written}) is best written every {cost.interval_seconds / 60:,.1f} minutes"
         lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
     else:
         lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
-    if whole.kwh:
+    if cost.kwh:
         lines.append(
-            f"{whole.kwh:,.0f} kWh" + (f", {whole.electricity:,.0f} for electricity" if whole.electricity else "")
+            f"{cost.kwh:,.0f} kWh" + (f", {cost.electricity:,.0f} for electricity" if cost.electricity else "")
         )
-    if whole.rent:
-        lines.append(f"{whole.rent:,.0f} for the devices")
+    if cost.rent:
+        lines.append(f"{cost.rent:,.0f} for the devices")
     return lines
 
 
-def print_explanation(run: RunSpec, world_size: int, plan: Plan, at: int) -> None:
+def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
     """Where a layout's time and memory go, why others lose, and what would help."""
-    console, option = _console(), plan.options[at]
+    console, option = _console(), plan.options[index]
     _head(console, run, world_size, plan)
-    console.print(f"{at + 1}. {option.candidate}", style="bold", highlight=False)
+    console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
     console.print(
         f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
         f"MFU {option.mfu:.1%}, HFU {option.hfu:.1%} (with what is computed again)",
@@ -110,16 +110,18 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, at: int) -> Non
     console.print()
     table = _table("memory, GiB", *option.stages, "")
     for part in ("state", "activations", "logits", "buffers"):
-        held = [stage[part] / GIB for stage in option.stages.values()]
-        table.add_row(part, *(f"{size:.2f}" for size in held), "█" * round(40 * max(held) * GIB / option.memory_bytes))
+        stage_gib = [stage[part] / GIB for stage in option.stages.values()]
+        table.add_row(
+            part, *(f"{size:.2f}" for size in stage_gib), "█" * round(40 * max(stage_gib) * GIB / option.memory_bytes)
+        )
     console.print(table)
     if option.host_bytes:
         console.print(f"in CPU memory {option.host_bytes / GIB:.2f} GiB of a rank", highlight=False)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
-    others = [other for other in plan.options[: at + 6] if other is not option]
-    if others:
+    other_options = [other for other in plan.options[: index + 6] if other is not option]
+    if other_options:
         console.print("\nwhy others lose", style="bold")
-        for other in others:
+        for other in other_options:
             console.print(
                 f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
             )
@@ -129,19 +131,22 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, at: int) -> Non
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
 
 
-def breakdown(run: RunSpec, world_size: int, plan: Plan, at: int) -> Breakdown:
+def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
     """The same as a picture."""
-    option = plan.options[at]
-    others = [place for place in range(len(plan.options)) if place != at][:OTHERS]
+    option = plan.options[index]
+    other_indices = [other_index for other_index in range(len(plan.options)) if other_index != index][:OTHERS]
     stages = {f"{name} stage": parts for name, parts in option.stages.items()}
     if option.candidate.pp == 1:
         stages = {"every rank": option.stages["last"]}
     return Breakdown(
-        f"{_where(run, world_size)}, layout {at + 1}",
+        f"{_where(run, world_size)}, layout {index + 1}",
         str(option.candidate),
         PART_DESCRIPTIONS,
         time_breakdown(option),
-        {place + 1: Bar(str(plan.options[place].candidate), time_breakdown(plan.options[place])) for place in others},
+        {
+            other_index + 1: Bar(str(plan.options[other_index].candidate), time_breakdown(plan.options[other_index]))
+            for other_index in other_indices
+        },
         [Bar(name, parts) for name, parts in stages.items()],
         option.memory_bytes,
         float(run.cluster.rank_memory_bytes or 0),
@@ -150,9 +155,12 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, at: int) -> Breakdown:
 
 def _simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """The pipeline as it would run, beside what the search took for it."""
-    candidate, said = option.candidate, option.parts["compute"] + option.parts["bubble"]
+    candidate, predicted_seconds = option.candidate, option.parts["compute"] + option.parts["bubble"]
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
-    line = f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, {said:.3f} s above"
+    line = (
+        f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, "
+        f"{predicted_seconds:.3f} s above"
+    )
     console.print(line, style="dim", highlight=False, soft_wrap=True)
     drawn = show_command(run, world_size, candidate)
     console.print(
@@ -171,29 +179,34 @@ def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayo
     )
     sign = 1 if slower is first else -1
     table = _table("", *names, f"{slow} - {fast}")
-    mine, its = (time_breakdown(option) | {"step": option.step_seconds} for option in (first, second))
+    first_times, second_times = (time_breakdown(option) | {"step": option.step_seconds} for option in (first, second))
     for part, meaning in (PART_DESCRIPTIONS | {"step": "step"}).items():
-        apart = sign * (mine[part] - its[part])
-        table.add_row(meaning, f"{mine[part]:.3f} s", f"{its[part]:.3f} s", f"{apart:+.3f} s")
-    held = first.memory_bytes / GIB, second.memory_bytes / GIB
-    table.add_row("memory", f"{held[0]:.1f} GiB", f"{held[1]:.1f} GiB", f"{sign * (held[0] - held[1]):+.1f} GiB")
+        difference = sign * (first_times[part] - second_times[part])
+        table.add_row(meaning, f"{first_times[part]:.3f} s", f"{second_times[part]:.3f} s", f"{difference:+.3f} s")
+    memory_gib = first.memory_bytes / GIB, second.memory_bytes / GIB
+    table.add_row(
+        "memory",
+        f"{memory_gib[0]:.1f} GiB",
+        f"{memory_gib[1]:.1f} GiB",
+        f"{sign * (memory_gib[0] - memory_gib[1]):+.1f} GiB",
+    )
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     console.print()
     for name, option in zip(names, (first, second), strict=True):
         if option.p_oom >= MAX_OOM_PROBABILITY:
             console.print(f"{name} is not likely to fit", style="yellow", highlight=False)
-    said = f"{slow} and {fast} are equally fast"
+    conclusion = f"{slow} and {fast} are equally fast"
     if not equally_fast(slower, faster):
         longer = slower.step_seconds / faster.step_seconds - 1
-        said = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
-    console.print(said, highlight=False, soft_wrap=True)
+        conclusion = f"{slow} takes {longer:.1%} longer than {fast}, {explain_slowdown(run, slower, faster)}"
+    console.print(conclusion, highlight=False, soft_wrap=True)
 
 
-def print_predictions(found: Sequence[Prediction | PredictionFailure]) -> None:
+def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> None:
     """A table of predicted rows."""
     table = _table("row", "step s", "80 %", "TFLOP/s", "MFU", "GiB", "P(OOM)", "assumed")
-    for row in found:
+    for row in predictions:
         if isinstance(row, PredictionFailure):
             table.add_row(row.id, "-", "", "", "", "", "", row.reason)
             continue
@@ -277,7 +290,8 @@ def _figures(option: EvaluatedLayout) -> list[str]:
 
 def _table(*headers: str) -> Table:
     columns = [
-        Column(header, justify="left" if at < 2 else "right", no_wrap=at != 1) for at, header in enumerate(headers)
+        Column(header, justify="left" if index < 2 else "right", no_wrap=index != 1)
+        for index, header in enumerate(headers)
     ]
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
 

@@ -33,15 +33,15 @@ MOST = 16
 """Ranks that are listed: of more, those that compute longest."""
 
 
-def print_report(whole: Facts, file: Path) -> None:
+def print_report(data: Facts, file: Path) -> None:
     """All of it: each run, then how several differ, then where the page is."""
     console = Console(width=max(Console().width, 80), highlight=False)
-    for facts in whole["runs"]:
+    for facts in data["runs"]:
         for part in _report(facts):
             console.print(part, soft_wrap=isinstance(part, Text))
             console.print()
-    if whole["comparison"]:
-        for part in _comparison(whole["comparison"]):
+    if data["comparison"]:
+        for part in _comparison(data["comparison"]):
             console.print(part, soft_wrap=isinstance(part, Text))
         console.print()
     console.print(f"page: {file}", soft_wrap=True, markup=False)
@@ -71,20 +71,22 @@ def _bar(share: float) -> Text:
     return Text.assemble(("━" * done, "green"), ("━" * (WIDE - done), "dim"))
 
 
-def format_latest_step(facts: Facts, at: int = -1) -> str:
+def format_latest_step(facts: Facts, index: int = -1) -> str:
     """A step in a line, by default the newest: its loss, speed and time, and the time that is left."""
     curves, run = facts["curves"], facts["run"]
     if not curves["step"]:
         return formatting.format_progress(run) if "swarm" in facts else "no step is done yet"
     steps = f"/{run['steps']}" if "steps" in run else ""
-    parts = [f"step {curves['step'][at]}{steps}"]
+    parts = [f"step {curves['step'][index]}{steps}"]
     parts += [
-        said.format(formatting.format_number(curves[what][at], unit))
-        for what, (said, unit) in SHORT.items()
-        if what in curves
+        template.format(formatting.format_number(curves[metric][index], unit))
+        for metric, (template, unit) in SHORT.items()
+        if metric in curves
     ]
-    left = formatting.seconds_left(facts)
-    return "  ".join(parts) + (f"  {format_seconds(left)} left" if left and at == -1 else "")
+    remaining_seconds = formatting.seconds_left(facts)
+    return "  ".join(parts) + (
+        f"  {format_seconds(remaining_seconds)} left" if remaining_seconds and index == -1 else ""
+    )
 
 
 def _report(facts: Facts) -> Iterator[RenderableType]:
@@ -112,7 +114,7 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
 
 def format_round_totals(facts: Facts) -> Text:
     """What a swarm's rounds come to, in a line."""
-    return Text("  ".join(" ".join(filter(None, said)) for said in formatting.round_totals(facts)), "bold")
+    return Text("  ".join(" ".join(filter(None, parts)) for parts in formatting.round_totals(facts)), "bold")
 
 
 def format_header(facts: Facts) -> Text:
@@ -134,11 +136,11 @@ def format_bottleneck(finding: Facts) -> Text:
 
 def _beside(rows: Sequence[Facts]) -> Table:
     table = _table("", "predicted", "measured", "ratio")
-    for title, own in formatting.group_rows(rows):
+    for title, section_rows in formatting.group_rows(rows):
         if table.rows:
             table.add_section()
         table.add_row(Text(title, "bold"))
-        for row in own:
+        for row in section_rows:
             values = [formatting.format_number(row[name], row["unit"]) for name in ("predicted", "measured")]
             off = "yellow" if formatting.is_off(row["ratio"]) else ""
             table.add_row(f"  {formatting.row_label(row)}", *values, Text(format_ratio(row["ratio"]), off))
@@ -170,8 +172,8 @@ def _comparison(comparison: Facts) -> Iterator[RenderableType]:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for at, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if at else "left")
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if index else "left")
     return table
 
 
@@ -181,7 +183,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     if not known:
         return ""
     count = min(width, len(known))
-    cuts = [len(known) * at // count for at in range(count + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    least, span = min(means), (max(means) - min(means)) or 1.0
-    return "".join(BARS[round((value - least) / span * (len(BARS) - 1))] for value in means)
+    boundaries = [len(known) * index // count for index in range(count + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(boundaries)]
+    minimum, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(BARS[round((value - minimum) / span * (len(BARS) - 1))] for value in means)

@@ -26,12 +26,12 @@ class AdamWStep:
     steps: int
     """That were done before."""
 
-    def step(self, item: ModelPiece, weights: Tensor, gradient: Tensor, moments: dict[str, Tensor]) -> None:
+    def step(self, piece: ModelPiece, weights: Tensor, gradient: Tensor, moments: dict[str, Tensor]) -> None:
         """Step a piece's weights and moments in place, by the optimizer that a trainer has of the whole: some rows of a
         matrix, or a stack's expert, decay as these do."""
         parameter = nn.Parameter(weights)
         parameter.grad = gradient
-        optimizers = build_optimizers(self.optimizer, {item.name: parameter})
+        optimizers = build_optimizers(self.optimizer, {piece.name: parameter})
         optimizers[0].state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
         set_learning_rate(optimizers, self.ratio)
         optimizers[0].step()

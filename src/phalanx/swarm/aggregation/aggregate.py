@@ -76,155 +76,163 @@ class ModelState:
         """Those that there are, by kind."""
         return {kind: file for kind, file in vars(self).items() if file is not None}
 
-    def carry_over(self, item: ModelPiece, old: ModelState) -> None:
+    def carry_over(self, piece: ModelPiece, old: ModelState) -> None:
         """Have of a piece what there was, but for what coding left out, which `publish` keeps."""
-        for kind in self.files.keys() - {"left"}:
-            self.files[kind].write(item, old.files[kind].read(item))
+        for kind in self.files.keys() - {"error_feedback"}:
+            self.files[kind].write(piece, old.files[kind].read(piece))
 
 
 def aggregate(
-    items: Sequence[ModelPiece], told: Sequence[NodeUpdate], rules: AggregationConfig, old: ModelState, new: ModelState
+    pieces: Sequence[ModelPiece],
+    updates: Sequence[NodeUpdate],
+    config: AggregationConfig,
+    old: ModelState,
+    new: ModelState,
 ) -> dict[str, str]:
     """Fill `new` with the state after a round, but for what nodes will have of it (`publish`). Returns, of each piece
     that somebody told, who did if it was only one whose word stands: nobody else changes it; and "" of the others."""
-    told, merging = sorted(told, key=lambda one: one.node), bool(rules.merge_alpha and told)
-    if rules.descent is not None and told:
-        return _apply_gradients(items, told, rules, rules.descent, old, new)
+    updates, is_merging = sorted(updates, key=lambda update: update.node), bool(config.merge_alpha and updates)
+    if config.descent is not None and updates:
+        return _apply_gradients(pieces, updates, config, config.descent, old, new)
 
-    def word(item: ModelPiece) -> str | None:
-        mine = [one for one in told if item.key in one.file.shapes]
-        merged = merging and item.expert is not None
-        if not mine:
-            new.carry_over(item, old)
-            return "" if merged else None
-        _average(item, mine, rules, old, new)
-        return mine[0].node if len(mine) == 1 and rules.outer.is_plain_mean and not merged else ""
+    def aggregate_piece(piece: ModelPiece) -> str | None:
+        piece_updates = [update for update in updates if piece.key in update.file.shapes]
+        is_merged = is_merging and piece.expert is not None
+        if not piece_updates:
+            new.carry_over(piece, old)
+            return "" if is_merged else None
+        _average(piece, piece_updates, config, old, new)
+        return piece_updates[0].node if len(piece_updates) == 1 and config.outer.is_plain_mean and not is_merged else ""
 
-    words = zip(items, _map_pieces(items, word), strict=True)
-    if merging:
-        _merge(items, rules, new.base)
-    return {item.key: of_whom for item, of_whom in words if of_whom is not None}
+    piece_senders = zip(pieces, _map_pieces(pieces, aggregate_piece), strict=True)
+    if is_merging:
+        _merge(pieces, config, new.base)
+    return {piece.key: sender for piece, sender in piece_senders if sender is not None}
 
 
-def _map_pieces(items: Sequence[ModelPiece], work: Callable[[ModelPiece], T]) -> list[T]:
+def _map_pieces(pieces: Sequence[ModelPiece], function: Callable[[ModelPiece], T]) -> list[T]:
     """What becomes of every piece, some at a time."""
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(work, items))
+        return list(pool.map(function, pieces))
 
 
 def _average(
-    item: ModelPiece, told: Sequence[NodeUpdate], rules: AggregationConfig, old: ModelState, new: ModelState
+    piece: ModelPiece, updates: Sequence[NodeUpdate], config: AggregationConfig, old: ModelState, new: ModelState
 ) -> None:
     """A piece that these told, after the outer optimizer's step."""
-    before, moving = old.base.read(item), old.velocity.read(item) if old.velocity else None
-    values = map(partial(_decode_value, item, before, rules.codec), told)
-    mean = robust_mean(values, [one.tokens for one in told], rules.robust)
-    after, velocity = rules.outer.step(before, mean, moving)
-    if new.velocity and velocity is not None:
-        new.velocity.write(item, velocity)
-    new.base.write(item, after)
+    old_weights, old_velocity = old.base.read(piece), old.velocity.read(piece) if old.velocity else None
+    values = map(partial(_decode_value, piece, old_weights, config.codec), updates)
+    mean = robust_mean(values, [update.tokens for update in updates], config.robust)
+    new_weights, new_velocity = config.outer.step(old_weights, mean, old_velocity)
+    if new.velocity and new_velocity is not None:
+        new.velocity.write(piece, new_velocity)
+    new.base.write(piece, new_weights)
 
 
 def _apply_gradients(
-    items: Sequence[ModelPiece],
-    told: Sequence[NodeUpdate],
-    rules: AggregationConfig,
-    descent: AdamWStep,
+    pieces: Sequence[ModelPiece],
+    updates: Sequence[NodeUpdate],
+    config: AggregationConfig,
+    adamw: AdamWStep,
     old: ModelState,
     new: ModelState,
 ) -> dict[str, str]:
     """The same of gradients, which all told of all pieces: of their mean, of at most the norm that the optimizer clips
     to, a step. It takes two passes, since the norm is that of all pieces."""
 
-    def mean(item: ModelPiece) -> Tensor:
-        gradients = (decode(one.file.raw(item.key), item.shape, rules.codec) for one in told)
-        found = robust_mean(gradients, [one.tokens for one in told], rules.robust)
-        new.base.write(item, found)  # until the second pass has its weights
-        return found.double().square().sum()
+    def average_piece(piece: ModelPiece) -> Tensor:
+        gradients = (decode(update.file.raw(piece.key), piece.shape, config.codec) for update in updates)
+        mean_gradient = robust_mean(gradients, [update.tokens for update in updates], config.robust)
+        new.base.write(piece, mean_gradient)  # until the second pass has its weights
+        return mean_gradient.double().square().sum()
 
-    ratio = clip_coefficient(torch.stack(_map_pieces(items, mean)).sum().sqrt(), descent.optimizer.max_grad_norm)
+    clip_ratio = clip_coefficient(
+        torch.stack(_map_pieces(pieces, average_piece)).sum().sqrt(), adamw.optimizer.max_grad_norm
+    )
 
-    def step(item: ModelPiece) -> None:
-        weights, moments = old.base.read(item), {kind: old.files[kind].read(item) for kind in MOMENTS}
-        descent.step(item, weights, ratio * new.base.read(item), moments)
+    def step_piece(piece: ModelPiece) -> None:
+        weights, moments = old.base.read(piece), {kind: old.files[kind].read(piece) for kind in MOMENTS}
+        adamw.step(piece, weights, clip_ratio * new.base.read(piece), moments)
         for kind, tensor in {"base": weights, **moments}.items():
-            new.files[kind].write(item, tensor)
+            new.files[kind].write(piece, tensor)
 
-    _map_pieces(items, step)
-    return dict.fromkeys((item.key for item in items), "")
+    _map_pieces(pieces, step_piece)
+    return dict.fromkeys((piece.key for piece in pieces), "")
 
 
-def _decode_value(item: ModelPiece, before: Tensor, codec: Codec, told: NodeUpdate) -> Tensor:
+def _decode_value(piece: ModelPiece, base_weights: Tensor, codec: Codec, update: NodeUpdate) -> Tensor:
     """What a node made of a piece."""
-    return decode_piece(item, told.file.raw(item.key), codec, lambda _: before)
+    return decode_piece(piece, update.file.raw(piece.key), codec, lambda _: base_weights)
 
 
 def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust) -> Tensor:
     """The mean by weight, which needs one value at a time; or, of three and more, without the largest and the smallest
     value of every number, and by no weight, so that one of them can be anything (Yin et al., arXiv 1803.01498,
     definition 2)."""
-    each = iter(values)
+    remaining = iter(values)
     if len(weights) == 1:
-        return next(each)
+        return next(remaining)
     if robust == "trimmed" and len(weights) > 2:
-        stacked = torch.stack(list(each)).double().sort(dim=0).values
+        stacked = torch.stack(list(remaining)).double().sort(dim=0).values
         return stacked[1:-1].mean(0).float()
-    total = weights[0] * next(each).double()
-    for value, weight in zip(each, weights[1:], strict=True):
+    total = weights[0] * next(remaining).double()
+    for value, weight in zip(remaining, weights[1:], strict=True):
         total.add_(value, alpha=weight)
     return (total / sum(weights)).float()
 
 
-def _merge(items: Sequence[ModelPiece], rules: AggregationConfig, base: TensorFile) -> None:
+def _merge(pieces: Sequence[ModelPiece], config: AggregationConfig, base: TensorFile) -> None:
     """A layer's experts drawn together, in place."""
     layers: dict[str, dict[str, list[ModelPiece]]] = defaultdict(lambda: defaultdict(list))
-    for item in items:
-        if item.expert is not None:
-            layer, _, kind = item.name.partition(STACKED)
-            layers[layer][kind].append(item)
+    for piece in pieces:
+        if piece.expert is not None:
+            layer, _, kind = piece.name.partition(STACKED)
+            layers[layer][kind].append(piece)
     for kinds in layers.values():
-        stacked = {kind: torch.stack([base.read(item) for item in of_kind]) for kind, of_kind in kinds.items()}
-        merge_experts(stacked, rules.merge_alpha, rules.merge_nearest)
-        for kind, of_kind in kinds.items():
-            for item, expert in zip(of_kind, stacked[kind], strict=True):
-                base.write(item, expert)
+        stacked = {
+            kind: torch.stack([base.read(piece) for piece in kind_pieces]) for kind, kind_pieces in kinds.items()
+        }
+        merge_experts(stacked, config.merge_alpha, config.merge_nearest)
+        for kind, kind_pieces in kinds.items():
+            for piece, expert in zip(kind_pieces, stacked[kind], strict=True):
+                base.write(piece, expert)
 
 
 def encode_broadcast(
-    items: Sequence[ModelPiece],
-    told: Sequence[NodeUpdate],
-    stands: dict[str, str],
+    pieces: Sequence[ModelPiece],
+    updates: Sequence[NodeUpdate],
+    piece_senders: dict[str, str],
     codec: Codec,
     old: ModelState,
     new: ModelState,
-    down: TensorFile,
+    broadcast: TensorFile,
 ) -> None:
-    """Write to `down` what nodes are told of each piece that changed, and have `new` be what they make of it, to the
-    bit. What only one node told, and stands, goes on as it came."""
-    by_node = {one.node: one.file for one in told}
+    """Write to `broadcast` what nodes are told of each piece that changed, and have `new` be what they make of it, to
+    the bit. What only one node told, and stands, goes on as it came."""
+    file_by_node = {update.node: update.file for update in updates}
 
-    def tell(item: ModelPiece) -> None:
-        owner = stands.get(item.key)
-        if old.error_feedback and new.error_feedback and owner != "":
-            new.error_feedback.write(item, old.error_feedback.read(item))
-        if owner is None:
+    def broadcast_piece(piece: ModelPiece) -> None:
+        sender = piece_senders.get(piece.key)
+        if old.error_feedback and new.error_feedback and sender != "":
+            new.error_feedback.write(piece, old.error_feedback.read(piece))
+        if sender is None:
             return
-        data = by_node[owner].raw(item.key) if owner else _coded(item, codec, old, new)
-        down.write_raw(item.key, data)
+        data = file_by_node[sender].raw(piece.key) if sender else _coded(piece, codec, old, new)
+        broadcast.write_raw(piece.key, data)
         if not sends_weights(codec):  # else it is there, bit for bit
-            new.base.write(item, decode_piece(item, data, codec, old.base.read))
+            new.base.write(piece, decode_piece(piece, data, codec, old.base.read))
 
-    _map_pieces(items, tell)
+    _map_pieces(pieces, broadcast_piece)
 
 
-def _coded(item: ModelPiece, codec: Codec, old: ModelState, new: ModelState) -> Buffer:
+def _coded(piece: ModelPiece, codec: Codec, old: ModelState, new: ModelState) -> Buffer:
     """What a piece became, coded; what that leaves out is told another time."""
-    after = new.base.read(item)
+    new_weights = new.base.read(piece)
     if sends_weights(codec):
-        return encode(after, codec)
+        return encode(new_weights, codec)
     assert old.error_feedback is not None
     assert new.error_feedback is not None
-    change = after - old.base.read(item) + old.error_feedback.read(item)
+    change = new_weights - old.base.read(piece) + old.error_feedback.read(piece)
     data = encode(change, codec)
-    new.error_feedback.write(item, change - decode(data, item.shape, codec))
+    new.error_feedback.write(piece, change - decode(data, piece.shape, codec))
     return data

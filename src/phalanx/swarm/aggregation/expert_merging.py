@@ -17,12 +17,12 @@ def merge_ratio(step: int, alpha: float, steps: int) -> float:
 def nearest_experts(gate_EFD: Tensor, nearest: int) -> Tensor:
     """The experts that are most like each, [E, K], by the cosine of their input projections; itself is none of them.
     There are at most E - 1."""
-    flat = gate_EFD.flatten(1).float()
-    products = flat @ flat.T
-    length = products.diagonal().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    likeness = products / (length[:, None] * length[None, :])
-    likeness.fill_diagonal_(-torch.inf)
-    return likeness.topk(min(nearest, len(flat) - 1), dim=1).indices
+    flat_gates = gate_EFD.flatten(1).float()
+    dot_products = flat_gates @ flat_gates.T
+    norms = dot_products.diagonal().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+    similarity = dot_products / (norms[:, None] * norms[None, :])
+    similarity.fill_diagonal_(-torch.inf)
+    return similarity.topk(min(nearest, len(flat_gates) - 1), dim=1).indices
 
 
 @torch.no_grad()
@@ -32,7 +32,11 @@ def merge_experts(experts: Mapping[str, Tensor], alpha: float, nearest: int) -> 
     """
     if alpha == 0 or len(experts["gate"]) < 2:
         return
-    near = nearest_experts(experts["gate"], nearest)
-    mixing = torch.zeros(len(near), len(near)).scatter_(1, near, alpha / near.shape[1]).fill_diagonal_(1 - alpha)
+    neighbors = nearest_experts(experts["gate"], nearest)
+    mixing = (
+        torch.zeros(len(neighbors), len(neighbors))
+        .scatter_(1, neighbors, alpha / neighbors.shape[1])
+        .fill_diagonal_(1 - alpha)
+    )
     for stacked in experts.values():
         stacked.copy_((mixing.to(stacked.dtype) @ stacked.flatten(1)).view_as(stacked))

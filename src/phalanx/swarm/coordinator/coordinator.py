@@ -35,21 +35,21 @@ SAID = 200
 """Characters of why something was refused that are kept: some are the sender's."""
 
 
-def aggregation_config(run: RunSpec, number: int, learned: int = 0) -> AggregationConfig:
-    """How a round is put together; experts are merged at its end, if that is its turn. Of the rounds before it so many
-    were `learned` in: AdamW counts no others."""
+def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0) -> AggregationConfig:
+    """How a round is put together; experts are merged at its end, if that is its turn. `learned_rounds` is the
+    number of earlier rounds that updated the weights: AdamW counts no others."""
     swarm = run.swarm
     assert swarm is not None
-    step, outer = (number + 1) * swarm.steps_per_round, swarm.outer_optimizer
-    turn = swarm.merge.every and (number // swarm.fragments + 1) * swarm.every % swarm.merge.every == 0
-    ratio = learning_rate_factor(run.optimizer, number, run.training.steps)
+    step, outer = (round_number + 1) * swarm.steps_per_round, swarm.outer_optimizer
+    merges_experts = swarm.merge.every and (round_number // swarm.fragments + 1) * swarm.every % swarm.merge.every == 0
+    lr_ratio = learning_rate_factor(run.optimizer, round_number, run.training.steps)
     return AggregationConfig(
         codec=swarm.effective_codec,
         outer=OuterSGD(outer.learning_rate, outer.momentum),
         robust=swarm.robust,
-        merge_alpha=merge_ratio(step, swarm.merge.alpha, swarm.merge.steps) if turn else 0.0,
+        merge_alpha=merge_ratio(step, swarm.merge.alpha, swarm.merge.steps) if merges_experts else 0.0,
         merge_nearest=swarm.merge.nearest,
-        descent=AdamWStep(run.optimizer, ratio, learned) if swarm.sends_gradients else None,
+        descent=AdamWStep(run.optimizer, lr_ratio, learned_rounds) if swarm.sends_gradients else None,
     )
 
 
@@ -105,15 +105,15 @@ class Coordinator:
         if not self.store.base.exists():
             self.store.initialize(weights, aggregation_config(run, 0))
         if self.ledger.committed:
-            last = self.ledger.committed - 1
-            self.store.apply_round(last, round_pieces(run, last), aggregation_config(run, last))
+            last_round = self.ledger.committed - 1
+            self.store.apply_round(last_round, round_pieces(run, last_round), aggregation_config(run, last_round))
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
-    def join(self, node: str, capacity: float, text: str, begin: bool = True) -> None:
+    def join(self, node: str, capacity: float, data_fingerprint: str, begin: bool = True) -> None:
         """Take a node in, from the next round on; it may have been here before. `capacity` is how many experts of each
-        layer it can train, `text` a checksum of what it reads. If it is not to `begin` yet, it only hears whether it
-        may, and nobody counts on it.
+        layer it can train, `data_fingerprint` a checksum of what it reads. If it is not to `begin` yet, it only hears
+        whether it may, and nobody counts on it.
 
         Raises Refused for other text than the others', or no capacity.
         """
@@ -121,19 +121,21 @@ class Coordinator:
             if not (isfinite(capacity) and capacity >= 1):
                 raise UpdateRejected("capacity: it is for less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
-            if self.ledger.text not in (None, text) or len(text) > SAID:
+            if self.ledger.text not in (None, data_fingerprint) or len(data_fingerprint) > SAID:
                 raise UpdateRejected("text: it is not what the other nodes read")
             if not begin:
                 self.leave(node, "begins anew")
             else:
                 self.last_heard[node] = self.clock()
-                self._record({"what": "joined", "node": node, "capacity": capacity, "text": text, "at": self.clock()})
+                self._record(
+                    {"what": "joined", "node": node, "capacity": capacity, "text": data_fingerprint, "at": self.clock()}
+                )
 
-    def leave(self, node: str, why: str) -> None:
+    def leave(self, node: str, reason: str) -> None:
         """A node goes."""
         with self.changed:
             if node in self.ledger.members:
-                self._record({"what": "left", "node": node, "why": why, "at": self.clock()})
+                self._record({"what": "left", "node": node, "why": reason, "at": self.clock()})
 
     def heartbeat(self, node: str) -> NodeTask:
         """A node is there; what it is to do."""
@@ -146,33 +148,33 @@ class Coordinator:
         deadline = time.monotonic() + seconds
         with self.changed:
             while not (task := self._task(node)).reached(round, committed):
-                if (left := deadline - time.monotonic()) <= 0 or self.ended:
+                if (remaining_seconds := deadline - time.monotonic()) <= 0 or self.ended:
                     break
                 self.last_heard[node] = self.clock()
-                self.changed.wait(left)
+                self.changed.wait(remaining_seconds)
             return task
 
     def _task(self, node: str) -> NodeTask:
-        ledger, open_ = self.ledger, self.ledger.round
-        if open_ is None or node not in open_.data_assignments:
-            following = ledger.committed + (open_ is not None)
-            return NodeTask(following, ledger.committed, ledger.done, node in ledger.members)
-        closes_at = ledger.closes_at()
+        ledger, open_round = self.ledger, self.ledger.round
+        if open_round is None or node not in open_round.data_assignments:
+            next_round = ledger.committed + (open_round is not None)
+            return NodeTask(next_round, ledger.committed, ledger.done, node in ledger.members)
+        close_time = ledger.closes_at()
         return NodeTask(
-            open_.number,
+            open_round.number,
             ledger.committed,
             False,
             node in ledger.members,
-            *open_.data_assignments[node],
+            *open_round.data_assignments[node],
             ledger.owned(node),
-            node in open_.updates,
-            None if closes_at is None else closes_at - self.clock(),
+            node in open_round.updates,
+            None if close_time is None else close_time - self.clock(),
         )
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def receiving_update(self, node: str, number: int, mark: str) -> Iterator[tuple[Path, int]]:
+    def receiving_update(self, node: str, round_number: int, upload_id: str) -> Iterator[tuple[Path, int]]:
         """Around the bytes of a node's update, which it marks: where they go, and how many there may be.
 
         Raises Refused where the node has nothing to tell, or is telling it already.
@@ -181,68 +183,82 @@ class Coordinator:
             raise UpdateRejected(f"{BUSY}: another update of this node is coming")
         try:
             with self.changed:
-                self._check_accepting(node, number)
-                limit = size_limit(self.ledger.expected_pieces(node), self.swarm.effective_codec)
-                self.store.forget_coming(number, node, mark)
-            yield self.store.partial_update_path(number, node, mark), limit
+                self._check_accepting(node, round_number)
+                max_bytes = size_limit(self.ledger.expected_pieces(node), self.swarm.effective_codec)
+                self.store.forget_coming(round_number, node, upload_id)
+            yield self.store.partial_update_path(round_number, node, upload_id), max_bytes
         finally:
             self._telling[node].release()
 
-    def accept_update(self, node: str, number: int, mark: str, tokens: int, steps: int) -> None:
+    def accept_update(self, node: str, round_number: int, upload_id: str, tokens: int, steps: int) -> None:
         """Check what came, whole and undamaged, and count it.
 
         Raises Refused for what does not count.
         """
-        path, part = self.store.update(number, node), self.store.partial_update_path(number, node, mark)
+        path, partial_path = (
+            self.store.update(round_number, node),
+            self.store.partial_update_path(round_number, node, upload_id),
+        )
         try:
             with self.changed:
-                self._check_accepting(node, number)
-                items, norms = self.ledger.expected_pieces(node), self.norms[-NORMS_KEPT:]
-                _, text = self.ledger.round.data_assignments[node] if self.ledger.round else (0, 0)
-            least = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
-            if not (0 < steps <= text and least <= tokens <= steps * self.run.training.tokens_per_step):
-                raise UpdateRejected(f"malformed: {steps} steps of {text}, and tokens that are not of so many")
-            kept = self._keeping.submit(sync, part)
+                self._check_accepting(node, round_number)
+                pieces, norms = self.ledger.expected_pieces(node), self.norms[-NORMS_KEPT:]
+                _, assigned_steps = self.ledger.round.data_assignments[node] if self.ledger.round else (0, 0)
+            min_tokens = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
+            if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * self.run.training.tokens_per_step):
+                raise UpdateRejected(
+                    f"malformed: {steps} steps of {assigned_steps}, and tokens that are not of so many"
+                )
+            sync_future = self._keeping.submit(sync, partial_path)
             with self._checking, TensorFile(self.store.base) as base:
-                since = update_base(self.swarm, base.read)
-                norm = check_update(part, items, self.swarm.effective_codec, since, norms, self.swarm.outlier)
-            kept.result()
+                base_weights = update_base(self.swarm, base.read)
+                norm = check_update(
+                    partial_path, pieces, self.swarm.effective_codec, base_weights, norms, self.swarm.outlier
+                )
+            sync_future.result()
             with self.changed:
-                self._check_accepting(node, number)
-                size = part.stat().st_size
-                part.rename(path)
+                self._check_accepting(node, round_number)
+                size_bytes = partial_path.stat().st_size
+                partial_path.rename(path)
                 sync(path.parent)
                 self._record(
                     {
                         "what": "accepted",
-                        "round": number,
+                        "round": round_number,
                         "node": node,
                         "tokens": tokens,
                         "steps": steps,
-                        "bytes": size,
+                        "bytes": size_bytes,
                         "norm": norm,
                         "at": self.clock(),
                     }
                 )
                 self.norms += [norm] if tokens else []
         except UpdateRejected:
-            part.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             raise
 
-    def record_refusal(self, node: str, number: int, why: str) -> None:
+    def record_refusal(self, node: str, round_number: int, reason: str) -> None:
         """Note that something of a node does not count."""
-        kind = why.partition(":")[0]
+        kind = reason.partition(":")[0]
         with self.changed:
             self._record(
-                {"what": "refused", "round": number, "node": node, "why": kind, "said": why[:SAID], "at": self.clock()}
+                {
+                    "what": "refused",
+                    "round": round_number,
+                    "node": node,
+                    "why": kind,
+                    "said": reason[:SAID],
+                    "at": self.clock(),
+                }
             )
 
-    def _check_accepting(self, node: str, number: int) -> None:
-        objection = self.ledger.rejection_reason(node, number)
-        if objection is None and self.closing:
-            objection = LATE
-        if objection is not None:
-            raise UpdateRejected(f"{objection}: round {number}")
+    def _check_accepting(self, node: str, round_number: int) -> None:
+        rejection = self.ledger.rejection_reason(node, round_number)
+        if rejection is None and self.closing:
+            rejection = LATE
+        if rejection is not None:
+            raise UpdateRejected(f"{rejection}: round {round_number}")
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +266,9 @@ class Coordinator:
         """Let go of nodes that nobody hears of, close the round if it is time, open the next."""
         now = self.clock()
         with self.changed:
-            for node in [node for node, at in self.last_heard.items() if now - at > self.swarm.round.lease_seconds]:
+            for node in [
+                node for node, last_seen in self.last_heard.items() if now - last_seen > self.swarm.round.lease_seconds
+            ]:
                 del self.last_heard[node]
                 if node in self.ledger.members:
                     self._record({"what": "left", "node": node, "why": "not heard of", "at": now})
@@ -258,35 +276,35 @@ class Coordinator:
         if self.closing:
             self._close()
         with self.changed:
-            opening = self.ledger.next_round_event(self.clock())
-            if opening is not None:
-                self._record(opening)
+            open_event = self.ledger.next_round_event(self.clock())
+            if open_event is not None:
+                self._record(open_event)
                 self.changed.notify_all()
 
     def _close(self) -> None:
-        open_ = self.ledger.round
-        assert open_ is not None
-        for telling in find_outliers([*open_.updates.values()], self.swarm.outlier):
-            said = f"outlying: a change of {telling.norm:.3g}"
+        open_round = self.ledger.round
+        assert open_round is not None
+        for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
+            detail = f"outlying: a change of {update.norm:.3g}"
             with self.changed:
                 self._record(
                     {
                         "what": "dropped",
-                        "round": open_.number,
-                        "node": telling.node,
+                        "round": open_round.number,
+                        "node": update.node,
                         "why": "outlying",
-                        "said": said,
+                        "said": detail,
                         "at": self.clock(),
                     }
                 )
-        number, items = open_.number, round_pieces(self.run, open_.number)
-        rules = aggregation_config(self.run, number, self.ledger.learned)
-        told = [(telling.node, telling.tokens) for telling in open_.updates.values() if telling.tokens]
-        self.store.aggregate_round(number, items, told, rules)
+        round_number, pieces = open_round.number, round_pieces(self.run, open_round.number)
+        config = aggregation_config(self.run, round_number, self.ledger.learned)
+        node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
+        self.store.aggregate_round(round_number, pieces, node_tokens, config)
         with self.changed:
-            nodes = sorted(node for node, _ in told)
-            self._record({"what": "committed", "round": number, "nodes": nodes, "at": self.clock()})
-            self.store.apply_round(number, items, rules)
+            nodes = sorted(node for node, _ in node_tokens)
+            self._record({"what": "committed", "round": round_number, "nodes": nodes, "at": self.clock()})
+            self.store.apply_round(round_number, pieces, config)
             self.closing = False
             self.changed.notify_all()
 
@@ -295,10 +313,10 @@ class Coordinator:
         self.journal.append(event)
         self.ledger.record(event)
 
-    def was_included(self, node: str, number: int) -> bool:
+    def was_included(self, node: str, round_number: int) -> bool:
         """Whether a node's word is in what a round came to; only of the last one is that known."""
         with self.changed:
-            return number == self.ledger.committed - 1 and node in self.ledger.last_told
+            return round_number == self.ledger.committed - 1 and node in self.ledger.last_told
 
     def shutdown(self) -> None:
         """Let go of all that wait."""

@@ -109,16 +109,16 @@ class Ledger:
     def _open(self, event: Event) -> None:
         owners = event["owners"]
         self.owners = None if owners is None else tuple(map(tuple, owners))
-        text = {node: (first, steps) for node, (first, steps) in event["text"].items()}
-        self.round = OpenRound(event["round"], event["at"], self.owners, text)
-        self.steps_assigned += sum(steps for _, steps in text.values())
-        self.before = frozenset(text)
+        assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
+        self.round = OpenRound(event["round"], event["at"], self.owners, assignments)
+        self.steps_assigned += sum(steps for _, steps in assignments.values())
+        self.before = frozenset(assignments)
 
     def _commit(self) -> None:
         assert self.round is not None
-        offsets = [telling.at - self.round.opened_at for telling in self.round.updates.values()]
+        offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
         self.arrivals = [*self.arrivals, offsets][-REMEMBERED:]
-        self.learned += any(telling.tokens for telling in self.round.updates.values())
+        self.learned += any(update.tokens for update in self.round.updates.values())
         self.last_told = frozenset(self.round.updates)
         self.committed, self.round = self.round.number + 1, None
 
@@ -138,19 +138,25 @@ class Ledger:
         """The next round with those that are there; None while one is open, or it must wait."""
         if self.round is not None or self.done or self.waiting_for:
             return None
-        text, first = {}, self.steps_assigned
+        assignments, first_step = {}, self.steps_assigned
         for node in self.members:  # who learns on while its word is under way is always so far ahead
             steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.before else 0)
-            text[node] = first, steps
-            first += steps
-        return {"what": "opened", "round": self.committed, "owners": self._next_owners(), "text": text, "at": now}
+            assignments[node] = first_step, steps
+            first_step += steps
+        return {
+            "what": "opened",
+            "round": self.committed,
+            "owners": self._next_owners(),
+            "text": assignments,
+            "at": now,
+        }
 
     @property
     def waiting_for(self) -> str:
         """What the next round waits for; "" if for nothing."""
-        wanted = self.swarm.nodes if self.committed == 0 else 1
-        if len(self.members) < wanted:
-            return plural(wanted - len(self.members), "more node", one="one")
+        min_nodes = self.swarm.nodes if self.committed == 0 else 1
+        if len(self.members) < min_nodes:
+            return plural(min_nodes - len(self.members), "more node", one="one")
         missing = self._experts - sum(self.members.values())
         return f"memory for {missing:g} more experts of each layer" if missing > 0 else ""
 
@@ -165,8 +171,12 @@ class Ledger:
         if not self._experts:
             return None
         owners, nodes = self.owners, list(self.members)
-        turn = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
-        if owners is not None and turn and {node for of in owners for node in of} <= set(nodes):
+        rotates = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
+        if (
+            owners is not None
+            and rotates
+            and {node for expert_owners in owners for node in expert_owners} <= set(nodes)
+        ):
             owners = rotate_owners(owners, nodes)
         copies = min(swarm.replication, int(sum(self.members.values()) // self._experts))
         return assign_experts(self._experts, self.members, copies, owners)
@@ -180,11 +190,11 @@ class Ledger:
         """The experts that a node trains in the open round."""
         return () if self.round is None or self.round.owners is None else experts_of(self.round.owners, node)
 
-    def rejection_reason(self, node: str, number: int) -> str | None:
+    def rejection_reason(self, node: str, round_number: int) -> str | None:
         """Why a node may tell nothing of a round; None if it may."""
-        if number < self.committed:  # who did not hear that it counted may ask once more
-            return ALREADY if number == self.committed - 1 and node in self.last_told else LATE
-        if self.round is None or number > self.round.number:
+        if round_number < self.committed:  # who did not hear that it counted may ask once more
+            return ALREADY if round_number == self.committed - 1 and node in self.last_told else LATE
+        if self.round is None or round_number > self.round.number:
             return EARLY
         if node not in self.round.data_assignments:
             return STRANGER
@@ -194,35 +204,37 @@ class Ledger:
         """When the open round need not wait for the missing any longer; None if nothing tells that yet."""
         if self.round is None:
             return None
-        here = [telling.at - self.round.opened_at for telling in self.round.updates.values()]
-        known = [*here, *(offset for offsets in self.arrivals for offset in offsets)]
+        round_offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
+        known_offsets = [*round_offsets, *(offset for offsets in self.arrivals for offset in offsets)]
         if not self._awaited - self.round.updates.keys():  # whoever is there told, or was refused
-            return self.round.opened_at + deadline_offset(known or [0.0], self.swarm.round)
-        if not known or (not self.arrivals and len(here) < self._quorum(len(self.round.data_assignments))):
+            return self.round.opened_at + deadline_offset(known_offsets or [0.0], self.swarm.round)
+        if not known_offsets or (
+            not self.arrivals and len(round_offsets) < self._quorum(len(self.round.data_assignments))
+        ):
             return None
-        return self.round.opened_at + deadline_offset(known, self.swarm.round)
+        return self.round.opened_at + deadline_offset(known_offsets, self.swarm.round)
 
     def should_close(self, now: float) -> bool:
         """Whether the open round is to be closed: all that are still there told, or a quorum did and time is up."""
         if self.round is None:
             return False
-        there = [node for node in self.round.data_assignments if node in self.members]
-        told = self.round.updates
-        if all(node in told for node in there):  # also if none of its nodes is left
+        active_nodes = [node for node in self.round.data_assignments if node in self.members]
+        updates = self.round.updates
+        if all(node in updates for node in active_nodes):  # also if none of its nodes is left
             return True
-        closes_at = self.closes_at()
-        enough = self._quorum(len(self._awaited)) if self._awaited else 0
-        return len(told) >= enough and closes_at is not None and now >= closes_at
+        close_time = self.closes_at()
+        quorum = self._quorum(len(self._awaited)) if self._awaited else 0
+        return len(updates) >= quorum and close_time is not None and now >= close_time
 
     @property
     def _awaited(self) -> set[str]:
         """Nodes of the open round that are there and told, or are still to tell: who was refused need not again."""
         assert self.round is not None
-        told, refused = self.round.updates, self.round.refused
+        updates, refused = self.round.updates, self.round.refused
         return {
             node
             for node in self.round.data_assignments
-            if node in self.members and (node in told or node not in refused)
+            if node in self.members and (node in updates or node not in refused)
         }
 
     def _quorum(self, nodes: int) -> int:
@@ -233,9 +245,9 @@ def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
     """Seconds after a round's opening from which the missing are not waited for: the median of when updates came, and
     so many times their median deviation from it later (one node that was late does not make others wait), or the grace,
     or a quarter of it, whichever is most."""
-    middle = median(offsets)
-    deviation = median(abs(offset - middle) for offset in offsets)
-    return middle + max(spec.timeout_multiplier * deviation, spec.grace_seconds, middle / 4)
+    median_offset = median(offsets)
+    deviation = median(abs(offset - median_offset) for offset in offsets)
+    return median_offset + max(spec.timeout_multiplier * deviation, spec.grace_seconds, median_offset / 4)
 
 
 def replay(run: RunSpec, events: list[Event]) -> Ledger:
@@ -246,9 +258,9 @@ def replay(run: RunSpec, events: list[Event]) -> Ledger:
     return ledger
 
 
-def summary(ledger: Ledger, seen: Mapping[str, float], now: float) -> dict[str, Any]:
+def summary(ledger: Ledger, last_seen: Mapping[str, float], now: float) -> dict[str, Any]:
     """What `phalanx swarm status` tells."""
-    told = ledger.round.updates if ledger.round else {}
+    updates = ledger.round.updates if ledger.round else {}
     return {
         "method": ledger.swarm.method,
         "codec": ledger.swarm.effective_codec,
@@ -256,14 +268,16 @@ def summary(ledger: Ledger, seen: Mapping[str, float], now: float) -> dict[str, 
         "round": ledger.committed,
         "rounds": ledger.rounds,
         "open_seconds": now - ledger.round.opened_at if ledger.round else None,
-        "closes_in_seconds": closes - now if (closes := ledger.closes_at()) is not None else None,
+        "closes_in_seconds": close_time - now if (close_time := ledger.closes_at()) is not None else None,
         "nodes": [
             {
                 "node": node,
                 "experts": list(ledger.owned(node)),
-                "told": node in told,
-                "heard_seconds_ago": now - seen[node] if node in seen else None,
-                "refused": {why: count for (who, why), count in ledger.refused.items() if who == node},
+                "told": node in updates,
+                "heard_seconds_ago": now - last_seen[node] if node in last_seen else None,
+                "refused": {
+                    reason: count for (rejected_node, reason), count in ledger.refused.items() if rejected_node == node
+                },
             }
             for node in ledger.members
         ],

@@ -46,126 +46,134 @@ class SwarmStore:
         """The weights that every node has."""
         return self.directory / "model" / SHARED_WEIGHTS_FILE
 
-    def round(self, number: int) -> Path:
+    def round(self, round_number: int) -> Path:
         """The folder of a round."""
-        return self.directory / "rounds" / f"{number:06d}"
+        return self.directory / "rounds" / f"{round_number:06d}"
 
-    def update(self, number: int, node: str) -> Path:
+    def update(self, round_number: int, node: str) -> Path:
         """What a node told."""
-        return self.round(number) / f"{node}.update"
+        return self.round(round_number) / f"{node}.update"
 
-    def partial_update_path(self, number: int, node: str, mark: str) -> Path:
-        """The same while it comes, by its mark: an update that a node began to send before is another."""
-        return self.round(number) / f"{node}.{hashlib.sha256(mark.encode()).hexdigest()[:16]}.part"
+    def partial_update_path(self, round_number: int, node: str, upload_id: str) -> Path:
+        """The same while it comes, by its upload id: an update that a node began to send before is another."""
+        return self.round(round_number) / f"{node}.{hashlib.sha256(upload_id.encode()).hexdigest()[:16]}.part"
 
-    def forget_coming(self, number: int, node: str, mark: str) -> None:
+    def forget_coming(self, round_number: int, node: str, upload_id: str) -> None:
         """What the node began to send of the round before this."""
-        for path in self.round(number).glob(f"{node}.{'[0-9a-f]' * 16}.part"):
-            if path != self.partial_update_path(number, node, mark):
+        for path in self.round(round_number).glob(f"{node}.{'[0-9a-f]' * 16}.part"):
+            if path != self.partial_update_path(round_number, node, upload_id):
                 path.unlink(missing_ok=True)
 
-    def broadcast_path(self, number: int) -> Path:
+    def broadcast_path(self, round_number: int) -> Path:
         """What nodes are told."""
-        return self.round(number) / "down"
+        return self.round(round_number) / "down"
 
-    def initialize(self, weights: Weights, rules: AggregationConfig) -> None:
+    def initialize(self, weights: Weights, config: AggregationConfig) -> None:
         """The model at the start; the last of its files is the weights."""
         self.base.parent.mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
-        for kind in self._kinds(rules)[1:]:
+        for kind in self._kinds(config)[1:]:
             TensorFile.create(self._model(kind), shapes).close()
-        part = self.base.with_suffix(".part")
-        with TensorFile.create(part, shapes) as file:
-            for item in model_pieces(self.run.model):
-                file.write(item, weights(item))
+        partial_path = self.base.with_suffix(".part")
+        with TensorFile.create(partial_path, shapes) as file:
+            for piece in model_pieces(self.run.model):
+                file.write(piece, weights(piece))
             file.sync()
-        part.rename(self.base)
+        partial_path.rename(self.base)
 
     def aggregate_round(
-        self, number: int, items: Sequence[ModelPiece], told: Iterable[tuple[str, int]], rules: AggregationConfig
+        self,
+        round_number: int,
+        pieces: Sequence[ModelPiece],
+        node_tokens: Iterable[tuple[str, int]],
+        config: AggregationConfig,
     ) -> None:
         """Work out a round from what nodes told (their names and tokens). Nothing of the model changes yet."""
-        self.round(number).mkdir(parents=True, exist_ok=True)
+        self.round(round_number).mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
-        mine = {item.name: shapes[item.name] for item in items}
-        updates = [NodeUpdate(node, tokens, TensorFile(self.update(number, node))) for node, tokens in told]
-        old = self._state(rules, lambda kind: TensorFile(self._model(kind)))
-        new = self._state(rules, lambda kind: TensorFile.create(self._new(number, kind), mine))
-        stands = aggregate(items, updates, rules, old, new)
-        sizes = {item.key: (encoded_bytes(item.numbers, rules.codec),) for item in items if item.key in stands}
-        part = self.broadcast_path(number).with_suffix(".part")
-        with TensorFile.create(part, sizes, "U8") as down:
-            encode_broadcast(items, updates, stands, rules.codec, old, new, down)
-            down.sync()
-        part.rename(self.broadcast_path(number))
+        round_shapes = {piece.name: shapes[piece.name] for piece in pieces}
+        updates = [
+            NodeUpdate(node, tokens, TensorFile(self.update(round_number, node))) for node, tokens in node_tokens
+        ]
+        old = self._state(config, lambda kind: TensorFile(self._model(kind)))
+        new = self._state(config, lambda kind: TensorFile.create(self._new(round_number, kind), round_shapes))
+        piece_senders = aggregate(pieces, updates, config, old, new)
+        sizes = {
+            piece.key: (encoded_bytes(piece.numbers, config.codec),) for piece in pieces if piece.key in piece_senders
+        }
+        partial_path = self.broadcast_path(round_number).with_suffix(".part")
+        with TensorFile.create(partial_path, sizes, "U8") as broadcast:
+            encode_broadcast(pieces, updates, piece_senders, config.codec, old, new, broadcast)
+            broadcast.sync()
+        partial_path.rename(self.broadcast_path(round_number))
         for file in new.files.values():
             file.sync()
-        sync(self.round(number))
+        sync(self.round(round_number))
         for file in (*(update.file for update in updates), *old.files.values(), *new.files.values()):
             file.close()
 
-    def apply_round(self, number: int, items: Sequence[ModelPiece], rules: AggregationConfig) -> None:
+    def apply_round(self, round_number: int, pieces: Sequence[ModelPiece], config: AggregationConfig) -> None:
         """Put what a round came to into the model; again, if that was interrupted."""
-        for kind in self._kinds(rules):
-            path = self._new(number, kind)
+        for kind in self._kinds(config):
+            path = self._new(round_number, kind)
             if path.exists() and self._one_fragment:
                 path.replace(self._model(kind))
             elif path.exists():
                 with TensorFile(path) as new, TensorFile(self._model(kind), writable=True) as model:
-                    for item in items:
-                        model.write(item, new.read(item))
+                    for piece in pieces:
+                        model.write(piece, new.read(piece))
                     model.sync()
         for kind in KINDS:
-            self._new(number, kind).unlink(missing_ok=True)
+            self._new(round_number, kind).unlink(missing_ok=True)
         for pattern in ("*.update", "*.part"):
-            for told in self.round(number).glob(pattern):
-                told.unlink(missing_ok=True)
-        self._forget(number)
+            for leftover in self.round(round_number).glob(pattern):
+                leftover.unlink(missing_ok=True)
+        self._forget(round_number)
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, round_number: int) -> None:
         """Remove rounds before this one, but for the last ones as far as their results are together no more than all
         weights: who comes later receives these."""
-        kept, size = 0, self.base.stat().st_size
-        for old in sorted((self.directory / "rounds").iterdir(), reverse=True):
-            down = old / "down"
-            kept += down.stat().st_size if down.exists() else 0
-            if kept > size and int(old.name) <= number - KEPT:
-                shutil.rmtree(old, ignore_errors=True)
+        retained_bytes, model_bytes = 0, self.base.stat().st_size
+        for round_directory in sorted((self.directory / "rounds").iterdir(), reverse=True):
+            broadcast_file = round_directory / "down"
+            retained_bytes += broadcast_file.stat().st_size if broadcast_file.exists() else 0
+            if retained_bytes > model_bytes and int(round_directory.name) <= round_number - KEPT:
+                shutil.rmtree(round_directory, ignore_errors=True)
 
-    def base_of_round(self, number: int) -> Path:
+    def base_of_round(self, round_number: int) -> Path:
         """The weights that a round began with, where there is a `snapshot`."""
-        return self.round(number) / "begin.safetensors"
+        return self.round(round_number) / "begin.safetensors"
 
     def snapshot(self, committed: int) -> None:
         """Keep the weights after so many rounds, the present ones, as they are."""
         path = self.base_of_round(committed)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
+            partial_path = path.with_suffix(".part")
             if self._one_fragment:  # each round's model is a file of its own
-                part.unlink(missing_ok=True)
-                part.hardlink_to(self.base)
+                partial_path.unlink(missing_ok=True)
+                partial_path.hardlink_to(self.base)
             else:
-                shutil.copyfile(self.base, part)
-                sync(part)
-            part.rename(path)
+                shutil.copyfile(self.base, partial_path)
+                sync(partial_path)
+            partial_path.rename(path)
 
     @property
     def _one_fragment(self) -> bool:
         """Whether a round is of the whole model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
-    def _state(self, rules: AggregationConfig, opened: Callable[[str], TensorFile]) -> ModelState:
-        return ModelState(**{kind: opened(kind) for kind in self._kinds(rules)})
+    def _state(self, config: AggregationConfig, open_file: Callable[[str], TensorFile]) -> ModelState:
+        return ModelState(**{kind: open_file(kind) for kind in self._kinds(config)})
 
-    def _kinds(self, rules: AggregationConfig) -> list[str]:
+    def _kinds(self, config: AggregationConfig) -> list[str]:
         """The files of the model that there are."""
-        moments = dict.fromkeys(MOMENTS, rules.descent is not None)
-        used = {"left": not sends_weights(rules.codec), "velocity": not rules.outer.is_plain_mean, **moments}
+        moments = dict.fromkeys(MOMENTS, config.descent is not None)
+        used = {"error_feedback": not sends_weights(config.codec), "velocity": not config.outer.is_plain_mean, **moments}
         return [kind for kind in KINDS if used.get(kind, True)]
 
     def _model(self, kind: str) -> Path:
         return self.base.with_stem(kind)
 
-    def _new(self, number: int, kind: str) -> Path:
-        return self.round(number) / f"new-{kind}"
+    def _new(self, round_number: int, kind: str) -> Path:
+        return self.round(round_number) / f"new-{kind}"

@@ -29,59 +29,72 @@ class UpdateRejected(Exception):  # noqa: N818 - a verdict, not an error of ours
     """An update that does not count, and why."""
 
 
-def size_limit(items: Sequence[ModelPiece], codec: Codec) -> int:
+def size_limit(pieces: Sequence[ModelPiece], codec: Codec) -> int:
     """The most bytes that an update of these can have."""
-    return HEADER_LIMIT + sum(HEADER_OF_EACH + encoded_bytes(item.numbers, codec) for item in items)
+    return HEADER_LIMIT + sum(HEADER_OF_EACH + encoded_bytes(piece.numbers, codec) for piece in pieces)
 
 
 def check_update(
-    path: Path, items: Sequence[ModelPiece], codec: Codec, base: Weights, norms: Sequence[float], outlier: float
+    path: Path,
+    pieces: Sequence[ModelPiece],
+    codec: Codec,
+    base: Weights,
+    recent_norms: Sequence[float],
+    outlier_factor: float,
 ) -> float:
     """How large the update in a file is: the norm of the change of all of it.
 
     Raises Refused for pieces that the node may not tell, or that are missing or of another size; for numbers that are
-    not finite; for a change `outlier` times as large as the median of `norms`, those of the updates before.
+    not finite; for a change `outlier_factor` times as large as the median of `recent_norms`, those of
+    the updates before.
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(HEADER_BYTES), "little")
-    if HEADER_LIMIT + HEADER_OF_EACH * len(items) < header_bytes <= path.stat().st_size:
+    if HEADER_LIMIT + HEADER_OF_EACH * len(pieces) < header_bytes <= path.stat().st_size:
         raise UpdateRejected(f"oversized: a header of {header_bytes} bytes")
     try:
         opened = TensorFile(path)
     except TensorFileError as error:
         raise UpdateRejected(f"malformed: {error}") from None
     with opened as file:
-        return _norm(file, items, codec, base, norms, outlier)
+        return _norm(file, pieces, codec, base, recent_norms, outlier_factor)
 
 
 def _norm(
-    file: TensorFile, items: Sequence[ModelPiece], codec: Codec, base: Weights, norms: Sequence[float], outlier: float
+    file: TensorFile,
+    pieces: Sequence[ModelPiece],
+    codec: Codec,
+    base: Weights,
+    recent_norms: Sequence[float],
+    outlier_factor: float,
 ) -> float:
-    wanted, there = {item.key: (encoded_bytes(item.numbers, codec),) for item in items}, file.shapes
-    if foreign := sorted(set(there) - set(wanted)):
+    expected_shapes, shapes = {piece.key: (encoded_bytes(piece.numbers, codec),) for piece in pieces}, file.shapes
+    if foreign := sorted(set(shapes) - set(expected_shapes)):
         raise UpdateRejected(f"foreign: it tells of {foreign[0]}, which the node does not train")
-    if missing := sorted(set(wanted) - set(there)):
+    if missing := sorted(set(expected_shapes) - set(shapes)):
         raise UpdateRejected(f"malformed: {missing[0]} is missing")
-    if other := [key for key, shape in wanted.items() if there[key] != shape]:
-        raise UpdateRejected(f"malformed: {other[0]} has {there[other[0]]} bytes and not {wanted[other[0]]}")
-    norms_of_pieces = [torch.zeros((), dtype=torch.float64)]
-    for item in items:
-        value = decode(file.raw(item.key), item.shape, codec)
-        change = value - base(item) if sends_weights(codec) else value
-        size = torch.linalg.vector_norm(change)
-        if not torch.isfinite(size):  # or so large that their squares are not
-            raise UpdateRejected(f"not finite: numbers of {item.key}")
-        norms_of_pieces.append(size.double())
-    norm = float(torch.stack(norms_of_pieces).norm())
-    if outlier and len(norms) >= COMPARED_WITH and norm > outlier * median(norms):
-        raise UpdateRejected(f"outlying: a change of {norm:.3g}, where {median(norms):.3g} is usual")
+    if mismatched := [key for key, shape in expected_shapes.items() if shapes[key] != shape]:
+        raise UpdateRejected(
+            f"malformed: {mismatched[0]} has {shapes[mismatched[0]]} bytes and not {expected_shapes[mismatched[0]]}"
+        )
+    piece_norms = [torch.zeros((), dtype=torch.float64)]
+    for piece in pieces:
+        value = decode(file.raw(piece.key), piece.shape, codec)
+        change = value - base(piece) if sends_weights(codec) else value
+        piece_norm = torch.linalg.vector_norm(change)
+        if not torch.isfinite(piece_norm):  # or so large that their squares are not
+            raise UpdateRejected(f"not finite: numbers of {piece.key}")
+        piece_norms.append(piece_norm.double())
+    norm = float(torch.stack(piece_norms).norm())
+    if outlier_factor and len(recent_norms) >= COMPARED_WITH and norm > outlier_factor * median(recent_norms):
+        raise UpdateRejected(f"outlying: a change of {norm:.3g}, where {median(recent_norms):.3g} is usual")
     return norm
 
 
-def find_outliers(told: Sequence[AcceptedUpdate], outlier: float) -> list[AcceptedUpdate]:
-    """Of a round's updates, those `outlier` times as large as the median of all of them: who tells first is compared
-    with nothing yet."""
-    norms = [telling.norm for telling in told if telling.tokens]
-    if not outlier or len(norms) < COMPARED_WITH:
+def find_outliers(updates: Sequence[AcceptedUpdate], outlier_factor: float) -> list[AcceptedUpdate]:
+    """Of a round's updates, those `outlier_factor` times as large as the median of all of them: who tells first is
+    compared with nothing yet."""
+    norms = [update.norm for update in updates if update.tokens]
+    if not outlier_factor or len(norms) < COMPARED_WITH:
         return []
-    return [telling for telling in told if telling.norm > outlier * median(norms)]
+    return [update for update in updates if update.norm > outlier_factor * median(norms)]

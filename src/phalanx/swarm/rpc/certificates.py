@@ -49,30 +49,32 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
     if not NAME.fullmatch(member):
         raise UserError("name", member, "is no name for a member", "use letters, digits, dots, dashes and underscores")
     try:
-        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     except (OSError, ValueError) as error:
         fix = "make one: phalanx swarm certs FOLDER"
         raise UserError("certs", str(folder), f"has no authority: {error}", fix) from None
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    own, place = ec.generate_private_key(ec.SECP256R1()), folder / member
-    if place.exists():
-        raise UserError("name", member, f"has a certificate already, in {place}", "use another name, or remove it")
+    assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
+    member_key, member_folder = ec.generate_private_key(ec.SECP256R1()), folder / member
+    if member_folder.exists():
+        raise UserError(
+            "name", member, f"has a certificate already, in {member_folder}", "use another name, or remove it"
+        )
     names: list[x509.GeneralName] = [_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
-        _certificate(_name(member), authority.subject, own.public_key(), days)
+        _certificate(_name(member), authority.subject, member_key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )
-        .sign(key, hashes.SHA256())
+        .sign(authority_key, hashes.SHA256())
     )
-    place.mkdir(mode=0o700)
-    _write_key(place / "key.pem", own)
-    (place / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (place / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())
-    return place
+    member_folder.mkdir(mode=0o700)
+    _write_key(member_folder / "key.pem", member_key)
+    (member_folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (member_folder / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())
+    return member_folder
 
 
 def certificate_member(folder: Path) -> str:
@@ -83,8 +85,8 @@ def certificate_member(folder: Path) -> str:
             (folder / file).read_bytes()
     except (OSError, ValueError) as error:
         fix = "give the folder that phalanx swarm certs made for this member"
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise UserError("--certs", str(folder), f"has no certificate: {why}", fix) from None
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix) from None
     if certificate.not_valid_after_utc < datetime.now(UTC):
         problem = f"ran out on {certificate.not_valid_after_utc:%Y-%m-%d}"
         raise UserError("--certs", str(folder), problem, "ask who has the authority for a new one")
@@ -113,6 +115,6 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    key_format = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(key.private_bytes(*form))
+        file.write(key.private_bytes(*key_format))

@@ -55,12 +55,12 @@ class RoundExpired(Exception):  # noqa: N818 - not an error: all weights are the
 class SwarmClient:
     """A link to a coordinator."""
 
-    def __init__(self, address: str, certificates: Path, say: Callable[[str], None] = lambda said: None) -> None:
-        """`say` is told when the coordinator is away, and when it is back."""
-        key, own, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
+    def __init__(self, address: str, certificates: Path, log: Callable[[str], None] = lambda message: None) -> None:
+        """`log` is called when the coordinator is away, and when it is back."""
+        key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
         self.address = address
-        self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, own), OPTIONS)
-        self._reached, self._say = False, say
+        self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
+        self._reached, self._say = False, log
         self.leaving = False
         """Whether a coordinator that is away is not to be waited for."""
         self.counted = False
@@ -92,8 +92,8 @@ class SwarmClient:
 
     def poll(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
         """The same for half a minute at most: None if it is not so yet. It joins again if it was taken for gone."""
-        wanted = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
-        task = _task(self._ask("wait", wanted, WAIT_SECONDS + CALL_SECONDS))
+        request = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
+        task = _task(self._ask("wait", request, WAIT_SECONDS + CALL_SECONDS))
         if not task.member and not task.done and self.place:
             self.join(**self.place)
         return task if task.reached(round, committed) else None
@@ -115,26 +115,33 @@ class SwarmClient:
 
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
         """Send an update. Raises Refused where it does not count."""
-        size, mark = path.stat().st_size, update_id(path)
+        size_bytes, upload_id = path.stat().st_size, update_id(path)
         call, tries = self._channel.stream_unary(f"/{SERVICE}/put"), 0
 
         def send() -> None:
             nonlocal tries
             tries += 1
-            here = int(self._ask("received", {"round": round, "mark": mark})["bytes"])
-            head = {"round": round, "offset": here, "bytes": size, "mark": mark, "tokens": tokens, "steps": steps}
+            offset = int(self._ask("received", {"round": round, "mark": upload_id})["bytes"])
+            header = {
+                "round": round,
+                "offset": offset,
+                "bytes": size_bytes,
+                "mark": upload_id,
+                "tokens": tokens,
+                "steps": steps,
+            }
 
             def parts() -> Iterator[bytes]:
-                yield pack(head)
-                seen = xxhash.xxh3_128()
+                yield pack(header)
+                checksum = xxhash.xxh3_128()
                 with path.open("rb") as file:
                     for chunk in file_chunks(file):
-                        seen.update(chunk)
-                        new = chunk[max(0, here - (file.tell() - len(chunk))) :]
-                        self.sent_bytes += len(new)
-                        if new:
-                            yield new
-                yield pack({"checksum": seen.hexdigest()})
+                        checksum.update(chunk)
+                        unsent = chunk[max(0, offset - (file.tell() - len(chunk))) :]
+                        self.sent_bytes += len(unsent)
+                        if unsent:
+                            yield unsent
+                yield pack({"checksum": checksum.hexdigest()})
 
             call(parts())
 
@@ -145,7 +152,7 @@ class SwarmClient:
                 raise
 
     def download_round(
-        self, path: Path, round: int | None, own: Sequence[str], shapes: Callable[[str], tuple[int, ...]]
+        self, path: Path, round: int | None, local_keys: Sequence[str], shapes: Callable[[str], tuple[int, ...]]
     ) -> int:
         """Receive what a round came to, but for the node's own pieces, into a file; or all weights. Returns how many
         rounds are committed. `shapes` are those of pieces by name. Where the link breaks it goes on with the next one.
@@ -153,26 +160,26 @@ class SwarmClient:
         Raises Gone if that is not kept any more, and Refused for what did not arrive as it was sent.
         """
         call, committed = self._channel.unary_stream(f"/{SERVICE}/get"), -1
-        done: set[str] = set()
+        received_keys: set[str] = set()
 
         def receive() -> None:
             nonlocal committed
-            message: Message = {"has": [*own, *done]}
+            message: Message = {"has": [*local_keys, *received_keys]}
             if round is not None:
                 message["round"] = round
-            elif done:
+            elif received_keys:
                 message["committed"] = committed
             stream = iter(call(pack(message)))
-            head = unpack(next(stream))
-            self.counted = bool(head["counted"])
-            if not done:
-                kind, committed = "F32" if round is None else "U8", int(head["committed"])
-                TensorFile.recreate(path, {key: shapes(key) for key in head["pieces"]}, kind).close()
+            header = unpack(next(stream))
+            self.counted = bool(header["counted"])
+            if not received_keys:
+                dtype, committed = "F32" if round is None else "U8", int(header["committed"])
+                TensorFile.recreate(path, {key: shapes(key) for key in header["pieces"]}, dtype).close()
             with TensorFile(path, writable=True) as file:
-                left = memoryview(b"")
-                for key, digest in head["pieces"].items():
-                    left = self._into(file, key, digest, stream, left)
-                    done.add(key)
+                buffer = memoryview(b"")
+                for key, digest in header["pieces"].items():
+                    buffer = self._into(file, key, digest, stream, buffer)
+                    received_keys.add(key)
 
         while True:
             try:
@@ -181,53 +188,53 @@ class SwarmClient:
             except RoundExpired:  # all weights are kept for a while only; the present ones are there
                 if round is not None:
                     raise
-                done.clear()
+                received_keys.clear()
 
-    def _into(self, file: TensorFile, key: str, digest: str, stream: Iterator[bytes], left: memoryview) -> memoryview:
-        """Take a tensor from a stream, after what was `left` of it; returns what is then."""
-        place, size = file.place(key)
-        seen, end = xxhash.xxh3_128(), place + size
-        while place < end:
-            if not left:
-                left = memoryview(next(stream, b""))
-                self.received_bytes += len(left)
-            if not left:
+    def _into(self, file: TensorFile, key: str, digest: str, stream: Iterator[bytes], buffer: memoryview) -> memoryview:
+        """Take a tensor from `buffer`, then from the stream; return the bytes that are left over."""
+        offset, size = file.place(key)
+        checksum, end = xxhash.xxh3_128(), offset + size
+        while offset < end:
+            if not buffer:
+                buffer = memoryview(next(stream, b""))
+                self.received_bytes += len(buffer)
+            if not buffer:
                 raise UpdateRejected(f"damaged: {key} is cut off")
-            part, left = left[: end - place], left[end - place :]
-            seen.update(part)
-            file.write_at(place, part)
-            place += len(part)
-        if seen.hexdigest() != digest:
+            chunk, buffer = buffer[: end - offset], buffer[end - offset :]
+            checksum.update(chunk)
+            file.write_at(offset, chunk)
+            offset += len(chunk)
+        if checksum.hexdigest() != digest:
             raise UpdateRejected(f"damaged: the checksum of {key} is another")
-        return left
+        return buffer
 
     def _tried(self, call: Callable[[], T]) -> T:
         """Again while the link is broken.
 
         Raises UserError if that takes too long, Refused and Gone for what the coordinator says.
         """
-        begun, pause, moved, noticed = time.monotonic(), 0.1, -1, False
+        start, pause, moved_bytes, has_warned = time.monotonic(), 0.1, -1, False
         while True:
             try:
                 result = call()
                 self._reached = True
-                if noticed:
+                if has_warned:
                     self._say("the coordinator is back")
                 return result
             except grpc.RpcError as error:
-                code, said = error.code(), error.details() or ""
+                code, details = error.code(), error.details() or ""
                 if code == grpc.StatusCode.NOT_FOUND:
-                    raise RoundExpired(said) from None
-                if code not in BROKEN and not said.startswith(BUSY):
-                    raise UpdateRejected(said) from None
-                if self.sent_bytes + self.received_bytes != moved:  # it goes on, if slowly
-                    begun, moved = time.monotonic(), self.sent_bytes + self.received_bytes
-                away, patience = time.monotonic() - begun, PATIENCE_SECONDS if self._reached else FIRST_SECONDS
-                for_good = not self._reached and any(word in said for word in FOR_GOOD)
-                if away > patience or for_good or (self.leaving and away > 1):
-                    raise _unreachable(self.address, said) from None
-                if self._reached and not noticed and away > NOTICED_SECONDS:
-                    noticed = True
+                    raise RoundExpired(details) from None
+                if code not in BROKEN and not details.startswith(BUSY):
+                    raise UpdateRejected(details) from None
+                if self.sent_bytes + self.received_bytes != moved_bytes:  # it goes on, if slowly
+                    start, moved_bytes = time.monotonic(), self.sent_bytes + self.received_bytes
+                away_seconds, patience = time.monotonic() - start, PATIENCE_SECONDS if self._reached else FIRST_SECONDS
+                is_permanent = not self._reached and any(phrase in details for phrase in FOR_GOOD)
+                if away_seconds > patience or is_permanent or (self.leaving and away_seconds > 1):
+                    raise _unreachable(self.address, details) from None
+                if self._reached and not has_warned and away_seconds > NOTICED_SECONDS:
+                    has_warned = True
                     self._say(f"the coordinator is away; trying again for {PATIENCE_SECONDS:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
@@ -242,7 +249,9 @@ def _task(message: Message) -> NodeTask:
     return NodeTask(**{**message, "owned": tuple(message["owned"])})
 
 
-def _unreachable(address: str, said: str) -> UserError:
+def _unreachable(address: str, details: str) -> UserError:
     """What keeps a coordinator from being reached, as far as TLS and the network say."""
-    why, fix = next((reason for word, reason in REASONS.items() if word in said), (said or "no answer", SERVED))
-    return UserError("ADDRESS", address, f"cannot be reached: {why}", fix)
+    problem, fix = next(
+        (reason for phrase, reason in REASONS.items() if phrase in details), (details or "no answer", SERVED)
+    )
+    return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix)

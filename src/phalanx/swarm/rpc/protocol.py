@@ -39,10 +39,10 @@ def pack(message: Message) -> bytes:
 
 def unpack(data: bytes) -> Message:
     """A message. Raises ValueError for bytes that are none."""
-    found = json.loads(data)
-    if not isinstance(found, dict):
+    message = json.loads(data)
+    if not isinstance(message, dict):
         raise ValueError("not a message")
-    return found
+    return message
 
 
 def file_chunks(file: IO[bytes]) -> Iterator[bytes]:
@@ -53,13 +53,13 @@ def file_chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 def tensor_chunks(file: TensorFile, keys: Sequence[str]) -> Iterator[bytes]:
     """The bytes of some tensors, one after the other; small ones together. The file may lose its name meanwhile."""
-    waiting: list[bytes] = []
+    pending: list[bytes] = []
     for key in keys:
-        begin, size = file.place(key)
-        for at in range(begin, begin + size, CHUNK):
-            chunk = file.read_at(at, min(CHUNK, begin + size - at))
-            if sum(map(len, waiting)) + len(chunk) > CHUNK:
-                yield b"".join(waiting)
-                waiting = []
-            waiting.append(chunk)
-    yield b"".join(waiting)
+        start, size = file.place(key)
+        for offset in range(start, start + size, CHUNK):
+            chunk = file.read_at(offset, min(CHUNK, start + size - offset))
+            if sum(map(len, pending)) + len(chunk) > CHUNK:
+                yield b"".join(pending)
+                pending = []
+            pending.append(chunk)
+    yield b"".join(pending)

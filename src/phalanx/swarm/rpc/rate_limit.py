@@ -32,8 +32,8 @@ class RateLimiter:
         """Around a call. Raises Refused if it is one too many."""
         with self._lock:
             now = self._clock()
-            tokens, counted = self._left.get(member, (AT_ONCE, now))
-            tokens = min(AT_ONCE, tokens + A_SECOND * (now - counted))
+            tokens, counted_at = self._left.get(member, (AT_ONCE, now))
+            tokens = min(AT_ONCE, tokens + A_SECOND * (now - counted_at))
             if self._under_way[member] >= UNDER_WAY or tokens < 1:
                 self._left[member] = tokens, now
                 raise UpdateRejected(f"{BUSY}: too many calls of this member")

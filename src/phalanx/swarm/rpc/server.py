@@ -46,11 +46,11 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     """
     workers = ThreadPoolExecutor(CALLS_PER_NODE * NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
-    alone, streams = ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", UNDER_WAY)
-    server = grpc.server(workers, options=[*OPTIONS, alone, streams])
+    no_port_sharing, max_streams = ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", UNDER_WAY)
+    server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, max_streams])
     server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting)),))
-    key, own, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
-    credentials = grpc.ssl_server_credentials([(key, own)], authority, require_client_auth=True)
+    key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
+    credentials = grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
     try:
         port = server.add_secure_port(address, credentials)
     except RuntimeError:
@@ -62,41 +62,41 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
 def _unlistenable(address: str) -> UserError:
     """Why an address cannot be served, which gRPC does not tell."""
     host, _, port = address.rpartition(":")
-    why = "it cannot be listened to"
+    reason = "it cannot be listened to"
     try:
         socket.create_server((host.strip("[]"), int(port))).close()
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     fix = "0.0.0.0:PORT listens on all of this machine's; or name another port"
-    return UserError("--listen", address, f"cannot be served: {why}", fix)
+    return UserError("--listen", address, f"cannot be served: {reason}", fix)
 
 
-def _handlers(calls: SwarmService) -> grpc.GenericRpcHandler:
-    unary, up, down = (
+def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
+    unary, stream_in, stream_out = (
         grpc.unary_unary_rpc_method_handler,
         grpc.stream_unary_rpc_method_handler,
         grpc.unary_stream_rpc_method_handler,
     )
     methods = {
         **{
-            name: unary(_unary_handler(calls.pace, getattr(calls, name)))
+            name: unary(_unary_handler(service.pace, getattr(service, name)))
             for name in ("join", "heartbeat", "wait", "leave", "status", "received")
         },
-        "put": up(calls.put),
-        "get": down(calls.get),
+        "put": stream_in(service.put),
+        "get": stream_out(service.get),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
 def _unary_handler(
-    pace: RateLimiter, call: Callable[[str, Message], Message]
+    limiter: RateLimiter, call: Callable[[str, Message], Message]
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """A call of messages as one of bytes, with what it raises as a status."""
 
     def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
         node = certificate_name(context)
         try:
-            with pace.limited(node):
+            with limiter.limited(node):
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
             raise _aborted(context, str(refused)) from None
@@ -114,9 +114,9 @@ def certificate_name(context: grpc.ServicerContext) -> str:
     return str(name.decode())
 
 
-def _aborted(context: grpc.ServicerContext, why: str) -> Exception:
+def _aborted(context: grpc.ServicerContext, reason: str) -> Exception:
     """Ends the call; gRPC raises."""
-    context.abort(CODES.get(why.partition(":")[0], grpc.StatusCode.INVALID_ARGUMENT), why)
+    context.abort(CODES.get(reason.partition(":")[0], grpc.StatusCode.INVALID_ARGUMENT), reason)
     return AssertionError("a call that was ended")
 
 
@@ -158,39 +158,41 @@ class SwarmService:
 
     def received(self, node: str, message: Message) -> Message:
         """How many bytes of its update are here."""
-        part = self.coordinator.store.partial_update_path(int(message["round"]), node, str(message["mark"]))
-        return {"bytes": part.stat().st_size if part.exists() else 0}
+        partial_path = self.coordinator.store.partial_update_path(int(message["round"]), node, str(message["mark"]))
+        return {"bytes": partial_path.stat().st_size if partial_path.exists() else 0}
 
     def put(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """An update: who it is of is in the certificate, what of in the first message; then its bytes, and last their
         checksum."""
-        node, number = certificate_name(context), -1
+        node, round_number = certificate_name(context), -1
         try:
             with self.pace.limited(node):
-                head = unpack(next(requests))
-                number, offset, mark = int(head["round"]), int(head["offset"]), str(head["mark"])
-                with self.coordinator.receiving_update(node, number, mark) as (path, limit):
-                    _receive(path, offset, limit, int(head["bytes"]), requests)
-                    self.coordinator.accept_update(node, number, mark, int(head["tokens"]), int(head["steps"]))
+                header = unpack(next(requests))
+                round_number, offset, upload_id = int(header["round"]), int(header["offset"]), str(header["mark"])
+                with self.coordinator.receiving_update(node, round_number, upload_id) as (path, max_bytes):
+                    _receive(path, offset, max_bytes, int(header["bytes"]), requests)
+                    self.coordinator.accept_update(
+                        node, round_number, upload_id, int(header["tokens"]), int(header["steps"])
+                    )
             return pack({})
         except UpdateRejected as refused:
-            why = str(refused)
+            reason = str(refused)
         except (KeyError, TypeError, ValueError, StopIteration) as error:
-            why = f"malformed: {type(error).__name__}: {error}"
-        if not why.startswith(BUSY):
-            self.coordinator.record_refusal(node, number, why)
-        raise _aborted(context, why)
+            reason = f"malformed: {type(error).__name__}: {error}"
+        if not reason.startswith(BUSY):
+            self.coordinator.record_refusal(node, round_number, reason)
+        raise _aborted(context, reason)
 
     def get(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """What a round came to, piece by piece, but for what the node says that it `has`; or, without a round, all
+        """What a round came to, piece by piece, but for the node's `local_keys`; or, without a round, all
         weights: the present ones, or those after so many rounds as it has a part of."""
         node = certificate_name(context)
         try:
             message = unpack(data)
-            has, number = set(message.get("has", ())), int(message.get("round", -1))
-            begun = int(message.get("committed", -1))
+            local_keys, round_number = set(message.get("has", ())), int(message.get("round", -1))
+            requested_committed = int(message.get("committed", -1))
             with self.pace.limited(node):
-                yield from self._weights(node, number, begun, has)
+                yield from self._weights(node, round_number, requested_committed, local_keys)
         except UpdateRejected as refused:
             raise _aborted(context, str(refused)) from None
         except TensorFileError:  # or cut off, if power failed: nobody waited for the disk to have it
@@ -198,60 +200,60 @@ class SwarmService:
         except (TypeError, ValueError) as error:
             raise _aborted(context, f"malformed: {type(error).__name__}: {error}") from None
 
-    def _weights(self, node: str, number: int, begun: int, has: set[str]) -> Iterator[bytes]:
+    def _weights(self, node: str, round_number: int, requested_committed: int, local_keys: set[str]) -> Iterator[bytes]:
         store = self.coordinator.store
-        counted = number >= 0 and self.coordinator.was_included(node, number)
-        if number >= 0 and not counted:  # what it has is not what all have
-            has = set()
+        is_included = round_number >= 0 and self.coordinator.was_included(node, round_number)
+        if round_number >= 0 and not is_included:  # what it has is not what all have
+            local_keys = set()
         with self.coordinator.changed:
-            committed = self.coordinator.ledger.committed if begun < 0 else begun
-            if number < 0 and committed == self.coordinator.ledger.committed:
+            committed = self.coordinator.ledger.committed if requested_committed < 0 else requested_committed
+            if round_number < 0 and committed == self.coordinator.ledger.committed:
                 store.snapshot(committed)
-            path = store.base_of_round(committed) if number < 0 else store.broadcast_path(number)
+            path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
         with TensorFile(path) as file:
-            keys = [key for key in file.shapes if key not in has]
+            keys = [key for key in file.shapes if key not in local_keys]
             with self._digesting:  # of many that ask at once, for one
                 if path not in self._digests:
                     self._digests = dict([*self._digests.items()][-DIGESTS_KEPT + 1 :]) | {path: _digests_of(file)}
                 digests = self._digests[path]
-            of_pieces = {key: digests[key] for key in keys}
-            yield pack({"committed": committed, "counted": counted, "pieces": of_pieces})
+            piece_digests = {key: digests[key] for key in keys}
+            yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
             yield from tensor_chunks(file, keys)
 
 
 def _digests_of(file: TensorFile) -> dict[str, str]:
     """The checksum of every tensor in a file."""
-    found = {}
+    digests = {}
     for key in file.shapes:
-        seen = xxhash.xxh3_128()
+        checksum = xxhash.xxh3_128()
         for chunk in tensor_chunks(file, [key]):
-            seen.update(chunk)
-        found[key] = seen.hexdigest()
-    return found
+            checksum.update(chunk)
+        digests[key] = checksum.hexdigest()
+    return digests
 
 
-def _receive(path: Path, offset: int, limit: int, size: int, requests: Iterator[bytes]) -> None:
+def _receive(path: Path, offset: int, max_bytes: int, size_bytes: int, requests: Iterator[bytes]) -> None:
     """Take the bytes of a file from `offset` on. What came stays if the connection breaks: it goes on from there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    here = path.stat().st_size if path.exists() else 0
-    if offset not in (0, here):
-        raise UpdateRejected(f"malformed: it begins at byte {offset}, where {here} are here")
-    if size > limit:
-        raise UpdateRejected(f"oversized: {size} bytes, where {limit} are allowed")
-    seen = xxhash.xxh3_128()
+    received_bytes = path.stat().st_size if path.exists() else 0
+    if offset not in (0, received_bytes):
+        raise UpdateRejected(f"malformed: it begins at byte {offset}, where {received_bytes} are here")
+    if size_bytes > max_bytes:
+        raise UpdateRejected(f"oversized: {size_bytes} bytes, where {max_bytes} are allowed")
+    checksum = xxhash.xxh3_128()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.truncate(offset)
         for chunk in file_chunks(file) if offset else ():
-            seen.update(chunk)
-        while offset < size:
+            checksum.update(chunk)
+        while offset < size_bytes:
             chunk = next(requests, b"")
             offset += len(chunk)
             if not chunk:
-                raise UpdateRejected(f"malformed: {offset} of {size} bytes")
-            if offset > size:
-                raise UpdateRejected(f"oversized: more than the {size} bytes that it said")
-            seen.update(chunk)
+                raise UpdateRejected(f"malformed: {offset} of {size_bytes} bytes")
+            if offset > size_bytes:
+                raise UpdateRejected(f"oversized: more than the {size_bytes} bytes that it said")
+            checksum.update(chunk)
             file.write(chunk)
-    if unpack(next(requests))["checksum"] != seen.hexdigest():
+    if unpack(next(requests))["checksum"] != checksum.hexdigest():
         path.unlink()
         raise UpdateRejected("damaged: its checksum is another")

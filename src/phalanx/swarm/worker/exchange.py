@@ -49,47 +49,52 @@ class RoundExchange:
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def send_update(self, task: NodeTask, steps: int, tokens: int, spent: RoundRecord) -> bool:
+    def send_update(self, task: NodeTask, steps: int, tokens: int, round_record: RoundRecord) -> bool:
         """Send what was learned; whether it counted."""
         assert self.link is not None
-        begun, before = time.perf_counter(), self.link.sent_bytes
+        start, sent_before = time.perf_counter(), self.link.sent_bytes
         path, feedback = self.directory / "update", dict(self.feedback)
-        with TensorFile(self.local_weights) as live, TensorFile(self.base) as base:
-            since = update_base(self.swarm, base.read)
+        with TensorFile(self.local_weights) as local_file, TensorFile(self.base) as base:
+            base_weights = update_base(self.swarm, base.read)
             write_update(
-                path, self.pieces_to_send(task.round), self.swarm.effective_codec, live.read, since, feedback
+                path,
+                self.pieces_to_send(task.round),
+                self.swarm.effective_codec,
+                local_file.read,
+                base_weights,
+                feedback,
             ).close()
-        coded = time.perf_counter()
+        encoded_at = time.perf_counter()
         try:
             self.link.upload_update(path, task.round, tokens, steps)
             self.feedback = feedback
         except UpdateRejected as refused:
-            spent.refused = str(refused)
-        self.telling_seconds = time.perf_counter() - begun
-        spent.code_seconds += coded - begun
-        spent.send_seconds += time.perf_counter() - coded
-        spent.sent_bytes += self.link.sent_bytes - before
-        return not spent.refused
+            round_record.refused = str(refused)
+        self.telling_seconds = time.perf_counter() - start
+        round_record.code_seconds += encoded_at - start
+        round_record.send_seconds += time.perf_counter() - encoded_at
+        round_record.sent_bytes += self.link.sent_bytes - sent_before
+        return not round_record.refused
 
-    def pieces_to_send(self, number: int) -> tuple[ModelPiece, ...]:
+    def pieces_to_send(self, round_number: int) -> tuple[ModelPiece, ...]:
         """What this node tells of a round."""
         owners: Owners | None = None
         if self.swarm.method in SPLIT and self.run.model.moe is not None:
             owners = tuple(
                 (self.name,) if expert in self.own else () for expert in range(self.run.model.moe.num_experts)
             )
-        return pieces_sent_by(round_pieces(self.run, number), owners, self.name)
+        return pieces_sent_by(round_pieces(self.run, round_number), owners, self.name)
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
-    def local_experts_are_final(self, number: int) -> bool:
+    def local_experts_are_final(self, round_number: int) -> bool:
         """Whether what this node tells of its experts in a round is what all have of them then."""
-        rules = aggregation_config(self.run, number)
-        return self._alone and rules.outer.is_plain_mean and not rules.merge_alpha
+        config = aggregation_config(self.run, round_number)
+        return self._alone and config.outer.is_plain_mean and not config.merge_alpha
 
-    def own_experts(self, number: int) -> list[ModelPiece]:
+    def own_experts(self, round_number: int) -> list[ModelPiece]:
         """Of what it tells of a round, its experts."""
-        return [item for item in self.pieces_to_send(number) if item.expert is not None]
+        return [piece for piece in self.pieces_to_send(round_number) if piece.expert is not None]
 
     @property
     def _alone(self) -> bool:
@@ -99,82 +104,84 @@ class RoundExchange:
     def download_model(self) -> int:
         """Receive all weights; returns how many rounds these have."""
         assert self.link is not None
-        part, shapes = self.directory / "base.part", parameter_shapes(self.run.model)
-        committed = self.link.download_round(part, None, (), shapes.__getitem__)
-        part.rename(self.base)
+        partial_path, shapes = self.directory / "base.part", parameter_shapes(self.run.model)
+        committed = self.link.download_round(partial_path, None, (), shapes.__getitem__)
+        partial_path.rename(self.base)
         if not self.local_weights.exists():
             TensorFile.create(self.local_weights, shapes).close()
         return committed
 
-    def prefetch_round(self, number: int, telling: Future[bool], spent: RoundRecord) -> None:
+    def prefetch_round(self, round_number: int, upload: Future[bool], round_record: RoundRecord) -> None:
         """Receive what a round comes to once it is known, while the node learns on; nothing, if the node is to leave or
         that is gone already."""
         assert self.link is not None
-        told = telling.result()
-        while self.link.poll(committed=number + 1) is None:
+        was_accepted = upload.result()
+        while self.link.poll(committed=round_number + 1) is None:
             if self.link.leaving:
                 return
-        if self.version == number:
+        if self.version == round_number:
             with suppress(RoundExpired):
-                self._get(number, told, spent)
+                self._get(round_number, was_accepted, round_record)
 
-    def catch_up(self, committed: int, spent: RoundRecord, told: int | None) -> int:
+    def catch_up(self, committed: int, round_record: RoundRecord, accepted_round: int | None) -> int:
         """Bring the base to so many rounds: round by round, or, if one of these is gone, whole. Returns how many it has
         then: if all of it was sent, it may be more."""
         assert self.link is not None
         try:
             if self.version < 0:
                 raise RoundExpired
-            for number in range(self.version, committed):
-                if self.fetched != number:
-                    self._get(number, number == told, spent)
-                self._apply_round(number, number == told, spent)
+            for round_number in range(self.version, committed):
+                if self.fetched != round_number:
+                    self._get(round_number, round_number == accepted_round, round_record)
+                self._apply_round(round_number, round_number == accepted_round, round_record)
         except RoundExpired:
-            before = self.link.received_bytes
-            with self._receiving(spent):
+            received_before = self.link.received_bytes
+            with self._receiving(round_record):
                 committed = self.download_model()
-            spent.whole_bytes += self.link.received_bytes - before
+            round_record.whole_bytes += self.link.received_bytes - received_before
             self.feedback.clear()
         return max(self.version, committed)
 
     @contextmanager
-    def _receiving(self, spent: RoundRecord) -> Iterator[None]:
+    def _receiving(self, round_record: RoundRecord) -> Iterator[None]:
         assert self.link is not None
-        before, begun = self.link.received_bytes, time.perf_counter()
+        received_before, start = self.link.received_bytes, time.perf_counter()
         try:
             yield
         finally:
-            spent.receive_seconds += time.perf_counter() - begun
-            spent.received_bytes += self.link.received_bytes - before
+            round_record.receive_seconds += time.perf_counter() - start
+            round_record.received_bytes += self.link.received_bytes - received_before
 
-    def _get(self, number: int, told: bool, spent: RoundRecord) -> None:
+    def _get(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
         """Receive what a round came to."""
         assert self.link is not None
         sizes = {
-            item.key: (encoded_bytes(item.numbers, self.swarm.effective_codec),)
-            for item in round_pieces(self.run, number)
+            piece.key: (encoded_bytes(piece.numbers, self.swarm.effective_codec),)
+            for piece in round_pieces(self.run, round_number)
         }
-        with self._receiving(spent):
-            self.link.download_round(self.directory / "down", number, self._not_needed(number, told), sizes.__getitem__)
-        self.fetched = number
+        with self._receiving(round_record):
+            self.link.download_round(
+                self.directory / "down", round_number, self._not_needed(round_number, was_accepted), sizes.__getitem__
+            )
+        self.fetched = round_number
 
-    def _not_needed(self, number: int, told: bool) -> list[str]:
+    def _not_needed(self, round_number: int, was_accepted: bool) -> list[str]:
         """What this node has of a round's result already."""
-        skips = told and self.swarm.method == "spes+" and self.local_experts_are_final(number)
-        return [item.key for item in self.own_experts(number)] if skips else []
+        skips = was_accepted and self.swarm.method == "spes+" and self.local_experts_are_final(round_number)
+        return [piece.key for piece in self.own_experts(round_number)] if skips else []
 
-    def _apply_round(self, number: int, told: bool, spent: RoundRecord) -> None:
+    def _apply_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
         """Put what a round came to into the base."""
         assert self.link is not None
-        begun, path = time.perf_counter(), self.directory / "down"
-        own = self._not_needed(number, told) if self.link.counted else []
+        start, path = time.perf_counter(), self.directory / "down"
+        local_keys = self._not_needed(round_number, was_accepted) if self.link.counted else []
         with (
-            TensorFile(path) as down,
+            TensorFile(path) as broadcast,
             TensorFile(self.base, writable=True) as base,
-            TensorFile(self.directory / "update" if own else path) as mine,
+            TensorFile(self.directory / "update" if local_keys else path) as local_file,
         ):
-            for item in round_pieces(self.run, number):
-                source = mine if item.key in own else down
-                if item.key in source.shapes:
-                    base.write(item, decode_piece(item, source.raw(item.key), self.swarm.effective_codec, base.read))
-        spent.code_seconds += time.perf_counter() - begun
+            for piece in round_pieces(self.run, round_number):
+                source = local_file if piece.key in local_keys else broadcast
+                if piece.key in source.shapes:
+                    base.write(piece, decode_piece(piece, source.raw(piece.key), self.swarm.effective_codec, base.read))
+        round_record.code_seconds += time.perf_counter() - start

@@ -27,29 +27,33 @@ def optimizer_moments(learner: Learner) -> Moments:
 
 
 @torch.no_grad()
-def transfer_moments(known: Moments, had: Sequence[int], new: Learner, has: Sequence[int]) -> None:
-    """Give the optimizers of `new` what was known of parameters that it trains whole on this rank, too, and of stacks
-    of experts for those in both. What is new begins anew; so do experts of ranks that have different ones, or some rows
-    of them."""
-    apart = new.run.layout.ep > 1
-    for name, parameter in new.strategy.trainable_parameters.items():
-        for optimizer in new.optimizers:
-            mine = any(parameter is each for group in optimizer.param_groups for each in group["params"])
-            if not mine or name not in known:
+def transfer_moments(
+    moments: Moments, old_experts: Sequence[int], learner: Learner, new_experts: Sequence[int]
+) -> None:
+    """Give the optimizers of `learner` what was known of parameters that it trains whole on this rank, too, and of
+    stacks of experts for those in both. What is new begins anew; so do experts of ranks that have different ones, or
+    some rows of them."""
+    is_expert_parallel = learner.run.layout.ep > 1
+    for name, parameter in learner.strategy.trainable_parameters.items():
+        for optimizer in learner.optimizers:
+            is_managed = any(parameter is managed for group in optimizer.param_groups for managed in group["params"])
+            if not is_managed or name not in moments:
                 continue
-            state = known[name]
+            state = moments[name]
             if STACKED not in name:
                 optimizer.state[parameter] = state
-            elif not (apart or isinstance(parameter, DTensor)):
+            elif not (is_expert_parallel or isinstance(parameter, DTensor)):
                 optimizer.state[parameter] = {
-                    key: _of_experts(value, had, has) if isinstance(value, Tensor) and value.ndim else value
+                    key: _of_experts(value, old_experts, new_experts)
+                    if isinstance(value, Tensor) and value.ndim
+                    else value
                     for key, value in state.items()
                 }
 
 
-def _of_experts(stacked: Tensor, had: Sequence[int], has: Sequence[int]) -> Tensor:
-    found = stacked.new_zeros(len(has), *stacked.shape[1:])
-    for place, expert in enumerate(has):
-        if expert in had:
-            found[place] = stacked[list(had).index(expert)]
-    return found
+def _of_experts(stacked: Tensor, old_experts: Sequence[int], new_experts: Sequence[int]) -> Tensor:
+    selected = stacked.new_zeros(len(new_experts), *stacked.shape[1:])
+    for index, expert in enumerate(new_experts):
+        if expert in old_experts:
+            selected[index] = stacked[list(old_experts).index(expert)]
+    return selected

@@ -27,9 +27,17 @@ from phalanx.swarm.update_files import Weights
 from phalanx.train.learner import Learner
 
 
-def write_weights(strategy: Strategy, mesh: Mesh, own: TrainedExperts | None, experts: int, file: TensorFile) -> None:
+def write_weights(
+    strategy: Strategy, mesh: Mesh, trained_experts: TrainedExperts | None, num_experts: int, file: TensorFile
+) -> None:
     """Write what is trained to a file of whole parameters."""
-    _write(strategy, mesh, own.experts if own is not None else range(experts), strategy.trainable_parameters, file)
+    _write(
+        strategy,
+        mesh,
+        trained_experts.experts if trained_experts is not None else range(num_experts),
+        strategy.trainable_parameters,
+        file,
+    )
 
 
 class GradientCapture(torch.optim.Optimizer):
@@ -44,8 +52,8 @@ class GradientCapture(torch.optim.Optimizer):
         self.experts = range(learner.run.model.moe.num_experts if learner.run.model.moe else 0)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        trained = self.strategy.trainable_parameters
-        gradients = {name: parameter.grad for name, parameter in trained.items() if parameter.grad is not None}
+        parameters = self.strategy.trainable_parameters
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         with TensorFile(self.path, writable=True) as file:
             _write(self.strategy, self.mesh, self.experts, gradients, file)
 
@@ -56,53 +64,60 @@ def _write(
 ) -> None:
     """Write tensors like what is trained, of these experts: each by the first rank that has it. Parts of one parameter
     on several ranks are brought together, so that all ranks take part."""
-    first = _is_first(mesh)
+    is_writer = _is_first(mesh)
     for name, tensor in tensors.items():
-        part = strategy.as_global_dtensor(name, tensor.detach())
-        whole = part.full_tensor() if isinstance(part, DTensor) else part
-        if not first:
+        global_tensor = strategy.as_global_dtensor(name, tensor.detach())
+        full_tensor = global_tensor.full_tensor() if isinstance(global_tensor, DTensor) else global_tensor
+        if not is_writer:
             continue
         if STACKED in name:
-            for place, expert in enumerate(experts):
-                file.write(ModelPiece(name, tuple(whole.shape[1:]), expert), whole[place])
+            for index, expert in enumerate(experts):
+                file.write(ModelPiece(name, tuple(full_tensor.shape[1:]), expert), full_tensor[index])
         else:
-            file.write(ModelPiece(name, tuple(whole.shape)), whole)
+            file.write(ModelPiece(name, tuple(full_tensor.shape)), full_tensor)
 
 
 def _is_first(mesh: Mesh) -> bool:
     """Whether this is the first of the ranks that have the same stages."""
-    return not any(place for axis, place in mesh.dims.coordinates(mesh.rank).items() if axis != "pp")
+    return not any(coordinate for axis, coordinate in mesh.dims.coordinates(mesh.rank).items() if axis != "pp")
 
 
 @torch.no_grad()
 def read_weights(
     strategy: Strategy,
-    own: TrainedExperts | None,
-    experts: int,
+    trained_experts: TrainedExperts | None,
+    num_experts: int,
     weights: Weights,
-    kept: Mapping[str, float],
-    since: Weights | None = None,
+    blend_factors: Mapping[str, float],
+    sent_weights: Weights | None = None,
 ) -> None:
-    """Take weights: what is trained here and what is frozen. Of a parameter in `kept` so much of what it was stays; to
-    the others is added what was learned `since` they were so."""
+    """Take weights: what is trained here and what is frozen. A parameter in `blend_factors` keeps that fraction
+    of its value; to the others is added what was learned since `sent_weights` were sent."""
 
-    def take(name: str, source: Weights) -> None:
-        whole = partial(_whole, source)
-        init_parameter(strategy, name, select_trained_experts(whole, own, experts) if own is not None else whole)
+    def load(name: str, source: Weights) -> None:
+        read_full = partial(_whole, source)
+        init_parameter(
+            strategy,
+            name,
+            select_trained_experts(read_full, trained_experts, num_experts)
+            if trained_experts is not None
+            else read_full,
+        )
 
     for name, parameter in strategy.trainable_parameters.items():  # one at a time: copies are of one
-        told = None if name in kept else since
-        was = parameter.clone() if told is not None or kept.get(name) else None
-        take(name, weights)
-        if was is None:
+        reference = None if name in blend_factors else sent_weights
+        local_value = parameter.clone() if reference is not None or blend_factors.get(name) else None
+        load(name, weights)
+        if local_value is None:
             continue
-        if told is None:
-            parameter.lerp_(was, kept[name])
+        if reference is None:
+            parameter.lerp_(local_value, blend_factors[name])
             continue
-        new = parameter.clone()
-        take(name, told)
-        parameter.neg_().add_(new).add_(was)  # in this order nothing is rounded where both are the same
-    init_frozen_experts(strategy.module, partial(_whole, weights), experts)
+        received_value = parameter.clone()
+        load(name, reference)
+        # in this order nothing is rounded where both are the same
+        parameter.neg_().add_(received_value).add_(local_value)
+    init_frozen_experts(strategy.module, partial(_whole, weights), num_experts)
     strategy.sync_model_weights()
 
 
@@ -117,9 +132,9 @@ def _whole(weights: Weights, name: str, shape: torch.Size) -> Tensor:
 def held_bytes(strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Of weights, gradients and optimizer state that this rank holds now, and of experts that rest, each storage
     once; not of what is offloaded."""
-    held = strategy.resident_tensors(optimizers)
-    resting = [part for part in strategy.module.modules() if isinstance(part, FrozenExpertWeights)]
-    tensors = [tensor for part in ("parameters", "gradients", "optimizer") for tensor in held.get(part, ())]
-    tensors += [numbers for part in resting for numbers in part.buffers()]
+    resident = strategy.resident_tensors(optimizers)
+    frozen_modules = [part for part in strategy.module.modules() if isinstance(part, FrozenExpertWeights)]
+    tensors = [tensor for part in ("parameters", "gradients", "optimizer") for tensor in resident.get(part, ())]
+    tensors += [buffer for part in frozen_modules for buffer in part.buffers()]
     storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

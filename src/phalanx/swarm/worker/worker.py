@@ -83,27 +83,29 @@ class SwarmWorker:
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
-    def participate(self, logs: list[Logger], rounds: Logger | None, note: Callable[[str], None]) -> MetricsRecord:
+    def participate(
+        self, loggers: list[Logger], round_logger: Logger | None, log: Callable[[str], None]
+    ) -> MetricsRecord:
         """Take part until the last round is done, or it is asked to leave; returns the last evaluation."""
-        beating = threading.Thread(target=self._heartbeat_loop, daemon=True) if self.link else None
-        if beating:
-            beating.start()
+        heartbeat = threading.Thread(target=self._heartbeat_loop, daemon=True) if self.link else None
+        if heartbeat:
+            heartbeat.start()
         try:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # else it was here before, and told of this round already
-                    spent, begun = RoundRecord(task.round), time.perf_counter()
-                    self._prepare(task, spent)
-                    self._round(task, spent, logs)
-                    spent.seconds, spent.held_bytes = time.perf_counter() - begun, self.held_bytes
-                    if rounds is not None:
-                        rounds.write({"step": self.trainer.step if self.trainer else 0, **vars(spent)})
-                        note(_format_round(spent))
+                    round_record, start = RoundRecord(task.round), time.perf_counter()
+                    self._prepare(task, round_record)
+                    self._round(task, round_record, loggers)
+                    round_record.seconds, round_record.held_bytes = time.perf_counter() - start, self.held_bytes
+                    if round_logger is not None:
+                        round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(round_record)})
+                        log(_format_round(round_record))
                 task = self._wait_for(round=task.round + 1)
             if self.trainer is None:
                 return {}
             if task is not None:
-                self._catch_up(task.committed, RoundRecord(task.round), to_the_end=True)
+                self._catch_up(task.committed, RoundRecord(task.round), is_final=True)
             self.trainer.rotate_expert_counts()
             return self.trainer.evaluate()
         except BaseException:
@@ -113,23 +115,23 @@ class SwarmWorker:
             self._over.set()
             self._executor.shutdown()
 
-    def _prepare(self, task: NodeTask, spent: RoundRecord) -> None:
+    def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Have the weights that the round begins with, the experts that this node trains in it, and its text."""
         self.number = task.round
         self._set_deadline(task)
-        spent.whole_bytes, spent.received_bytes = (
+        round_record.whole_bytes, round_record.received_bytes = (
             self.exchange.initial_download_bytes,
             self.exchange.initial_download_bytes,
         )
         self.exchange.initial_download_bytes = 0
         if self.exchange.version != task.committed:
-            self._catch_up(task.committed, spent)
+            self._catch_up(task.committed, round_record)
         if self.trainer is None or task.owned != self.exchange.own:
-            known, had = optimizer_moments(self.trainer) if self.trainer else {}, self.exchange.own
+            moments, old_experts = optimizer_moments(self.trainer) if self.trainer else {}, self.exchange.own
             self.trainer, self.exchange.own = None, task.owned  # two would need twice the memory
             self.trainer = self._trainer()
-            transfer_moments(known, had, self.trainer, task.owned)
-        spent.experts = len(task.owned)
+            transfer_moments(moments, old_experts, self.trainer, task.owned)
+        round_record.experts = len(task.owned)
         if self.swarm.sends_gradients:  # a part that a step leaves unused has no gradient
             broadcast_from_rank0(
                 lambda: TensorFile.create(self.exchange.local_weights, parameter_shapes(self.run.model)).close()
@@ -140,102 +142,117 @@ class SwarmWorker:
         self.batches = prefetch(self.trainer.loader, task.first_step, task.first_step + task.steps)
         self.trainer.step = task.round * self.swarm.steps_per_round + self.steps_ahead
 
-    def _round(self, task: NodeTask, spent: RoundRecord, logs: list[Logger]) -> None:
+    def _round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
         """Learn, tell, hear what all nodes made of it."""
-        last, steps = (
+        is_last_round, steps = (
             (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps,
             self.swarm.steps_per_round - self.steps_ahead,
         )
-        self._learn(steps, spent, logs, in_time=True)
-        telling = self._send_update(task, spent)
-        more = 0 if last else min(self.swarm.delay, task.steps - steps)  # who begins has less text than that once
-        fetching = (
-            self._executor.submit(self.exchange.prefetch_round, task.round, telling, spent)
-            if more and telling
+        self._learn(steps, round_record, loggers, in_time=True)
+        upload = self._send_update(task, round_record)
+        # who begins has less text than that once
+        extra_steps = 0 if is_last_round else min(self.swarm.delay, task.steps - steps)
+        download = (
+            self._executor.submit(self.exchange.prefetch_round, task.round, upload, round_record)
+            if extra_steps and upload
             else None
         )
-        self.steps_ahead = self._learn(more, spent, logs)
-        accepted = broadcast_from_rank0(lambda: telling.result() if telling else None)
-        begun = time.perf_counter()
-        heard_of = self._wait_for(committed=task.round + 1)
-        spent.wait_seconds += time.perf_counter() - begun
-        if fetching is not None:
-            fetching.result()
-        if heard_of is not None:
-            self._catch_up(heard_of.committed, spent, task.round if accepted else None)
+        self.steps_ahead = self._learn(extra_steps, round_record, loggers)
+        accepted = broadcast_from_rank0(lambda: upload.result() if upload else None)
+        start = time.perf_counter()
+        next_task = self._wait_for(committed=task.round + 1)
+        round_record.wait_seconds += time.perf_counter() - start
+        if download is not None:
+            download.result()
+        if next_task is not None:
+            self._catch_up(next_task.committed, round_record, task.round if accepted else None)
 
-    def _learn(self, steps: int, spent: RoundRecord, logs: list[Logger], in_time: bool = False) -> int:
+    def _learn(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
         """So many steps; `in_time` for the round's end fewer, but one at least. Returns how many were done."""
         assert self.trainer is not None
         assert self.batches is not None
-        trainer, begun, before = self.trainer, time.perf_counter(), spent.steps
+        trainer, start, steps_before = self.trainer, time.perf_counter(), round_record.steps
         trainer.stop_requested, trainer.stop_after_step = False, None
         for _ in range(steps):
-            each, tokens = (time.perf_counter() - begun) / max(1, spent.steps - before), trainer.tokens
-            if in_time and self.stop_at is not None and time.monotonic() + 2 * each > self.stop_at:
+            step_seconds, tokens = (
+                (time.perf_counter() - start) / max(1, round_record.steps - steps_before),
+                trainer.tokens,
+            )
+            if in_time and self.stop_at is not None and time.monotonic() + 2 * step_seconds > self.stop_at:
                 trainer.stop_requested = True  # all ranks hear of it in this step
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
             record = trainer.train_step(self.batches)
-            for log in logs:
-                log.write(record)
-            nothing = self.swarm.sends_gradients and not isfinite(record["grad_norm"])
-            learned = 0 if nothing else trainer.tokens - tokens
-            spent.steps, spent.tokens = spent.steps + 1, spent.tokens + learned
+            for logger in loggers:
+                logger.write(record)
+            is_skipped = self.swarm.sends_gradients and not isfinite(record["grad_norm"])
+            learned_tokens = 0 if is_skipped else trainer.tokens - tokens
+            round_record.steps, round_record.tokens = round_record.steps + 1, round_record.tokens + learned_tokens
             if trainer.should_stop:
                 break
-        spent.train_seconds += time.perf_counter() - begun
-        return spent.steps - before
+        round_record.train_seconds += time.perf_counter() - start
+        return round_record.steps - steps_before
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def _send_update(self, task: NodeTask, spent: RoundRecord) -> Future[bool] | None:
+    def _send_update(self, task: NodeTask, round_record: RoundRecord) -> Future[bool] | None:
         """Write what was learned, and begin to send it. On rank 0 whether it counted, when it is known."""
         assert self.trainer is not None
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if not self.swarm.sends_gradients:  # which are there since they were to be stepped by
-            with TensorFile(self.exchange.local_weights, writable=True) as live:
-                write_weights(self.trainer.strategy, self.trainer.mesh, self._frozen(), self.experts, live)
+            with TensorFile(self.exchange.local_weights, writable=True) as local_file:
+                write_weights(self.trainer.strategy, self.trainer.mesh, self._frozen(), self.experts, local_file)
         if dist.is_initialized():
             dist.barrier()
-        spent.code_seconds += time.perf_counter() - begun
-        steps, tokens = spent.steps, spent.tokens
-        return self._executor.submit(self.exchange.send_update, task, steps, tokens, spent) if self.link else None
+        round_record.code_seconds += time.perf_counter() - start
+        steps, tokens = round_record.steps, round_record.tokens
+        return (
+            self._executor.submit(self.exchange.send_update, task, steps, tokens, round_record) if self.link else None
+        )
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
-    def _catch_up(self, committed: int, spent: RoundRecord, told: int | None = None, to_the_end: bool = False) -> None:
-        """Have the base of so many rounds, and go on from it: `to_the_end` from nothing else. `told` is the round in
-        which this node's word counted last."""
+    def _catch_up(
+        self, committed: int, round_record: RoundRecord, accepted_round: int | None = None, is_final: bool = False
+    ) -> None:
+        """Have the base of so many rounds, and go on from it: with `is_final` from nothing else.
+        `accepted_round` is the last round in which this node's update was accepted."""
         exchange = self.exchange
-        before, mixed = exchange.version, self.swarm.delay > 0 and told == exchange.version == committed - 1
-        exchange.version = broadcast_from_rank0(lambda: exchange.catch_up(committed, spent, told))
+        old_version, blends = (
+            exchange.version,
+            self.swarm.delay > 0 and accepted_round == exchange.version == committed - 1,
+        )
+        exchange.version = broadcast_from_rank0(lambda: exchange.catch_up(committed, round_record, accepted_round))
         if self.trainer is None:
             return
-        adds = mixed and self.swarm.mixing is None and not to_the_end
-        stands = told is not None and mixed and exchange.local_experts_are_final(told)
-        if stands:  # what coding left out of these is still in the weights
-            for item in exchange.own_experts(committed - 1):
-                exchange.feedback.pop(item.key, None)
-        turns = {number % self.swarm.fragments for number in range(before, exchange.version)}
-        begun = time.perf_counter()
-        kept = {} if to_the_end else self._blend_factors(turns, mixed, stands)
-        with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as live:
-            since = live.read if adds else None
-            read_weights(self.trainer.strategy, self._frozen(), self.experts, base.read, kept, since)
-        spent.code_seconds += time.perf_counter() - begun
+        adds_local_change = blends and self.swarm.mixing is None and not is_final
+        keeps_local_experts = accepted_round is not None and blends and exchange.local_experts_are_final(accepted_round)
+        if keeps_local_experts:  # what coding left out of these is still in the weights
+            for piece in exchange.own_experts(committed - 1):
+                exchange.feedback.pop(piece.key, None)
+        updated_fragments = {
+            round_number % self.swarm.fragments for round_number in range(old_version, exchange.version)
+        }
+        start = time.perf_counter()
+        blend_factors = {} if is_final else self._blend_factors(updated_fragments, blends, keeps_local_experts)
+        with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as local_file:
+            sent_weights = local_file.read if adds_local_change else None
+            read_weights(self.trainer.strategy, self._frozen(), self.experts, base.read, blend_factors, sent_weights)
+        round_record.code_seconds += time.perf_counter() - start
 
-    def _blend_factors(self, turns: set[int], mixed: bool, stands: bool) -> dict[str, float]:
+    def _blend_factors(self, updated_fragments: set[int], blends: bool, keeps_local_experts: bool) -> dict[str, float]:
         """Of each parameter, how much of what this node made of it stays: all of fragments whose turn it was not; where
         it learned on since it told, `mixing`, if that is said, and all of its own experts whose word stands."""
-        kept = {}
-        for number in range(self.swarm.fragments):
-            for item in fragment_pieces(self.run.model, number, self.swarm.fragments):
-                if (number not in turns and self.swarm.fragments > 1) or (stands and item.expert is not None):
-                    kept[item.name] = 1.0
-                elif mixed and self.swarm.mixing is not None:
-                    kept[item.name] = self.swarm.mixing
-        return kept
+        factors = {}
+        for fragment in range(self.swarm.fragments):
+            for piece in fragment_pieces(self.run.model, fragment, self.swarm.fragments):
+                if (fragment not in updated_fragments and self.swarm.fragments > 1) or (
+                    keeps_local_experts and piece.expert is not None
+                ):
+                    factors[piece.name] = 1.0
+                elif blends and self.swarm.mixing is not None:
+                    factors[piece.name] = self.swarm.mixing
+        return factors
 
     # -- with the other ranks ----------------------------------------------------------------------------------------
 
@@ -261,9 +278,9 @@ class SwarmWorker:
         """By when the round's steps must be done, if it says that of this round."""
         if task.round != self.number:
             return
-        closes = None if task.already_sent or self.link is None else task.closes_in_seconds
+        closes_in_seconds = None if task.already_sent or self.link is None else task.closes_in_seconds
         margin = self.exchange.telling_seconds + MARGIN_SECONDS
-        self.stop_at = None if closes is None else time.monotonic() + closes - margin
+        self.stop_at = None if closes_in_seconds is None else time.monotonic() + closes_in_seconds - margin
 
     def _trainer(self) -> Trainer:
         with TensorFile(self.exchange.base) as base:
@@ -278,21 +295,21 @@ class SwarmWorker:
         if self.swarm.sends_gradients:
             trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
 
-        def look(*_: object) -> None:
+        def record_held_bytes(*_: object) -> None:
             self.held_bytes = held_bytes(trainer.strategy, trainer.optimizers)
 
-        for last in trainer.optimizers[-1:]:  # gradients are still there, moments already
-            last.register_step_post_hook(look)
+        for last_optimizer in trainer.optimizers[-1:]:  # gradients are still there, moments already
+            last_optimizer.register_step_post_hook(record_held_bytes)
         return trainer
 
     def _frozen(self) -> TrainedExperts | None:
         return TrainedExperts(self.exchange.own, self.swarm.frozen_expert_codec) if self.swarm.method in SPLIT else None
 
 
-def _format_round(spent: RoundRecord) -> str:
+def _format_round(round_record: RoundRecord) -> str:
     """A round in a line."""
-    megabytes = f"{spent.sent_bytes / 1e6:.3g} MB up, {spent.received_bytes / 1e6:.3g} MB down"
-    share = spent.train_seconds / spent.seconds if spent.seconds else 0.0
-    refused = f"; refused: {spent.refused}" if spent.refused else ""
-    took = f"{share:.0%} of {spent.seconds:.3g} s training"
-    return f"round {spent.round}: {spent.steps} steps, {megabytes}, {took}{refused}"
+    megabytes = f"{round_record.sent_bytes / 1e6:.3g} MB up, {round_record.received_bytes / 1e6:.3g} MB down"
+    train_share = round_record.train_seconds / round_record.seconds if round_record.seconds else 0.0
+    refused = f"; refused: {round_record.refused}" if round_record.refused else ""
+    train_text = f"{train_share:.0%} of {round_record.seconds:.3g} s training"
+    return f"round {round_record.round}: {round_record.steps} steps, {megabytes}, {train_text}{refused}"
