@@ -20,6 +20,7 @@ def test_single_node_swarm_equals_plain_training_bitwise(tmp_path, method):
     found, _ = train_local_swarm(run, tmp_path, NODES[:1])
     expected = train_without_swarm(run, tmp_path)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert not list(tmp_path.rglob("*error_feedback*")), "fp32 leaves nothing out"
 
 
 CASES: list[dict[str, Any]] = [

@@ -120,5 +120,8 @@ def test_max_trained_experts_doubles_when_two_ranks_shard_experts():
         assert max_trained_experts(TINY_MOE, swarm, memory, model_parallel_size=2) == 2 * own
     with pytest.raises(UserError, match="is too little"):
         max_trained_experts(
-            TINY_MOE, swarm, state_bytes(node_share(TINY_MOE, "spes", 0), swarm.frozen_expert_codec), model_parallel_size=2
+            TINY_MOE,
+            swarm,
+            state_bytes(node_share(TINY_MOE, "spes", 0), swarm.frozen_expert_codec),
+            model_parallel_size=2,
         )

@@ -169,7 +169,11 @@ class SwarmStore:
     def _kinds(self, config: AggregationConfig) -> list[str]:
         """The files of the model that there are."""
         moments = dict.fromkeys(MOMENTS, config.descent is not None)
-        used = {"error_feedback": not sends_weights(config.codec), "velocity": not config.outer.is_plain_mean, **moments}
+        used = {
+            "error_feedback": not sends_weights(config.codec),
+            "velocity": not config.outer.is_plain_mean,
+            **moments,
+        }
         return [kind for kind in KINDS if used.get(kind, True)]
 
     def _model(self, kind: str) -> Path:
