@@ -51,7 +51,7 @@ def test_sample_token_frequencies_match_top_k_softmax():
 
 def test_generate_repeats_end_token_and_runs_every_forward_pass():
     model, calls = counting_up()
-    tokens = generate(model, torch.tensor([5]), 6, end=8, generator=seeded())
+    tokens = generate(model, torch.tensor([5]), 6, eos_id=8, generator=seeded())
     assert tokens.tolist() == [5, 6, 7, 8, 8, 8, 8]
     assert len(calls) == 6
 
