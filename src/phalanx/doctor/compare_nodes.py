@@ -118,9 +118,9 @@ def storage_clock(directory: Path) -> float:
 def write_node_report(directory: Path, node: NodeReport) -> Path:
     """Write what a node found; returns the file."""
     file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{ENDING}"
-    draft = file.with_suffix(".part")
-    draft.write_text(json.dumps(asdict(node), indent=1))
-    draft.replace(file)
+    partial_file = file.with_suffix(".part")
+    partial_file.write_text(json.dumps(asdict(node), indent=1))
+    partial_file.replace(file)
     return file
 
 

@@ -53,13 +53,13 @@ def _counts(findings: Sequence[DoctorFinding]) -> str:
 
 
 def _row(finding: DoctorFinding) -> str:
-    shown = f"{finding.measured} {finding.unit}".strip()
+    measured = f"{finding.measured} {finding.unit}".strip()
     cells = (
         finding.severity,
         finding.id,
         finding.host,
         finding.device,
-        shown,
+        measured,
         finding.threshold,
         finding.remedy,
         f"`{finding.command}`",

@@ -61,5 +61,5 @@ def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:
     """Turn channel j with channel j + K/2 by the position's angle (the convention of Llama's HF weights)."""
     cos, sin = table
     first, second = x_BTHK.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BTHK * cos + turned * sin).to(x_BTHK.dtype)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x_BTHK * cos + rotated * sin).to(x_BTHK.dtype)

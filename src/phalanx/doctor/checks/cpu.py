@@ -57,8 +57,8 @@ RULES = (GOVERNOR, OFFLINE, BALANCING, BF16)
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What the kernel shows: of most virtual machines little."""
     balancing = machine.read("/proc/sys/kernel/numa_balancing")
-    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
-    with_gpus = several and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
+    has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    with_gpus = has_several_numa_nodes and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
     return [
         *_governors(machine),
         _offline(machine),

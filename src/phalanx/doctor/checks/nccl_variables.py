@@ -220,18 +220,18 @@ def _address(machine: Machine, name: str) -> str | None:
 
 
 def _cards(machine: Machine) -> list[DoctorFinding]:
-    chosen, ports = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
-    if not chosen:
+    hca_filter, ports = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
+    if not hca_filter:
         return [CARDS.skip("NCCL_IB_HCA is not set")]
-    if chosen.startswith("^"):  # to leave out what is not there does no harm
-        return [CARDS.ok(chosen)]
-    prefix = "=" if "=" in chosen[:2] else ""
-    names = [name for name in chosen.lstrip("=").split(",") if name]
+    if hca_filter.startswith("^"):  # to leave out what is not there does no harm
+        return [CARDS.ok(hca_filter)]
+    prefix = "=" if "=" in hca_filter[:2] else ""
+    names = [name for name in hca_filter.lstrip("=").split(",") if name]
     missing = [
         name for name in names if not any(rdma_ports.matches_hca_filter(prefix + name, port) for port in ports.values())
     ]
     if not ports:
         missing = names
     return [CARDS.violation(name, "not there", f"some of {', '.join(ports) or 'none'}") for name in missing] or [
-        CARDS.ok(chosen)
+        CARDS.ok(hca_filter)
     ]

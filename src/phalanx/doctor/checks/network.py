@@ -59,5 +59,5 @@ def _of_default_route(machine: Machine) -> list[str]:
 
 def _wanted_mbps(machine: Machine, expected: Expectations) -> float:
     speed, ranks = expected.network_bytes_per_second, expected.ranks
-    over_rdma = rdma_ports.rdma_devices(machine) and expected.gpus != 0
-    return 8e-6 * speed * ranks if speed and ranks and not over_rdma else 0.0
+    uses_rdma = rdma_ports.rdma_devices(machine) and expected.gpus != 0
+    return 8e-6 * speed * ranks if speed and ranks and not uses_rdma else 0.0

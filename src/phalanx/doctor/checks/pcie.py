@@ -60,7 +60,7 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     devices = [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *cards]
     if not devices:
         raise CheckSkipped("no GPU and no RDMA card on the PCI bus")
-    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
     max_widths = {address: _most(machine, address, "max_link_width") for address in devices}
     widths = {address: _numbers(machine, address, "current_link_width") for address in devices}
     max_speeds = {address: _most(machine, address, "max_link_speed") for address in cards}
@@ -71,7 +71,7 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
         *_below(WIDTH, widths, max_widths),
         *_below(SPEED, speeds, max_speeds),
         *check_values(ERRORS, error_counts, lambda count: count > 0),
-        *(check_values(NUMA, nodes, "-1".__eq__) if several else [NUMA.skip("one NUMA node")]),
+        *(check_values(NUMA, nodes, "-1".__eq__) if has_several_numa_nodes else [NUMA.skip("one NUMA node")]),
     ]
 
 

@@ -102,9 +102,9 @@ def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
         raise CheckSkipped(NONE)
     if expected.gpus == 0:
         raise CheckSkipped(NOT_USED)
-    chosen = machine.environment.get("NCCL_IB_HCA", "")
-    if chosen:
-        return {name: port for name, port in ports.items() if matches_hca_filter(chosen, port)}
+    hca_filter = machine.environment.get("NCCL_IB_HCA", "")
+    if hca_filter:
+        return {name: port for name, port in ports.items() if matches_hca_filter(hca_filter, port)}
     kinds = {name: _kind(machine, port) for name, port in ports.items()}
     rates = {name: _rate(machine, port) for name, port in ports.items()}
     fastest = {kinds[name] for name, rate in rates.items() if rate == max(rates.values())}
@@ -130,16 +130,16 @@ def _kind(machine: Machine, port: Port) -> str:
     return machine.read(f"{ROOT}/{port.device}/board_id") or ""
 
 
-def matches_hca_filter(chosen: str, port: Port) -> bool:
+def matches_hca_filter(hca_filter: str, port: Port) -> bool:
     """Whether a list in the form of NCCL_IB_HCA takes a port: names, or beginnings of names; with = the very names;
     with ^ all others (NCCL's documentation)."""
-    listed = [name.partition(":") for name in chosen.lstrip("^=").split(",") if name]
-    exact = "=" in chosen[:2]
-    taken = any(
+    entries = [name.partition(":") for name in hca_filter.lstrip("^=").split(",") if name]
+    exact = "=" in hca_filter[:2]
+    matches = any(
         (port.device == name if exact else port.device.startswith(name)) and number in ("", port.number)
-        for name, _, number in listed
+        for name, _, number in entries
     )
-    return taken != chosen.startswith("^")
+    return matches != hca_filter.startswith("^")
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:

@@ -134,9 +134,9 @@ def _not_one(listed: str) -> bool:
 def _class(machine: Machine, port: rdma_ports.Port, config: QosConfig) -> tuple[int, int]:
     """DSCP and priority of NCCL's packets on a port: by a traffic class that the card puts in place of all others, else
     by NCCL_IB_TC, whose default is 0."""
-    forced = GLOBAL.search(machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or "")
-    given = machine.environment.get(TC, "0")
-    dscp = int(forced[1] if forced else given if given.isdecimal() else 0) // 4
+    global_class = GLOBAL.search(machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or "")
+    traffic_class = machine.environment.get(TC, "0")
+    dscp = int(global_class[1] if global_class else traffic_class if traffic_class.isdecimal() else 0) // 4
     return dscp, config.priority.get(dscp, 0)
 
 

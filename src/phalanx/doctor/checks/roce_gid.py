@@ -46,12 +46,14 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
         raise CheckSkipped("no RoCE port is up")
     index = machine.environment.get(INDEX, "-1")
     kinds = {name: _kinds(machine, port) for name, port in roce_ports.items()}
-    named = {name: gid_kinds.get(index, "none") for name, gid_kinds in kinds.items()}
+    selected_kinds = {name: gid_kinds.get(index, "none") for name, gid_kinds in kinds.items()}
     accepted_kinds = (V2,) if index == "-1" else (V2, NEAR)  # on a flat network the near one may be meant
-    routed = {name: sum(kind in accepted_kinds for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()}
-    chosen = check_values(CHOSEN, named, lambda kind: kind not in accepted_kinds)
+    routable_counts = {
+        name: sum(kind in accepted_kinds for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()
+    }
+    chosen = check_values(CHOSEN, selected_kinds, lambda kind: kind not in accepted_kinds)
     return [
-        *check_values(ROUTABLE, routed, lambda count: count < 1),
+        *check_values(ROUTABLE, routable_counts, lambda count: count < 1),
         *([CHOSEN.skip(f"{INDEX} is not set")] if index == "-1" else chosen),
     ]
 

@@ -61,18 +61,18 @@ class PipelineStrategy(Strategy):
         inner: Strategy,
         stage_module: StageModule,
         representative: Schedule,
-        schedule_of: Callable[[int], Schedule],
+        make_schedule: Callable[[int], Schedule],
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         world_group: dist.ProcessGroup,
         forward_context: Callable[[], AbstractContextManager[object]],
         like: Tensor,
     ) -> None:
-        """`schedule_of` gives the schedule for a number of micro-batches, and `representative` is one of them; `groups`
-        are the ranks of the pipeline, for messages to later ones and to earlier ones; `world_group` are these and their
-        data-parallel replicas; `forward_context` is entered around forward passes; `like` has the dtype and device of
-        the activations that stages send."""
+        """`make_schedule` gives the schedule for a number of micro-batches, and `representative` is one of them.
+        `groups` are the ranks of the pipeline, for messages to later ones and to earlier ones; `world_group` are these
+        and their data-parallel replicas. `forward_context` is entered around forward passes. `like` has the dtype and
+        device of the activations that stages send."""
         super().__init__(inner.module, world_group)
-        self.inner, self.stages, self.schedule_of, self.computing = inner, stage_module, schedule_of, forward_context
+        self.inner, self.stages, self.schedule_of, self.computing = inner, stage_module, make_schedule, forward_context
         self.groups, self.pipe, self.activation_template = groups, groups[0], like
         self.trainable_parameters, self.loss_scale, self.autocast = (
             inner.trainable_parameters,
