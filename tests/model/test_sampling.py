@@ -51,7 +51,7 @@ def test_sample_token_frequencies_match_top_k_softmax():
 
 def test_generate_repeats_end_token_and_runs_every_forward_pass():
     model, calls = next_number_model()
-    tokens = generate(model, torch.tensor([5]), 6, end=8, generator=seeded_generator())
+    tokens = generate(model, torch.tensor([5]), 6, eos_id=8, generator=seeded_generator())
     assert tokens.tolist() == [5, 6, 7, 8, 8, 8, 8]
     assert len(calls) == 6
 

@@ -118,9 +118,9 @@ def storage_clock(directory: Path) -> float:
 def write_node_report(directory: Path, node: NodeReport) -> Path:
     """Write what a node found; returns the file."""
     file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{ENDING}"
-    draft = file.with_suffix(".part")
-    draft.write_text(json.dumps(asdict(node), indent=1))
-    draft.replace(file)
+    partial_file = file.with_suffix(".part")
+    partial_file.write_text(json.dumps(asdict(node), indent=1))
+    partial_file.replace(file)
     return file
 
 
@@ -139,10 +139,10 @@ def read_node_reports(directory: Path) -> list[NodeReport]:
 
 def stale_report_findings(directory: Path) -> list[DoctorFinding]:
     """Nodes that left word long before the last one did."""
-    left = {_node(file).host: file.stat().st_mtime for file in directory.glob(f"*{ENDING}")}
-    minutes = {host: round((max(left.values()) - seconds) / 60) for host, seconds in left.items()}
-    late = [OLD.violation("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
-    return late or [OLD.ok(max(minutes.values()))]
+    written_at = {_node(file).host: file.stat().st_mtime for file in directory.glob(f"*{ENDING}")}
+    minutes = {host: round((max(written_at.values()) - seconds) / 60) for host, seconds in written_at.items()}
+    stale = [OLD.violation("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
+    return stale or [OLD.ok(max(minutes.values()))]
 
 
 def collective_findings(directory: Path) -> list[DoctorFinding]:
@@ -160,15 +160,17 @@ def collective_findings(directory: Path) -> list[DoctorFinding]:
 def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
     """Why ranks failed that left word there, each reason of a host once. Who only lost another is named where nobody
     says more, and blames no host; nor does a mistake in the run file."""
-    words = list(read_failures(directory).values())
-    own = [word for word in words if not is_peer_loss(str(word.get("reason")))]
-    last_first = reversed(own or words[:1])
-    told = {(_blamed(word) if own else "", str(word.get("reason"))): word["rank"] for word in last_first}
-    return [FAILED.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(told.items())]
+    failures = list(read_failures(directory).values())
+    primary = [failure for failure in failures if not is_peer_loss(str(failure.get("reason")))]
+    last_first = reversed(primary or failures[:1])
+    ranks = {
+        (_blamed(failure) if primary else "", str(failure.get("reason"))): failure["rank"] for failure in last_first
+    }
+    return [FAILED.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(ranks.items())]
 
 
-def _blamed(word: Mapping[str, Any]) -> str:
-    return "" if word.get("code") == USERS_MISTAKE else str(word.get("host", ""))
+def _blamed(failure: Mapping[str, Any]) -> str:
+    return "" if failure.get("code") == USERS_MISTAKE else str(failure.get("host", ""))
 
 
 def _found_together(directory: Path) -> list[DoctorFinding]:
@@ -183,10 +185,12 @@ def _found_together(directory: Path) -> list[DoctorFinding]:
 
 def _node(file: Path) -> NodeReport:
     try:
-        known = json.loads(file.read_text())
-        found = tuple(DoctorFinding(**finding) for finding in known["findings"])
-        job = tuple(map(str, known.get("job_nodes", ())))
-        return NodeReport(str(known["host"]), float(known["clock_offset_seconds"]), dict(known["facts"]), found, job)
+        report = json.loads(file.read_text())
+        findings = tuple(DoctorFinding(**finding) for finding in report["findings"])
+        job_hosts = tuple(map(str, report.get("job_nodes", ())))
+        return NodeReport(
+            str(report["host"]), float(report["clock_offset_seconds"]), dict(report["facts"]), findings, job_hosts
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not what a node leaves ({type(error).__name__})"
         raise UserError(
@@ -194,11 +198,11 @@ def _node(file: Path) -> NodeReport:
         ) from None
 
 
-def compare_nodes(nodes: Sequence[NodeReport], wanted: int = 0) -> list[DoctorFinding]:
-    """In which nodes differ from most, by facts and clocks. `wanted` nodes should have left word."""
-    missing = _missing(nodes, wanted)
+def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[DoctorFinding]:
+    """In which nodes differ from most, by facts and clocks. `expected_nodes` nodes should have written a report."""
+    missing = _missing(nodes, expected_nodes)
     names = sorted({name for node in nodes for name in node.facts})
-    drift = [each for name in names for each in _drift(name, nodes)]
+    drift = [finding for name in names for finding in _drift(name, nodes)]
     return [
         *(missing or [NODES.ok(len(nodes))]),
         *(drift or [DRIFT.ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
@@ -206,32 +210,34 @@ def compare_nodes(nodes: Sequence[NodeReport], wanted: int = 0) -> list[DoctorFi
     ]
 
 
-def _missing(nodes: Sequence[NodeReport], wanted: int) -> list[DoctorFinding]:
+def _missing(nodes: Sequence[NodeReport], expected_nodes: int) -> list[DoctorFinding]:
     """Each node of the job that left no word; where their names are not known, how many did."""
-    silent = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
-    if silent:
-        return [NODES.violation("", "no word", "one of each node", host) for host in sorted(silent)]
-    return [NODES.violation("", len(nodes), f"{wanted}")] if len(nodes) < wanted else []
+    missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
+    if missing_hosts:
+        return [NODES.violation("", "no word", "one of each node", host) for host in sorted(missing_hosts)]
+    return [NODES.violation("", len(nodes), f"{expected_nodes}")] if len(nodes) < expected_nodes else []
 
 
-def clock_skew_findings(ahead_seconds: Mapping[str, float]) -> list[DoctorFinding]:
+def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[DoctorFinding]:
     """Of hosts whose clocks are so far ahead of something, those that are far from the median."""
-    middle = median(ahead_seconds.values())
-    off = {host: round(seconds - middle, 1) for host, seconds in ahead_seconds.items()}
-    far = [
-        CLOCK.violation("clock", seconds, host=host) for host, seconds in off.items() if abs(seconds) > OFFSET_SECONDS
+    median_offset = median(clock_offsets_seconds.values())
+    deviations = {host: round(seconds - median_offset, 1) for host, seconds in clock_offsets_seconds.items()}
+    findings = [
+        CLOCK.violation("clock", seconds, host=host)
+        for host, seconds in deviations.items()
+        if abs(seconds) > OFFSET_SECONDS
     ]
-    return far or [CLOCK.ok(max(map(abs, off.values())))]
+    return findings or [CLOCK.ok(max(map(abs, deviations.values())))]
 
 
 def _drift(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
     """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
     values = {node.host: node.facts.get(name, "none") for node in nodes}
-    rule, most = BREAKS if name in MUST_AGREE else DRIFT, most_common(values.values())
-    if len(set(values.values())) == 1 or most is None:
+    rule, majority = BREAKS if name in MUST_AGREE else DRIFT, most_common(values.values())
+    if len(set(values.values())) == 1 or majority is None:
         return []
-    if 2 * list(values.values()).count(most) <= len(nodes):
+    if 2 * list(values.values()).count(majority) <= len(nodes):
         return [
             rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")
         ]
-    return [rule.violation(name, value, most, host) for host, value in values.items() if value != most]
+    return [rule.violation(name, value, majority, host) for host, value in values.items() if value != majority]

@@ -84,28 +84,32 @@ class CollectiveResult:
     wrong: int
 
 
-def check_collectives(reached: Sequence[CollectiveResult]) -> list[DoctorFinding]:
+def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding]:
     """Each collective at its largest size."""
-    wrong = [WRONG.violation(each.name, each.wrong) for each in reached if each.wrong]
-    largest = {each.name: each for each in sorted(reached, key=lambda each: each.size_bytes)}
-    known = [each for each in largest.values() if each.size_bytes >= LARGE_BYTES and each.link_bytes_per_second]
-    slow = [_slow(each) for each in known if each.bus_bytes_per_second < _wanted_bytes_per_second(each)]
-    if not known:
+    wrong = [WRONG.violation(result.name, result.wrong) for result in results if result.wrong]
+    largest = {result.name: result for result in sorted(results, key=lambda result: result.size_bytes)}
+    large_results = [
+        result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second
+    ]
+    slow = [_slow(result) for result in large_results if result.bus_bytes_per_second < _wanted_bytes_per_second(result)]
+    if not large_results:
         slow = [BANDWIDTH.skip("nothing so large is sent over links whose speed is known")]
     elif not slow:
-        slow = [BANDWIDTH.ok(f"{len(known)} collectives")]
+        slow = [BANDWIDTH.ok(f"{len(large_results)} collectives")]
     return [*(wrong or [WRONG.ok(0)]), *slow]
 
 
-def _slow(each: CollectiveResult) -> DoctorFinding:
-    wanted = _wanted_bytes_per_second(each) / GB
-    shown = f"{each.name}, {each.ranks} ranks, {each.size_bytes:,} B"
-    return BANDWIDTH.violation(shown, round(each.bus_bytes_per_second / GB, 2), f"at least {wanted:.3g}")
+def _slow(result: CollectiveResult) -> DoctorFinding:
+    expected_gb_per_second = _wanted_bytes_per_second(result) / GB
+    device = f"{result.name}, {result.ranks} ranks, {result.size_bytes:,} B"
+    return BANDWIDTH.violation(
+        device, round(result.bus_bytes_per_second / GB, 2), f"at least {expected_gb_per_second:.3g}"
+    )
 
 
-def _wanted_bytes_per_second(each: CollectiveResult) -> float:
-    share = HUGE_SHARE if each.size_bytes >= HUGE_BYTES else SHARE
-    return share * (each.link_bytes_per_second or 0)
+def _wanted_bytes_per_second(result: CollectiveResult) -> float:
+    share = HUGE_SHARE if result.size_bytes >= HUGE_BYTES else SHARE
+    return share * (result.link_bytes_per_second or 0)
 
 
 def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[DoctorFinding]:
@@ -115,25 +119,33 @@ def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[
     if not bytes_per_second:
         return [PAIR.skip("one node")]
     hosts = sorted({host for pair in bytes_per_second for host in pair})
-    best = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
-    usual = median_high(best.values())
-    of_hosts = {host: round(100 * speed / usual, 1) for host, speed in best.items()}
-    of_pairs = {pair: round(100 * speed / usual, 1) for pair, speed in bytes_per_second.items()}
-    bad = [host for host, share in of_hosts.items() if share < 100 * SLOW]
-    slow = [pair for pair, share in of_pairs.items() if share < 100 * SLOW and not set(pair) & set(bad)]
+    best_speed = {host: max(speed for pair, speed in bytes_per_second.items() if host in pair) for host in hosts}
+    typical_speed = median_high(best_speed.values())
+    host_percent = {host: round(100 * speed / typical_speed, 1) for host, speed in best_speed.items()}
+    pair_percent = {pair: round(100 * speed / typical_speed, 1) for pair, speed in bytes_per_second.items()}
+    slow_hosts = [host for host, percent in host_percent.items() if percent < 100 * SLOW]
+    slow_pairs = [
+        pair for pair, percent in pair_percent.items() if percent < 100 * SLOW and not set(pair) & set(slow_hosts)
+    ]
     return [
-        *([PAIR.violation("network", of_hosts[host], host=host) for host in bad] or [PAIR.ok(min(of_hosts.values()))]),
-        *([LINK.violation(" - ".join(pair), of_pairs[pair]) for pair in slow] or [LINK.ok(min(of_pairs.values()))]),
+        *(
+            [PAIR.violation("network", host_percent[host], host=host) for host in slow_hosts]
+            or [PAIR.ok(min(host_percent.values()))]
+        ),
+        *(
+            [LINK.violation(" - ".join(pair), pair_percent[pair]) for pair in slow_pairs]
+            or [LINK.ok(min(pair_percent.values()))]
+        ),
     ]
 
 
 def round_robin_pairs(nodes: int) -> list[list[tuple[int, int]]]:
     """All pairs of nodes in rounds in which each has one partner at most: a tournament, by the circle method."""
     seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
-    found = []
+    rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         matched = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in matched if a is not None and b is not None])
+        rounds.append([(min(a, b), max(a, b)) for a, b in matched if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return rounds

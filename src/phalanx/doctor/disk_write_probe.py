@@ -18,15 +18,15 @@ SYNCED, ENOUGH_SECONDS = 16, 5
 def main() -> None:
     directory, pieces = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryFile(dir=directory) as file:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         written, seconds = 0, 0.0
         while written < pieces and seconds < ENOUGH_SECONDS:
-            more = min(SYNCED, pieces - written)
-            for _ in range(more):
+            count = min(SYNCED, pieces - written)
+            for _ in range(count):
                 file.write(PIECE)
             file.flush()
             os.fsync(file.fileno())
-            written, seconds = written + more, time.perf_counter() - begun
+            written, seconds = written + count, time.perf_counter() - start
         print(f"{written * len(PIECE)} bytes in {seconds:.4f} s")
 
 

@@ -132,10 +132,10 @@ UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
 
 def read_counters(machine: Machine) -> CounterSnapshot:
     """All counters that a machine shows."""
-    found: CounterSnapshot = {}
+    counters: CounterSnapshot = {}
     for rule, device, count in _all(machine):
-        found.setdefault(rule, {})[device] = count
-    return found
+        counters.setdefault(rule, {})[device] = count
+    return counters
 
 
 def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[DoctorFinding]:
@@ -143,38 +143,38 @@ def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[Do
     said."""
     differences = {
         rule: {
-            name: count - was if count >= (was := before[rule][name]) else count
-            for name, count in mine.items()
+            name: count - previous if count >= (previous := before[rule][name]) else count
+            for name, count in counts.items()
             if name in before.get(rule, {})
         }
-        for rule, mine in after.items()
+        for rule, counts in after.items()
     }
-    found = []
+    findings = []
     for rule in RULES:
-        mine = differences.get(rule.id)
-        if not mine:
-            found.append(rule.skip("no such counters here"))
+        counts = differences.get(rule.id)
+        if not counts:
+            findings.append(rule.skip("no such counters here"))
         elif rule in (MARKED, TCP):
-            found += _shares(rule, mine, differences)
+            findings += _shares(rule, counts, differences)
         else:
-            found += [rule.violation(name, count) for name, count in mine.items() if count > 0] or [rule.ok(0)]
-    return found
+            findings += [rule.violation(name, count) for name, count in counts.items() if count > 0] or [rule.ok(0)]
+    return findings
 
 
 def _shares(
-    rule: CheckRule, mine: Mapping[str, int], all_of: Mapping[str, Mapping[str, int]]
+    rule: CheckRule, counts: Mapping[str, int], all_counts: Mapping[str, Mapping[str, int]]
 ) -> Iterable[DoctorFinding]:
-    of, most = (PACKETS, MARKED_SHARE) if rule is MARKED else (SEGMENTS, RESENT_SHARE)
-    shares = {name: count / max(1, all_of.get(of, {}).get(name, 0)) for name, count in mine.items()}
-    wrong = [rule.violation(name, float(f"{share:.2g}")) for name, share in shares.items() if share > most]
+    denominator, max_share = (PACKETS, MARKED_SHARE) if rule is MARKED else (SEGMENTS, RESENT_SHARE)
+    shares = {name: count / max(1, all_counts.get(denominator, {}).get(name, 0)) for name, count in counts.items()}
+    wrong = [rule.violation(name, float(f"{share:.2g}")) for name, share in shares.items() if share > max_share]
     return wrong or [rule.ok(float(f"{max(shares.values()):.2g}"))]
 
 
 def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
     for name, port in rdma_ports.rdma_ports(machine).items():
-        for rule, place, counters in ((LINK, "counters", OF_LINKS), (RESENT, "hw_counters", OF_LOSS)):
+        for rule, directory, counters in ((LINK, "counters", OF_LINKS), (RESENT, "hw_counters", OF_LOSS)):
             for counter in counters:
-                yield from _one(machine, rule.id, f"{name} {counter}", f"{port.path}/{place}/{counter}")
+                yield from _one(machine, rule.id, f"{name} {counter}", f"{port.path}/{directory}/{counter}")
         yield from _one(machine, MARKED.id, name, f"{port.path}/hw_counters/np_ecn_marked_roce_packets")
         yield from _one(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
         if port.roce and port.interface:
@@ -183,10 +183,10 @@ def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
         name = path.split("/")[4]
         for counter in OF_INTERFACES:
             yield from _one(machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}")
-    for at in [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
-        errors = pcie.errors(machine, at)
+    for address in [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
+        errors = pcie.errors(machine, address)
         if errors is not None:
-            yield PCIE.id, at, errors
+            yield PCIE.id, address, errors
     yield from _of_gpus(machine)
     yield from _of_tcp(machine)
 
@@ -199,10 +199,10 @@ def _one(machine: Machine, rule: str, name: str, path: str) -> Iterator[tuple[st
 
 def _of_card(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
     try:
-        said = machine.run(f"ethtool_{interface}", "ethtool", "-S", interface)
+        output = machine.run(f"ethtool_{interface}", "ethtool", "-S", interface)
     except CommandTimeout:  # before or after: then it has grown by nothing that is known
         return
-    for pause, dropped, count in OF_CARD.findall(said.text if said else ""):
+    for pause, dropped, count in OF_CARD.findall(output.text if output else ""):
         yield (PAUSED if pause else DROPPED).id, f"{interface} {pause or dropped}", int(count)
 
 
@@ -220,7 +220,7 @@ def _of_tcp(machine: Machine) -> Iterator[tuple[str, str, int]]:
     """Of this host's, or its network namespace's, as a whole."""
     lines = [line.split() for line in (machine.read("/proc/net/snmp") or "").splitlines() if line.startswith("Tcp:")]
     if len(lines) == 2:
-        known = dict(zip(*lines, strict=False))
+        values = dict(zip(*lines, strict=False))
         for rule, counter in ((TCP.id, "RetransSegs"), (SEGMENTS, "OutSegs")):
-            if known.get(counter, "").isdecimal():
-                yield rule, "tcp", int(known[counter])
+            if values.get(counter, "").isdecimal():
+                yield rule, "tcp", int(values[counter])

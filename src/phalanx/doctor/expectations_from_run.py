@@ -23,13 +23,13 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
     )  # as `phalanx train` would start
     gpus = {"cuda": ranks or 1, "cpu": 0, "auto": None}[cluster.device]
     directory = Path(run.output_dir).expanduser().absolute()
-    held = rank_memory(run, ranks * cluster.nodes) if ranks and not run.auto_layout else {}
+    memory_per_rank = rank_memory(run, ranks * cluster.nodes) if ranks and not run.auto_layout else {}
     return Expectations(
         directory=str(directory),
         nodes=cluster.nodes,
         gpus=gpus,
         ranks=ranks,
-        rank_bytes=max((memory.total for memory in held.values()), default=None),
+        rank_bytes=max((memory.total for memory in memory_per_rank.values()), default=None),
         checkpoints=str(directory / run.name / CHECKPOINTS_DIR),
         checkpoints_bytes=checkpoint_space_needed_bytes(run, existing=0),
         checkpoint_bytes=checkpoint_bytes(run),

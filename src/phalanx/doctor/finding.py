@@ -57,15 +57,15 @@ class CheckRule:
         """A finding that all is as it should be."""
         return self._finding("OK", "", measured)
 
-    def skip(self, why: str) -> DoctorFinding:
+    def skip(self, reason: str) -> DoctorFinding:
         """A finding that this could not be looked at, or has no meaning here."""
-        return self._finding("SKIP", "", why)
+        return self._finding("SKIP", "", reason)
 
     def _finding(
         self, severity: Severity, device: str, measured: Value, threshold: str = "", host: str = ""
     ) -> DoctorFinding:
-        gpu, said = device.removeprefix("GPU"), (self.remedy, self.command)
-        remedy, command = (text.replace("{device}", device).replace("{gpu}", gpu) for text in said)
+        gpu, templates = device.removeprefix("GPU"), (self.remedy, self.command)
+        remedy, command = (text.replace("{device}", device).replace("{gpu}", gpu) for text in templates)
         threshold = threshold or self.threshold
         if isinstance(measured, float) and measured.is_integer():
             measured = int(measured)

@@ -49,11 +49,11 @@ class Machine:
 
     def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
         self.root, self.record = root, record
-        here = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-        self.started_with: Mapping[str, str] = here if root is None else _variables(self.read(f"/{ENVIRONMENT}"))
+        variables = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+        self.started_with: Mapping[str, str] = variables if root is None else _variables(self.read(f"/{ENVIRONMENT}"))
         """Variables of the environment, without those of NCCL's files."""
         if record is not None:
-            lines = [f"{name}={value}\n" for name, value in sorted(here.items())]
+            lines = [f"{name}={value}\n" for name, value in sorted(variables.items())]
             self._keep(ENVIRONMENT, "".join(lines))
 
     @property
@@ -67,8 +67,11 @@ class Machine:
         """Variables, with those of NCCL's files that the environment does not set: NCCL lets the user's file go before
         the system's (its src/misc/param.cc)."""
         files = SYSTEMS_FILE, self.started_with.get("NCCL_CONF_FILE") or USERS_FILE
-        of_files = {name: value for file in files for name, value in _variables(self.read(file)).items()}
-        return {**{name: value for name, value in of_files.items() if VARIABLES.fullmatch(name)}, **self.started_with}
+        file_variables = {name: value for file in files for name, value in _variables(self.read(file)).items()}
+        return {
+            **{name: value for name, value in file_variables.items() if VARIABLES.fullmatch(name)},
+            **self.started_with,
+        }
 
     def read(self, path: str) -> str | None:
         """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
@@ -85,31 +88,31 @@ class Machine:
 
     def glob(self, pattern: str) -> list[str]:
         """Paths by a pattern of the shell, in order."""
-        found = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
-        for path in found if self.record else []:
+        paths = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
+        for path in paths if self.record else []:
             self._keep(path, None if self._place(path).is_dir() else "")
-        return found
+        return paths
 
-    def run(self, name: str, *words: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
+    def run(self, name: str, *argv: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
         """What a program answers; None where it is not installed. `name` is that of its record. Raises Stuck if it
         gives no answer in time."""
-        answer = self._recorded(name) if self.root else _asked(words, seconds)
+        answer = self._recorded(name) if self.root else _asked(argv, seconds)
         if answer is None:
             return None
-        end = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
-        self._keep(f"{COMMANDS}/{name}.txt", f"{answer.text.rstrip()}\n{end}")
+        status_line = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
+        self._keep(f"{COMMANDS}/{name}.txt", f"{answer.text.rstrip()}\n{status_line}")
         if answer.code is None:
-            raise CommandTimeout(" ".join(words), seconds)
+            raise CommandTimeout(" ".join(argv), seconds)
         return answer
 
     def _recorded(self, name: str) -> CommandOutput | None:
         text = self.read(f"/{COMMANDS}/{name}.txt")
         if text is None:
             return None
-        end = ENDED.search(text)
-        if end is None:
+        status = ENDED.search(text)
+        if status is None:
             return CommandOutput(text)
-        return CommandOutput(text[: end.start()], int(end[2]) if end[2] else None)
+        return CommandOutput(text[: status.start()], int(status[2]) if status[2] else None)
 
     def _read_before(self, path: str) -> str | None:
         with suppress(OSError):
@@ -123,14 +126,14 @@ class Machine:
         """Record a file, or a directory. What was read is not replaced by what was only listed."""
         if self.record is None:
             return
-        place = self.record / path.lstrip("/")
+        target = self.record / path.lstrip("/")
         if text is None:
-            place.mkdir(parents=True, exist_ok=True)
-        elif text or not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            aside = place.with_name(f"{place.name}.{os.getpid()}")  # another check may read it meanwhile
-            aside.write_text(text)
-            aside.replace(place)
+            target.mkdir(parents=True, exist_ok=True)
+        elif text or not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f"{target.name}.{os.getpid()}")  # another check may read it meanwhile
+            temporary.write_text(text)
+            temporary.replace(target)
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:
@@ -141,12 +144,12 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
         yield piece
 
 
-def _asked(words: tuple[str, ...], seconds: float) -> CommandOutput | None:
+def _asked(argv: tuple[str, ...], seconds: float) -> CommandOutput | None:
     try:
-        return run_command(words, seconds)
+        return run_command(argv, seconds)
     except OSError as error:
-        there = shutil.which(words[0])
-        return CommandOutput(f"{words[0]}: {error.strerror or error}", CANNOT_RUN) if there else None
+        executable = shutil.which(argv[0])
+        return CommandOutput(f"{argv[0]}: {error.strerror or error}", CANNOT_RUN) if executable else None
 
 
 def _variables(text: str | None) -> dict[str, str]:

@@ -64,27 +64,31 @@ def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
     """What all ranks find together, on each of them. torch.distributed must be initialised."""
     world_size, machine = dist.get_world_size(), Machine()
     hosts: list[str] = all_gather_objects(machine.host)
-    told = dist.get_rank() == hosts.index(machine.host)  # one rank of a host speaks for it
+    is_host_reporter = dist.get_rank() == hosts.index(machine.host)  # one rank of a host speaks for it
     times: list[float] = _gathered_at_once()
-    before = error_counters.read_counters(machine) if told else {}
-    ways = benchmark_collectives(
+    before = error_counters.read_counters(machine) if is_host_reporter else {}
+    benchmarks = benchmark_collectives(
         run, build_mesh(run.layout, world_size, device.type), device, ITERATIONS, _sizes(run.cluster)
     )
     speeds = measure_node_pairs(hosts, device)
     dist.barrier()
-    mine = error_counters.counter_findings(before, error_counters.read_counters(machine)) if told else []
-    grown = [
-        DoctorFinding(**each)
-        for found in all_gather_objects([asdict(replace(each, host=machine.host)) for each in mine])
-        for each in found
+    local_findings = (
+        error_counters.counter_findings(before, error_counters.read_counters(machine)) if is_host_reporter else []
+    )
+    counter_growth = [
+        DoctorFinding(**fields)
+        for host_findings in all_gather_objects(
+            [asdict(replace(finding, host=machine.host)) for finding in local_findings]
+        )
+        for fields in host_findings
     ]
     clocks = {host: times[hosts.index(host)] for host in dict.fromkeys(hosts)}
-    reached = [each for way in ways for each in achieved_bandwidth(way, hosts, run.cluster)]
+    results = [result for benchmark in benchmarks for result in achieved_bandwidth(benchmark, hosts, run.cluster)]
     return [
-        *cross_node_bandwidth.check_collectives(reached),
+        *cross_node_bandwidth.check_collectives(results),
         *cross_node_bandwidth.check_node_pairs(speeds),
         *clock_skew_findings(clocks),
-        *grown,
+        *counter_growth,
     ]
 
 
@@ -94,50 +98,55 @@ def _sizes(cluster: ClusterSpec) -> list[int]:
     return [LARGE_BYTES] if known else []
 
 
-def achieved_bandwidth(way: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> list[CollectiveResult]:
-    """What a way of `measuring.benchmark_collectives` reached, by size: the better of in place and not."""
-    document, links = way["nccl_tests"], expected_bus_bandwidth(way, hosts, cluster)
+def achieved_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> list[CollectiveResult]:
+    """Return what a benchmark of `benchmark_collectives` reached, by size: the better of in place and not."""
+    document, links = benchmark["nccl_tests"], expected_bus_bandwidth(benchmark, hosts, cluster)
     return [
         CollectiveResult(
-            name=f"{way['operation']} among {way['among']}",
-            ranks=way["ranks"],
+            name=f"{benchmark['operation']} among {benchmark['among']}",
+            ranks=benchmark["ranks"],
             size_bytes=result["size"],
-            bus_bytes_per_second=1e9 * max(result[place]["bus_bw"] for place in ("in_place", "out_of_place")),
+            bus_bytes_per_second=1e9 * max(result[mode]["bus_bw"] for mode in ("in_place", "out_of_place")),
             link_bytes_per_second=links,
-            wrong=sum(result[place]["nwrong"] or 0 for place in ("in_place", "out_of_place")),
+            wrong=sum(result[mode]["nwrong"] or 0 for mode in ("in_place", "out_of_place")),
         )
         for result in document["results"]
     ]
 
 
-def expected_bus_bandwidth(way: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> float | None:
-    """The bus bandwidth that links allow the slowest of a way's groups; None where theirs is not known.
+def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> float | None:
+    """The bus bandwidth that links allow the slowest of a benchmark's groups; None where theirs is not known.
 
     Inside a node it is that of the links. Over nodes a ring enters and leaves each once, by the cards of all of the
     group's k ranks there; in an all-to-all each rank's card carries what goes to the n - k ranks elsewhere, of n - 1.
     """
-    found = []
-    for group in way["groups"]:
-        here = [len(list(same)) for _, same in groupby(sorted(hosts[rank] for rank in group))]
-        k, n, inside, network = min(here), len(group), cluster.link_bytes_per_second, cluster.network_bytes_per_second
-        if len(here) == 1:
-            limits = [inside]
-        elif way["operation"] == "all_to_all":
+    bandwidths = []
+    for group in benchmark["groups"]:
+        ranks_per_host = [len(list(host_ranks)) for _, host_ranks in groupby(sorted(hosts[rank] for rank in group))]
+        k, n, link, network = (
+            min(ranks_per_host),
+            len(group),
+            cluster.link_bytes_per_second,
+            cluster.network_bytes_per_second,
+        )
+        if len(ranks_per_host) == 1:
+            limits = [link]
+        elif benchmark["operation"] == "all_to_all":
             limits = [network and network * (n - 1) / (n - k)]
         else:
-            limits = [network and network * (1 if way["operation"] == "send" else k), *([inside] if k > 1 else [])]
+            limits = [network and network * (1 if benchmark["operation"] == "send" else k), *([link] if k > 1 else [])]
         if None in limits:
             return None
-        found.append(min(limit for limit in limits if limit))
-    return min(found, default=None)
+        bandwidths.append(min(limit for limit in limits if limit))
+    return min(bandwidths, default=None)
 
 
 def measure_node_pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], float]:
     """Bytes per second that each two hosts exchange each way, all of their ranks at once."""
-    tried = _exchanges(hosts, device, WARMUP_BYTES)
-    if not tried:
+    warmup = _exchanges(hosts, device, WARMUP_BYTES)
+    if not warmup:
         return {}
-    slowest = WARMUP_BYTES / min(speed / ranks for speed, ranks in tried.values())
+    slowest = WARMUP_BYTES / min(speed / ranks for speed, ranks in warmup.values())
     size = int(min(PAIR_BYTES, WARMUP_BYTES * max(1.0, PAIR_SECONDS / slowest)))
     return {pair: speed for pair, (speed, _) in _exchanges(hosts, device, size).items()}
 
@@ -147,26 +156,26 @@ def _exchanges(hosts: Sequence[str], device: torch.device, size_bytes: int) -> d
     names = list(dict.fromkeys(hosts))
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
     sent, received = (torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    found: dict[tuple[str, str], tuple[float, int]] = {}
+    speeds: dict[tuple[str, str], tuple[float, int]] = {}
     for matched in round_robin_pairs(len(names)) if len(names) > 1 else []:
         dist.barrier()
-        mine = None
+        local_result = None
         for a, b in matched:
             partners = dict(zip(ranks[names[a]], ranks[names[b]], strict=False))
             partners |= {other: one for one, other in partners.items()}
             if dist.get_rank() in partners:
                 call = partial(_exchange, sent, received, partners[dist.get_rank()])
-                mine = (names[a], names[b]), median(time_calls(call, device, ITERATIONS))
-        told = [each for each in all_gather_objects(mine) if each is not None]
-        for pair in {each[0] for each in told}:
-            seconds = [each[1] for each in told if each[0] == pair]
-            found[pair] = len(seconds) / 2 * size_bytes / max(seconds), len(seconds) // 2
-    return found
+                local_result = (names[a], names[b]), median(time_calls(call, device, ITERATIONS))
+        results = [result for result in all_gather_objects(local_result) if result is not None]
+        for pair in {result[0] for result in results}:
+            seconds = [result[1] for result in results if result[0] == pair]
+            speeds[pair] = len(seconds) / 2 * size_bytes / max(seconds), len(seconds) // 2
+    return speeds
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
-    there, back = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)
-    for work in dist.batch_isend_irecv([there, back]):
+    send, receive = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
 
@@ -188,7 +197,7 @@ def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
             return failed_rank_findings(directory) or [
                 cross_node_bandwidth.FAILED.violation("ranks", f"exit code {code}")
             ]
-        return [DoctorFinding(**each) for each in json.loads((directory / COLLECTIVES).read_text())]
+        return [DoctorFinding(**fields) for fields in json.loads((directory / COLLECTIVES).read_text())]
 
 
 def main() -> None:
@@ -200,28 +209,28 @@ def main() -> None:
     exit_rank(rank_main(parser.parse_args()))
 
 
-def rank_main(asked: argparse.Namespace) -> int:
+def rank_main(args: argparse.Namespace) -> int:
     """Check on this rank; returns the exit code."""
     rank, ranks = env_rank(), int(os.environ.get("WORLD_SIZE", "1"))
-    asked.out.mkdir(parents=True, exist_ok=True)
-    hang_dumps.remove_dumps(asked.out, rank)
+    args.out.mkdir(parents=True, exist_ok=True)
+    hang_dumps.remove_dumps(args.out, rank)
     if rank == 0:  # what an earlier start left would be taken for this one's
-        hang_dumps.remove_dumps_from_rank(asked.out, ranks)
-        (asked.out / COLLECTIVES).unlink(missing_ok=True)
+        hang_dumps.remove_dumps_from_rank(args.out, ranks)
+        (args.out / COLLECTIVES).unlink(missing_ok=True)
     try:
-        run = load_run(asked.run, environment={})
+        run = load_run(args.run, environment={})
         if ranks == 1:
             raise UserError(
                 "phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", "start several by torchrun"
             )
         check_layout(run, ranks)  # before they wait for each other
-        found = check_nodes(
+        findings = check_nodes(
             run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds))
         )
         if rank == 0:
-            (asked.out / COLLECTIVES).write_text(json.dumps([asdict(each) for each in found], indent=1))
+            (args.out / COLLECTIVES).write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     except Exception as error:
-        write_failure(asked.out, rank, 0, error)
+        write_failure(args.out, rank, 0, error)
         if LAUNCHER_PID_ENV not in os.environ:
             print(f"phalanx: {error}" if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

@@ -15,9 +15,9 @@ Facts = dict[str, str]
 
 def node_facts(machine: Machine) -> Facts:
     """By name; what a machine does not have is left out."""
-    of_ports = rdma_ports.rdma_ports(machine)
-    interfaces = sorted({port.interface for port in of_ports.values() if port.interface})
-    found = {
+    ports = rdma_ports.rdma_ports(machine)
+    interfaces = sorted({port.interface for port in ports.values() if port.interface})
+    facts = {
         "phalanx": __version__,
         "kernel": machine.read("/proc/sys/kernel/osrelease"),
         "system": _match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
@@ -25,8 +25,8 @@ def node_facts(machine: Machine) -> Facts:
         "memory GiB": _gib(machine),
         "GPUs on the bus": str(len(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))),
         "RDMA devices": str(len(rdma_ports.rdma_devices(machine))),
-        "RDMA firmware": _each(machine.read(f"{rdma_ports.ROOT}/{port.device}/fw_ver") for port in of_ports.values()),
-        "RDMA rate": _each(machine.read(f"{port.path}/rate") for port in of_ports.values()),
+        "RDMA firmware": _each(machine.read(f"{rdma_ports.ROOT}/{port.device}/fw_ver") for port in ports.values()),
+        "RDMA rate": _each(machine.read(f"{port.path}/rate") for port in ports.values()),
         "RDMA MTU": _each(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
         "RDMA driver": machine.read("/sys/module/mlx5_core/version"),
         "clock source": machine.read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
@@ -34,18 +34,18 @@ def node_facts(machine: Machine) -> Facts:
         **_of_torch(machine),
         **{name: value for name, value in machine.environment.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))},
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
 def job_nodes(machine: Machine) -> tuple[str, ...]:
     """The nodes that Slurm started this step on; none where it did not start us."""
-    listed = (machine.started_with.get(f"SLURM_{of}_NODELIST") for of in ("STEP", "JOB"))
-    nodes = next(filter(None, listed), None)
+    node_lists = (machine.started_with.get(f"SLURM_{scope}_NODELIST") for scope in ("STEP", "JOB"))
+    nodes = next(filter(None, node_lists), None)
     try:
-        said = machine.run("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
+        output = machine.run("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
     except CommandTimeout:
         return ()
-    return tuple(said.text.split()) if said and not said.code else ()
+    return tuple(output.text.split()) if output and not output.code else ()
 
 
 def _of_gpus(machine: Machine) -> dict[str, str | None]:
@@ -64,15 +64,15 @@ def _of_gpus(machine: Machine) -> dict[str, str | None]:
 
 def _of_torch(machine: Machine) -> dict[str, str | None]:
     try:
-        known = software.torch_facts(machine)
+        facts = software.torch_facts(machine)
     except (CheckSkipped, CommandTimeout, software.NotImportedError):
         return {}
-    return {"PyTorch": known["torch"], "CUDA of PyTorch": known["cuda"], "NCCL": known["nccl"]}
+    return {"PyTorch": facts["torch"], "CUDA of PyTorch": facts["cuda"], "NCCL": facts["nccl"]}
 
 
 def _match(pattern: str, text: str | None) -> str | None:
-    found = re.search(pattern, text or "", re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(pattern, text or "", re.MULTILINE)
+    return match[1] if match else None
 
 
 def _gib(machine: Machine) -> str | None:

@@ -16,8 +16,8 @@ FAILING = "failing_nodes.txt"
 
 def exit_code(findings: Iterable[DoctorFinding]) -> int:
     """0 all well, 1 warnings, 2 failures, 3 nothing could be checked."""
-    found = {finding.severity for finding in findings}
-    return 2 if "FAIL" in found else 1 if "WARN" in found else 0 if "OK" in found else 3
+    severities = {finding.severity for finding in findings}
+    return 2 if "FAIL" in severities else 1 if "WARN" in severities else 0 if "OK" in severities else 3
 
 
 def by_severity(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
@@ -53,13 +53,13 @@ def _counts(findings: Sequence[DoctorFinding]) -> str:
 
 
 def _row(finding: DoctorFinding) -> str:
-    shown = f"{finding.measured} {finding.unit}".strip()
+    measured = f"{finding.measured} {finding.unit}".strip()
     cells = (
         finding.severity,
         finding.id,
         finding.host,
         finding.device,
-        shown,
+        measured,
         finding.threshold,
         finding.remedy,
         f"`{finding.command}`",

@@ -45,8 +45,8 @@ def markdown_table() -> str:
     for title, rules in rule_sections().items():
         lines += [f"## {title}", "", "| id | | measured | well | source | what to do |", "|---|---|---|---|---|---|"]
         for rule in rules:
-            well = f"{rule.threshold} {rule.unit}".strip()
-            cells = (f"`{rule.id}`", rule.severity, rule.quantity, well, rule.source, rule.remedy)
+            threshold = f"{rule.threshold} {rule.unit}".strip()
+            cells = (f"`{rule.id}`", rule.severity, rule.quantity, threshold, rule.source, rule.remedy)
             lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)

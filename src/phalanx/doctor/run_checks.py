@@ -95,16 +95,18 @@ def run_all_checks(machine: Machine, expected: Expectations, with_facts: bool = 
 
 
 def examine_node(
-    machine: Machine, expected: Expectations, with_facts: bool = True, ahead_seconds: float = 0.0
+    machine: Machine, expected: Expectations, with_facts: bool = True, clock_offset_seconds: float = 0.0
 ) -> NodeReport:
     """The same with what nodes should have in common, to be held against other nodes."""
     if machine.root is None:
-        found, known = _run_in_subprocesses(machine, expected, with_facts)
+        findings, facts = _run_in_subprocesses(machine, expected, with_facts)
     else:
-        found = [each for file in CHECKS for each in run_check(file, machine, expected)]
-        known = node_facts(machine) if with_facts else {}
-    named = tuple(replace(finding, host=finding.host or machine.host) for finding in found)
-    return NodeReport(machine.host, ahead_seconds, known, named, job_nodes(machine) if with_facts else ())
+        findings = [finding for module in CHECKS for finding in run_check(module, machine, expected)]
+        facts = node_facts(machine) if with_facts else {}
+    findings_with_host = tuple(replace(finding, host=finding.host or machine.host) for finding in findings)
+    return NodeReport(
+        machine.host, clock_offset_seconds, facts, findings_with_host, job_nodes(machine) if with_facts else ()
+    )
 
 
 def check_name(check: object) -> str:
@@ -112,16 +114,16 @@ def check_name(check: object) -> str:
     return str(getattr(check, "__name__", "")).rpartition(".")[2]
 
 
-def run_check(file: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
+def run_check(module: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What one check finds, whatever becomes of it."""
-    name = check_name(file)
-    check: Check = file.check  # type: ignore[attr-defined]
+    name = check_name(module)
+    check: Check = module.check  # type: ignore[attr-defined]
     try:
         return check(machine, expected)
     except CheckSkipped as skipped:
         return [DoctorFinding(name, "SKIP", "", "", str(skipped), "", "", "", "", "")]
-    except CommandTimeout as stuck:
-        return [STUCK.violation(stuck.command, str(stuck))]
+    except CommandTimeout as timeout:
+        return [STUCK.violation(timeout.command, str(timeout))]
     except Exception as error:  # of what no parser has seen yet
         return [UNREADABLE.violation(name, f"{type(error).__name__}: {error}")]
 
@@ -129,26 +131,26 @@ def run_check(file: object, machine: Machine, expected: Expectations) -> list[Do
 def _run_in_subprocesses(
     machine: Machine, expected: Expectations, with_facts: bool
 ) -> tuple[list[DoctorFinding], Facts]:
-    asked = json.dumps({**asdict(expected), "record": str(machine.record or "")})
+    request = json.dumps({**asdict(expected), "record": str(machine.record or "")})
     names = [*map(check_name, CHECKS), *([FACTS] if with_facts else [])]
-    children = {name: _start_child(name, asked) for name in names}
+    children = {name: _start_child(name, request) for name in names}
     deadline = time.monotonic() + CHECK_SECONDS
-    found: list[DoctorFinding] = []
-    known: Facts = {}
+    findings: list[DoctorFinding] = []
+    facts: Facts = {}
     for name, child in children.items():
-        told = _child_result(name, child, deadline)
-        if isinstance(told, DoctorFinding):
-            found.append(told)
+        result = _child_result(name, child, deadline)
+        if isinstance(result, DoctorFinding):
+            findings.append(result)
         elif name == FACTS:
-            known = told
+            facts = result
         else:
-            found += [DoctorFinding(**each) for each in told]
-    return found, known
+            findings += [DoctorFinding(**fields) for fields in result]
+    return findings, facts
 
 
-def _start_child(name: str, asked: str) -> TimedProcess | DoctorFinding:
+def _start_child(name: str, request: str) -> TimedProcess | DoctorFinding:
     try:
-        return TimedProcess([sys.executable, "-m", MODULE, name, asked])
+        return TimedProcess([sys.executable, "-m", MODULE, name, request])
     except OSError as error:  # no memory, or too many processes
         return UNREADABLE.violation(name, f"cannot be started: {error}")
 
@@ -158,27 +160,27 @@ def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: floa
     if isinstance(child, DoctorFinding):
         return child
     answer = child.wait_output(max(0.0, deadline - time.monotonic()))
-    last = answer.text.strip().rpartition("\n")[2]
+    last_line = answer.text.strip().rpartition("\n")[2]
     if answer.code is None:
         return STUCK.violation(name, f"no answer in {CHECK_SECONDS} s")
     try:
-        return json.loads(last)
+        return json.loads(last_line)
     except ValueError:
-        return UNREADABLE.violation(name, last or f"exit code {answer.code}")
+        return UNREADABLE.violation(name, last_line or f"exit code {answer.code}")
 
 
 def main() -> None:
     """One check, or the facts, in a process of its own: its name, and what is expected."""
-    name, asked = sys.argv[1], json.loads(sys.argv[2])
-    record = asked.pop("record")
+    name, request = sys.argv[1], json.loads(sys.argv[2])
+    record = request.pop("record")
     machine = Machine(record=Path(record) if record else None)
     if name == FACTS:
         if machine.record:
             error_counters.read_counters(machine)
         print(json.dumps(node_facts(machine)))
         return
-    file = next(file for file in CHECKS if check_name(file) == name)
-    print(json.dumps([asdict(finding) for finding in run_check(file, machine, Expectations(**asked))]))
+    module = next(module for module in CHECKS if check_name(module) == name)
+    print(json.dumps([asdict(finding) for finding in run_check(module, machine, Expectations(**request))]))
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ class CommandOutput:
 class TimedProcess:
     """A program that runs in a session of its own, with its words in a file: pipes end only with its own children."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         """Raises OSError if it cannot be started."""
         self._said = _file_of_no_disk()
         self._process = subprocess.Popen(
-            words,
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=subprocess.STDOUT,
@@ -61,6 +61,6 @@ def _file_of_no_disk() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def run_command(words: Sequence[str], seconds: float) -> CommandOutput:
+def run_command(argv: Sequence[str], seconds: float) -> CommandOutput:
     """Run a program for so many seconds at most. Raises OSError if it cannot be started."""
-    return TimedProcess(words).wait_output(seconds)
+    return TimedProcess(argv).wait_output(seconds)

@@ -56,8 +56,8 @@ class Router(nn.Module):
                 self.dropped += dropped.sum()
         if dropped is not None:
             weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.num_experts)
-        share = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
-        balance = balance_loss(self.moe, share, load_BE, self.relief)
+        probs = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)
+        balance = balance_loss(self.moe, probs, load_BE, self.relief)
         return weights, chosen, balance + z_loss(self.moe, logits)
 
     def tokens_per_expert(self, chosen_BTk: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,10 +82,10 @@ def within_capacity(moe: MoESpec, chosen_BTk: Tensor) -> Tensor:
     chosen = chosen_BTk.flatten(1)
     by_expert, order = chosen.sort(dim=1, stable=True)
     first = torch.searchsorted(by_expert, torch.arange(moe.num_experts, device=chosen.device).repeat(len(chosen), 1))
-    place = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
+    position = torch.arange(chosen.shape[1], device=chosen.device) - first.gather(1, by_expert)
     return (
         torch.empty_like(chosen, dtype=torch.bool)
-        .scatter_(1, order, place < expert_capacity(moe, chosen.shape[1]))
+        .scatter_(1, order, position < expert_capacity(moe, chosen.shape[1]))
         .view_as(chosen_BTk)
     )
 
@@ -96,18 +96,18 @@ def expert_capacity(moe: MoESpec, choices: int) -> int:
     return math.ceil(moe.capacity_factor * choices / moe.num_experts)
 
 
-def balance_loss(moe: MoESpec, share_BTE: Tensor, load_BE: Tensor, relief_E: Tensor | None = None) -> Tensor:
+def balance_loss(moe: MoESpec, probs_BTE: Tensor, load_BE: Tensor, relief_E: Tensor | None = None) -> Tensor:
     """a E sum_i f_i P_i (Switch Transformer, arXiv 2101.03961, eq. 4), times the tokens it is measured over.
 
     f_i is the share of choices that went to expert i, P_i the mean router probability: 1 x a per token if
-    balanced. `load_BE` counts whole sequences; where `share_BTE` has some of their tokens, this is their part of the
+    balanced. `load_BE` counts whole sequences; where `probs_BTE` has some of their tokens, this is their part of the
     loss. With `relief_E`, r_i f_i stands for f_i.
     """
     if moe.balance_loss_scope == "micro_batch":
-        share_BTE, load_BE = share_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
+        probs_BTE, load_BE = probs_BTE.flatten(0, 1)[None], load_BE.sum(0, keepdim=True)
     fraction_BE = load_BE / load_BE.sum(1, keepdim=True)
     fraction_BE = fraction_BE if relief_E is None else fraction_BE * relief_E
-    return moe.balance_loss_coef * moe.num_experts * (fraction_BE * share_BTE.sum(1)).sum()
+    return moe.balance_loss_coef * moe.num_experts * (fraction_BE * probs_BTE.sum(1)).sum()
 
 
 def z_loss(moe: MoESpec, logits_BTE: Tensor) -> Tensor:
@@ -124,25 +124,25 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(moe.num_experts, moe.expert_ffn_size, spec.hidden_size))
         self.down = nn.Parameter(torch.empty(moe.num_experts, spec.hidden_size, moe.expert_ffn_size))
 
-    def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
-        """`x_ND` is sorted by expert; expert e has the rows from ends[e - 1] to ends[e]."""
+    def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
+        """`x_ND` is sorted by expert; expert e has the rows from offsets[e - 1] to offsets[e]."""
         if torch.is_autocast_enabled(x_ND.device.type):  # autocast does not know grouped products
             dtype = torch.get_autocast_dtype(x_ND.device.type)
         else:
             dtype = x_ND.dtype
         x_ND = x_ND.to(dtype)
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
-        hidden_NF = F.silu(self.product(x_ND, gate, ends_E)) * self.product(x_ND, up, ends_E)
-        return self.product(hidden_NF, down, ends_E)
+        hidden_NF = F.silu(self.product(x_ND, gate, offsets_E)) * self.product(x_ND, up, offsets_E)
+        return self.product(hidden_NF, down, offsets_E)
 
-    def product(self, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    def product(self, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
         """See `grouped_linear`."""
-        return grouped_linear(x_NI, weight_EOI, ends_E)
+        return grouped_linear(x_NI, weight_EOI, offsets_E)
 
 
-def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     """Each expert's rows times its own weight, transposed: [N, O]."""
-    return (_grouped if supports_grouped_mm(x_NI, weight_EOI) else _looped)(x_NI, weight_EOI, ends_E)
+    return (_grouped if supports_grouped_mm(x_NI, weight_EOI) else _looped)(x_NI, weight_EOI, offsets_E)
 
 
 def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
@@ -153,12 +153,12 @@ def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
 
 
-def _grouped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight_EOI.transpose(1, 2), offs=ends_E.to(torch.int32))
+def _grouped(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
 
 
-def _looped(x: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    sizes = to_host_list(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x))
+def _looped(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    sizes = to_host_list(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), len(x))
     return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
 
 
@@ -198,8 +198,8 @@ def permute_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[
     counts = chosen.new_zeros(moe.num_experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
     counts_E, rows = counts[:-1], order
     if moe.capacity_factor is not None:  # dropped choices stand last
-        most = len(chosen_BTk) * moe.num_experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
-        rows = order[: to_host_list(counts_E.sum(0, keepdim=True), min(most, len(chosen)))[0]]
+        max_rows = len(chosen_BTk) * moe.num_experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
+        rows = order[: to_host_list(counts_E.sum(0, keepdim=True), min(max_rows, len(chosen)))[0]]
     return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
 
 
@@ -207,8 +207,8 @@ def to_host_list(counts: Tensor, total: int) -> list[int]:
     """The numbers in a vector, which add up to `total` where experts are balanced. In a step that is traced without
     numbers (`phalanx.verify`) they are: its vectors have none."""
     if isinstance(counts, FakeTensor):
-        each, more = divmod(total, len(counts))
-        return [each + (place < more) for place in range(len(counts))]
+        quotient, remainder = divmod(total, len(counts))
+        return [quotient + (index < remainder) for index in range(len(counts))]
     return cast(list[int], counts.tolist())
 
 

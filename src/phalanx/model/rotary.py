@@ -29,9 +29,9 @@ def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 def _llama3(rope: RopeSpec, base_J: Tensor) -> Tensor:
     """Llama 3.1 (arXiv 2407.21783, its released code): stretch what turns slowly, keep what turns fast."""
     turns_J = rope.original_context * base_J / (2 * math.pi)
-    keep_J = (turns_J - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep_J = keep_J.clamp(0, 1)
-    return keep_J * base_J + (1 - keep_J) * base_J / rope.factor
+    smooth_J = (turns_J - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth_J = smooth_J.clamp(0, 1)
+    return smooth_J * base_J + (1 - smooth_J) * base_J / rope.factor
 
 
 def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
@@ -61,5 +61,5 @@ def apply_rotary(x_BTHK: Tensor, table: RotaryTable) -> Tensor:
     """Turn channel j with channel j + K/2 by the position's angle (the convention of Llama's HF weights)."""
     cos, sin = table
     first, second = x_BTHK.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_BTHK * cos + turned * sin).to(x_BTHK.dtype)
+    rotated = torch.cat((-second, first), dim=-1)
+    return (x_BTHK * cos + rotated * sin).to(x_BTHK.dtype)

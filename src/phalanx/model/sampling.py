@@ -40,9 +40,9 @@ def sample_token(logits_V: Tensor, temperature: float, top_k: int, generator: to
     if temperature == 0:
         return int(logits_V.argmax())
     vocab = len(logits_V)
-    kept_K, tokens_K = logits_V.topk(min(top_k or vocab, vocab))
-    place = (kept_K / temperature).softmax(0).multinomial(1, generator=generator)
-    return int(tokens_K[place])
+    top_logits_K, tokens_K = logits_V.topk(min(top_k or vocab, vocab))
+    index = (top_logits_K / temperature).softmax(0).multinomial(1, generator=generator)
+    return int(tokens_K[index])
 
 
 def generate(
@@ -52,16 +52,16 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     generator: torch.Generator | None = None,
-    end: int | None = None,
+    eos_id: int | None = None,
     context: int | None = None,
 ) -> Tensor:
-    """`tokens_T` and `count` more, [T + count]; what would follow `end` is `end`.
+    """`tokens_T` and `count` more, [T + count]; what would follow `eos_id` is `eos_id`.
 
-    The other arguments are `sample`'s. Exactly `count` forward passes are made whatever is drawn, so that
+    The other arguments are those of `stream_tokens`. Exactly `count` forward passes are made whatever is drawn, so that
     ranks which share a sharded model stay in step.
     """
-    new = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context), count))
-    if end in new:
-        stop = new.index(end)
-        new[stop:] = [end] * (count - stop)
-    return torch.cat((tokens_T, tokens_T.new_tensor(new)))
+    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context), count))
+    if eos_id in new_tokens:
+        stop = new_tokens.index(eos_id)
+        new_tokens[stop:] = [eos_id] * (count - stop)
+    return torch.cat((tokens_T, tokens_T.new_tensor(new_tokens)))

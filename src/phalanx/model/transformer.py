@@ -74,12 +74,14 @@ class Transformer(nn.Module):
         table = None
         if self.spec.position_embedding != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
-            place_T = self.local_positions(x_BTD)
-            table = rotary_table(self.spec.rope, self.spec.head_dim, positions_in_document(place_T, starts_BT), dtype)
+            row_positions_T = self.local_positions(x_BTD)
+            table = rotary_table(
+                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, starts_BT), dtype
+            )
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
-            x_BTD, more = block(x_BTD, table, mask)
-            auxiliary = auxiliary + more
+            x_BTD, block_auxiliary = block(x_BTD, table, mask)
+            auxiliary = auxiliary + block_auxiliary
         return x_BTD, auxiliary
 
     def compute_logits(self, x_BTD: Tensor) -> Tensor:
@@ -104,10 +106,10 @@ class Transformer(nn.Module):
         return torch.arange(x_BT.shape[1], device=x_BT.device)
 
 
-def positions_in_document(place_T: Tensor, starts_BT: Tensor | None) -> Tensor:
-    """Positions in their documents of the tokens at `place_T` in their rows: [T], or [B, T] where documents start
-    inside of rows."""
-    return place_T if starts_BT is None else place_T - starts_BT[:, place_T]
+def positions_in_document(row_positions_T: Tensor, starts_BT: Tensor | None) -> Tensor:
+    """Return the positions in their documents of the tokens at `row_positions_T` in their rows: [T], or [B, T] where
+    documents start inside of rows."""
+    return row_positions_T if starts_BT is None else row_positions_T - starts_BT[:, row_positions_T]
 
 
 def document_mask(starts_BT: Tensor) -> Tensor:

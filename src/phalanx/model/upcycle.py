@@ -64,14 +64,14 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     return weight
 
 
-def replicate_mlp(dense: Tensor, experts: int, redrawn: float, seed: int, layer: str, kind: str) -> Tensor:
+def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int, layer: str, kind: str) -> Tensor:
     """A stack of copies of one matrix of an MLP. Of each, the same part of the inner units in all matrices of the layer
     is drawn anew, with the mean and deviation of what stood there (arXiv 2502.19261)."""
     stack = dense.expand(experts, *dense.shape).clone()
     for expert, copy in enumerate(stack):
         units_FD = copy.T if kind == "down" else copy
         order = torch.randperm(len(units_FD), generator=named_generator(seed, f"{layer} {expert}"))
-        chosen = order[: round(redrawn * len(units_FD))]
+        chosen = order[: round(reinit_fraction * len(units_FD))]
         if len(chosen):
             before = units_FD[chosen].float()
             generator = named_generator(seed, f"{layer} {expert} {kind}")

@@ -71,16 +71,16 @@ def apply_layout(
     precision: str = "bf16",
     compile: bool = False,
     layers: Sequence[range] = (),
-    own: TrainedExperts | None = None,
+    trained_experts: TrainedExperts | None = None,
 ) -> Strategy:
     """A transformer under `layout`.
 
     `weights` gives the full initial value of each parameter by name; a rank keeps its part of it. `layers` are those of
-    every stage, where there is a pipeline. Of experts those that are not its `own` are frozen.
+    every stage, where there is a pipeline. Experts that are not in `trained_experts` are frozen.
     """
-    if spec.moe is None or (own is not None and len(own.experts) == spec.moe.num_experts):
-        own = None
-    sharded = _build_sharded_module(spec, layout, mesh, precision, layers, own)
+    if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
+        trained_experts = None
+    sharded = _build_sharded_module(spec, layout, mesh, precision, layers, trained_experts)
     module = sharded.module
     groups = _apply_model_parallelism(sharded, spec, layout, mesh, device)
     apply_activation_checkpointing(module, layout.activation_checkpointing)
@@ -95,7 +95,7 @@ def apply_layout(
         strategy = build_pipeline(strategy, module, layout, mesh, precision, device)
     # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
     strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
-    _init_weights(strategy, spec, weights, own)
+    _init_weights(strategy, spec, weights, trained_experts)
     return strategy
 
 
@@ -125,37 +125,44 @@ def _build_sharded_module(
     mesh: Mesh,
     precision: str,
     layers: Sequence[range],
-    own: TrainedExperts | None,
+    trained_experts: TrainedExperts | None,
 ) -> _ShardedModule:
     """Build this rank's stages, shards and experts on the meta device (steps 1 and 2)."""
     with torch.device("meta"):
         module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers)
         module.to(PARAMETER_DTYPES[precision])
-        shared = ModelSharding(spec, layout, mesh) if layout.tp * layout.ep > 1 else None
-        if shared is not None:
-            shared.shard_parameters(module)
-        here: list[tuple[int, ...]] = []
-        if own is not None and spec.moe is not None:
-            here = assign_experts_to_ranks(own.experts, spec.moe.num_experts, layout.ep)
-            freeze_experts(module, own, here[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0], shared)
-    return _ShardedModule(module, shared, here)
+        sharding = ModelSharding(spec, layout, mesh) if layout.tp * layout.ep > 1 else None
+        if sharding is not None:
+            sharding.shard_parameters(module)
+        experts_per_rank: list[tuple[int, ...]] = []
+        if trained_experts is not None and spec.moe is not None:
+            experts_per_rank = assign_experts_to_ranks(trained_experts.experts, spec.moe.num_experts, layout.ep)
+            freeze_experts(
+                module,
+                trained_experts,
+                experts_per_rank[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0],
+                sharding,
+            )
+    return _ShardedModule(module, sharding, experts_per_rank)
 
 
 def _apply_model_parallelism(
     sharded: _ShardedModule, spec: ModelSpec, layout: Layout, mesh: Mesh, device: torch.device
 ) -> _ModelParallelGroups:
     """Apply tensor, expert and context parallelism, in this order (step 2)."""
-    module, here = sharded.module, sharded.experts_per_rank
+    module, experts_per_rank = sharded.module, sharded.experts_per_rank
     tensor = experts = None
     if mesh.tp_group is not None:
-        later = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
-        tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, later)
-        apply_tensor_parallel(module, tensor, experts_whole=layout.ep > 1, heads_apart=layout.tp_attention == "split")
+        deferred_grads = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
+        tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads)
+        apply_tensor_parallel(
+            module, tensor, unsharded_experts=layout.ep > 1, sharded_heads=layout.tp_attention == "split"
+        )
         if layout.tp_attention == "gathered":
             apply_gathered_heads(module, tensor)
     if mesh.ep_mesh is not None:
         experts = ExpertParallelGroup(
-            mesh.ep_mesh["ep"].get_group(), expert_permutation(here, device) if here else None
+            mesh.ep_mesh["ep"].get_group(), expert_permutation(experts_per_rank, device) if experts_per_rank else None
         )
         apply_expert_parallel(module, experts)
     sequences = None if mesh.cp_mesh is None else ContextParallelGroup(mesh.cp_mesh.get_group(), layout.cp_method)
@@ -174,10 +181,12 @@ def _count_exposed_communication(strategy: Strategy, groups: _ModelParallelGroup
         strategy.pop_expert_rows = groups.experts.pop_row_count
 
 
-def _init_weights(strategy: Strategy, spec: ModelSpec, weights: WeightInitializer, own: TrainedExperts | None) -> None:
+def _init_weights(
+    strategy: Strategy, spec: ModelSpec, weights: WeightInitializer, trained_experts: TrainedExperts | None
+) -> None:
     """Fill this rank's part of the initial weights, and the copies that are computed with (step 9)."""
-    if own is not None and spec.moe is not None:
-        init_parameters(strategy, select_trained_experts(weights, own, spec.moe.num_experts))
+    if trained_experts is not None and spec.moe is not None:
+        init_parameters(strategy, select_trained_experts(weights, trained_experts, spec.moe.num_experts))
         init_frozen_experts(strategy.module, weights, spec.moe.num_experts)
     else:
         init_parameters(strategy, weights)
@@ -202,33 +211,41 @@ def distribute(
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
     shards = mesh.submesh("dp_replicate", "dp_shard") if mesh.data_dims.dp_shard > 1 else None
     offload = build_offload(layout)
-    apart = expert_parameter_names(module) if layout.ep > 1 else frozenset()
+    expert_parameters = expert_parameter_names(module) if layout.ep > 1 else frozenset()
     if layout.data_parallel in ("zero3", "hsdp") and shards is not None:
         sharded = FSDP(
-            module, blocks, layout, shards, compute_dtype, offload, mesh.dp_group, apart, mesh.expert_dp_mesh
+            module,
+            blocks,
+            layout,
+            shards,
+            compute_dtype,
+            offload,
+            mesh.dp_group,
+            expert_parameters,
+            mesh.expert_dp_mesh,
         )
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
     if layout.data_parallel in ("zero1", "zero2") or offload is not None:
         # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
         stage = layout if layout.pp == 1 else layout.model_copy(update={"data_parallel": "zero1"})
-        return ZeRO(module, stage, shards, device, compute_dtype, offload, apart, mesh.expert_dp_mesh)
+        return ZeRO(module, stage, shards, device, compute_dtype, offload, expert_parameters, mesh.expert_dp_mesh)
     if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)
     materialize(module, device)
     if mesh.dp_group is None:
         return Strategy(module)
-    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, apart)
+    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, expert_parameters)
 
 
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
     """This rank's stages."""
-    mine = representative_schedule(layout).stages_of(mesh.pp_rank)
-    return StageModule(spec, {stage: layers[stage] for stage in mine}, len(layers))
+    local_stages = representative_schedule(layout).stages_of(mesh.pp_rank)
+    return StageModule(spec, {stage: layers[stage] for stage in local_stages}, len(layers))
 
 
 def build_pipeline(
-    inner: Strategy, part: StageModule, layout: Layout, mesh: Mesh, precision: str, device: torch.device
+    inner: Strategy, stage_module: StageModule, layout: Layout, mesh: Mesh, precision: str, device: torch.device
 ) -> PipelineStrategy:
     """The pipeline of this rank's stages with the others'."""
     assert mesh.loss_group is not None
@@ -236,9 +253,16 @@ def build_pipeline(
     # Under autocast what is added up stays in the parameters' precision.
     dtype = torch.bfloat16 if precision == "bf16" and not inner.autocast else PARAMETER_DTYPES[precision]
     like = torch.empty(0, dtype=dtype, device=device)
-    some = representative_schedule(layout)
+    representative = representative_schedule(layout)
     return PipelineStrategy(
-        inner, part, some, partial(layout_schedule, layout), mesh.pipeline_groups, mesh.loss_group, context, like
+        inner,
+        stage_module,
+        representative,
+        partial(layout_schedule, layout),
+        mesh.pipeline_groups,
+        mesh.loss_group,
+        context,
+        like,
     )
 
 

@@ -44,30 +44,30 @@ class ContextParallelGroup:
         return local_token_indices(tokens, self.size, self.rank, self.kind, device)
 
     def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Start to send to the next rank and to receive as much from the one before; what is returned beside the
-        tensor that will come ends both."""
-        came = torch.empty_like(tensor)
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        """Start to send `tensor` to the next rank and to receive one of its shape from the previous rank. Returns the
+        receive buffer, and a function that waits for both transfers."""
+        received = torch.empty_like(tensor)
+        destination, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to),
-                dist.P2POp(dist.irecv, came, group=self.group, group_peer=source),
+                dist.P2POp(dist.isend, tensor, group=self.group, group_peer=destination),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=source),
             ]
         )
 
-        def end() -> None:
+        def wait() -> None:
             with self.exposed.measure():
                 for work in works:
                     work.wait()
 
-        return came, end
+        return received, wait
 
     def all_to_all(self, sent: Tensor) -> Tensor:
-        """sent[i] goes to rank i; what rank j sent comes back at [j]."""
-        came = torch.empty_like(sent)
+        """Send sent[i] to rank i; returns what rank j sent, at [j]."""
+        received = torch.empty_like(sent)
         with self.exposed.measure():
-            dist.all_to_all_single(came, sent, group=self.group)
-        return came
+            dist.all_to_all_single(received, sent, group=self.group)
+        return received
 
 
 def local_token_indices(tokens: int, ranks: int, rank: int, kind: str, device: torch.device | None = None) -> Tensor:
@@ -88,8 +88,8 @@ def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> N
         model.attention_mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
-            how = _ring if ranks.kind == "ring" else _ulysses
-            part.attend = partial(how, part.attend, ranks)  # type: ignore[method-assign]
+            attend = _ring if ranks.kind == "ring" else _ulysses
+            part.attend = partial(attend, part.attend, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router):
             part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
 
@@ -152,116 +152,120 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None, ranks: ContextParallelGroup
     ) -> Tensor:
-        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros_like(q, dtype=exact)
-        total = out.new_full(q.shape[:3], float("-inf"))
-        own = both = torch.stack([k, v])
+        accumulate_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros_like(q, dtype=accumulate_dtype)
+        lse = out.new_full(q.shape[:3], float("-inf"))
+        local_kv = kv = torch.stack([k, v])
         for step in range(ranks.size):
             source = (ranks.rank - step) % ranks.size
-            coming, arrived = ranks.send_to_next(both) if step + 1 < ranks.size else (both, lambda: None)
-            mine, theirs = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _mask(ranks, source, starts_BT, mine, theirs)
-            k, v = both[:, :, :, theirs].unbind()
-            part, its_total = attention_with_lse(q[:, :, mine], k, v, step == 0, mask)
-            _merge_partial_attention(out[:, :, mine], total[:, :, mine], part, its_total)
-            arrived()
-            both = coming
+            next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
+            query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
+            mask = _mask(ranks, source, starts_BT, query_slice, key_slice)
+            k, v = kv[:, :, :, key_slice].unbind()
+            partial_out, partial_lse = attention_with_lse(q[:, :, query_slice], k, v, step == 0, mask)
+            _merge_partial_attention(out[:, :, query_slice], lse[:, :, query_slice], partial_out, partial_lse)
+            wait_next_kv()
+            kv = next_kv
         ctx.starts, ctx.ranks = starts_BT, ranks
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, total)
+        ctx.save_for_backward(q, local_kv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (q, both, out, total), ranks = ctx.saved_tensors, ctx.ranks
+        (q, kv, out, lse), ranks = ctx.saved_tensors, ctx.ranks
         gradient = gradient.contiguous()
-        of_q = torch.zeros_like(q, dtype=total.dtype)
+        grad_q = torch.zeros_like(q, dtype=lse.dtype)
         # Gradients of keys and values travel with them, and are home one step later.
-        of_both, late = torch.zeros_like(both, dtype=total.dtype), lambda: None
+        grad_kv, wait_grad_kv = torch.zeros_like(kv, dtype=lse.dtype), lambda: None
         for step in range(ranks.size):
             source = (ranks.rank - step) % ranks.size
-            coming, arrived = ranks.send_to_next(both) if step + 1 < ranks.size else (both, lambda: None)
-            mine, theirs = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _mask(ranks, source, ctx.starts, mine, theirs)
-            k, v = both[:, :, :, theirs].unbind()
-            g, own, o, divisor = (x[:, :, mine] for x in (gradient, q, out, total))
-            grads = attention_backward(g, own, k, v, o, divisor, step == 0, mask)
-            late()
-            of_q[:, :, mine] += grads[0]
-            of_both[0][:, :, theirs] += grads[1]
-            of_both[1][:, :, theirs] += grads[2]
-            arrived()
-            both = coming
-            of_both, late = ranks.send_to_next(of_both)
-        late()
-        of_k, of_v = of_both.to(q.dtype).unbind()
-        return of_q.to(q.dtype), of_k, of_v, None, None
+            next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
+            query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
+            mask = _mask(ranks, source, ctx.starts, query_slice, key_slice)
+            k, v = kv[:, :, :, key_slice].unbind()
+            g, local_q, o, local_lse = (x[:, :, query_slice] for x in (gradient, q, out, lse))
+            grads = attention_backward(g, local_q, k, v, o, local_lse, step == 0, mask)
+            wait_grad_kv()
+            grad_q[:, :, query_slice] += grads[0]
+            grad_kv[0][:, :, key_slice] += grads[1]
+            grad_kv[1][:, :, key_slice] += grads[2]
+            wait_next_kv()
+            kv = next_kv
+            grad_kv, wait_grad_kv = ranks.send_to_next(grad_kv)
+        wait_grad_kv()
+        grad_k, grad_v = grad_kv.to(q.dtype).unbind()
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
 def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     """Which of a rank's tokens see which of another's, where each has a piece from the front and one from the back: of
     ranks before it all see the front piece, of ranks behind it the back piece sees all."""
-    every, half = slice(0, tokens), tokens // 2
+    all_tokens, half = slice(0, tokens), tokens // 2
     if source < rank:
-        return every, slice(0, half)
-    return (every if source == rank else slice(half, tokens)), every
+        return all_tokens, slice(0, half)
+    return (all_tokens if source == rank else slice(half, tokens)), all_tokens
 
 
 def _mask(
-    ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, mine: slice, theirs: slice
+    ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, query_slice: slice, key_slice: slice
 ) -> Tensor | None:
     """Which token sees which, [B, 1, ., .] bool; None where documents do not matter."""
     if starts_BT is None:
         return None
     tokens = starts_BT.shape[1]
-    query = ranks.local_token_indices(tokens, starts_BT.device)[mine]
-    key = local_token_indices(tokens, ranks.size, source, "ring", starts_BT.device)[theirs]
-    same = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
-    return same & (query[:, None] >= key)
+    query = ranks.local_token_indices(tokens, starts_BT.device)[query_slice]
+    key = local_token_indices(tokens, ranks.size, source, "ring", starts_BT.device)[key_slice]
+    same_document = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
+    return same_document & (query[:, None] >= key)
 
 
-def _merge_partial_attention(out: Tensor, total: Tensor, part: Tensor, its_total: Tensor) -> None:
-    """Add to attention [B, H, ., K], whose log-sum-exp is `total`, that to other keys (in place)."""
-    both = torch.logaddexp(total, its_total)
-    out.mul_((total - both).exp()[..., None]).add_(part * (its_total - both).exp()[..., None])
-    total.copy_(both)
+def _merge_partial_attention(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
+    """Merge attention [B, H, ., K] to other keys into `out`, whose log-sum-exp is `lse` (in place)."""
+    merged_lse = torch.logaddexp(lse, partial_lse)
+    out.mul_((lse - merged_lse).exp()[..., None]).add_(partial_out * (partial_lse - merged_lse).exp()[..., None])
+    lse.copy_(merged_lse)
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention [B, H, t, K] to some keys, and the log of what its softmax was divided by, [B, H, t]."""
     if q.device.type == "cpu":
-        out, total = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive(mask, q))
+        out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive(mask, q))
     else:
         scores = _scores(q, k, causal, mask)
-        total = scores.logsumexp(-1)
-        out = (scores - total[..., None]).exp().nan_to_num().to(v.dtype) @ _repeated(v, q)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeated(v, q)
     if mask is not None:  # who sees none of these keys
-        total = total.masked_fill(~mask.any(-1), float("-inf"))
-    return out, total
+        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
+    return out, lse
 
 
 def attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool, mask: Tensor | None
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, where `out` and `total` are of the attention to all keys (FlashAttention-2,
+    """Gradients of q, k and v, where `out` and `lse` are those of the attention to all keys (FlashAttention-2,
     arXiv 2307.08691, algorithm 2)."""
     if q.device.type == "cpu":
-        operands = (x.contiguous() for x in (gradient, q, k, v, out, total))
+        operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
         return cast(
             tuple[Tensor, Tensor, Tensor],
             CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive(mask, q)),
         )
-    share = (_scores(q, k, causal, mask) - total[..., None]).exp()
-    of_share = gradient @ _repeated(v, q).mT
-    of_scores = share * (of_share - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    of_k, of_v = of_scores.mT.to(q.dtype) @ q, share.mT.to(q.dtype) @ gradient
+    probs = (_scores(q, k, causal, mask) - lse[..., None]).exp()
+    grad_probs = gradient @ _repeated(v, q).mT
+    grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    grad_k, grad_v = grad_scores.mT.to(q.dtype) @ q, probs.mT.to(q.dtype) @ gradient
     shape = (k.shape[1], -1)
-    return of_scores.to(q.dtype) @ _repeated(k, q), of_k.unflatten(1, shape).sum(2), of_v.unflatten(1, shape).sum(2)
+    return (
+        grad_scores.to(q.dtype) @ _repeated(k, q),
+        grad_k.unflatten(1, shape).sum(2),
+        grad_v.unflatten(1, shape).sum(2),
+    )
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    exact = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(exact) @ _repeated(k, q).to(exact).mT * q.shape[-1] ** -0.5
+    accumulate_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(accumulate_dtype) @ _repeated(k, q).to(accumulate_dtype).mT * q.shape[-1] ** -0.5
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, float("-inf"))

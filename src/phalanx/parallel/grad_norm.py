@@ -31,9 +31,9 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
         else:
             parts[()].append(gradient)
     total = None
-    for groups, mine in parts.items():
-        dtype = torch.float32 if mine[0].dtype == torch.bfloat16 else None
-        square = torch.stack(torch._foreach_norm(mine, 2, dtype)).square().sum()
+    for groups, local_gradients in parts.items():
+        dtype = torch.float32 if local_gradients[0].dtype == torch.bfloat16 else None
+        square = torch.stack(torch._foreach_norm(local_gradients, 2, dtype)).square().sum()
         for group in groups:
             with exposed.measure() if exposed else nullcontext():
                 dist.all_reduce(square, group=group)
@@ -49,6 +49,6 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
 @torch.no_grad()
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a scalar (in place)."""
-    mine = [local_tensor(gradient) for gradient in gradients]
-    if mine:
-        torch._foreach_mul_(mine, factor.to(mine[0].device, mine[0].dtype))
+    local_gradients = [local_tensor(gradient) for gradient in gradients]
+    if local_gradients:
+        torch._foreach_mul_(local_gradients, factor.to(local_gradients[0].device, local_gradients[0].dtype))

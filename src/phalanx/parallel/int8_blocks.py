@@ -10,13 +10,13 @@ from torch import Tensor
 from phalanx.spec.swarm import BLOCK
 
 
-def quantize_blocks(flat: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def quantize_blocks(flat: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
     """Whole numbers, int8 [..., blocks, 256] (the last filled with zeros), and scales, fp32 [..., blocks], of numbers
     [..., n]. The scale of a block that is not finite is not."""
     missing = -flat.shape[-1] % BLOCK
     blocks = (F.pad(flat, (0, missing)) if missing else flat).unflatten(-1, (-1, BLOCK))
-    scale = blocks.abs().amax(dim=-1) / top
-    codes = (blocks / torch.where(scale > 0, scale, 1.0)[..., None]).round().clamp(-top, top)
+    scale = blocks.abs().amax(dim=-1) / max_code
+    codes = (blocks / torch.where(scale > 0, scale, 1.0)[..., None]).round().clamp(-max_code, max_code)
     return codes.nan_to_num().to(torch.int8), scale
 
 

@@ -7,13 +7,14 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 
 
-def tune_malloc(at_most_bytes: int, pieces_below_bytes: int, heaps: int | None = None) -> None:
-    """Keep so much at the heap's end, and only pieces below such a size in it: larger ones come from the system and go
-    there again. At most so many `heaps`: by default glibc has eight for each core, for threads not to wait."""
+def tune_malloc(trim_threshold_bytes: int, mmap_threshold_bytes: int, max_arenas: int | None = None) -> None:
+    """Keep at most `trim_threshold_bytes` of free memory at the heap's end, and only allocations below
+    `mmap_threshold_bytes` in the heap: larger ones come from the system and go back there. At most `max_arenas` arenas:
+    by default glibc has eight per core, so that threads do not wait."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    mallopt(M_TRIM_THRESHOLD, at_most_bytes)
-    mallopt(M_MMAP_THRESHOLD, pieces_below_bytes)
-    if heaps is not None:
-        mallopt(M_ARENA_MAX, heaps)
+    mallopt(M_TRIM_THRESHOLD, trim_threshold_bytes)
+    mallopt(M_MMAP_THRESHOLD, mmap_threshold_bytes)
+    if max_arenas is not None:
+        mallopt(M_ARENA_MAX, max_arenas)

@@ -36,8 +36,8 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which share of the data this rank reads, from 0 to degrees.dp - 1; a server reads none, but is given one."""
-        place = self.dims.coordinates(self.rank)
-        return place["dp_replicate"] * self.dims.dp_shard + place["dp_shard"]
+        coordinates = self.dims.coordinates(self.rank)
+        return coordinates["dp_replicate"] * self.dims.dp_shard + coordinates["dp_shard"]
 
     @property
     def pp_rank(self) -> int:
@@ -54,8 +54,8 @@ class Mesh:
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The groups of this rank's pipeline: for messages to later ranks of it, and to earlier ones."""
         assert self.device_mesh is not None
-        back = self.device_mesh if self.backward_p2p_mesh is None else self.backward_p2p_mesh
-        return self.device_mesh["pp"].get_group(), back["pp"].get_group()
+        backward_mesh = self.device_mesh if self.backward_p2p_mesh is None else self.backward_p2p_mesh
+        return self.device_mesh["pp"].get_group(), backward_mesh["pp"].get_group()
 
     @property
     def expert_dp_mesh(self) -> DeviceMesh | None:
@@ -110,12 +110,12 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     # dp_replicate, dp_shard, pp, cp, tp, and then cp beside the data-parallel axis that it belongs to
     ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in sizes.axes])
     ranks = ranks.permute([sizes.axes.index(axis) for axis in AXES])
-    beside = (
+    cp_adjacent = (
         ranks.permute(0, 1, 3, 2, 4) if layout.data_parallel in SHARDED_STRATEGIES else ranks.permute(0, 3, 1, 2, 4)
     )
     present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
-    arranged = beside.reshape(list(present.values()))
-    make = partial(DeviceMesh, device_type, arranged, mesh_dim_names=tuple(present))
+    rank_grid = cp_adjacent.reshape(list(present.values()))
+    make_mesh = partial(DeviceMesh, device_type, rank_grid, mesh_dim_names=tuple(present))
     context = None
     if sizes.cp > 1:
         in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
@@ -123,13 +123,22 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     experts = None
     if sizes.ep > 1:
         by_stage = ranks.movedim(2, 0).flatten(1)
-        same = by_stage.shape[1] // sizes.ep
-        replicate = {"ddp": same, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
-        shape = {"stages": sizes.pp, "dp_replicate": replicate, "dp_shard": same // replicate, "ep": sizes.ep}
+        num_same_experts = by_stage.shape[1] // sizes.ep
+        replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
+        shape = {
+            "stages": sizes.pp,
+            "dp_replicate": replicate,
+            "dp_shard": num_same_experts // replicate,
+            "ep": sizes.ep,
+        }
         # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
         needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
-        kept = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
-        whole = DeviceMesh(device_type, by_stage.reshape(list(kept.values())), mesh_dim_names=tuple(kept))
-        experts = whole[tuple(axis for axis in kept if axis != "stages")]
-    back = device_type != "cpu" and sizes.pp > 1
-    return Mesh(sizes, dist.get_rank(), make(), data, context, experts, make() if back else None)
+        expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
+        expert_mesh = DeviceMesh(
+            device_type, by_stage.reshape(list(expert_sizes.values())), mesh_dim_names=tuple(expert_sizes)
+        )
+        experts = expert_mesh[tuple(axis for axis in expert_sizes if axis != "stages")]
+    needs_backward_mesh = device_type != "cpu" and sizes.pp > 1
+    return Mesh(
+        sizes, dist.get_rank(), make_mesh(), data, context, experts, make_mesh() if needs_backward_mesh else None
+    )

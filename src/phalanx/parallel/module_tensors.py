@@ -24,9 +24,9 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint keeps, named likewise."""
-    kept = set(module.state_dict())
+    persistent = set(module.state_dict())
     for name, buffer in module.named_buffers():
-        if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in kept:
+        if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in persistent:
             yield name.replace(CHECKPOINT_WRAPPER_PREFIX, ""), buffer
 
 

@@ -101,13 +101,16 @@ class Strategy:
         """Forward and backward passes of a step's micro-batches; gives what `losses` gave of each, detached."""
         self.timeline = []
         for index, micro in enumerate(micros):
-            begun = self.clock.record()
+            start = self.clock.record()
             with self.backward(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
-                turned = self.clock.record()
+                backward_start = self.clock.record()
                 (self.loss_scale * (loss + auxiliary)).backward()
-            ended = self.clock.record()
-            self.timeline += [(Action(0, "F", index), begun, turned), (Action(0, "B", index), turned, ended)]
+            end = self.clock.record()
+            self.timeline += [
+                (Action(0, "F", index), start, backward_start),
+                (Action(0, "B", index), backward_start, end),
+            ]
             yield loss.detach(), auxiliary.detach()
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
@@ -141,8 +144,8 @@ class Strategy:
                 group = self.shared.gradient_reduce_group(name)
                 if group is not None:
                     terms[group, gradient.dtype].append(local_tensor(gradient))
-            for (group, _), mine in terms.items():
-                start_all_reduce(mine, group, self.comm_wait)()
+            for (group, _), partial_gradients in terms.items():
+                start_all_reduce(partial_gradients, group, self.comm_wait)()
 
     def sync_scalars(self, sums: Tensor) -> None:
         """Ranks that share products measured the same, but for what only some were told: to stop."""
@@ -224,14 +227,14 @@ class ModelShardingProtocol(Protocol):
     shapes: dict[str, torch.Size]
     """Of whole parameters."""
 
-    def expert_shard(self, name: str, whole: Tensor) -> Tensor:
-        """What a rank that has this expert has of it."""
+    def expert_shard(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's shard of an expert that it has; `full` is the whole expert."""
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """See Strategy.part."""
 
-    def local_shape(self, name: str, whole: torch.Size) -> torch.Size:
-        """Of this rank's share of the parameter `name`, which has the shape `whole`."""
+    def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
+        """Return the shape of this rank's share of the parameter `name`, which has the shape `global_shape`."""
 
     def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that each have a term of this parameter's gradient, unless somebody else sums them."""
@@ -240,7 +243,7 @@ class ModelShardingProtocol(Protocol):
 class TensorParallelProtocol(Protocol):
     """Ranks that share matrix products (tensor parallelism)."""
 
-    def all_reduce(self, x: Tensor, over: dist.ReduceOp.RedOpType) -> Tensor:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """All-reduced in place."""
 
     def cross_entropy(self, logits_BTV: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:

@@ -68,7 +68,7 @@ def initial_pieces(run: RunSpec) -> Weights:
 def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:
     """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
     # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
-    tune_malloc(FREE_BYTES, pieces_below_bytes=LARGE_BYTES, heaps=1)
+    tune_malloc(FREE_BYTES, mmap_threshold_bytes=LARGE_BYTES, max_arenas=1)
     directory = swarm_directory(run)
     lock = acquire_run_lock(directory)
     coordinator = Coordinator(run, directory, initial_pieces(run))

@@ -86,7 +86,7 @@ def generate_sample(trainer: Trainer) -> str:
             temperature=0.7,
             top_k=50,
             generator=generator,
-            end=tokenizer.end,
+            eos_id=tokenizer.end,
             context=run.training.seq_len,
         )
     return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

@@ -151,7 +151,7 @@ def test_hf_exported_tokenizer_matches_transformers(build_model, tmp_path, kind)
     tokenizer = byte_tokenizer() if kind == "bytes" else train_bpe([text] * 9, 300)
     tokenizer.save(tmp_path / "tokenizer.json")
     model = build_model(ModelSpec.model_validate({**SHAPE, "vocab_size": tokenizer.vocab}), torch.float32)
-    export_model(model, tmp_path / "x", tokenizer=tmp_path / "tokenizer.json", end=tokenizer.end)
+    export_model(model, tmp_path / "x", tokenizer=tmp_path / "tokenizer.json", eos_id=tokenizer.end)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "x")
     ids = tokenizer.encode_batch([text])[0].tolist()
     assert theirs(text).input_ids == ids

@@ -153,7 +153,7 @@ def _examined(
     if save_report is None:
         return run_checks.run_all_checks(machine, expected, with_facts=save_snapshot is not None)
     save_report.mkdir(parents=True, exist_ok=True)
-    node = run_checks.examine_node(machine, expected, ahead_seconds=storage_clock(save_report))
+    node = run_checks.examine_node(machine, expected, clock_offset_seconds=storage_clock(save_report))
     print(f"left {write_node_report(save_report, node)}", file=sys.stderr)
     return list(node.findings)
 

@@ -35,15 +35,19 @@ UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--save-report, 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """By chrony where it runs, else by systemd."""
-    said = machine.run("chrony", "chronyc", "-n", "tracking")
-    if said is not None and said.code == 0:
-        status = re.search(r"^Leap status\s*: (.+)$", said.text, re.MULTILINE)
-        off = re.search(r"^System time\s*: ([\d.]+) seconds", said.text, re.MULTILINE)
-        known = check_values(SYNCHRONISED, {"": status[1]}, "Not synchronised".__eq__) if status else []
-        far = check_values(OFFSET, {"": float(off[1])}, lambda seconds: seconds > OFFSET_SECONDS) if off else UNKNOWN
-        return [*known, *far]
-    said = machine.run("timedatectl", "timedatectl", "show")
-    synchronised = re.search(r"^NTPSynchronized=(yes|no)$", said.text if said else "", re.MULTILINE)
+    output = machine.run("chrony", "chronyc", "-n", "tracking")
+    if output is not None and output.code == 0:
+        status = re.search(r"^Leap status\s*: (.+)$", output.text, re.MULTILINE)
+        offset = re.search(r"^System time\s*: ([\d.]+) seconds", output.text, re.MULTILINE)
+        sync_findings = check_values(SYNCHRONISED, {"": status[1]}, "Not synchronised".__eq__) if status else []
+        offset_findings = (
+            check_values(OFFSET, {"": float(offset[1])}, lambda seconds: seconds > OFFSET_SECONDS)
+            if offset
+            else UNKNOWN
+        )
+        return [*sync_findings, *offset_findings]
+    output = machine.run("timedatectl", "timedatectl", "show")
+    synchronised = re.search(r"^NTPSynchronized=(yes|no)$", output.text if output else "", re.MULTILINE)
     if synchronised is None:
         raise CheckSkipped("neither chronyc nor timedatectl answers")
-    return [*check_values(SYNCHRONISED, {"": synchronised[1]}, lambda word: word == "no"), *UNKNOWN]
+    return [*check_values(SYNCHRONISED, {"": synchronised[1]}, lambda value: value == "no"), *UNKNOWN]

@@ -57,8 +57,8 @@ RULES = (GOVERNOR, OFFLINE, BALANCING, BF16)
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What the kernel shows: of most virtual machines little."""
     balancing = machine.read("/proc/sys/kernel/numa_balancing")
-    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
-    with_gpus = several and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
+    has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    with_gpus = has_several_numa_nodes and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
     return [
         *_governors(machine),
         _offline(machine),
@@ -74,10 +74,10 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 def _bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
     if expected.precision != "bf16" or not pci.runs_on_cpu(machine, expected):
         return BF16.skip("no run for CPUs in bf16")
-    listed = re.search(r"^(?:flags|Features)\s*: (.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
-    if listed is None:
+    match = re.search(r"^(?:flags|Features)\s*: (.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
+    if match is None:
         return BF16.skip("/proc/cpuinfo lists no flags")
-    flags = set(listed[1].split())
+    flags = set(match[1].split())
     missing = [name for name in AVX512 if name not in flags]
     return BF16.violation("", f"no {', '.join(missing)}") if missing and "bf16" not in flags else BF16.ok("yes")
 
@@ -89,8 +89,8 @@ def _offline(machine: Machine) -> DoctorFinding:
         return OFFLINE.skip("the kernel does not show it")
     if smt in ("off", "forceoff"):
         return OFFLINE.skip("SMT is switched off")
-    off = _cores(offline) & _cores(present) if present else _cores(offline)
-    return OFFLINE.violation(offline, offline) if off else OFFLINE.ok("none")
+    offline_cores = _cores(offline) & _cores(present) if present else _cores(offline)
+    return OFFLINE.violation(offline, offline) if offline_cores else OFFLINE.ok("none")
 
 
 def _cores(listed: str) -> set[int]:
@@ -104,11 +104,13 @@ def _governors(machine: Machine) -> list[DoctorFinding]:
     governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
     if not governors:
         return [GOVERNOR.skip("the kernel does not show it")]
-    others = sorted({word for word in governors.values() if word != "performance"})
-    return [GOVERNOR.violation(_named(governors, word), word) for word in others] or [GOVERNOR.ok("performance")]
+    unusual = sorted({governor for governor in governors.values() if governor != "performance"})
+    return [GOVERNOR.violation(_named(governors, governor), governor) for governor in unusual] or [
+        GOVERNOR.ok("performance")
+    ]
 
 
-def _named(governors: dict[str, str], word: str) -> str:
+def _named(governors: dict[str, str], name: str) -> str:
     """Those with a governor, as one device: cpu0, or the first of several and how many."""
-    mine = [core for core, governor in governors.items() if governor == word]
-    return mine[0] if len(mine) == 1 else f"{mine[0]} and {len(mine) - 1} more"
+    cores = [core for core, governor in governors.items() if governor == name]
+    return cores[0] if len(cores) == 1 else f"{cores[0]} and {len(cores) - 1} more"

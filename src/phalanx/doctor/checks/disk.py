@@ -86,56 +86,62 @@ class Space:
 
 def space(machine: Machine, name: str, path: str) -> Space | None:
     """Of the file system of a path, by POSIX's df; None where it does not say."""
-    said = machine.run(name, "df", "-Pk", path)
-    row = re.search(r"\s(\d+)\s+(\d+)\s+(\d+)\s+(\d+)%", said.text if said else "")
+    output = machine.run(name, "df", "-Pk", path)
+    row = re.search(r"\s(\d+)\s+(\d+)\s+(\d+)\s+(\d+)%", output.text if output else "")
     return Space(int(row[1]) * 1024, int(row[3]) * 1024, int(row[4])) if row else None
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Where the run would write."""
-    where = _where(machine, expected)
-    found = space(machine, "df_runs", where)
-    unknown = [rule.skip(f"df says nothing of {where}") for rule in (FULL, VERY_FULL, ROOM)]
+    directory = _where(machine, expected)
+    disk_space = space(machine, "df_runs", directory)
+    unknown = [rule.skip(f"df says nothing of {directory}") for rule in (FULL, VERY_FULL, ROOM)]
     return [
-        *(_space(found, where, _needed_bytes(machine, expected)) if found else unknown),
-        *_write(machine, where, expected.quick),
+        *(_space(disk_space, directory, _needed_bytes(machine, expected)) if disk_space else unknown),
+        *_write(machine, directory, expected.quick),
     ]
 
 
 def _where(machine: Machine, expected: Expectations) -> str:
     """The directory, or the nearest above it that is there."""
-    written = Path(expected.directory)
+    directory = Path(expected.directory)
     if machine.root:
         return expected.directory
-    return str(next((path for path in (written, *written.parents) if os.path.isdir(path)), written))
+    return str(next((path for path in (directory, *directory.parents) if os.path.isdir(path)), directory))
 
 
 def _needed_bytes(machine: Machine, expected: Expectations) -> int:
     """For checkpoints, beside those that are there: the oldest goes when a new one has come."""
     pattern = f"{escape(expected.checkpoints)}/step-*[0-9]" if expected.checkpoints else ""
-    there = len(machine.glob(pattern)) if pattern else 0
-    return max(expected.checkpoint_bytes, (expected.checkpoints_bytes or 0) - there * expected.checkpoint_bytes)
+    num_checkpoints = len(machine.glob(pattern)) if pattern else 0
+    return max(
+        expected.checkpoint_bytes, (expected.checkpoints_bytes or 0) - num_checkpoints * expected.checkpoint_bytes
+    )
 
 
-def _space(found: Space, where: str, need: int) -> list[DoctorFinding]:
-    full = check_values(VERY_FULL, {where: found.percent}, lambda percent: percent >= FULL_FAIL)
+def _space(disk_space: Space, directory: str, needed_bytes: int) -> list[DoctorFinding]:
+    full = check_values(VERY_FULL, {directory: disk_space.percent}, lambda percent: percent >= FULL_FAIL)
     if full[0].severity == "OK":
-        full += check_values(FULL, {where: found.percent}, lambda percent: percent >= FULL_WARN)
-    free, needed = {where: round(found.free_bytes / GB, 3)}, f"at least {need / GB:.3g}"
+        full += check_values(FULL, {directory: disk_space.percent}, lambda percent: percent >= FULL_WARN)
+    free, threshold = {directory: round(disk_space.free_bytes / GB, 3)}, f"at least {needed_bytes / GB:.3g}"
     return [
         *full,
-        *(check_values(ROOM, free, lambda gb: gb < need / GB, needed) if need else [ROOM.skip("no run was given")]),
+        *(
+            check_values(ROOM, free, lambda gb: gb < needed_bytes / GB, threshold)
+            if needed_bytes
+            else [ROOM.skip("no run was given")]
+        ),
     ]
 
 
-def _write(machine: Machine, where: str, quick: bool) -> list[DoctorFinding]:
+def _write(machine: Machine, directory: str, quick: bool) -> list[DoctorFinding]:
     size = str(QUICKLY_MIB if quick else WRITTEN_MIB)
-    words = sys.executable, "-m", "phalanx.doctor.disk_write_probe", where, size
-    said = machine.run("write", *words, seconds=WRITE_SECONDS)
-    found = re.search(r"(\d+) bytes in ([\d.]+) s", said.text) if said and said.code == 0 else None
-    if said is None:
+    argv = sys.executable, "-m", "phalanx.doctor.disk_write_probe", directory, size
+    output = machine.run("write", *argv, seconds=WRITE_SECONDS)
+    match = re.search(r"(\d+) bytes in ([\d.]+) s", output.text) if output and output.code == 0 else None
+    if output is None:
         return [WRITE.skip("not recorded")]
-    if found is None:
-        return [WRITABLE.violation(where, first_line(said.text.strip().rpartition("\n")[2]))]
-    speed = round(int(found[1]) / max(float(found[2]), 1e-6) / MB)
-    return [WRITABLE.ok("yes"), *check_values(WRITE, {where: speed}, lambda mb: mb < WRITE_MB_PER_SECOND)]
+    if match is None:
+        return [WRITABLE.violation(directory, first_line(output.text.strip().rpartition("\n")[2]))]
+    mb_per_second = round(int(match[1]) / max(float(match[2]), 1e-6) / MB)
+    return [WRITABLE.ok("yes"), *check_values(WRITE, {directory: mb_per_second}, lambda mb: mb < WRITE_MB_PER_SECOND)]

@@ -80,6 +80,6 @@ def _rows(machine: Machine) -> list[DoctorFinding]:
     ]
 
 
-def _said(word: str) -> bool:
+def _said(value: str) -> bool:
     """Of some drivers Yes and No, of others numbers."""
-    return word not in ("No", "0")
+    return value not in ("No", "0")

@@ -137,41 +137,45 @@ SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """GPUs of NVIDIA; of none Skip is raised, but where the run needs some."""
-    there = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
-    if not there and not expected.gpus and not _listed(machine):
+    devices = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
+    if not devices and not expected.gpus and not _listed(machine):
         raise CheckSkipped("no NVIDIA GPU")
-    said = _identity(machine)
-    if isinstance(said, DoctorFinding):
+    identity = _identity(machine)
+    if isinstance(identity, DoctorFinding):
         if expected.gpus == 0:
-            raise CheckSkipped(f"nvidia-smi: {said.measured}; the run is for CPUs")
-        return [said]
-    listed = nvidia_smi.parse_csv(said, IDENTITY)
-    rows = {gpu: row for gpu, row in listed.items() if _is_visible(machine, gpu)}
-    wanted = max(expected.gpus or 0, _given(machine, there))
-    need = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
+            raise CheckSkipped(f"nvidia-smi: {identity.measured}; the run is for CPUs")
+        return [identity]
+    all_rows = nvidia_smi.parse_csv(identity, IDENTITY)
+    rows = {gpu: row for gpu, row in all_rows.items() if _is_visible(machine, gpu)}
+    expected_count = max(expected.gpus or 0, _given(machine, devices))
+    needed_mib = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
     total, used = nvidia_smi.numeric_field(rows, "memory.total"), nvidia_smi.numeric_field(rows, "memory.used")
     free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
     models = nvidia_smi.text_field(rows, "name")
     return [
         *(
-            [ANSWERS.violation(gpu, said) for gpu, said in nvidia_smi.unresponsive_gpus(rows).items()]
+            [ANSWERS.violation(gpu, value) for gpu, value in nvidia_smi.unresponsive_gpus(rows).items()]
             or [ANSWERS.ok("it answers")]
         ),
-        *check_values(COUNT, {"": len(listed)}, lambda count: count < wanted, f"{wanted}"),
+        *check_values(COUNT, {"": len(all_rows)}, lambda count: count < expected_count, f"{expected_count}"),
         *check_values(
             MODEL, models, lambda name: name != most_common(models.values()), most_common(models.values()) or ""
         ),
         *check_values(BUSY, used, lambda mib: mib >= BUSY_MIB),
-        *(check_values(HEADROOM, free, lambda mib: mib < need, f"at least {need:.0f}") if need else ()),
-        *_inforom(said, listed),
+        *(
+            check_values(HEADROOM, free, lambda mib: mib < needed_mib, f"at least {needed_mib:.0f}")
+            if needed_mib
+            else ()
+        ),
+        *_inforom(identity, all_rows),
         *_state(machine),
     ]
 
 
 def _listed(machine: Machine) -> bool:
     """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
-    said = machine.run("smi_list", "nvidia-smi", "-L")
-    return said is not None and said.code in nvidia_smi.WELL and "GPU " in said.text
+    output = machine.run("smi_list", "nvidia-smi", "-L")
+    return output is not None and output.code in nvidia_smi.WELL and "GPU " in output.text
 
 
 def _is_visible(machine: Machine, gpu: str) -> bool:
@@ -181,40 +185,42 @@ def _is_visible(machine: Machine, gpu: str) -> bool:
     return gpu.removeprefix("GPU") in names if by_number else True
 
 
-def _given(machine: Machine, there: list[str]) -> int:
+def _given(machine: Machine, devices: list[str]) -> int:
     """GPUs of the bus that this process should see. A container has the device files of its own, but all of the bus; to
     a job Slurm says how many it has. One that no driver took has no file, and is missed all the same."""
-    files = len(machine.glob("/dev/nvidia[0-9]*")) or len(there)
-    share = machine.environment.get("SLURM_GPUS_ON_NODE", "")
-    untaken = sum(not machine.glob(f"{pci.DEVICES}/{at}/driver") for at in there)
-    return min(len(there), untaken + (min(files, int(share)) if share.isdecimal() else files))
+    files = len(machine.glob("/dev/nvidia[0-9]*")) or len(devices)
+    allocated = machine.environment.get("SLURM_GPUS_ON_NODE", "")
+    without_driver = sum(not machine.glob(f"{pci.DEVICES}/{address}/driver") for address in devices)
+    return min(len(devices), without_driver + (min(files, int(allocated)) if allocated.isdecimal() else files))
 
 
 def _identity(machine: Machine) -> str | DoctorFinding:
     fields = ",".join(IDENTITY)
     try:
-        said = machine.run("smi_identity", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,nounits")
+        output = machine.run("smi_identity", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,nounits")
     except CommandTimeout:
         return ANSWERS.violation("", f"no answer in {COMMAND_SECONDS} s")
-    if said is None:
+    if output is None:
         return ANSWERS.violation("", "not installed")
-    if said.code not in nvidia_smi.WELL or "," not in said.text:
-        return ANSWERS.violation("", nvidia_smi.first_line(said.text))
-    return said.text
+    if output.code not in nvidia_smi.WELL or "," not in output.text:
+        return ANSWERS.violation("", nvidia_smi.first_line(output.text))
+    return output.text
 
 
-def _inforom(said: str, rows: dict[str, nvidia_smi.Row]) -> list[DoctorFinding]:
+def _inforom(output: str, rows: dict[str, nvidia_smi.Row]) -> list[DoctorFinding]:
     names = {pci.normalize_pci_address(row.get("pci.bus_id", "")): gpu for gpu, row in rows.items()}
-    corrupted = map(pci.normalize_pci_address, nvidia_smi.CORRUPTED.findall(said))
-    return [INFOROM.violation(names.get(at, at), "corrupted") for at in corrupted] or [INFOROM.ok("not corrupted")]
+    corrupted = map(pci.normalize_pci_address, nvidia_smi.CORRUPTED.findall(output))
+    return [INFOROM.violation(names.get(address, address), "corrupted") for address in corrupted] or [
+        INFOROM.ok("not corrupted")
+    ]
 
 
 def _state(machine: Machine) -> list[DoctorFinding]:
     try:
-        known = nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE)
+        all_rows = nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE)
     except CheckSkipped as skipped:
         return [rule.skip(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
-    rows = {gpu: row for gpu, row in known.items() if _is_visible(machine, gpu)}
+    rows = {gpu: row for gpu, row in all_rows.items() if _is_visible(machine, gpu)}
     limits, defaults = (
         nvidia_smi.numeric_field(rows, "power.limit"),
         nvidia_smi.numeric_field(rows, "power.default_limit"),
@@ -228,11 +234,11 @@ def _state(machine: Machine) -> list[DoctorFinding]:
         gpu: " ".join(nvidia_smi.text_field({gpu: row}, field).get(gpu, "") for field in SLOW)
         for gpu, row in rows.items()
     }
-    slow = {gpu: said for gpu, said in slow.items() if said.strip()}
+    slow = {gpu: reasons for gpu, reasons in slow.items() if reasons.strip()}
     return [
         *check_values(PERSISTENCE, nvidia_smi.text_field(rows, "persistence_mode"), lambda mode: mode == "Disabled"),
         *check_values(MIG, nvidia_smi.text_field(rows, "mig.mode.current"), lambda mode: mode == "Enabled"),
         *check_values(COMPUTE, nvidia_smi.text_field(rows, "compute_mode"), lambda mode: mode == "Prohibited"),
         *(capped or check_values(POWER, limits, lambda _: False)),
-        *check_values(SLOWDOWN, slow, lambda said: "Active" in said.replace("Not Active", "")),
+        *check_values(SLOWDOWN, slow, lambda reasons: "Active" in reasons.replace("Not Active", "")),
     ]

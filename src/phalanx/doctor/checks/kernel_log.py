@@ -151,14 +151,14 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """One finding for each kind of trouble of each device, with what was said last."""
     text = _log(machine)
     gpus, cards = pci.pci_devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
-    told = [
-        each
-        for each in _of_patterns(text)
-        if each.id != LIMITED.id or each.device in cards or (each.device in gpus and _lacks_lanes(each))
+    pattern_findings = [
+        finding
+        for finding in _of_patterns(text)
+        if finding.id != LIMITED.id or finding.device in cards or (finding.device in gpus and _lacks_lanes(finding))
     ]
-    broken = [*_of_gpus(text), *told]
-    ids = {finding.id for finding in broken}
-    return [*broken, *(rule.ok("none") for rule in RULES if rule.id not in ids)]
+    findings = [*_of_gpus(text), *pattern_findings]
+    ids = {finding.id for finding in findings}
+    return [*findings, *(rule.ok("none") for rule in RULES if rule.id not in ids)]
 
 
 def _lacks_lanes(limited: DoctorFinding) -> bool:
@@ -169,47 +169,47 @@ def _lacks_lanes(limited: DoctorFinding) -> bool:
 def _log(machine: Machine) -> str:
     """Of all who keep one, the newest last: the kernel's own forgets what came first."""
     texts: list[str] = []
-    said_by: list[str] = []
-    stuck: CommandTimeout | None = None
-    for name, *words in SOURCES:
+    messages: list[str] = []
+    timeout: CommandTimeout | None = None
+    for name, *argv in SOURCES:
         try:
-            said = machine.run(name, *words)
+            output = machine.run(name, *argv)
         except CommandTimeout as error:
-            stuck = error
+            timeout = error
             continue
-        if said is not None and not said.code and said.text.strip():
-            texts.insert(0, said.text)
-        elif said is not None:
-            said_by.append(f"{words[0]}: {first_line(said.text).removeprefix(f'{words[0]}: ')}")
+        if output is not None and not output.code and output.text.strip():
+            texts.insert(0, output.text)
+        elif output is not None:
+            messages.append(f"{argv[0]}: {first_line(output.text).removeprefix(f'{argv[0]}: ')}")
     if texts:
         return "\n".join(texts)
-    if stuck:
-        raise stuck
-    if not said_by:
+    if timeout:
+        raise timeout
+    if not messages:
         raise CheckSkipped("neither dmesg nor journalctl is there")
-    raise CheckSkipped(f"the kernel's log may not be read ({'; '.join(said_by)}): ask as root")
+    raise CheckSkipped(f"the kernel's log may not be read ({'; '.join(messages)}): ask as root")
 
 
 def _of_gpus(text: str) -> list[DoctorFinding]:
     """Xids, the last of each kind, of each GPU; of one that is lost, that."""
-    lost = sorted({pci.normalize_pci_address(at.rstrip(":")) for at in A_LOSS.findall(text)})
-    last: dict[tuple[str, str], DoctorFinding] = {}
-    for place, number, said in AN_XID.findall(text):
-        at, xid, action = pci.normalize_pci_address(place), int(number), AN_ACTION.search(said)
+    lost = sorted({pci.normalize_pci_address(address.rstrip(":")) for address in A_LOSS.findall(text)})
+    latest: dict[tuple[str, str], DoctorFinding] = {}
+    for bus_address, number, message in AN_XID.findall(text):
+        address, xid, action = pci.normalize_pci_address(bus_address), int(number), AN_ACTION.search(message)
         if xid != RECOVERY or action is None:
             rule = XID if xid in OF_HARDWARE else OTHER_XID
-            last[at, rule.id] = rule.violation(at, xid)
+            latest[address, rule.id] = rule.violation(address, xid)
         elif action[1] not in HARMLESS:  # an Xid before it says why
-            last.setdefault((at, XID.id), XID.violation(at, f"{xid}: {action[1]}"))
-    xids = [finding for (at, _), finding in last.items() if at not in lost]
-    return [*(LOST.violation(at, "fallen off the bus") for at in lost), *xids]
+            latest.setdefault((address, XID.id), XID.violation(address, f"{xid}: {action[1]}"))
+    xids = [finding for (address, _), finding in latest.items() if address not in lost]
+    return [*(LOST.violation(address, "fallen off the bus") for address in lost), *xids]
 
 
 def _of_patterns(text: str) -> list[DoctorFinding]:
-    last: dict[tuple[str, str], DoctorFinding] = {}
+    latest: dict[tuple[str, str], DoctorFinding] = {}
     for rule, pattern in PATTERNS:
         for match in re.finditer(pattern, text):
             groups = match.groupdict()
             device = groups.get("device") or ""
-            last[rule.id, device] = rule.violation(device, groups.get("what") or match[0])
-    return list(last.values())
+            latest[rule.id, device] = rule.violation(device, groups.get("what") or match[0])
+    return list(latest.values())

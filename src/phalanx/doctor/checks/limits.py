@@ -50,7 +50,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Of this process, as ranks started beside it would have them."""
     limits = machine.read("/proc/self/limits") or ""
     locked = re.search(r"^Max locked memory\s+(\d+|unlimited)", limits, re.MULTILINE)
-    shared, least = space(machine, "df_shm", "/dev/shm"), _least_shm_gib(machine)
+    shm_space, min_gib = space(machine, "df_shm", "/dev/shm"), _least_shm_gib(machine)
     if not rdma_ports.rdma_devices(machine):
         memlock = [MEMLOCK.skip(rdma_ports.NONE)]
     elif expected.gpus == 0:
@@ -61,16 +61,18 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
         memlock = [MEMLOCK.ok("unlimited")]
     else:
         memlock = check_values(MEMLOCK, {"memlock": round(int(locked[1]) / GIB, 3)}, lambda gib: gib < MEMLOCK_GIB)
-    if shared is None:
+    if shm_space is None:
         return [*memlock, SHM.skip("df says nothing of /dev/shm"), SHM_FREE.skip("df says nothing of /dev/shm")]
-    wanted = f"at least {least:.3g}"
-    size = check_values(SHM, {"/dev/shm": round(shared.size_bytes / GIB, 3)}, lambda gib: gib < least, wanted)
+    threshold = f"at least {min_gib:.3g}"
+    size = check_values(SHM, {"/dev/shm": round(shm_space.size_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold)
     if size[0].severity != "OK":
         return [*memlock, *size]
     return [
         *memlock,
         *size,
-        *check_values(SHM_FREE, {"/dev/shm": round(shared.free_bytes / GIB, 3)}, lambda gib: gib < least, wanted),
+        *check_values(
+            SHM_FREE, {"/dev/shm": round(shm_space.free_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold
+        ),
     ]
 
 

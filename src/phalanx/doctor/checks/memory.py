@@ -46,20 +46,24 @@ cgroup-v1/memory.rst)."""
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """By /proc/meminfo, or by the limits of cgroups where they leave less."""
-    known = sizes(machine)
-    if not known.get("MemTotal") or "MemAvailable" not in known:
+    meminfo = sizes(machine)
+    if not meminfo.get("MemTotal") or "MemAvailable" not in meminfo:
         raise CheckSkipped("/proc/meminfo does not say")
-    total, available = known["MemTotal"], known["MemAvailable"]
+    total, available = meminfo["MemTotal"], meminfo["MemAvailable"]
     for limit, used in _groups(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
     on_cpus = pci.runs_on_cpu(machine, expected)
-    need = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
+    needed_bytes = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
     is_run = on_cpus and expected.precision is not None
-    why = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
-    free, needed = {"": round(available / GIB, 2)}, f"at least {need / GIB:.2f}"
+    reason = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
+    free, threshold = {"": round(available / GIB, 2)}, f"at least {needed_bytes / GIB:.2f}"
     return [
         *check_values(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
-        *(check_values(HEADROOM, free, lambda gib: gib < need / GIB, needed) if need else [HEADROOM.skip(why)]),
+        *(
+            check_values(HEADROOM, free, lambda gib: gib < needed_bytes / GIB, threshold)
+            if needed_bytes
+            else [HEADROOM.skip(reason)]
+        ),
     ]
 
 
@@ -77,8 +81,8 @@ def _groups(machine: Machine) -> Iterator[tuple[int, int]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names, cached = VERSION_1 if controllers else VERSION_2
-        for place in (PurePosixPath(path), *PurePosixPath(path).parents):
-            limit, used, stat = (machine.read(f"{root}{str(place).rstrip('/')}/{name}") or "" for name in names)
+        for directory in (PurePosixPath(path), *PurePosixPath(path).parents):
+            limit, used, stat = (machine.read(f"{root}{str(directory).rstrip('/')}/{name}") or "" for name in names)
             if limit.isdecimal() and used.isdecimal() and int(limit):
                 files = sum(map(int, re.findall(rf"^{cached} (\d+)", stat, re.MULTILINE)))
                 yield int(limit), int(used) - files

@@ -35,9 +35,11 @@ RULES = (LARGE, SAME)
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """The interfaces of RoCE ports that NCCL would use."""
-    over = rdma_ports.roce_interfaces(machine, expected)
-    sizes = {name: leading_number(machine.read(f"/sys/class/net/{name}/mtu") or "") or 0.0 for name in sorted(over)}
-    most = most_common(sizes.values()) or 0.0
-    other = check_values(SAME, sizes, lambda size: size != most, f"{most:g}")
-    common = {name: size for name, size in sizes.items() if size == most}
+    interfaces = rdma_ports.roce_interfaces(machine, expected)
+    sizes = {
+        name: leading_number(machine.read(f"/sys/class/net/{name}/mtu") or "") or 0.0 for name in sorted(interfaces)
+    }
+    majority_mtu = most_common(sizes.values()) or 0.0
+    other = check_values(SAME, sizes, lambda size: size != majority_mtu, f"{majority_mtu:g}")
+    common = {name: size for name, size in sizes.items() if size == majority_mtu}
     return [*check_values(LARGE, common, lambda size: size < LEAST), *other]

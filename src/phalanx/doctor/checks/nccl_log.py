@@ -65,40 +65,45 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 def judged(text: str, rdma: bool) -> list[DoctorFinding]:
     """What a log says, on machines with RDMA devices or without."""
-    said = [BEFORE_TIME.sub("", line) for line in text.splitlines()]
-    lines = [(match[1], match[2], match[3]) for match in map(LINE.match, said) if match]
+    log_lines = [BEFORE_TIME.sub("", line) for line in text.splitlines()]
+    lines = [(match[1], match[2], match[3]) for match in map(LINE.match, log_lines) if match]
     if not lines:
         raise CheckSkipped("no line of NCCL in the log")
-    over = [said for _, _, said in lines if "via NET/" in said and "/Socket" not in said]
-    warnings = {host: said for host, level, said in lines if level == "WARN"}
-    indirect = sum("GDRDMA" not in said for said in over)
+    rdma_channels = [message for _, _, message in lines if "via NET/" in message and "/Socket" not in message]
+    warnings = {host: message for host, level, message in lines if level == "WARN"}
+    indirect = sum("GDRDMA" not in message for message in rdma_channels)
     return [
         *_fallback(lines, rdma),
         *(
             check_values(DIRECT, {"": indirect}, lambda count: count > 0)
-            if over
+            if rdma_channels
             else [DIRECT.skip("no channel over RDMA")]
         ),
-        *([WARNINGS.violation(host, said, host=host) for host, said in warnings.items()] or [WARNINGS.ok("none")]),
-        *_versions(said),
+        *(
+            [WARNINGS.violation(host, message, host=host) for host, message in warnings.items()]
+            or [WARNINGS.ok("none")]
+        ),
+        *_versions(log_lines),
     ]
 
 
 def _fallback(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[DoctorFinding]:
     """Hosts of which some rank took sockets, where cards are there or others took another network."""
-    took = [(host, said.rpartition(" ")[2]) for host, _, said in lines if said.startswith("Using network ")]
-    networks = {network for _, network in took}
-    slow = dict.fromkeys(host for host, network in took if network == "Socket")
-    no_card = any("NET/IB : No device found" in said for _, _, said in lines)
-    seen = "Socket" + (" (NET/IB : No device found)" if no_card else "")
-    fallback = [SOCKETS.violation(host, seen, host=host) for host in slow] if rdma or len(networks) > 1 else []
+    choices = [(host, message.rpartition(" ")[2]) for host, _, message in lines if message.startswith("Using network ")]
+    networks = {network for _, network in choices}
+    socket_hosts = dict.fromkeys(host for host, network in choices if network == "Socket")
+    no_card = any("NET/IB : No device found" in message for _, _, message in lines)
+    measured = "Socket" + (" (NET/IB : No device found)" if no_card else "")
+    fallback = (
+        [SOCKETS.violation(host, measured, host=host) for host in socket_hosts] if rdma or len(networks) > 1 else []
+    )
     return fallback or [SOCKETS.ok(", ".join(sorted(networks)) or "not said")]
 
 
 def _versions(lines: Sequence[str]) -> list[DoctorFinding]:
     """Every version but that of most lines; up to NCCL 2.2x they name no host."""
-    said = [(LINE.match(line), match[1]) for line in lines if (match := A_VERSION.search(line))]
-    hosts = {(line[1] if line else "", version) for line, version in said}
-    most = most_common(version for _, version in said) or ""
-    other = [VERSION.violation(host, version, most, host) for host, version in sorted(hosts) if version != most]
+    versions = [(LINE.match(line), match[1]) for line in lines if (match := A_VERSION.search(line))]
+    hosts = {(line[1] if line else "", version) for line, version in versions}
+    majority = most_common(version for _, version in versions) or ""
+    other = [VERSION.violation(host, version, majority, host) for host, version in sorted(hosts) if version != majority]
     return other or check_values(VERSION, dict(hosts), lambda _: False)

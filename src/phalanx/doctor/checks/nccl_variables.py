@@ -92,23 +92,28 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What is set."""
     if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
         raise CheckSkipped("no variable of NCCL or gloo is set")
-    there = _there(machine)
-    named = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
-    taken = {name: [each for each in there if _taken(name, value, each)] for name, value in named.items()}
-    forced = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
+    interfaces = _there(machine)
+    values = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
+    selected = {
+        name: [interface for interface in interfaces if _taken(name, value, interface)]
+        for name, value in values.items()
+    }
+    leftover = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
     return [
-        *_interfaces(machine, named, taken, there, expected.nodes == 1),
-        _route(machine, [name for name in taken.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
+        *_interfaces(machine, values, selected, interfaces, expected.nodes == 1),
+        _route(machine, [name for name in selected.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
         *_cards(machine),
-        *([FORCED.violation(name, value) for name, value in forced.items()] or [FORCED.ok("none")]),
+        *([FORCED.violation(name, value) for name, value in leftover.items()] or [FORCED.ok("none")]),
     ]
 
 
 def named_interfaces(machine: Machine) -> list[str]:
     """Those that the variables take and other nodes may reach."""
     values = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
-    far = [each for each in _there(machine) if not each.startswith(LOCAL)]
-    return [each for each in far if any(_taken(name, value, each) for name, value in values.items())]
+    external = [interface for interface in _there(machine) if not interface.startswith(LOCAL)]
+    return [
+        interface for interface in external if any(_taken(name, value, interface) for name, value in values.items())
+    ]
 
 
 def _taken(variable: str, value: str, interface: str) -> bool:
@@ -125,37 +130,49 @@ def _there(machine: Machine) -> list[str]:
 
 
 def _interfaces(
-    machine: Machine, named: dict[str, str], taken: dict[str, list[str]], there: list[str], alone: bool
+    machine: Machine,
+    values: dict[str, str],
+    selected: dict[str, list[str]],
+    interfaces: list[str],
+    is_single_node: bool,
 ) -> list[DoctorFinding]:
     """Of the interfaces that each variable takes: some are there, other nodes are reached by them, and one is up."""
-    if not named:
+    if not values:
         return [rule.skip("no variable names an interface") for rule in (EXISTS, GLOOS, REACHED, UP)]
-    states = {name: _state(machine, name) for name in there}
-    known = f"of {', '.join(there)}"
-    of_nccl = {name: value for name, value in named.items() if name != GLOO}
-    missing = [EXISTS.violation(name, value, f"one {known}") for name, value in of_nccl.items() if not taken[name]]
+    states = {name: _state(machine, name) for name in interfaces}
+    available = f"of {', '.join(interfaces)}"
+    nccl_values = {name: value for name, value in values.items() if name != GLOO}
+    missing = [
+        EXISTS.violation(name, value, f"one {available}") for name, value in nccl_values.items() if not selected[name]
+    ]
     unknown = [
-        GLOOS.violation(GLOO, name, f"some {known}") for name in _names(named.get(GLOO, "")) if name not in there
+        GLOOS.violation(GLOO, name, f"some {available}")
+        for name in _names(values.get(GLOO, ""))
+        if name not in interfaces
     ]
-    local = {name: _local(mine, states) for name, mine in taken.items() if mine}
-    far = {name: " ".join(states[each] for each in taken[name]) for name, mine in local.items() if not mine}
+    local_interfaces = {name: _local(names, states) for name, names in selected.items() if names}
+    remote_states = {
+        name: " ".join(states[interface] for interface in selected[name])
+        for name, local in local_interfaces.items()
+        if not local
+    }
     return [
-        *(missing or [_first(EXISTS, INTERFACES[0], taken)]),
-        *(unknown or [_first(GLOOS, GLOO, taken)]),
-        *([REACHED.skip("the run has one node")] if alone else check_values(REACHED, local, bool)),
-        *check_values(UP, far, lambda said: "up" not in said.split()),
+        *(missing or [_first(EXISTS, INTERFACES[0], selected)]),
+        *(unknown or [_first(GLOOS, GLOO, selected)]),
+        *([REACHED.skip("the run has one node")] if is_single_node else check_values(REACHED, local_interfaces, bool)),
+        *check_values(UP, remote_states, lambda operstates: "up" not in operstates.split()),
     ]
 
 
-def _first(rule: CheckRule, variable: str, taken: dict[str, list[str]]) -> DoctorFinding:
-    mine = taken.get(variable)
-    return rule.ok(mine[0]) if mine else rule.skip(f"{variable} is not set")
+def _first(rule: CheckRule, variable: str, selected: dict[str, list[str]]) -> DoctorFinding:
+    interfaces = selected.get(variable)
+    return rule.ok(interfaces[0]) if interfaces else rule.skip(f"{variable} is not set")
 
 
-def _local(mine: list[str], states: dict[str, str]) -> str:
+def _local(names: list[str], states: dict[str, str]) -> str:
     """The interfaces among these that no other node reaches, if they would be used: they are up, or all are such."""
-    local = [name for name in mine if name.startswith(LOCAL)]
-    used = local if len(local) == len(mine) else [name for name in local if states[name] == "up"]
+    local = [name for name in names if name.startswith(LOCAL)]
+    used = local if len(local) == len(names) else [name for name in local if states[name] == "up"]
     return ", ".join(used)
 
 
@@ -164,8 +181,8 @@ def takes(value: str, interface: str) -> bool:
     with ^ all others."""
     names = [name for name in value.lstrip("^=").split(",") if name]
     exact = "=" in value[:2]
-    taken = any(interface == name if exact else interface.startswith(name) for name in names)
-    return taken != value.startswith("^")
+    matches = any(interface == name if exact else interface.startswith(name) for name in names)
+    return matches != value.startswith("^")
 
 
 def _state(machine: Machine, interface: str) -> str:
@@ -184,11 +201,11 @@ def _route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     if not master or not allowed:
         return ROUTE.skip("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set, and well")
     address = _address(machine, master)
-    said = machine.run("route", "ip", "route", "get", address) if address else None
-    if said is None:
+    output = machine.run("route", "ip", "route", "get", address) if address else None
+    if output is None:
         return ROUTE.skip(f"{master} is no known address, or `ip` is not installed")
-    words = said.text.split()
-    device = words[words.index("dev") + 1] if "dev" in words[:-1] else None
+    fields = output.text.split()
+    device = fields[fields.index("dev") + 1] if "dev" in fields[:-1] else None
     if device is None or device == "lo":
         return ROUTE.skip(f"no route to {master} over a network")
     return ROUTE.ok(device) if device in allowed else ROUTE.violation(device, device, f"one of {', '.join(allowed)}")
@@ -198,23 +215,23 @@ def _address(machine: Machine, name: str) -> str | None:
     """Of a name, which `ip` does not take, the address that the system finds first."""
     with suppress(ValueError):
         return str(ip_address(name))
-    said = machine.run("master", "getent", "ahosts", name)
-    return next(iter(said.text.split()), None) if said and not said.code else None
+    output = machine.run("master", "getent", "ahosts", name)
+    return next(iter(output.text.split()), None) if output and not output.code else None
 
 
 def _cards(machine: Machine) -> list[DoctorFinding]:
-    chosen, there = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
-    if not chosen:
+    hca_filter, ports = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
+    if not hca_filter:
         return [CARDS.skip("NCCL_IB_HCA is not set")]
-    if chosen.startswith("^"):  # to leave out what is not there does no harm
-        return [CARDS.ok(chosen)]
-    mark = "=" if "=" in chosen[:2] else ""
-    names = [name for name in chosen.lstrip("=").split(",") if name]
+    if hca_filter.startswith("^"):  # to leave out what is not there does no harm
+        return [CARDS.ok(hca_filter)]
+    prefix = "=" if "=" in hca_filter[:2] else ""
+    names = [name for name in hca_filter.lstrip("=").split(",") if name]
     missing = [
-        name for name in names if not any(rdma_ports.matches_hca_filter(mark + name, port) for port in there.values())
+        name for name in names if not any(rdma_ports.matches_hca_filter(prefix + name, port) for port in ports.values())
     ]
-    if not there:
+    if not ports:
         missing = names
-    return [CARDS.violation(name, "not there", f"some of {', '.join(there) or 'none'}") for name in missing] or [
-        CARDS.ok(chosen)
+    return [CARDS.violation(name, "not there", f"some of {', '.join(ports) or 'none'}") for name in missing] or [
+        CARDS.ok(hca_filter)
     ]

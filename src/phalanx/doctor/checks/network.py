@@ -41,12 +41,12 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     names = named_interfaces(machine) or _of_default_route(machine)
     if not names:
         raise CheckSkipped("no interface is named, and there is no default route")
-    known = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed") or "") or 0.0 for name in names}
-    speeds = {name: speed for name, speed in known.items() if speed > 0}
+    all_speeds = {name: leading_number(machine.read(f"/sys/class/net/{name}/speed") or "") or 0.0 for name in names}
+    speeds = {name: speed for name, speed in all_speeds.items() if speed > 0}
     duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
-    least = max(LEAST_MBPS, _wanted_mbps(machine, expected))
+    min_mbps = max(LEAST_MBPS, _wanted_mbps(machine, expected))
     return [
-        *check_values(SPEED, speeds, lambda speed: speed < least, f"at least {least:g}"),
+        *check_values(SPEED, speeds, lambda speed: speed < min_mbps, f"at least {min_mbps:g}"),
         *check_values(DUPLEX, duplex, "half".__eq__),
     ]
 
@@ -59,5 +59,5 @@ def _of_default_route(machine: Machine) -> list[str]:
 
 def _wanted_mbps(machine: Machine, expected: Expectations) -> float:
     speed, ranks = expected.network_bytes_per_second, expected.ranks
-    over_rdma = rdma_ports.rdma_devices(machine) and expected.gpus != 0
-    return 8e-6 * speed * ranks if speed and ranks and not over_rdma else 0.0
+    uses_rdma = rdma_ports.rdma_devices(machine) and expected.gpus != 0
+    return 8e-6 * speed * ranks if speed and ranks and not uses_rdma else 0.0

@@ -86,16 +86,16 @@ def _links(machine: Machine) -> list[DoctorFinding]:
     if not any(speeds.values()):
         if len(status) < 2 or not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
             raise CheckSkipped("no NVLink is active, and none need be")
-        rest = (rule.skip("no NVLink is active") for rule in (COUNT, SPEED, ERRORS_RULE))
-        return [*(ACTIVE.violation(gpu, "all") for gpu in status), *rest]
+        skipped = (rule.skip("no NVLink is active") for rule in (COUNT, SPEED, ERRORS_RULE))
+        return [*(ACTIVE.violation(gpu, "all") for gpu in status), *skipped]
     down = {gpu: sum(bool(off) for _, off, _ in links) for gpu, links in status.items() if speeds[gpu]}
     counts = {gpu: len(links) for gpu, links in status.items()}
-    slowest = {gpu: min(mine) for gpu, mine in speeds.items() if mine}
-    usually, fast = most_common(counts.values()), most_common(slowest.values()) or 0.0
+    slowest = {gpu: min(link_speeds) for gpu, link_speeds in speeds.items() if link_speeds}
+    usual_count, usual_speed = most_common(counts.values()), most_common(slowest.values()) or 0.0
     return [
         *check_values(ACTIVE, down, lambda count: count > 0),
-        *check_values(COUNT, counts, lambda count: count != usually, f"{usually}"),
-        *check_values(SPEED, slowest, lambda speed: speed < SLOWER * fast, f"{fast:g}"),
+        *check_values(COUNT, counts, lambda count: count != usual_count, f"{usual_count}"),
+        *check_values(SPEED, slowest, lambda speed: speed < SLOWER * usual_speed, f"{usual_speed:g}"),
         *_errors(machine),
     ]
 
@@ -109,20 +109,20 @@ def _errors(machine: Machine) -> list[DoctorFinding]:
 
 def errors(machine: Machine) -> dict[str, int]:
     """Errors of every kind of each link, as "GPU0 link 3"; raises Skip where nvidia-smi does not say."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for gpu, lines in _lines(machine, "smi_nvlink_errors", "-e").items():
         for link, count in ERROR.findall("\n".join(lines)):
-            found[f"{gpu} link {link}"] = found.get(f"{gpu} link {link}", 0) + int(count)
-    return found
+            counts[f"{gpu} link {link}"] = counts.get(f"{gpu} link {link}", 0) + int(count)
+    return counts
 
 
 def worst_errors(machine: Machine) -> dict[str, int]:
     """Of each GPU those of its worst link."""
-    found: dict[str, int] = {}
+    worst: dict[str, int] = {}
     for link, count in errors(machine).items():
         gpu = link.partition(" ")[0]
-        found[gpu] = max(found.get(gpu, 0), count)
-    return found
+        worst[gpu] = max(worst.get(gpu, 0), count)
+    return worst
 
 
 def _lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
@@ -132,9 +132,9 @@ def _lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
 def _fabric_manager(machine: Machine) -> list[DoctorFinding]:
     if not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
         return [FABRIC.skip("no NVSwitch")]
-    said = machine.run("fabric_manager", "systemctl", "is-active", "nvidia-fabricmanager")
-    if said is None or "systemd" in said.text or "bus" in said.text:
+    output = machine.run("fabric_manager", "systemctl", "is-active", "nvidia-fabricmanager")
+    if output is None or "systemd" in output.text or "bus" in output.text:
         return [FABRIC.skip("systemd does not answer here (in a container?)")]
     return check_values(
-        FABRIC, {"nvidia-fabricmanager": nvidia_smi.first_line(said.text)}, lambda state: state != "active"
+        FABRIC, {"nvidia-fabricmanager": nvidia_smi.first_line(output.text)}, lambda state: state != "active"
     )

@@ -57,53 +57,57 @@ TOTAL = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """GPUs of NVIDIA, and network cards with RDMA."""
     cards = rdma_cards(machine)
-    looked_at = [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *cards]
-    if not looked_at:
+    devices = [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *cards]
+    if not devices:
         raise CheckSkipped("no GPU and no RDMA card on the PCI bus")
-    several = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
-    full = {at: _most(machine, at, "max_link_width") for at in looked_at}
-    used = {at: _numbers(machine, at, "current_link_width") for at in looked_at}
-    fast = {at: _most(machine, at, "max_link_speed") for at in cards}
-    runs = {at: _numbers(machine, at, "current_link_speed") for at in cards}
-    nodes = {at: machine.read(f"{pci.DEVICES}/{at}/numa_node") or "" for at in looked_at}
-    severe = {at: count for at in looked_at if (count := errors(machine, at)) is not None}
+    has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
+    max_widths = {address: _most(machine, address, "max_link_width") for address in devices}
+    widths = {address: _numbers(machine, address, "current_link_width") for address in devices}
+    max_speeds = {address: _most(machine, address, "max_link_speed") for address in cards}
+    speeds = {address: _numbers(machine, address, "current_link_speed") for address in cards}
+    nodes = {address: machine.read(f"{pci.DEVICES}/{address}/numa_node") or "" for address in devices}
+    error_counts = {address: count for address in devices if (count := errors(machine, address)) is not None}
     return [
-        *_below(WIDTH, used, full),
-        *_below(SPEED, runs, fast),
-        *check_values(ERRORS, severe, lambda count: count > 0),
-        *(check_values(NUMA, nodes, "-1".__eq__) if several else [NUMA.skip("one NUMA node")]),
+        *_below(WIDTH, widths, max_widths),
+        *_below(SPEED, speeds, max_speeds),
+        *check_values(ERRORS, error_counts, lambda count: count > 0),
+        *(check_values(NUMA, nodes, "-1".__eq__) if has_several_numa_nodes else [NUMA.skip("one NUMA node")]),
     ]
 
 
 def rdma_cards(machine: Machine) -> list[str]:
     """Addresses of cards that have an RDMA device."""
-    found = set()
+    addresses = set()
     for path in machine.glob("/sys/class/infiniband/*"):
         match = re.search(r"^PCI_SLOT_NAME=(\S+)", machine.read(f"{path}/device/uevent") or "", re.MULTILINE)
-        found |= {match[1]} if match else set()
-    return sorted(found)
+        addresses |= {match[1]} if match else set()
+    return sorted(addresses)
 
 
-def errors(machine: Machine, at: str) -> int | None:
+def errors(machine: Machine, address: str) -> int | None:
     """Fatal and non-fatal ones since boot; None where the kernel does not count them (virtual machines)."""
-    files = (machine.read(f"{pci.DEVICES}/{at}/aer_dev_{kind}") or "" for kind in ("nonfatal", "fatal"))
+    files = (machine.read(f"{pci.DEVICES}/{address}/aer_dev_{kind}") or "" for kind in ("nonfatal", "fatal"))
     totals = [int(total[1]) for total in map(TOTAL.search, files) if total]
     return sum(totals) if totals else None
 
 
-def _numbers(machine: Machine, at: str, name: str) -> float:
-    return leading_number(machine.read(f"{pci.DEVICES}/{at}/{name}") or "") or 0
+def _numbers(machine: Machine, address: str, name: str) -> float:
+    return leading_number(machine.read(f"{pci.DEVICES}/{address}/{name}") or "") or 0
 
 
-def _most(machine: Machine, at: str, name: str) -> float:
+def _most(machine: Machine, address: str, name: str) -> float:
     """What a device and the slot that it sits in can, both."""
-    above = pci.upstream_bridge(machine, at)
-    ends = [_numbers(machine, each, name) for each in (at, above) if each]
-    return min((value for value in ends if value > 0), default=0)
+    bridge = pci.upstream_bridge(machine, address)
+    values = [_numbers(machine, device, name) for device in (address, bridge) if device]
+    return min((value for value in values if value > 0), default=0)
 
 
-def _below(rule: CheckRule, used: dict[str, float], most: dict[str, float]) -> list[DoctorFinding]:
+def _below(rule: CheckRule, used: dict[str, float], maxima: dict[str, float]) -> list[DoctorFinding]:
     """Devices that use less than they have; of virtual ones, which know 0 or nothing, nothing is said."""
-    known = {at: value for at, value in used.items() if value > 0 and most[at] > 0}
-    below = [rule.violation(at, value, f"{most[at]:g}") for at, value in known.items() if value < most[at]]
+    known = {address: value for address, value in used.items() if value > 0 and maxima[address] > 0}
+    below = [
+        rule.violation(address, value, f"{maxima[address]:g}")
+        for address, value in known.items()
+        if value < maxima[address]
+    ]
     return below or check_values(rule, known, lambda _: False)

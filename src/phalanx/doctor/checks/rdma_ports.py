@@ -83,41 +83,41 @@ def rdma_devices(machine: Machine) -> list[str]:
 
 def rdma_ports(machine: Machine) -> dict[str, Port]:
     """Every port by its name: mlx5_0, or of a device with several mlx5_0:2."""
-    found = {}
+    ports = {}
     for device in rdma_devices(machine):
         interfaces = [path.rpartition("/")[2] for path in machine.glob(f"{ROOT}/{device}/device/net/*")]
         for path in machine.glob(f"{ROOT}/{device}/ports/*"):
             number = path.rpartition("/")[2]
             roce = machine.read(f"{path}/link_layer") == "Ethernet"
             name = device if number == "1" else f"{device}:{number}"
-            found[name] = Port(device, number, roce, interfaces[0] if interfaces else None)
-    return found
+            ports[name] = Port(device, number, roce, interfaces[0] if interfaces else None)
+    return ports
 
 
 def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
     """The ports that the run would use: those that NCCL_IB_HCA names, else those of the fastest kinds of card, since
     slower ones are for storage and logins. Raises Skip where there are none, and for runs on CPUs, which use none."""
-    found = rdma_ports(machine)
-    if not found:
+    ports = rdma_ports(machine)
+    if not ports:
         raise CheckSkipped(NONE)
     if expected.gpus == 0:
         raise CheckSkipped(NOT_USED)
-    chosen = machine.environment.get("NCCL_IB_HCA", "")
-    if chosen:
-        return {name: port for name, port in found.items() if matches_hca_filter(chosen, port)}
-    kinds = {name: _kind(machine, port) for name, port in found.items()}
-    rates = {name: _rate(machine, port) for name, port in found.items()}
+    hca_filter = machine.environment.get("NCCL_IB_HCA", "")
+    if hca_filter:
+        return {name: port for name, port in ports.items() if matches_hca_filter(hca_filter, port)}
+    kinds = {name: _kind(machine, port) for name, port in ports.items()}
+    rates = {name: _rate(machine, port) for name, port in ports.items()}
     fastest = {kinds[name] for name, rate in rates.items() if rate == max(rates.values())}
-    return {name: port for name, port in found.items() if kinds[name] in fastest}
+    return {name: port for name, port in ports.items() if kinds[name] in fastest}
 
 
 def roce_interfaces(machine: Machine, expected: Expectations) -> dict[str, Port]:
     """The interfaces of those that are RoCE's. Raises Skip where there are none, or none is seen."""
     roce = [port for port in selected_ports(machine, expected).values() if port.roce]
-    found = {port.interface: port for port in roce if port.interface}
-    if not found:
+    interfaces = {port.interface: port for port in roce if port.interface}
+    if not interfaces:
         raise CheckSkipped("RoCE ports have no interface here (in a container?)" if roce else "no RoCE port")
-    return found
+    return interfaces
 
 
 def _rate(machine: Machine, port: Port) -> float:
@@ -130,43 +130,43 @@ def _kind(machine: Machine, port: Port) -> str:
     return machine.read(f"{ROOT}/{port.device}/board_id") or ""
 
 
-def matches_hca_filter(chosen: str, port: Port) -> bool:
+def matches_hca_filter(hca_filter: str, port: Port) -> bool:
     """Whether a list in the form of NCCL_IB_HCA takes a port: names, or beginnings of names; with = the very names;
     with ^ all others (NCCL's documentation)."""
-    listed = [name.partition(":") for name in chosen.lstrip("^=").split(",") if name]
-    exact = "=" in chosen[:2]
-    taken = any(
+    entries = [name.partition(":") for name in hca_filter.lstrip("^=").split(",") if name]
+    exact = "=" in hca_filter[:2]
+    matches = any(
         (port.device == name if exact else port.device.startswith(name)) and number in ("", port.number)
-        for name, _, number in listed
+        for name, _, number in entries
     )
-    return taken != chosen.startswith("^")
+    return matches != hca_filter.startswith("^")
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """State and speed of the ports that the run would use; others are said to be left out."""
-    mine = selected_ports(machine, expected)
-    states = {name: _joined(machine, port, "state", "phys_state") for name, port in mine.items()}
-    up = {name: port for name, port in mine.items() if states[name].startswith("4:")}
+    ports = selected_ports(machine, expected)
+    states = {name: _joined(machine, port, "state", "phys_state") for name, port in ports.items()}
+    up = {name: port for name, port in ports.items() if states[name].startswith("4:")}
     rates = {name: _rate(machine, port) for name, port in up.items()}
-    wanted = max(_wanted_gbps(expected, len(mine)), most_common(rates.values()) or 0.0)
+    expected_gbps = max(_wanted_gbps(expected, len(ports)), most_common(rates.values()) or 0.0)
     days = max(1.0, (leading_number(machine.read("/proc/uptime") or "") or 0) / DAY)
-    read = {
-        name: leading_number(machine.read(f"{port.path}/counters/link_downed") or "") for name, port in mine.items()
+    link_downs = {
+        name: leading_number(machine.read(f"{port.path}/counters/link_downed") or "") for name, port in ports.items()
     }
-    downs = {name: round(count / days, 1) for name, count in read.items() if count is not None}
+    flaps_per_day = {name: round(count / days, 1) for name, count in link_downs.items() if count is not None}
     return [
-        *_left_out(machine, mine),
+        *_left_out(machine, ports),
         *check_values(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
-        *check_values(RATE, rates, lambda rate: rate < ROUNDED * wanted, f"at least {wanted:g}"),
-        *check_values(FLAPPING, downs, lambda count: count > FLAPS),
-        *_firmware(machine, mine),
+        *check_values(RATE, rates, lambda rate: rate < ROUNDED * expected_gbps, f"at least {expected_gbps:g}"),
+        *check_values(FLAPPING, flaps_per_day, lambda count: count > FLAPS),
+        *_firmware(machine, ports),
     ]
 
 
-def _left_out(machine: Machine, mine: dict[str, Port]) -> list[DoctorFinding]:
-    others = [name for name in rdma_ports(machine) if name not in mine]
-    why = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "of a slower kind than others"
-    return [STATE.skip(f"{', '.join(others)}: {why}")] if others else []
+def _left_out(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
+    excluded = [name for name in rdma_ports(machine) if name not in ports]
+    reason = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "of a slower kind than others"
+    return [STATE.skip(f"{', '.join(excluded)}: {reason}")] if excluded else []
 
 
 def _joined(machine: Machine, port: Port, *names: str) -> str:
@@ -179,10 +179,10 @@ def _wanted_gbps(expected: Expectations, cards: int) -> float:
     return 8e-9 * speed * ranks / cards if speed and ranks and cards else 0.0
 
 
-def _firmware(machine: Machine, mine: dict[str, Port]) -> list[DoctorFinding]:
-    read = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") for port in mine.values()}
-    versions = {device: version for device, version in read.items() if version}
-    kinds = {port.device: _kind(machine, port) for port in mine.values()}
+def _firmware(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
+    firmware = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") for port in ports.values()}
+    versions = {device: version for device, version in firmware.items() if version}
+    kinds = {port.device: _kind(machine, port) for port in ports.values()}
     common = {
         kind: most_common(versions[device] for device in versions if kinds[device] == kind) for kind in kinds.values()
     }

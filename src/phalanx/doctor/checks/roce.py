@@ -99,20 +99,22 @@ def parse_mlnx_qos(text: str) -> QosConfig | None:
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """The interfaces of RoCE ports that NCCL would use."""
-    over = rdma_ports.roce_interfaces(machine, expected)
-    found = {name: _quality(machine, name) for name in over}
-    if not any(said is not None for said in found.values()):
+    interfaces = rdma_ports.roce_interfaces(machine, expected)
+    configs = {name: _quality(machine, name) for name in interfaces}
+    if not any(config is not None for config in configs.values()):
         raise CheckSkipped("no mlnx_qos: PFC, trust and DSCP are not known")
-    unclear = [READABLE.violation(name, "no answer of the usual form") for name, said in found.items() if said is None]
-    clear = {name: said for name, said in found.items() if said is not None}
-    usable = {name: said for name, said in clear.items() if said.trust == "dscp" and len(said.lossless) == 1}
-    classes = {name: _class(machine, over[name], said) for name, said in usable.items()}
-    lossless = {name: said.lossless[0] for name, said in usable.items()}
+    unclear = [
+        READABLE.violation(name, "no answer of the usual form") for name, config in configs.items() if config is None
+    ]
+    clear = {name: config for name, config in configs.items() if config is not None}
+    usable = {name: config for name, config in clear.items() if config.trust == "dscp" and len(config.lossless) == 1}
+    classes = {name: _class(machine, interfaces[name], config) for name, config in usable.items()}
+    lossless = {name: config.lossless[0] for name, config in usable.items()}
     return [
         *(unclear or [READABLE.ok("trust, mapping and PFC")]),
-        *check_values(TRUST, {name: said.trust for name, said in clear.items()}, lambda trust: trust != "dscp"),
+        *check_values(TRUST, {name: config.trust for name, config in clear.items()}, lambda trust: trust != "dscp"),
         *check_values(
-            PFC, {name: ", ".join(map(str, said.lossless)) or "none" for name, said in clear.items()}, _not_one
+            PFC, {name: ", ".join(map(str, config.lossless)) or "none" for name, config in clear.items()}, _not_one
         ),
         *_classes(classes, lossless),
         *check_values(ECN, _ecn(machine, lossless), lambda flags: flags != "1, 1"),
@@ -121,42 +123,42 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
 
 
 def _quality(machine: Machine, interface: str) -> QosConfig | None:
-    said = machine.run(f"mlnx_qos_{interface}", "mlnx_qos", "-i", interface)
-    return parse_mlnx_qos(said.text) if said else None
+    output = machine.run(f"mlnx_qos_{interface}", "mlnx_qos", "-i", interface)
+    return parse_mlnx_qos(output.text) if output else None
 
 
 def _not_one(listed: str) -> bool:
     return not listed.isdecimal()
 
 
-def _class(machine: Machine, port: rdma_ports.Port, said: QosConfig) -> tuple[int, int]:
+def _class(machine: Machine, port: rdma_ports.Port, config: QosConfig) -> tuple[int, int]:
     """DSCP and priority of NCCL's packets on a port: by a traffic class that the card puts in place of all others, else
     by NCCL_IB_TC, whose default is 0."""
-    forced = GLOBAL.search(machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or "")
-    given = machine.environment.get(TC, "0")
-    dscp = int(forced[1] if forced else given if given.isdecimal() else 0) // 4
-    return dscp, said.priority.get(dscp, 0)
+    global_class = GLOBAL.search(machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or "")
+    traffic_class = machine.environment.get(TC, "0")
+    dscp = int(global_class[1] if global_class else traffic_class if traffic_class.isdecimal() else 0) // 4
+    return dscp, config.priority.get(dscp, 0)
 
 
 def _classes(classes: dict[str, tuple[int, int]], lossless: dict[str, int]) -> list[DoctorFinding]:
-    said = {name: f"DSCP {dscp}, priority {priority}" for name, (dscp, priority) in classes.items()}
+    descriptions = {name: f"DSCP {dscp}, priority {priority}" for name, (dscp, priority) in classes.items()}
     wrong = [name for name, (_, priority) in classes.items() if priority != lossless[name]]
-    broken = [CLASS.violation(name, said[name], f"priority {lossless[name]}") for name in wrong]
-    return broken or check_values(CLASS, said, lambda _: False)
+    broken = [CLASS.violation(name, descriptions[name], f"priority {lossless[name]}") for name in wrong]
+    return broken or check_values(CLASS, descriptions, lambda _: False)
 
 
 def _ecn(machine: Machine, lossless: dict[str, int]) -> dict[str, str]:
     """The flags of the lossless priority where the driver shows them (MLNX_OFED's does)."""
-    found = {}
+    flags_by_interface = {}
     for name, priority in lossless.items():
         flags = [machine.read(f"/sys/class/net/{name}/ecn/{role}/enable/{priority}") for role in ("roce_np", "roce_rp")]
         if all(flags):
-            found[name] = ", ".join(str(flag) for flag in flags)
-    return found
+            flags_by_interface[name] = ", ".join(str(flag) for flag in flags)
+    return flags_by_interface
 
 
 def _cnp(machine: Machine, lossless: dict[str, int]) -> list[DoctorFinding]:
-    of = {name: machine.read(f"/sys/class/net/{name}/ecn/roce_np/cnp_802p_prio") for name in lossless}
-    known = {name: int(priority) for name, priority in of.items() if priority and priority.isdecimal()}
-    wrong = [CNP.violation(name, priority) for name, priority in known.items() if priority == lossless[name]]
-    return wrong or check_values(CNP, known, lambda _: False)
+    priorities = {name: machine.read(f"/sys/class/net/{name}/ecn/roce_np/cnp_802p_prio") for name in lossless}
+    cnp_priorities = {name: int(priority) for name, priority in priorities.items() if priority and priority.isdecimal()}
+    wrong = [CNP.violation(name, priority) for name, priority in cnp_priorities.items() if priority == lossless[name]]
+    return wrong or check_values(CNP, cnp_priorities, lambda _: False)

@@ -37,31 +37,33 @@ RULES = (ROUTABLE, CHOSEN)
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Of the ports that NCCL would use and that are up."""
-    over_ethernet = {
+    roce_ports = {
         name: port
         for name, port in rdma_ports.selected_ports(machine, expected).items()
         if port.roce and (machine.read(f"{port.path}/state") or "").startswith("4:")
     }
-    if not over_ethernet:
+    if not roce_ports:
         raise CheckSkipped("no RoCE port is up")
     index = machine.environment.get(INDEX, "-1")
-    kinds = {name: _kinds(machine, port) for name, port in over_ethernet.items()}
-    named = {name: mine.get(index, "none") for name, mine in kinds.items()}
-    well = (V2,) if index == "-1" else (V2, NEAR)  # on a flat network the near one may be meant
-    routed = {name: sum(kind in well for kind in mine.values()) for name, mine in kinds.items()}
-    chosen = check_values(CHOSEN, named, lambda kind: kind not in well)
+    kinds = {name: _kinds(machine, port) for name, port in roce_ports.items()}
+    selected_kinds = {name: gid_kinds.get(index, "none") for name, gid_kinds in kinds.items()}
+    accepted_kinds = (V2,) if index == "-1" else (V2, NEAR)  # on a flat network the near one may be meant
+    routable_counts = {
+        name: sum(kind in accepted_kinds for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()
+    }
+    chosen = check_values(CHOSEN, selected_kinds, lambda kind: kind not in accepted_kinds)
     return [
-        *check_values(ROUTABLE, routed, lambda count: count < 1),
+        *check_values(ROUTABLE, routable_counts, lambda count: count < 1),
         *([CHOSEN.skip(f"{INDEX} is not set")] if index == "-1" else chosen),
     ]
 
 
 def _kinds(machine: Machine, port: rdma_ports.Port) -> dict[str, str]:
     """The kind of each GID that is not zero, by index."""
-    found = {}
+    kinds = {}
     for path in machine.glob(f"{port.path}/gids/*"):
         index, gid = path.rpartition("/")[2], machine.read(path) or ""
         if gid.replace(":", "").strip("0"):
             kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
-            found[index] = NEAR if kind == V2 and gid.startswith(LINK_LOCAL) else kind
-    return found
+            kinds[index] = NEAR if kind == V2 and gid.startswith(LINK_LOCAL) else kind
+    return kinds

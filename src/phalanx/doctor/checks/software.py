@@ -79,50 +79,50 @@ class NotImportedError(Exception):
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """PyTorch, and on nodes with GPUs the driver."""
     try:
-        known = torch_facts(machine)
+        facts = torch_facts(machine)
     except CommandTimeout:
         return [IMPORTS.violation("torch", f"no answer in {TORCH_SECONDS} s")]
     except NotImportedError as error:
         return [IMPORTS.violation("torch", str(error))]
-    imported = IMPORTS.ok(str(known["torch"]))
-    if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) and not known["gpus"]:
+    imported = IMPORTS.ok(str(facts["torch"]))
+    if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) and not facts["gpus"]:
         return [imported, *(rule.skip("no NVIDIA GPU") for rule in (CUDA, STARTS, PEER))]
     if expected.gpus == 0:
-        used = [rule.skip("the run is for CPUs") for rule in (CUDA, STARTS)]
+        cuda_findings = [rule.skip("the run is for CPUs") for rule in (CUDA, STARTS)]
     else:
-        used = [*_cuda(machine, known), _starts(known)]
-    return [imported, *used, *_peer_memory(machine)]
+        cuda_findings = [*_cuda(machine, facts), _starts(facts)]
+    return [imported, *cuda_findings, *_peer_memory(machine)]
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
     """Versions of PyTorch, its CUDA and NCCL, the GPUs that it sees and why it cannot use them, told by a
     process of its own. Raises NotImportedError with its last word where it does not tell, Skip where that was not
     recorded, and Stuck."""
-    said = machine.run("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
-    if said is None:
+    output = machine.run("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
+    if output is None:
         raise CheckSkipped("not recorded")
-    line = said.text.strip().rpartition("\n")[2]
+    line = output.text.strip().rpartition("\n")[2]
     try:
-        known = json.loads(line)
-        return {name: known[name] for name in ("torch", "cuda", "nccl", "gpus")} | {"error": known.get("error")}
+        facts = json.loads(line)
+        return {name: facts[name] for name in ("torch", "cuda", "nccl", "gpus")} | {"error": facts.get("error")}
     except (ValueError, KeyError, TypeError):
         raise NotImportedError(line or "nothing") from None
 
 
-def _cuda(machine: Machine, known: dict[str, Any]) -> list[DoctorFinding]:
+def _cuda(machine: Machine, facts: dict[str, Any]) -> list[DoctorFinding]:
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     try:
-        there = len(nvidia_smi.query_gpus(machine, "smi_names", "gpu", "index", "name"))
+        num_gpus = len(nvidia_smi.query_gpus(machine, "smi_names", "gpu", "index", "name"))
     except CheckSkipped as skipped:
         return [CUDA.skip(str(skipped))]
-    wanted = there if visible is None else min(there, _visible(visible))
-    return check_values(CUDA, {"torch": int(known["gpus"])}, lambda count: count < wanted, f"{wanted}")
+    expected_gpus = num_gpus if visible is None else min(num_gpus, _visible(visible))
+    return check_values(CUDA, {"torch": int(facts["gpus"])}, lambda count: count < expected_gpus, f"{expected_gpus}")
 
 
-def _starts(known: dict[str, Any]) -> DoctorFinding:
-    if not known["gpus"]:
+def _starts(facts: dict[str, Any]) -> DoctorFinding:
+    if not facts["gpus"]:
         return STARTS.skip("PyTorch sees no GPU")
-    return STARTS.violation("torch", str(known["error"])) if known["error"] else STARTS.ok("yes")
+    return STARTS.violation("torch", str(facts["error"])) if facts["error"] else STARTS.ok("yes")
 
 
 def _visible(listed: str) -> int:

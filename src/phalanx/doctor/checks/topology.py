@@ -57,16 +57,16 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     linked = [count for count in node.nvlinks if count is not None]
     sizes = sorted(len(domain) for domain in domains)
     uneven = len(set(sizes)) > 1 or len(set(linked)) > 1
-    few = min(range(len(linked)), key=linked.__getitem__, default=0)
+    weakest = min(range(len(linked)), key=linked.__getitem__, default=0)
     groups = ", ".join(map(str, sizes))
     islands = f"groups of {groups}; {min(linked, default=0)} to {max(linked, default=0)} links"
     nearest = {gpu: min(paths, key=PATHS.index) for gpu, paths in zip(node.gpus, node.nic_paths, strict=True) if paths}
-    far = PATHS[PATHS.index(NEAR) + 1 :]
+    distant_paths = PATHS[PATHS.index(NEAR) + 1 :]
     return [
         READABLE.ok(f"{len(node.gpus)} GPUs, {len(node.nics)} network cards"),
-        ISLANDS.violation(node.gpus[few], islands) if uneven else ISLANDS.ok(islands),
+        ISLANDS.violation(node.gpus[weakest], islands) if uneven else ISLANDS.ok(islands),
         *(
-            check_values(LOCALITY, nearest, far.__contains__)
+            check_values(LOCALITY, nearest, distant_paths.__contains__)
             if rdma_ports.rdma_devices(machine)
             else [LOCALITY.skip(rdma_ports.NONE)]
         ),

@@ -18,23 +18,23 @@ BAD = re.compile(r"requires reset|is lost|Unknown Error")
 """In place of a value, of a GPU that does not answer."""
 
 
-def run_nvidia_smi(machine: Machine, name: str, *words: str) -> str:
+def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
     """What nvidia-smi says; raises Skip where it says nothing, which is for the check of GPUs to judge."""
     try:
-        said = machine.run(name, "nvidia-smi", *words)
+        output = machine.run(name, "nvidia-smi", *args)
     except CommandTimeout as error:
         raise CheckSkipped(str(error)) from None
-    if said is None:
+    if output is None:
         raise CheckSkipped("no NVIDIA GPU" if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
-    if said.code not in WELL:
-        raise CheckSkipped(f"nvidia-smi {' '.join(words)}: {first_line(said.text)}")
-    return said.text
+    if output.code not in WELL:
+        raise CheckSkipped(f"nvidia-smi {' '.join(args)}: {first_line(output.text)}")
+    return output.text
 
 
-def query_gpus(machine: Machine, name: str, what: str, *fields: str) -> dict[str, Row]:
+def query_gpus(machine: Machine, name: str, query: str, *fields: str) -> dict[str, Row]:
     """Some fields of each GPU."""
     return parse_csv(
-        run_nvidia_smi(machine, name, f"--query-{what}={','.join(fields)}", "--format=csv,nounits"), fields
+        run_nvidia_smi(machine, name, f"--query-{query}={','.join(fields)}", "--format=csv,nounits"), fields
     )
 
 
@@ -50,8 +50,8 @@ def parse_csv(text: str, fields: tuple[str, ...]) -> dict[str, Row]:
 
 def numeric_field(rows: dict[str, Row], field: str) -> dict[str, float]:
     """A field of each GPU that has a number there (not "[N/A]")."""
-    found = {gpu: leading_number(row.get(field, "")) for gpu, row in rows.items()}
-    return {gpu: value for gpu, value in found.items() if value is not None}
+    numbers = {gpu: leading_number(row.get(field, "")) for gpu, row in rows.items()}
+    return {gpu: value for gpu, value in numbers.items() if value is not None}
 
 
 def text_field(rows: dict[str, Row], field: str) -> dict[str, str]:
@@ -66,14 +66,14 @@ def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
 
 def split_by_gpu(text: str) -> dict[str, list[str]]:
     """The lines below each "GPU 0: ..." of nvidia-smi nvlink."""
-    found: dict[str, list[str]] = {}
+    lines_by_gpu: dict[str, list[str]] = {}
     for line in text.splitlines():
         match = GPU_LINE.match(line.strip())
         if match:
-            found[f"GPU{match[1]}"] = mine = []
-        elif found:
-            mine.append(line.strip())
-    return found
+            lines_by_gpu[f"GPU{match[1]}"] = gpu_lines = []
+        elif lines_by_gpu:
+            gpu_lines.append(line.strip())
+    return lines_by_gpu
 
 
 def leading_number(text: str) -> float | None:

@@ -11,14 +11,14 @@ GPU, BRIDGE = ("0x0300", "0x0302"), ("0x0680",)
 """Beginnings of class codes (PCI Code and ID Assignment Specification); an NVSwitch is a bridge."""
 
 
-def pci_devices(machine: Machine, kinds: tuple[str, ...], vendor: str | None = None) -> list[str]:
+def pci_devices(machine: Machine, class_codes: tuple[str, ...], vendor: str | None = None) -> list[str]:
     """Addresses of the devices of some classes: 0000:1b:00.0."""
-    found = []
+    addresses = []
     for path in machine.glob(f"{DEVICES}/*"):
         kind = machine.read(f"{path}/class") or ""
-        if kind.startswith(kinds) and vendor in (None, machine.read(f"{path}/vendor")):
-            found.append(path.rpartition("/")[2])
-    return found
+        if kind.startswith(class_codes) and vendor in (None, machine.read(f"{path}/vendor")):
+            addresses.append(path.rpartition("/")[2])
+    return addresses
 
 
 def runs_on_cpu(machine: Machine, expected: Expectations) -> bool:
@@ -26,10 +26,10 @@ def runs_on_cpu(machine: Machine, expected: Expectations) -> bool:
     return expected.gpus == 0 or (expected.gpus is None and not pci_devices(machine, GPU, NVIDIA))
 
 
-def upstream_bridge(machine: Machine, at: str) -> str | None:
+def upstream_bridge(machine: Machine, address: str) -> str | None:
     """The address of the bridge in whose slot a device sits: its directory holds the device's."""
-    above = machine.glob(f"{DEVICES}/*/{at}")
-    return above[0].split("/")[-2] if above else None
+    paths = machine.glob(f"{DEVICES}/*/{address}")
+    return paths[0].split("/")[-2] if paths else None
 
 
 def normalize_pci_address(text: str) -> str:

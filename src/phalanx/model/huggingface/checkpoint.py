@@ -44,47 +44,49 @@ def open_hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor
     opened = cache(_open)
 
     def weight(name: str, shape: torch.Size) -> Tensor:
-        place = hf_location(kind, name)
-        if "{e}" in place.name:
-            names = [place.name.replace("{e}", str(expert)) for expert in range(shape[0])]
-            return torch.stack([_checked(read(theirs), theirs, shape[1:]) for theirs in names])
-        whole = read(place.name)
-        whole = whole.T if place.transposed else whole
-        rows = whole.shape[0] // place.parts
-        return _checked(whole[place.part * rows : (place.part + 1) * rows], place.name, shape)
+        location = hf_location(kind, name)
+        if "{e}" in location.name:
+            names = [location.name.replace("{e}", str(expert)) for expert in range(shape[0])]
+            return torch.stack([_checked(read(hf_name), hf_name, shape[1:]) for hf_name in names])
+        tensor = read(location.name)
+        tensor = tensor.T if location.transposed else tensor
+        rows = tensor.shape[0] // location.parts
+        return _checked(tensor[location.part * rows : (location.part + 1) * rows], location.name, shape)
 
-    def read(theirs: str) -> Tensor:
+    def read(hf_name: str) -> Tensor:
         # A model saved without its head has no "model." or "transformer." before its names.
-        found = next((each for each in (theirs, theirs.partition(".")[2]) if each in files), None)
-        if found is None:
-            raise UserError(FIELD, str(directory), f"has no tensor {theirs}", KEEP_SHAPE)
+        stored_name = next(
+            (candidate for candidate in (hf_name, hf_name.partition(".")[2]) if candidate in files), None
+        )
+        if stored_name is None:
+            raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", KEEP_SHAPE)
         try:
-            return opened(files[found]).get_tensor(found)
+            return opened(files[stored_name]).get_tensor(stored_name)
         except SafetensorError as error:
-            raise UserError(FIELD, str(files[found]), f"gives no {found}: {error}", AGAIN) from None
+            raise UserError(FIELD, str(files[stored_name]), f"gives no {stored_name}: {error}", AGAIN) from None
 
     return weight
 
 
-def _checked(tensor: Tensor, theirs: str, shape: torch.Size) -> Tensor:
+def _checked(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:
     if tensor.shape != shape:
         problem = f"has shape {list(tensor.shape)} where the model has {list(shape)}"
-        raise UserError(FIELD, theirs, problem, KEEP_SHAPE)
+        raise UserError(FIELD, hf_name, problem, KEEP_SHAPE)
     return tensor
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor, by its Hugging Face name."""
     if (directory / INDEX).is_file():
-        named = _read_json(directory / INDEX).get("weight_map", {})
+        weight_map = _read_json(directory / INDEX).get("weight_map", {})
         # Only the last part: an index from outside must not point out of its directory.
-        files = {tensor: directory / Path(str(file)).name for tensor, file in named.items()}
-        if lost := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise UserError(FIELD, str(directory), f"lacks {', '.join(lost)}", "download the whole checkpoint")
+        files = {tensor: directory / Path(str(file)).name for tensor, file in weight_map.items()}
+        if missing := sorted({file.name for file in files.values() if not file.is_file()}):
+            raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", "download the whole checkpoint")
         return files
-    one = directory / ONE_FILE
-    if one.is_file():
-        return dict.fromkeys(_open(one).keys(), one)
+    single_file = directory / ONE_FILE
+    if single_file.is_file():
+        return dict.fromkeys(_open(single_file).keys(), single_file)
     if any(directory.glob("*.bin")):
         problem = "has its weights as pickled .bin only, which may run code when they are read"
         raise UserError(FIELD, str(directory), problem, "save it again as safetensors")

@@ -32,13 +32,13 @@ def export_hf(
     tensors: Mapping[str, Tensor],
     directory: str | Path,
     tokenizer: str | Path | None = None,
-    end: int | None = None,
+    eos_id: int | None = None,
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load.
 
-    `tensors` are full parameters by our names, `tokenizer` a tokenizer.json, `end` the id of its end-of-text
+    `tensors` are full parameters by our names, `tokenizer` a tokenizer.json, `eos_id` the id of its end-of-text
     token, `dtype` "fp32" or "bf16". The directory appears whole or not at all. Raises UserError if it is there
     and not empty, if no Hugging Face architecture has the model's shape, or if a parameter is missing.
     """
@@ -48,28 +48,28 @@ def export_hf(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
     config = hf_config(spec) | {"torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")}
-    special = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+    special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
     texts = {"config.json": _json(config | special)}
-    if end is not None:
-        texts["generation_config.json"] = _json(special | {"pad_token_id": end})
+    if eos_id is not None:
+        texts["generation_config.json"] = _json(special | {"pad_token_id": eos_id})
     if tokenizer is not None:
-        texts |= hf_tokenizer_files(Path(tokenizer), end, spec.max_seq_len)
+        texts |= hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
     shapes = _shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or of another shape", "export a whole checkpoint")
     sources = hf_sources(config["model_type"], shapes)
-    beside = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-    beside.mkdir(parents=True)
+    partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    partial_directory.mkdir(parents=True)
     try:
         for name, text in texts.items():
-            (beside / name).write_text(text, encoding="utf-8")
-        _write_tensors(sources, shapes, tensors, beside, TORCH_DTYPES[dtype], shard_bytes)
-        for file in beside.glob("*.safetensors"):  # which safetensors makes for their owner alone
-            shutil.copymode(beside / "config.json", file)
-        beside.rename(directory)
+            (partial_directory / name).write_text(text, encoding="utf-8")
+        _write_tensors(sources, shapes, tensors, partial_directory, TORCH_DTYPES[dtype], shard_bytes)
+        for file in partial_directory.glob("*.safetensors"):  # which safetensors makes for their owner alone
+            shutil.copymode(partial_directory / "config.json", file)
+        partial_directory.rename(directory)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial_directory, ignore_errors=True)
 
 
 def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
@@ -91,11 +91,11 @@ def _write_tensors(
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     files = [ONE_FILE] if len(shards) == 1 else files
     for file, names in zip(files, shards, strict=True):
-        made = {name: _tensor(sources[name], tensors, dtype) for name in names}
-        save_file(made, directory / file, metadata={"format": "pt"})
+        shard = {name: _tensor(sources[name], tensors, dtype) for name in names}
+        save_file(shard, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
-        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (directory / INDEX).write_text(_json(index), encoding="utf-8")
 
 
@@ -105,21 +105,21 @@ def _elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int:
 
 def _tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
-    whole = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
-    return (whole.T if source.transposed else whole).contiguous()
+    joined = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
+    return (joined.T if source.transposed else joined).contiguous()
 
 
 def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
     """Names in their order, in runs of at most `limit_bytes`; a larger one is alone."""
-    runs: list[list[str]] = []
-    room = 0
+    shards: list[list[str]] = []
+    free_bytes = 0
     for name, size in sizes.items():
-        if size > room or not runs:
-            runs.append([])
-            room = limit_bytes
-        runs[-1].append(name)
-        room -= size
-    return runs
+        if size > free_bytes or not shards:
+            shards.append([])
+            free_bytes = limit_bytes
+        shards[-1].append(name)
+        free_bytes -= size
+    return shards
 
 
 def _json(table: Mapping[str, Any]) -> str:

@@ -30,7 +30,8 @@ Names = dict[str, TensorLocation]
 def _blocks(prefix: str, names: Names) -> Names:
     """A block's names as whole names, for any layer."""
     return {
-        f"blocks.{{i}}.{ours}": place._replace(name=f"{prefix}.{{i}}.{place.name}") for ours, place in names.items()
+        f"blocks.{{i}}.{ours}": location._replace(name=f"{prefix}.{{i}}.{location.name}")
+        for ours, location in names.items()
     }
 
 
@@ -115,11 +116,11 @@ def hf_location(kind: str, name: str) -> TensorLocation:
     Raises UserError if that model type has no such parameter.
     """
     layer = re.match(r"blocks\.(\d+)\.", name)
-    place = FAMILIES[kind].get(re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name))
-    if place is None:
+    location = FAMILIES[kind].get(re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name))
+    if location is None:
         problem = f"has no counterpart in a checkpoint of type {kind}"
         raise UserError("model.from_hf", name, problem, "leave the model's shape as its config.json has it")
-    return place._replace(name=place.name.replace("{i}", layer[1])) if layer else place
+    return location._replace(name=location.name.replace("{i}", layer[1])) if layer else location
 
 
 class TensorSource(NamedTuple):
@@ -134,12 +135,12 @@ class TensorSource(NamedTuple):
 def hf_sources(kind: str, shapes: Mapping[str, torch.Size]) -> dict[str, TensorSource]:
     """Every tensor of a checkpoint of type `kind`, by its Hugging Face name; `shapes` are our parameters', in
     the model's own order, which is also that of fused parts."""
-    made: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     for name, shape in shapes.items():
-        place = hf_location(kind, name)
-        experts: list[int | None] = list(range(shape[0])) if "{e}" in place.name else [None]
+        location = hf_location(kind, name)
+        experts: list[int | None] = list(range(shape[0])) if "{e}" in location.name else [None]
         for expert in experts:
-            theirs = place.name.replace("{e}", str(expert))
-            before = made.get(theirs, TensorSource((), expert, place.transposed))
-            made[theirs] = before._replace(names=(*before.names, name))
-    return made
+            hf_name = location.name.replace("{e}", str(expert))
+            source = sources.get(hf_name, TensorSource((), expert, location.transposed))
+            sources[hf_name] = source._replace(names=(*source.names, name))
+    return sources

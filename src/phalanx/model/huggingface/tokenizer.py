@@ -9,8 +9,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import BYTES_TOKENIZER, END_OF_TEXT
 
 
-def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json, by name; `end` is the id of the end-of-text token.
+def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json, by name; `eos_id` is the id of the end-of-text token.
 
     Raises UserError if `path` is not a tokenizer.json.
     """
@@ -22,14 +22,14 @@ def hf_tokenizer_files(path: Path, end: int | None, context: int) -> dict[str, s
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
         raise UserError("tokenizer", str(path), f"cannot be read: {error}", "give a tokenizer.json") from None
-    word = None if end is None else tokenizer.id_to_token(end)
+    eos_token = None if eos_id is None else tokenizer.id_to_token(eos_id)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
-    if word is not None:
-        config |= {"bos_token": word, "eos_token": word, "pad_token": word}
+    if eos_token is not None:
+        config |= {"bos_token": eos_token, "eos_token": eos_token, "pad_token": eos_token}
     return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
@@ -39,8 +39,8 @@ def byte_tokenizer_json() -> str:
 
     # GPT-2's alphabet: a printable byte is its own character, the others follow from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    non_printable = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(non_printable)}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

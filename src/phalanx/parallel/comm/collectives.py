@@ -39,13 +39,13 @@ def start_all_reduce(
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     work = dist.all_reduce(flat, group=group, async_op=True)
 
-    def end() -> None:
+    def finish() -> None:
         with exposed.measure():
             work.wait()
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
-    return end
+    return finish
 
 
 class ReduceScatter:

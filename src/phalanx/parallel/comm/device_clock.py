@@ -26,14 +26,14 @@ class DeviceClock:
         event.record()
         return event
 
-    def resolve(self, marks: Sequence[Timestamp]) -> list[float]:
+    def resolve(self, timestamps: Sequence[Timestamp]) -> list[float]:
         """When they were, in seconds. Waits for a GPU to come to the last."""
         if self.device.type != "cuda":
-            return list(marks)
+            return list(timestamps)
         end = self.record()
         torch.cuda.synchronize(self.device)
-        over = time.perf_counter()
-        return [over - mark.elapsed_time(end) / 1e3 for mark in marks]
+        now_seconds = time.perf_counter()
+        return [now_seconds - timestamp.elapsed_time(end) / 1e3 for timestamp in timestamps]
 
 
 HOST_CLOCK = DeviceClock(torch.device("cpu"))

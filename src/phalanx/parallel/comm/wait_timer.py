@@ -23,17 +23,17 @@ class WaitTimer:
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Count the time spent inside."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(begun, time.perf_counter())
+            self.add(start, time.perf_counter())
 
-    def add(self, begun: float, ended: float) -> None:
+    def add(self, start: float, end: float) -> None:
         """Count a span that was waited."""
-        self.seconds += ended - begun
+        self.seconds += end - start
         if self.spans is not None:
-            self.spans.append((begun, ended))
+            self.spans.append((start, end))
 
     def pop_seconds(self) -> float:
         """The seconds since the last call."""

@@ -33,11 +33,11 @@ class OverlappingReplica(Strategy):
     those whose micro-batches overlap (a pipeline)."""
 
     def __init__(
-        self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, apart: frozenset[str] = frozenset()
+        self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, excluded: frozenset[str] = frozenset()
     ) -> None:
-        """`apart` are parameters whose gradients these ranks do not sum."""
+        """`excluded` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.apart, self.bucket_bytes = apart, int(layout.bucket_mb * 2**20)
+        self.apart, self.bucket_bytes = excluded, int(layout.bucket_mb * 2**20)
 
     def finalize_gradients(self) -> None:
         for parameter in self.trainable_parameters.values():
@@ -45,8 +45,8 @@ class OverlappingReplica(Strategy):
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [gradient for name, gradient in self.gradients().items() if name not in self.apart]
         buckets = chunk_by_bytes(gradients, self.bucket_bytes)
-        for end in [start_all_reduce(bucket, self.group, self.comm_wait) for bucket in buckets]:
-            end()
+        for finish in [start_all_reduce(bucket, self.group, self.comm_wait) for bucket in buckets]:
+            finish()
 
 
 class DDP(Strategy):
@@ -56,15 +56,15 @@ class DDP(Strategy):
     model: DistributedDataParallel
 
     def __init__(
-        self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, apart: frozenset[str] = frozenset()
+        self, module: nn.Module, layout: Layout, group: dist.ProcessGroup, excluded: frozenset[str] = frozenset()
     ) -> None:
-        """`apart` are parameters whose gradients these ranks do not sum."""
+        """`excluded` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale, self.apart, self.unused = float(group.size()), apart, layout.ddp_find_unused_parameters
+        self.loss_scale, self.apart, self.unused = float(group.size()), excluded, layout.ddp_find_unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
         ignored += [
-            name for name, _ in module.named_parameters() if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in apart
+            name for name, _ in module.named_parameters() if name.replace(CHECKPOINT_WRAPPER_PREFIX, "") in excluded
         ]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         self.model = DistributedDataParallel(
@@ -107,8 +107,8 @@ class DDP(Strategy):
 
     def reduce_partial_gradients(self) -> None:
         """As everywhere; DDP did not divide those that are apart."""
-        apart = [gradient for name, gradient in self.gradients().items() if name in self.apart]
-        scale_gradients(apart, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
+        excluded_gradients = [gradient for name, gradient in self.gradients().items() if name in self.apart]
+        scale_gradients(excluded_gradients, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
         super().reduce_partial_gradients()
 
     def zero_grad(self) -> None:
@@ -142,6 +142,6 @@ def _bucket_options(layout: Layout) -> dict[str, Any]:
 def bf16_allreduce_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     """Half the bytes of fp32 on the wire. (PyTorch's own hook of this kind is refused by name without NCCL.)"""
     buffer = bucket.buffer()
-    small = buffer.to(torch.bfloat16).div_(group.size())
-    work = dist.all_reduce(small, group=group, async_op=True)
+    compressed = buffer.to(torch.bfloat16).div_(group.size())
+    work = dist.all_reduce(compressed, group=group, async_op=True)
     return work.get_future().then(lambda done: buffer.copy_(done.value()[0]))

@@ -42,24 +42,24 @@ class FSDP(Strategy):
         compute_dtype: torch.dtype | None,
         offload: CpuOffload | None,
         group: dist.ProcessGroup | None,
-        apart: frozenset[str] = frozenset(),
-        apart_mesh: DeviceMesh | None = None,
+        expert_parameters: frozenset[str] = frozenset(),
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         """`mesh` is one-dimensional (ZeRO-3) or replicate x shard (HSDP); `compute_dtype` casts parameters when they
-        are gathered, while gradients are reduced and state is kept in the parameters' own dtype. The parameters `apart`
-        are split over another mesh."""
+        are gathered, while gradients are reduced and state is kept in the parameters' own dtype. The parameters
+        `expert_parameters` are split over `expert_mesh`."""
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.float32 if compute_dtype else None,
             cast_forward_inputs=False,  # rotary tables stay fp32
         )
         on_gpu = mesh.device_type != "cpu"
-        place = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
+        offload_policy = OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=on_gpu)
         wrapped = [part for block in blocks for part in _fsdp_units(block, layout.fsdp_unit)]
-        shard = partial(fully_shard, mp_policy=policy, offload_policy=place)
+        shard = partial(fully_shard, mp_policy=policy, offload_policy=offload_policy)
         reshard = layout.reshard_after_forward and layout.pp == 1
-        for owner in modules_owning(module, apart):  # from the inside to the outside
-            shard(owner, mesh=apart_mesh, reshard_after_forward=reshard)
+        for owner in modules_owning(module, expert_parameters):  # from the inside to the outside
+            shard(owner, mesh=expert_mesh, reshard_after_forward=reshard)
         for part in wrapped:
             shard(part, mesh=mesh, reshard_after_forward=reshard)
         self.root = shard(module, mesh=mesh, reshard_after_forward=False)
@@ -79,13 +79,13 @@ class FSDP(Strategy):
         if not on_gpu:
             self._install_gloo_collectives()
 
-    def _prefetch(self, ahead: int) -> None:
-        """Gather so many units ahead of the one that computes."""
+    def _prefetch(self, depth: int) -> None:
+        """Gather `depth` units ahead of the one that computes."""
         backward = [self.root, *reversed(self.units[1:])]
         for index, unit in enumerate(self.units):
-            unit.set_modules_to_forward_prefetch(self.units[index + 1 : index + 1 + ahead])
+            unit.set_modules_to_forward_prefetch(self.units[index + 1 : index + 1 + depth])
         for index, unit in enumerate(backward):
-            unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + ahead])
+            unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + depth])
 
     def _install_gloo_collectives(self) -> None:
         self.reduce_scatter = DeferredReduceScatter(self.comm_wait, deferred=self.deferred)
@@ -108,20 +108,20 @@ class FSDP(Strategy):
             yield
             return
         # FSDP2 would add to gradients whose sum has not come yet: they accumulate here.
-        before = {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
+        accumulated = {name: p.grad for name, p in self.trainable_parameters.items() if p.grad is not None}
         self.zero_grad()
         yield
         self.reduce_scatter.finish()
-        for name, gradient in before.items():
+        for name, gradient in accumulated.items():
             parameter = self.trainable_parameters[name]
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
-    def _set_gradient_sync(self, now: bool) -> None:
+    def _set_gradient_sync(self, enabled: bool) -> None:
         """Whether gradients are split, and parameters given back, when a backward pass ends. A pipeline's micro-batches
         overlap, and halves of backward passes go on with parameters that must still be those of the forward pass."""
-        self.root.set_requires_gradient_sync(now)
-        self.root.set_reshard_after_backward(now)
-        self.root.set_is_last_backward(now)
+        self.root.set_requires_gradient_sync(enabled)
+        self.root.set_reshard_after_backward(enabled)
+        self.root.set_is_last_backward(enabled)
 
     def finish_weight_grad_pass(self) -> None:
         """FSDP2 adds a pass's gradients up, in the dtype in which it reduces them, when the pass ends. What tells it so
@@ -133,9 +133,9 @@ class FSDP(Strategy):
         does it, `_PipelineStageBase.perform_reduce_grad`)."""
         self._set_gradient_sync(True)
         state = self.root._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            if each._fsdp_param_group is not None:
-                each._fsdp_param_group.post_backward()
+        for unit_state in state._state_ctx.all_states:
+            if unit_state._fsdp_param_group is not None:
+                unit_state._fsdp_param_group.post_backward()
         state._root_post_backward_final_callback()
         if self.reduce_scatter is not None:
             self.reduce_scatter.finish()
@@ -149,22 +149,28 @@ class FSDP(Strategy):
         pieces = chunk_by_bytes(list(self.trainable_parameters.values()), self.offload.piece_bytes)
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
-        for index, (piece, its_gradients) in enumerate(zip(pieces, gradients, strict=True)):
+        for index, (piece, piece_gradients) in enumerate(zip(pieces, gradients, strict=True)):
             with self.offload.stepping(index, optimizers, piece, []):
-                step_parameters(optimizers, piece, its_gradients)
+                step_parameters(optimizers, piece, piece_gradients)
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         return self.offload.zeros_like(parameter) if self.offload else super().init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        held = super().resident_tensors(optimizers)
-        held["parameters"] = list(self.trainable_parameters.values())  # whole ones are gathered, which `elastic` counts
-        return held if self.offload is None else {"offloaded": [tensor for part in held.values() for tensor in part]}
+        resident = super().resident_tensors(optimizers)
+        resident["parameters"] = list(
+            self.trainable_parameters.values()
+        )  # whole ones are gathered, which `elastic` counts
+        return (
+            resident
+            if self.offload is None
+            else {"offloaded": [tensor for part in resident.values() for tensor in part]}
+        )
 
     def resizable_buffers(self) -> list[Tensor]:
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in self.units]
         parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
-        return [whole for parameter in parameters for whole in getattr(parameter, "all_gather_outputs", [])]
+        return [buffer for parameter in parameters for buffer in getattr(parameter, "all_gather_outputs", [])]
 
     def reshard_parameters(self) -> None:
         """Split the parameters again that a forward pass without a backward pass left gathered."""

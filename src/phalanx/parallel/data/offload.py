@@ -42,8 +42,8 @@ class CpuOffload:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor in the place where it rests; of one without memory, zeros."""
-        room = self._allocate_like(tensor)
-        return room if tensor.is_meta else room.copy_(tensor)
+        host_copy = self._allocate_like(tensor)
+        return host_copy if tensor.is_meta else host_copy.copy_(tensor)
 
     def _allocate_like(self, like: Tensor) -> Tensor:
         return torch.zeros_like(like, device="cpu", pin_memory=torch.cuda.is_available())
@@ -82,7 +82,7 @@ class DiskOffload(CpuOffload):
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
         self._writing: list[Future[None]] = []
         # What the launcher has for speed is undone: memory is what is short here.
-        tune_malloc(FREED_AT_ONCE_BYTES, pieces_below_bytes=FREED_AT_ONCE_BYTES)
+        tune_malloc(FREED_AT_ONCE_BYTES, mmap_threshold_bytes=FREED_AT_ONCE_BYTES)
         _raise_file_limit()
 
     @contextmanager
@@ -105,8 +105,8 @@ class DiskOffload(CpuOffload):
     def _write(self, files: Sequence[MappedFile]) -> None:
         """Begin to write files; waits for those before them, so that what is in memory stays bounded."""
         writing = [self._writer.submit(file.write) for file in files]
-        for before in self._writing:
-            before.result()
+        for previous in self._writing:
+            previous.result()
         self._writing = writing
 
     def _move_new_state_to_disk(
@@ -128,8 +128,8 @@ class DiskOffload(CpuOffload):
         return self._files_of(tensors)
 
     def _files_of(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
-        found = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
-        return [file for file in found if file is not None]
+        files = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
+        return [file for file in files if file is not None]
 
     def _allocate_like(self, like: Tensor) -> Tensor:
         if like.numel() * like.element_size() < SMALL_BYTES:
@@ -175,8 +175,8 @@ def _read_all(files: Sequence[MappedFile]) -> None:
 
 def _raise_file_limit() -> None:
     """Each tensor has a file with two descriptors (the map's is its own); the usual soft limit is 1,024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:

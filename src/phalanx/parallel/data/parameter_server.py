@@ -57,11 +57,11 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
     """This rank's part in it: a server or a worker. Raises UserError for parameters of more than one dtype."""
     types = {parameter.dtype: name for name, parameter in named_parameters(module)}
     if len(types) > 1:
-        found = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
+        description = " and ".join(f"{name} in {dtype}" for dtype, name in types.items())
         raise UserError(
             "layout.data_parallel",
             layout.data_parallel,
-            f"sends parameters as one vector, of one dtype: there is {found}",
+            f"sends parameters as one vector, of one dtype: there is {description}",
             "convert the module to one dtype, or use another layout.data_parallel",
         )
     servers = list(range(layout.num_servers))
@@ -87,17 +87,17 @@ class ParameterServerWorker(Strategy):
     """Computes gradients, and trains nothing itself."""
 
     def __init__(self, module: nn.Module, roles: ServerTopology, device: torch.device) -> None:
-        whole = dict(named_parameters(module))
-        self.weights = [flatten_parameters(whole, shapes, device) for shapes in roles.owned]
+        parameters = dict(named_parameters(module))
+        self.weights = [flatten_parameters(parameters, shapes, device) for shapes in roles.owned]
         """One vector for each server's parameters, which the model's are views of."""
         self.sums = [torch.zeros_like(weights) for weights in self.weights]
         """Of gradients, likewise."""
         for shapes, weights, sums in zip(roles.owned, self.weights, self.sums, strict=True):
             gradients = parameter_views(sums, shapes)
             for name, view in parameter_views(weights, shapes).items():
-                parameter = nn.Parameter(view, whole[name].requires_grad)
+                parameter = nn.Parameter(view, parameters[name].requires_grad)
                 parameter.grad = gradients[name]
-                replace_parameter(module, whole[name], parameter)
+                replace_parameter(module, parameters[name], parameter)
         place_buffers(module, device)
         super().__init__(module)
         self.trainable_parameters, self.roles = {}, roles
@@ -131,8 +131,10 @@ class ParameterServerWorker(Strategy):
             gradients.zero_()
         # Who waits for every update has just had this step's.
         version = self.steps_sent if self.roles.staleness is None else int(self._newest[0])
-        heard = self._newest[2:].to(sums.device) if version else sums  # of no update yet: its own, for want of better
-        return StepReduction(self._newest[1], heard, steps_behind=self.steps_sent - version)
+        reported_sums = (
+            self._newest[2:].to(sums.device) if version else sums
+        )  # of no update yet: its own, for want of better
+        return StepReduction(self._newest[1], reported_sums, steps_behind=self.steps_sent - version)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The servers'."""
@@ -196,16 +198,16 @@ class ParameterServer(Strategy):
     runs_model = False
 
     def __init__(self, module: nn.Module, roles: ServerTopology) -> None:
-        whole, cpu = dict(named_parameters(module)), torch.device("cpu")
+        parameters, cpu = dict(named_parameters(module)), torch.device("cpu")
         shapes = roles.owned[dist.get_rank()]
-        self.weights = flatten_parameters(whole, shapes, cpu)
+        self.weights = flatten_parameters(parameters, shapes, cpu)
         self.sum = torch.zeros_like(self.weights)
         gradients, trained = parameter_views(self.sum, shapes), {}
         for name, view in parameter_views(self.weights, shapes).items():
-            if whole[name].requires_grad:
+            if parameters[name].requires_grad:
                 trained[name] = nn.Parameter(view)
                 trained[name].grad = gradients[name]
-        for parameter in whole.values():
+        for parameter in parameters.values():
             replace_parameter(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
         place_buffers(module, cpu)
         super().__init__(module)
@@ -223,20 +225,20 @@ class ParameterServer(Strategy):
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
-        total, oldest = sums.double().cpu(), self.done
+        total, oldest_version = sums.double().cpu(), self.done
         for worker in self.roles.workers:
             message, gradients = self._receive(worker, len(sums) + 1)
             total += message[:-1]
             self.sum.copy_(gradients) if worker == self.roles.workers[0] else self.sum.add_(gradients)
             if self.roles.staleness is not None:
-                oldest = min(oldest, int(message[-1]))
-                self._post(worker, message, gradients, ahead=1 + self.roles.staleness)
+                oldest_version = min(oldest_version, int(message[-1]))
+                self._post(worker, message, gradients, steps_ahead=1 + self.roles.staleness)
         square = global_grad_norm([self.sum]).double().square()
         with self.comm_wait.measure():
             dist.all_reduce(square, group=self.roles.between_servers)
         norm = self.normalize_and_clip(square.sqrt(), total[0], clip_norm)
         self._header = torch.cat([total.new_tensor([self.done + 1.0]), norm[None], total])
-        return StepReduction(norm, total.to(sums.device), staleness=self.done - oldest)
+        return StepReduction(norm, total.to(sums.device), staleness=self.done - oldest_version)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -254,19 +256,19 @@ class ParameterServer(Strategy):
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         received = [gradients for posted in self._posted.values() for _, _, gradients in posted]
-        one_room = [] if self._one_room is None else [self._one_room]
+        staging_buffers = [] if self._one_room is None else [self._one_room]
         return {
             "parameters": [self.weights],
             "gradients": [self.sum],
             "optimizer": optimizer_state_tensors(optimizers),
-            "communication": [*one_room, *received, *(weights for _, _, weights in self._sending)],
+            "communication": [*staging_buffers, *received, *(weights for _, _, weights in self._sending)],
         }
 
     def drain_pending_updates(self) -> None:
-        self._finish_sending(keep=0)
+        self._finish_sending(max_pending=0)
 
-    def _finish_sending(self, keep: int) -> None:
-        while len(self._sending) > keep:
+    def _finish_sending(self, max_pending: int) -> None:
+        while len(self._sending) > max_pending:
             for work in self._sending.popleft()[0]:
                 work.wait()
 
@@ -275,19 +277,19 @@ class ParameterServer(Strategy):
         in; asynchronously each worker has its own, which are received in ahead of time."""
         if self.roles.staleness is None:
             self._one_room = torch.empty_like(self.sum) if self._one_room is None else self._one_room
-            self._post(worker, torch.empty(size, dtype=torch.float64), self._one_room, ahead=0)
+            self._post(worker, torch.empty(size, dtype=torch.float64), self._one_room, steps_ahead=0)
         elif not self._posted[worker]:
-            for ahead in range(1 + self.roles.staleness):
-                self._post(worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), ahead)
+            for steps_ahead in range(1 + self.roles.staleness):
+                self._post(worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), steps_ahead)
         works, message, gradients = self._posted[worker].popleft()
         with self.comm_wait.measure():
             for work in works:
                 work.wait()
         return message, gradients
 
-    def _post(self, worker: int, message: Tensor, gradients: Tensor, ahead: int) -> None:
-        """Begin to receive what a worker sends so many steps ahead."""
-        tag = 2 * (self.done + ahead)
+    def _post(self, worker: int, message: Tensor, gradients: Tensor, steps_ahead: int) -> None:
+        """Begin to receive what a worker sends `steps_ahead` steps from now."""
+        tag = 2 * (self.done + steps_ahead)
         works = [irecv(message, worker, tag), irecv(gradients, worker, tag + 1)]
         self._posted[worker].append((works, message, gradients))
 
@@ -295,15 +297,17 @@ class ParameterServer(Strategy):
         return torch.cat([self._header, *(bias.double() for bias in self.biases)])
 
     def _broadcast(self) -> None:
-        mine = dist.get_rank()
+        rank = dist.get_rank()
         with self.comm_wait.measure():
-            if mine == self.roles.servers[0]:
-                dist.broadcast(self._message(), mine, group=self.roles.groups[mine])
-            dist.broadcast(self.weights, mine, group=self.roles.groups[mine])
+            if rank == self.roles.servers[0]:
+                dist.broadcast(self._message(), rank, group=self.roles.groups[rank])
+            dist.broadcast(self.weights, rank, group=self.roles.groups[rank])
 
     def _send(self) -> None:
         """Send each worker a copy of the weights, which go on changing."""
-        self._finish_sending(keep=self.roles.staleness or 0)  # a worker further behind would have been waited for
+        self._finish_sending(
+            max_pending=self.roles.staleness or 0
+        )  # a worker further behind would have been waited for
         message, weights = self._message(), self.weights.clone()
         works = []
         for worker in self.roles.workers:

@@ -11,13 +11,13 @@ from phalanx.model.moe import Router
 Shapes = dict[str, torch.Size]
 
 
-def flatten_parameters(whole: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
+def flatten_parameters(parameters: dict[str, nn.Parameter], shapes: Shapes, device: torch.device) -> Tensor:
     """The named parameters one after another; zeros for those without memory."""
-    dtype = next(iter(whole.values())).dtype
+    dtype = next(iter(parameters.values())).dtype
     vector = torch.zeros(sum(shape.numel() for shape in shapes.values()), dtype=dtype, device=device)
     for name, view in parameter_views(vector, shapes).items():
-        if not whole[name].is_meta:
-            view.copy_(whole[name].detach())
+        if not parameters[name].is_meta:
+            view.copy_(parameters[name].detach())
     return vector
 
 
@@ -37,8 +37,8 @@ def receive_buffer(weights: Tensor) -> Tensor:
     return weights if weights.device.type == "cpu" else torch.empty_like(weights, device="cpu")
 
 
-def isend(tensor: Tensor, to: int, tag: int) -> dist.Work:
-    work = dist.isend(tensor, to, tag=tag)
+def isend(tensor: Tensor, destination: int, tag: int) -> dist.Work:
+    work = dist.isend(tensor, destination, tag=tag)
     assert work is not None
     return work
 

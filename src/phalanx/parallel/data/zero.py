@@ -55,35 +55,38 @@ class ZeRO(Strategy):
         device: torch.device,
         compute_dtype: torch.dtype | None,
         offload: CpuOffload | None,
-        apart: frozenset[str] = frozenset(),
-        apart_mesh: DeviceMesh | None = None,
+        expert_parameters: frozenset[str] = frozenset(),
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         """`mesh` has one axis; None for a single rank. Without `compute_dtype` the model computes as it is. `offload`
-        keeps what is trained, and its state, elsewhere. The parameters `apart` are split over another mesh."""
-        split, other = RowSharding(mesh), RowSharding(apart_mesh)
-        splits = {name: other if name in apart else split for name, _ in named_parameters(module)}
-        beside = {}
+        keeps what is trained, and its state, elsewhere. The parameters `expert_parameters` are split
+        over `expert_mesh`."""
+        sharding, expert_sharding = RowSharding(mesh), RowSharding(expert_mesh)
+        shardings = {
+            name: expert_sharding if name in expert_parameters else sharding for name, _ in named_parameters(module)
+        }
+        master_rows = {}
         if compute_dtype is not None or offload is not None:
-            beside = {
-                name: master_copy(splits[name].rows(p), device, offload)
+            master_rows = {
+                name: master_copy(shardings[name].rows(p), device, offload)
                 for name, p in trainable_parameters_of(named_parameters(module))
             }
         if compute_dtype is not None:
             for parameter in module.parameters():
                 parameter.data = parameter.data.to(compute_dtype)
         materialize(module, device)
-        super().__init__(module, split.group)
+        super().__init__(module, sharding.group)
         self.keeps_full_gradients = layout.data_parallel == "zero1"
         self.autocast = compute_dtype is None
         self.offload = offload
         owned = {
-            name: OwnedParameter(name, p, splits[name], beside.get(name), offload)
+            name: OwnedParameter(name, p, shardings[name], master_rows.get(name), offload)
             for name, p in trainable_parameters_of(self.trainable_parameters.items())
         }
         self.trainable_parameters = {name: part.master for name, part in owned.items()}
         limit = layout.bucket_mb * MIB
         if offload is not None:  # a piece is whole buckets; their bytes are those of all ranks, in a model's precision
-            limit = min(limit, offload.piece_bytes * split.ranks / 2)
+            limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
         self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
         self._communicates = True
         self._begun = 0
@@ -130,8 +133,8 @@ class ZeRO(Strategy):
     def gradients(self) -> dict[str, Tensor]:
         """The summed gradients of the owned rows, in the precision of the model."""
         parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
-        got = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
-        return {name: part.split.as_dtensor(gradient, part.parameter) for name, (part, gradient) in got.items()}
+        reduced = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
+        return {name: part.split.as_dtensor(gradient, part.parameter) for name, (part, gradient) in reduced.items()}
 
     def normalize_and_clip(self, norm: Tensor, weight: Tensor, clip_norm: float) -> Tensor:
         """As everywhere; gradients that rest elsewhere are divided and clipped when the step reads them anyway."""
@@ -177,15 +180,18 @@ class ZeRO(Strategy):
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         parts = [part for bucket in self.buckets for part in bucket.parts]
-        beside = [part.rows for part in parts if not part.aliased]
-        rows = [part.gradient for part in parts if part.gradient is not None]
-        whole = [part.parameter.grad for part in parts if part.parameter.grad is not None]
-        held: dict[str, list[Tensor]] = {"parameters": [part.parameter for part in parts]}
+        master_rows = [part.rows for part in parts if not part.aliased]
+        row_gradients = [part.gradient for part in parts if part.gradient is not None]
+        full_gradients = [part.parameter.grad for part in parts if part.parameter.grad is not None]
+        resident: dict[str, list[Tensor]] = {"parameters": [part.parameter for part in parts]}
         if self.offload is None:
-            return held | {"gradients": rows + whole, "optimizer": beside + optimizer_state_tensors(optimizers)}
-        return held | {
-            "gradients": whole,
-            "offloaded": beside + optimizer_state_tensors(optimizers) + ([] if whole else rows),
+            return resident | {
+                "gradients": row_gradients + full_gradients,
+                "optimizer": master_rows + optimizer_state_tensors(optimizers),
+            }
+        return resident | {
+            "gradients": full_gradients,
+            "offloaded": master_rows + optimizer_state_tensors(optimizers) + ([] if full_gradients else row_gradients),
         }
 
     def sync_model_weights(self) -> None:

@@ -31,56 +31,65 @@ class RowSharding:
     def group(self) -> dist.ProcessGroup | None:
         return self.mesh.get_group() if self.mesh is not None else None
 
-    def rows_per_rank(self, whole: Tensor) -> int:
+    def rows_per_rank(self, full: Tensor) -> int:
         """Rows per rank."""
-        return -(-len(whole) // self.ranks)
+        return -(-len(full) // self.ranks)
 
-    def rows(self, whole: Tensor) -> Tensor:
+    def rows(self, full: Tensor) -> Tensor:
         """This rank's rows (a view)."""
-        each = self.rows_per_rank(whole)
-        return whole.detach()[min(self.rank * each, len(whole)) : min((self.rank + 1) * each, len(whole))]
+        rows_per_rank = self.rows_per_rank(full)
+        return full.detach()[
+            min(self.rank * rows_per_rank, len(full)) : min((self.rank + 1) * rows_per_rank, len(full))
+        ]
 
-    def as_dtensor(self, rows: Tensor, whole: Tensor) -> Tensor:
-        """This rank's rows as part of a tensor like `whole`."""
-        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], whole.shape)
+    def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
+        """This rank's rows as part of a tensor like `full`."""
+        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], full.shape)
 
 
 class OwnedParameter:
     """A parameter that computes, and the rows of it that this rank trains."""
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, split: RowSharding, beside: Tensor | None, offload: CpuOffload | None
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        sharding: RowSharding,
+        master_rows: Tensor | None,
+        offload: CpuOffload | None,
     ) -> None:
-        """`beside` are the rows where they are not those of the parameter itself."""
-        self.name, self.parameter, self.split, self.offload = name, parameter, split, offload
+        """`master_rows` are the rows where they are not those of the parameter itself."""
+        self.name, self.parameter, self.split, self.offload = name, parameter, sharding, offload
         self.matrix = (len(parameter), parameter[0].numel())
-        self.size = split.rows_per_rank(parameter) * self.matrix[1]
+        self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
         """Elements of a rank, with padding."""
-        self.aliased = beside is None
-        self.rows = split.rows(parameter) if beside is None else beside
-        self.master = nn.Parameter(split.as_dtensor(self.rows, parameter))
+        self.aliased = master_rows is None
+        self.rows = sharding.rows(parameter) if master_rows is None else master_rows
+        self.master = nn.Parameter(sharding.as_dtensor(self.rows, parameter))
         self.gradient: Tensor | None = None
         """Of the rows, summed over ranks, in the precision of the model."""
         self._resting: Tensor | None = None
 
-    def accumulate(self, came: Tensor, keep_whole: bool) -> None:
+    def accumulate(self, received: Tensor, keep_full: bool) -> None:
         """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
-        whole = self.parameter.grad
-        if keep_whole and whole is not None:
-            self.gradient = self.split.rows(whole)
-            if came is not whole:
-                self.gradient.copy_(came)
+        full_gradient = self.parameter.grad
+        if keep_full and full_gradient is not None:
+            self.gradient = self.split.rows(full_gradient)
+            if received is not full_gradient:
+                self.gradient.copy_(received)
         elif self.offload is not None:
             if self._resting is None:
-                self._resting = self.offload.to_host(came)
+                self._resting = self.offload.to_host(received)
             elif self.gradient is None:
-                self._resting.copy_(came)
+                self._resting.copy_(received)
             else:
-                self._resting.add_(came.to(self._resting.device))
+                self._resting.add_(received.to(self._resting.device))
             self.offload.write_back([self._resting])
             self.gradient, self.parameter.grad = self._resting, None
         else:
-            self.gradient = came if self.gradient is None or came is whole else self.gradient.add_(came)
+            self.gradient = (
+                received if self.gradient is None or received is full_gradient else self.gradient.add_(received)
+            )
 
     def master_gradient(self, factor: Tensor | None) -> Tensor | None:
         """The gradient, times a factor, where and as precise as the master is."""
@@ -98,8 +107,8 @@ class Bucket:
     On the way they lie in a buffer [N, n]: for each rank its rows of every parameter, padded where they are fewer.
     """
 
-    def __init__(self, parts: list[OwnedParameter], split: RowSharding, exposed: WaitTimer) -> None:
-        self.parts, self.exposed, self.group = parts, exposed, split.group
+    def __init__(self, parts: list[OwnedParameter], sharding: RowSharding, exposed: WaitTimer) -> None:
+        self.parts, self.exposed, self.group = parts, exposed, sharding.group
         self.sizes = [part.size for part in parts]
         self.missing = len(parts)
         """Gradients of the micro-batch under way that have not come yet."""
@@ -111,34 +120,36 @@ class Bucket:
         """Of the owned rows, with padding: equal on all ranks, which so step the same pieces."""
         return sum(part.size * part.rows.element_size() for part in self.parts)
 
-    def start_reduce(self, keep_whole: bool) -> None:
+    def start_reduce(self, keep_full: bool) -> None:
         """Send each owner its rows of these gradients."""
         if self.group is None:
             return
         for part in self.parts:
             if part.parameter.grad is None:
                 part.parameter.grad = torch.zeros_like(part.parameter)
-        wholes = [part.parameter.grad.view(part.matrix) for part in self.parts if part.parameter.grad is not None]
-        sent = wholes[0].new_empty(self.group.size(), sum(self.sizes))
-        torch._chunk_cat(wholes, dim=0, num_chunks=self.group.size(), out=sent)
-        del wholes
-        if not keep_whole:
+        full_gradients = [
+            part.parameter.grad.view(part.matrix) for part in self.parts if part.parameter.grad is not None
+        ]
+        sent = full_gradients[0].new_empty(self.group.size(), sum(self.sizes))
+        torch._chunk_cat(full_gradients, dim=0, num_chunks=self.group.size(), out=sent)
+        del full_gradients
+        if not keep_full:
             for part in self.parts:
                 part.parameter.grad = None
         self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.exposed)
 
-    def finish_reduce(self, keep_whole: bool) -> None:
+    def finish_reduce(self, keep_full: bool) -> None:
         """Hand every parameter the sum of its owned rows' gradients."""
         if self._reducing is None:
             for part in self.parts:
                 if part.parameter.grad is not None:
-                    part.accumulate(part.parameter.grad, keep_whole)
+                    part.accumulate(part.parameter.grad, keep_full)
             return
         self._reducing.wait()
         summed = self._reducing.out.split(self.sizes)
         self._reducing = None
         for part, flat in zip(self.parts, summed, strict=True):
-            part.accumulate(flat[: part.rows.numel()].view_as(part.rows), keep_whole)
+            part.accumulate(flat[: part.rows.numel()].view_as(part.rows), keep_full)
 
     def drop_gradients(self) -> None:
         for part in self.parts:
@@ -151,27 +162,27 @@ class Bucket:
                 if not part.aliased:
                     part.parameter.detach().copy_(part.rows)
             return
-        mine = self.parts[0].parameter.new_zeros(sum(self.sizes))
-        for part, flat in zip(self.parts, mine.split(self.sizes), strict=True):
+        local_rows = self.parts[0].parameter.new_zeros(sum(self.sizes))
+        for part, flat in zip(self.parts, local_rows.split(self.sizes), strict=True):
             flat[: part.rows.numel()].view_as(part.rows).copy_(part.rows)
-        whole = mine.new_empty(self.group.size() * len(mine))
-        work = all_gather(whole, mine, group=self.group, async_op=True)
-        self._gathering = work, whole.view(self.group.size(), -1)
+        gathered = local_rows.new_empty(self.group.size() * len(local_rows))
+        work = all_gather(gathered, local_rows, group=self.group, async_op=True)
+        self._gathering = work, gathered.view(self.group.size(), -1)
 
     def finish_gather(self) -> None:
         """Let the model compute with what came."""
         if self._gathering is None:
             return
-        work, whole = self._gathering
+        work, gathered = self._gathering
         self._gathering = None
         with self.exposed.measure():
             work.wait()
-        for part, came in zip(self.parts, whole.split(self.sizes, dim=1), strict=True):
+        for part, received in zip(self.parts, gathered.split(self.sizes, dim=1), strict=True):
             matrix = part.parameter.detach().view(part.matrix)
-            if matrix.numel() == came.numel():
-                matrix.view(came.shape).copy_(came)
+            if matrix.numel() == received.numel():
+                matrix.view(received.shape).copy_(received)
             else:
-                matrix.copy_(came.reshape(-1, part.matrix[1])[: len(matrix)])
+                matrix.copy_(received.reshape(-1, part.matrix[1])[: len(matrix)])
 
 
 def trainable_parameters_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -186,15 +197,18 @@ def master_copy(rows: Tensor, device: torch.device, offload: CpuOffload | None) 
     return torch.empty_like(rows, device=device) if rows.is_meta else rows.to(device, copy=True)
 
 
-def make_buckets(rows: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
+def make_buckets(owned: Iterable[OwnedParameter], limit: float) -> list[list[OwnedParameter]]:
     """Buckets of about `limit` bytes of parameters of one dtype, in the order in which the backward pass comes by."""
     buckets: list[list[OwnedParameter]] = []
     size = 0
-    for part in reversed(list(rows)):
+    for part in reversed(list(owned)):
         parameter = part.parameter
-        last = buckets[-1][0] if buckets else None
-        alike = last is not None and (last.split, last.parameter.dtype) == (part.split, parameter.dtype)
-        if not alike or size >= limit:
+        previous = buckets[-1][0] if buckets else None
+        is_compatible = previous is not None and (previous.split, previous.parameter.dtype) == (
+            part.split,
+            parameter.dtype,
+        )
+        if not is_compatible or size >= limit:
             buckets.append([])
             size = 0
         buckets[-1].append(part)

@@ -26,9 +26,9 @@ from phalanx.parallel.module_tensors import named_modules, named_parameters
 class ExpertParallelGroup:
     """The ranks that have different experts."""
 
-    def __init__(self, group: dist.ProcessGroup, places: Tensor | None = None) -> None:
-        """The first rank has the first experts, and so on; or experts by their `places`, [E + 1]."""
-        self.group, self.size, self.expert_permutation = group, group.size(), places
+    def __init__(self, group: dist.ProcessGroup, permutation: Tensor | None = None) -> None:
+        """The first rank has the first experts, and so on; or experts are ordered by `permutation`, [E + 1]."""
+        self.group, self.size, self.expert_permutation = group, group.size(), permutation
         self.exposed = WaitTimer()
         self.waits = WaitTimer()
         """Of what `exposed` counts, that for all-to-alls."""
@@ -46,10 +46,14 @@ class ExpertParallelGroup:
         rows, self.rows = self.rows, 0
         return rows
 
-    def start_all_to_all(self, rows: Tensor, sent: list[int], came: list[int]) -> tuple[Tensor, dist.Work | None]:
-        """Start to send `sent[i]` rows to rank i, the first first; `came[j]` rows will be from rank j."""
-        received = rows.new_empty(sum(came), *rows.shape[1:])
-        work = dist.all_to_all_single(received, rows.contiguous(), came, sent, group=self.group, async_op=True)
+    def start_all_to_all(
+        self, rows: Tensor, send_counts: list[int], recv_counts: list[int]
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Start to send `send_counts[i]` rows to rank i, in order, and to receive `recv_counts[j]` rows from rank j."""
+        received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+        work = dist.all_to_all_single(
+            received, rows.contiguous(), recv_counts, send_counts, group=self.group, async_op=True
+        )
         return received, work
 
 
@@ -74,23 +78,23 @@ def _forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tenso
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     # How many rows each rank sends to each expert of each other.
-    theirs = torch.empty_like(counts_E)
-    ranks.wait(dist.all_to_all_single(theirs, counts_E, group=ranks.group, async_op=True))
-    sent = to_host_list(counts_E.view(ranks.size, -1).sum(1), len(rows))
-    by_source = theirs.view(ranks.size, -1)
-    came = to_host_list(by_source.sum(1), len(rows))
+    recv_counts_E = torch.empty_like(counts_E)
+    ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
+    send_counts = to_host_list(counts_E.view(ranks.size, -1).sum(1), len(rows))
+    counts_by_source = recv_counts_E.view(ranks.size, -1)
+    recv_counts = to_host_list(counts_by_source.sum(1), len(rows))
 
-    ranks.rows += sum(came)
+    ranks.rows += sum(recv_counts)
 
-    under_way = InFlightDispatch(ranks, sent, came)
-    coming = _StartDispatch.apply(rows, under_way)
+    dispatch = InFlightDispatch(ranks, send_counts, recv_counts)
+    in_flight_rows = _StartDispatch.apply(rows, dispatch)
     shared = moe.shared(x_BTD) if moe.shared is not None else None
-    arrived = cast(Tensor, _FinishDispatch.apply(coming, under_way))
+    received = cast(Tensor, _FinishDispatch.apply(in_flight_rows, dispatch))
 
-    local = torch.arange(by_source.shape[1], device=rows.device).repeat(ranks.size)
-    by_expert = local.repeat_interleave(theirs, output_size=sum(came)).argsort(stable=True)
-    y = moe.experts(arrived[by_expert], by_source.sum(0).cumsum(0))
-    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ranks, came, sent))
+    local_expert = torch.arange(counts_by_source.shape[1], device=rows.device).repeat(ranks.size)
+    by_expert = local_expert.repeat_interleave(recv_counts_E, output_size=sum(recv_counts)).argsort(stable=True)
+    y = moe.experts(received[by_expert], counts_by_source.sum(0).cumsum(0))
+    y = cast(Tensor, _Combine.apply(y[by_expert.argsort()], ranks, recv_counts, send_counts))
     out = combine_expert_outputs(y, order, weights).view_as(x_BTD)
     return out if shared is None else out + shared, auxiliary
 
@@ -117,16 +121,16 @@ class _StartDispatch(torch.autograd.Function):
     first: what stands between the two works while gradients, too, are under way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, under_way: InFlightDispatch) -> Tensor:
-        ctx.under_way = under_way
-        received, under_way.work = under_way.ranks.start_all_to_all(rows, under_way.send_counts, under_way.recv_counts)
+    def forward(ctx: Any, rows: Tensor, dispatch: InFlightDispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        received, dispatch.work = dispatch.ranks.start_all_to_all(rows, dispatch.send_counts, dispatch.recv_counts)
         return received
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        of = ctx.under_way
-        of.wait()
-        back, of.gradient = of.gradient, None
+        dispatch = ctx.dispatch
+        dispatch.wait()
+        back, dispatch.gradient = dispatch.gradient, None
         return back, None
 
 
@@ -134,15 +138,17 @@ class _FinishDispatch(torch.autograd.Function):
     """Wait for rows; begin to send their gradients back, which are there after `_Depart`."""
 
     @staticmethod
-    def forward(ctx: Any, received: Tensor, under_way: InFlightDispatch) -> Tensor:
-        ctx.under_way = under_way
-        under_way.wait()
+    def forward(ctx: Any, received: Tensor, dispatch: InFlightDispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        dispatch.wait()
         return received.view_as(received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        of = ctx.under_way
-        of.gradient, of.work = of.ranks.start_all_to_all(gradient, of.recv_counts, of.send_counts)
+        dispatch = ctx.dispatch
+        dispatch.gradient, dispatch.work = dispatch.ranks.start_all_to_all(
+            gradient, dispatch.recv_counts, dispatch.send_counts
+        )
         return gradient, None  # not of these rows, but on time: `_Depart` has those
 
 
@@ -150,14 +156,16 @@ class _Combine(torch.autograd.Function):
     """Send rows, as many as came, to where they came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: ExpertParallelGroup, sent: list[int], came: list[int]) -> Tensor:
-        ctx.ranks, ctx.sent, ctx.came = ranks, sent, came
-        back, work = ranks.start_all_to_all(rows, sent, came)
+    def forward(
+        ctx: Any, rows: Tensor, ranks: ExpertParallelGroup, send_counts: list[int], recv_counts: list[int]
+    ) -> Tensor:
+        ctx.ranks, ctx.send_counts, ctx.recv_counts = ranks, send_counts, recv_counts
+        back, work = ranks.start_all_to_all(rows, send_counts, recv_counts)
         ranks.wait(work)
         return back
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, work = ctx.ranks.start_all_to_all(gradient, ctx.came, ctx.sent)
+        back, work = ctx.ranks.start_all_to_all(gradient, ctx.recv_counts, ctx.send_counts)
         ctx.ranks.wait(work)
         return back, None, None, None

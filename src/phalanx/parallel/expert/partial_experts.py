@@ -42,41 +42,50 @@ class PartiallyTrainedExperts(Experts):
     is_trained_mask: Tensor
 
     def __init__(
-        self, whole: Experts, own: TrainedExperts, here: tuple[int, ...], shared: ModelShardingProtocol | None
+        self,
+        experts: Experts,
+        trained_experts: TrainedExperts,
+        local_experts: tuple[int, ...],
+        sharding: ModelShardingProtocol | None,
     ) -> None:
-        """`whole` has tensors like those of the experts that are `here`; `shared`, where ranks share the model."""
+        """`experts` has tensors like those of `local_experts`; `sharding` is given where ranks share the model."""
         nn.Module.__init__(self)
-        self.here, self.of_all, self.shared = here, own.experts, shared
-        self.own = tuple(expert for expert in here if expert in own.experts)
-        self.others = tuple(expert for expert in here if expert not in own.experts)
+        self.here, self.of_all, self.shared = local_experts, trained_experts.experts, sharding
+        self.own = tuple(expert for expert in local_experts if expert in trained_experts.experts)
+        self.others = tuple(expert for expert in local_experts if expert not in trained_experts.experts)
         for kind in KINDS:
-            stacked = getattr(whole, kind)
+            stacked = getattr(experts, kind)
             setattr(self, kind, nn.Parameter(stacked.new_empty(len(self.own), *stacked.shape[1:])))
         self.frozen = nn.ModuleDict(
-            {kind: FrozenExpertWeights(len(self.others), getattr(whole, kind), own.frozen) for kind in KINDS}
+            {
+                kind: FrozenExpertWeights(len(self.others), getattr(experts, kind), trained_experts.frozen)
+                for kind in KINDS
+            }
         )
-        self.register_buffer("is_trained_mask", torch.zeros(len(here), dtype=torch.bool), persistent=False)
+        self.register_buffer("is_trained_mask", torch.zeros(len(local_experts), dtype=torch.bool), persistent=False)
 
-    def forward(self, x_ND: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         """See Experts.forward: rows of its own experts go through these, the rest through the others."""
-        counts = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        here = self.is_trained_mask.repeat_interleave(counts, output_size=len(x_ND))
-        own, others = here.nonzero().squeeze(1), (~here).nonzero().squeeze(1)
+        counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
+        is_trained = self.is_trained_mask.repeat_interleave(counts, output_size=len(x_ND))
+        trained_rows, frozen_rows = is_trained.nonzero().squeeze(1), (~is_trained).nonzero().squeeze(1)
         if self.own:
-            y = super().forward(x_ND[own], counts[self.is_trained_mask].cumsum(0))
+            y = super().forward(x_ND[trained_rows], counts[self.is_trained_mask].cumsum(0))
         else:  # no rows; but parameters, if empty, that gradients are asked of
-            y = x_ND[own] + self.gate.sum() + self.up.sum() + self.down.sum()
+            y = x_ND[trained_rows] + self.gate.sum() + self.up.sum() + self.down.sum()
         z = (
-            self._through_frozen(x_ND[others].to(y.dtype), counts[~self.is_trained_mask].cumsum(0))
+            self._through_frozen(x_ND[frozen_rows].to(y.dtype), counts[~self.is_trained_mask].cumsum(0))
             if self.others
             else y[:0]
         )
-        return torch.cat([y, z])[torch.cat([own, others]).argsort()]
+        return torch.cat([y, z])[torch.cat([trained_rows, frozen_rows]).argsort()]
 
-    def _through_frozen(self, x_ND: Tensor, ends: Tensor) -> Tensor:
+    def _through_frozen(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         gate, up, down = (cast(FrozenExpertWeights, self.frozen[kind]) for kind in KINDS)
-        hidden = F.silu(_FrozenGroupedLinear.apply(x_ND, gate, ends)) * _FrozenGroupedLinear.apply(x_ND, up, ends)
-        return cast(Tensor, _FrozenGroupedLinear.apply(hidden, down, ends))
+        hidden = F.silu(_FrozenGroupedLinear.apply(x_ND, gate, offsets_E)) * _FrozenGroupedLinear.apply(
+            x_ND, up, offsets_E
+        )
+        return cast(Tensor, _FrozenGroupedLinear.apply(hidden, down, offsets_E))
 
 
 class FrozenExpertWeights(nn.Module):
@@ -85,26 +94,26 @@ class FrozenExpertWeights(nn.Module):
     numbers: Tensor
     scale: Tensor
 
-    def __init__(self, count: int, like: Tensor, rest: Codec) -> None:
+    def __init__(self, count: int, like: Tensor, codec: Codec) -> None:
         super().__init__()
-        self.shape, self.rest = torch.Size((count, *like.shape[1:])), rest
-        if rest == "int8":
+        self.shape, self.rest = torch.Size((count, *like.shape[1:])), codec
+        if codec == "int8":
             codes, scale = quantize_blocks(like.new_empty(count, self.shape[1:].numel()), TOP)
             self.register_buffer("numbers", codes, persistent=False)
             self.register_buffer("scale", scale, persistent=False)
         else:
-            dtype = torch.bfloat16 if rest == "bf16" else like.dtype
+            dtype = torch.bfloat16 if codec == "bf16" else like.dtype
             self.register_buffer("numbers", like.new_empty(self.shape, dtype=dtype), persistent=False)
 
     @torch.no_grad()
-    def set_expert(self, place: int, weight: Tensor) -> None:
-        """Take the weight of an expert, the `place`-th that rests here."""
+    def set_expert(self, index: int, weight: Tensor) -> None:
+        """Store the weight of an expert at `index` of this stack."""
         if self.rest == "int8":
             codes, scale = quantize_blocks(weight.float().flatten(), TOP)
-            self.numbers[place].copy_(codes)
-            self.scale[place].copy_(scale)
+            self.numbers[index].copy_(codes)
+            self.scale[index].copy_(scale)
         else:
-            self.numbers[place].copy_(weight)
+            self.numbers[index].copy_(weight)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[experts, O, I], to compute with."""
@@ -118,45 +127,50 @@ class _FrozenGroupedLinear(torch.autograd.Function):
     they are computed with: those are made again."""
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, resting: FrozenExpertWeights, ends: Tensor) -> Tensor:
-        ctx.resting = resting
-        ctx.save_for_backward(ends)
-        return grouped_linear(x_NI, resting.dequantized(x_NI.dtype), ends)
+    def forward(ctx: Any, x_NI: Tensor, frozen_weights: FrozenExpertWeights, offsets_E: Tensor) -> Tensor:
+        ctx.frozen_weights = frozen_weights
+        ctx.save_for_backward(offsets_E)
+        return grouped_linear(x_NI, frozen_weights.dequantized(x_NI.dtype), offsets_E)
 
     @staticmethod
     def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor, None, None]:
-        (ends,) = ctx.saved_tensors
-        weight = ctx.resting.dequantized(gradient_NO.dtype)
-        return grouped_linear(gradient_NO.contiguous(), weight.transpose(1, 2).contiguous(), ends), None, None
+        (offsets_E,) = ctx.saved_tensors
+        weight = ctx.frozen_weights.dequantized(gradient_NO.dtype)
+        return grouped_linear(gradient_NO.contiguous(), weight.transpose(1, 2).contiguous(), offsets_E), None, None
 
 
-def assign_experts_to_ranks(own: Sequence[int], experts: int, ranks: int) -> list[tuple[int, ...]]:
+def assign_experts_to_ranks(trained: Sequence[int], experts: int, ranks: int) -> list[tuple[int, ...]]:
     """Which experts each of the ranks that have different ones has: of those that are trained its rows of their stack,
     and as many others as it has room for."""
-    others = iter([expert for expert in range(experts) if expert not in own])
-    found, first = [], 0
-    for count in rows_per_rank(len(own), ranks):
-        found.append(tuple(sorted([*own[first : first + count], *islice(others, experts // ranks - count)])))
+    remaining = iter([expert for expert in range(experts) if expert not in trained])
+    assignment, first = [], 0
+    for count in rows_per_rank(len(trained), ranks):
+        assignment.append(
+            tuple(sorted([*trained[first : first + count], *islice(remaining, experts // ranks - count)]))
+        )
         first += count
-    return found
+    return assignment
 
 
-def expert_permutation(here: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def expert_permutation(experts_per_rank: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """[E + 1]: where each expert stands if those of the first rank come first, and so on; no expert (E) stays last."""
-    order = [expert for of_rank in here for expert in of_rank]
+    order = [expert for rank_experts in experts_per_rank for expert in rank_experts]
     return torch.tensor([*order, len(order)], device=device).argsort()
 
 
 def freeze_experts(
-    model: Transformer, own: TrainedExperts, here: tuple[int, ...], shared: ModelShardingProtocol | None
+    model: Transformer,
+    trained_experts: TrainedExperts,
+    local_experts: tuple[int, ...],
+    sharding: ModelShardingProtocol | None,
 ) -> None:
     """Leave of each layer's experts that are here parameters for its own alone."""
     for part in model.modules():
         if isinstance(part, MoE):
-            part.experts = PartiallyTrainedExperts(part.experts, own, here, shared)
-    if shared is not None:
+            part.experts = PartiallyTrainedExperts(part.experts, trained_experts, local_experts, sharding)
+    if sharding is not None:
         for key in (f"{name}.{kind}" for name, _ in partially_trained_layers(model) for kind in KINDS):
-            shared.shapes[key] = torch.Size((len(own.experts), *shared.shapes[key][1:]))
+            sharding.shapes[key] = torch.Size((len(trained_experts.experts), *sharding.shapes[key][1:]))
 
 
 def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
@@ -169,13 +183,13 @@ def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
             part.router.relief = None if ratio == 1 else relief
 
 
-def select_trained_experts(weights: Weights, own: TrainedExperts, experts: int) -> Weights:
+def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, experts: int) -> Weights:
     """What `weights` gives, of stacked experts the part that is trained here."""
 
     def part(name: str, shape: torch.Size) -> Tensor:
         if not name.endswith(tuple(f".experts.{kind}" for kind in KINDS)):
             return weights(name, shape)
-        return weights(name, torch.Size((experts, *shape[1:])))[list(own.experts)]
+        return weights(name, torch.Size((experts, *shape[1:])))[list(trained_experts.experts)]
 
     return part
 
@@ -183,14 +197,16 @@ def select_trained_experts(weights: Weights, own: TrainedExperts, experts: int) 
 def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> None:
     """Give what rests its values, from those of whole stacks of experts by name."""
     for name, part in partially_trained_layers(module):
-        shared = part.shared
+        sharding = part.shared
         part.is_trained_mask.copy_(torch.tensor([expert in part.own for expert in part.here]))
         for kind, key in ((kind, f"{name}.{kind}") for kind in KINDS):
-            resting = cast(FrozenExpertWeights, part.frozen[kind])
-            of_one = resting.shape[1:] if shared is None else shared.shapes[key][1:]
-            whole = weights(key, torch.Size((experts, *of_one)))
-            for place, expert in enumerate(part.others):
-                resting.set_expert(place, whole[expert] if shared is None else shared.expert_shard(key, whole[expert]))
+            frozen_weights = cast(FrozenExpertWeights, part.frozen[kind])
+            expert_shape = frozen_weights.shape[1:] if sharding is None else sharding.shapes[key][1:]
+            stacked = weights(key, torch.Size((experts, *expert_shape)))
+            for index, expert in enumerate(part.others):
+                frozen_weights.set_expert(
+                    index, stacked[expert] if sharding is None else sharding.expert_shard(key, stacked[expert])
+                )
 
 
 def partially_trained_layers(module: nn.Module) -> Iterator[tuple[str, PartiallyTrainedExperts]]:

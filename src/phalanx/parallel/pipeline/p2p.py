@@ -39,7 +39,7 @@ class PipelineP2P:
         self._dropped: Counter[int] = Counter()
         self._had = delivered_before(schedule, rank)
         self._coming: dict[int, deque[Action]] = {
-            sender: deque(message for message, to in schedule.messages(sender) if to == rank)
+            sender: deque(message for message, receiver in schedule.messages(sender) if receiver == rank)
             for sender in range(schedule.ranks)
             if sender != rank
         }
@@ -49,44 +49,44 @@ class PipelineP2P:
 
     def send(self, message: Action, tensor: Tensor) -> None:
         """Send what a stage gave to the stage that needs it; returns at once."""
-        to = self.schedule.receiver(message)
-        if to == self.rank:
+        receiver = self.schedule.receiver(message)
+        if receiver == self.rank:
             self._inbox[message] = tensor
             return
         sent = tensor.contiguous()
-        work = dist.isend(sent, group=self.groups[to < self.rank], group_dst=to, tag=self._tag(message))
-        self._sends[to].append((work, sent))
+        work = dist.isend(sent, group=self.groups[receiver < self.rank], group_dst=receiver, tag=self._tag(message))
+        self._sends[receiver].append((work, sent))
 
     def receive(self, message: Action) -> Tensor:
         """What a stage gave, once it is here."""
         while message not in self._inbox:
             sender = self.schedule.rank_of[message.stage]
-            first, work, tensor = self._posted[sender].popleft()
+            received, work, tensor = self._posted[sender].popleft()
             self._post_receives(sender)
             with self.waits.measure():
                 if work is not None:
                     work.wait()
-            self._inbox[first] = tensor
-            self._release_sends(sender, self._had[first])
+            self._inbox[received] = tensor
+            self._release_sends(sender, self._had[received])
         return self._inbox.pop(message)
 
     def finish(self) -> None:
         """Wait for what is still on its way."""
-        for to, sends in self._sends.items():
-            self._release_sends(to, self._dropped[to] + len(sends))
+        for receiver, sends in self._sends.items():
+            self._release_sends(receiver, self._dropped[receiver] + len(sends))
 
-    def _release_sends(self, to: int, count: int) -> None:
+    def _release_sends(self, receiver: int, count: int) -> None:
         """Let go of the first `count` messages that a rank was sent."""
-        while self._dropped[to] < count:
-            work, _ = self._sends[to].popleft()
-            self._dropped[to] += 1
+        while self._dropped[receiver] < count:
+            work, _ = self._sends[receiver].popleft()
+            self._dropped[receiver] += 1
             if work is not None:
                 work.wait()
 
     def _post_receives(self, sender: int) -> None:
-        coming, posted = self._coming[sender], self._posted[sender]
-        while coming and len(posted) < MAX_POSTED_RECEIVES:
-            message = coming.popleft()
+        expected, posted = self._coming[sender], self._posted[sender]
+        while expected and len(posted) < MAX_POSTED_RECEIVES:
+            message = expected.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
             work = dist.irecv(tensor, group=self.groups[sender > self.rank], group_src=sender, tag=self._tag(message))
             posted.append((message, work, tensor))
@@ -100,15 +100,17 @@ class PipelineP2P:
 def delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
     """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets
     it knows that those have arrived, without asking the network: gloo does not say when a send is done."""
-    found: dict[Action, int] = {}
-    for other in range(schedule.ranks):
-        if other == rank:
+    delivered: dict[Action, int] = {}
+    for sender in range(schedule.ranks):
+        if sender == rank:
             continue
-        sent = [message for message, to in schedule.messages(rank) if to == other]
-        place, had = {message: index for index, message in enumerate(sent)}, 0
-        for step in schedule.orders[other]:
+        sent = [message for message, receiver in schedule.messages(rank) if receiver == sender]
+        position, num_received = {message: index for index, message in enumerate(sent)}, 0
+        for step in schedule.orders[sender]:
             needed = [schedule.input_message(action) for action in actions(step)]
-            had = max([had, *(place[message] + 1 for message in needed if message in place)])
-            given = [schedule.output_message(action) for action in actions(step)]
-            found |= {gave: had for gave in given if gave is not None and schedule.receiver(gave) == rank}
-    return found
+            num_received = max([num_received, *(position[message] + 1 for message in needed if message in position)])
+            outputs = [schedule.output_message(action) for action in actions(step)]
+            delivered |= {
+                output: num_received for output in outputs if output is not None and schedule.receiver(output) == rank
+            }
+    return delivered

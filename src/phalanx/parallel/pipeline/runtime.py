@@ -59,19 +59,20 @@ class PipelineStrategy(Strategy):
     def __init__(
         self,
         inner: Strategy,
-        part: StageModule,
-        some: Schedule,
-        schedule_of: Callable[[int], Schedule],
+        stage_module: StageModule,
+        representative: Schedule,
+        make_schedule: Callable[[int], Schedule],
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
         world_group: dist.ProcessGroup,
-        computing: Callable[[], AbstractContextManager[object]],
+        forward_context: Callable[[], AbstractContextManager[object]],
         like: Tensor,
     ) -> None:
-        """`schedule_of` gives the schedule of so many micro-batches, and `some` is one of them; `groups` are the ranks
-        of the pipeline, for messages to later ones and to earlier ones; `everybody` are these and their data-parallel
-        copies; `computing` is around forward passes; `like` has the dtype and device of what stages give each other."""
+        """`make_schedule` gives the schedule for a number of micro-batches, and `representative` is one of them.
+        `groups` are the ranks of the pipeline, for messages to later ones and to earlier ones; `world_group` are these
+        and their data-parallel replicas. `forward_context` is entered around forward passes. `like` has the dtype and
+        device of the activations that stages send."""
         super().__init__(inner.module, world_group)
-        self.inner, self.stages, self.schedule_of, self.computing = inner, part, schedule_of, computing
+        self.inner, self.stages, self.schedule_of, self.computing = inner, stage_module, make_schedule, forward_context
         self.groups, self.pipe, self.activation_template = groups, groups[0], like
         self.trainable_parameters, self.loss_scale, self.autocast = (
             inner.trainable_parameters,
@@ -85,16 +86,18 @@ class PipelineStrategy(Strategy):
         )
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
-        self.has_loss = part.last in part.layers
-        if part.spec.tie_embeddings and self.has_loss and 0 not in part.layers:
-            shape = torch.Size((part.spec.vocab_size, part.spec.hidden_size))
+        self.has_loss = stage_module.last in stage_module.layers
+        if stage_module.spec.tie_embeddings and self.has_loss and 0 not in stage_module.layers:
+            shape = torch.Size((stage_module.spec.vocab_size, stage_module.spec.hidden_size))
             shape = inner.shared.local_shape("embedding.weight", shape) if inner.shared else shape
-            part.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
+            stage_module.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._full_logits)
-        stages = [[Action(stage, "F", 0) for stage in some.stages_of(rank)] for rank in range(some.ranks)]
+        stages = [
+            [Action(stage, "F", 0) for stage in representative.stages_of(rank)] for rank in range(representative.ranks)
+        ]
         self.forward_only = Schedule.from_rows(stages)
-        if any(action.kind == "W" for action in some.actions(self.rank)):
-            split_backward(part, part.deferred_weight_grads)
+        if any(action.kind == "W" for action in representative.actions(self.rank)):
+            split_backward(stage_module, stage_module.deferred_weight_grads)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -104,27 +107,27 @@ class PipelineStrategy(Strategy):
         """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
         of this rank's stages."""
         schedule = self.schedule_of(len(micros))
-        under_way = PipelineStepState(micros, losses, self._make_p2p(schedule, micros))
+        state = PipelineStepState(micros, losses, self._make_p2p(schedule, micros))
         self.timeline = []
         self.pipeline_wait.pop_seconds()  # those of an evaluation
         with self.inner.backward(last=False):
             for step in schedule.orders[self.rank]:
-                arrived = [self._receive_input(schedule, under_way.links, action) for action in actions(step)]
-                begun = self.clock.record()
-                for action, came in zip(actions(step), arrived, strict=True):
-                    self._execute(action, came, under_way)
-                self.timeline.append((step, begun, self.clock.record()))
-            under_way.links.finish()
+                inputs = [self._receive_input(schedule, state.links, action) for action in actions(step)]
+                start = self.clock.record()
+                for action, received in zip(actions(step), inputs, strict=True):
+                    self._execute(action, received, state)
+                self.timeline.append((step, start, self.clock.record()))
+            state.links.finish()
         for index in range(len(micros)):
-            loss, auxiliary = torch.stack(under_way.losses_by_micro_batch[index]).sum(0)
+            loss, auxiliary = torch.stack(state.losses_by_micro_batch[index]).sum(0)
             yield loss, auxiliary
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
         schedule, loss = self.forward_only, torch.zeros(())
         links = self._make_p2p(schedule, [micro])
         for action in schedule.actions(self.rank):
-            came = self._receive_input(schedule, links, action)
-            out = self._forward(action.stage, micro.tokens if came is None else came, micro, losses).output
+            received = self._receive_input(schedule, links, action)
+            out = self._forward(action.stage, micro.tokens if received is None else received, micro, losses).output
             if action.stage < self.stages.last:
                 links.send(action, out)
             else:
@@ -137,11 +140,13 @@ class PipelineStrategy(Strategy):
         """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
-        def keep(model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol) -> tuple[Tensor, Tensor]:
+        def copy_logits(
+            model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol
+        ) -> tuple[Tensor, Tensor]:
             logits.copy_(model(micro.tokens, micro.document_starts)[0])
             return logits.new_zeros(()), logits.new_zeros(())
 
-        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, starts_BT), keep)
+        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, starts_BT), copy_logits)
         dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
         return logits, logits.new_zeros(())
 
@@ -150,33 +155,33 @@ class PipelineStrategy(Strategy):
         needed = schedule.input_message(action)
         return None if needed is None else links.receive(needed)
 
-    def _execute(self, action: Action, came: Tensor | None, under_way: PipelineStepState) -> None:
+    def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> None:
         stage, kind, index = action
-        held, links, last = under_way.held, under_way.links, stage == self.stages.last
+        saved, links, last = state.held, state.links, stage == self.stages.last
         key = stage, index
         if kind == "F":
-            micro = under_way.micros[index]
-            x = micro.tokens if came is None else came.requires_grad_()
-            of = held[key] = self._forward(stage, x, micro, under_way.losses)
-            auxiliary = of.auxiliary.detach()
-            under_way.losses_by_micro_batch[index].append(
-                torch.stack([of.output.detach() if last else 0 * auxiliary, auxiliary])
+            micro = state.micros[index]
+            x = micro.tokens if received is None else received.requires_grad_()
+            activation = saved[key] = self._forward(stage, x, micro, state.losses)
+            auxiliary = activation.auxiliary.detach()
+            state.losses_by_micro_batch[index].append(
+                torch.stack([activation.output.detach() if last else 0 * auxiliary, auxiliary])
             )
             if not last:
-                links.send(Action(stage, "F", index), of.output.detach())
+                links.send(Action(stage, "F", index), activation.output.detach())
         elif kind == "W":
-            compute_weight_grads(under_way.deferred_weight_grads.pop(key))
+            compute_weight_grads(state.deferred_weight_grads.pop(key))
             self.inner.finish_weight_grad_pass()
         else:
-            of = held.pop(key)
+            activation = saved.pop(key)
             if kind == "I":
-                with self.stages.deferred_weight_grads.deferring() as under_way.deferred_weight_grads[key]:
-                    self._backward(of, came)
+                with self.stages.deferred_weight_grads.deferring() as state.deferred_weight_grads[key]:
+                    self._backward(activation, received)
             else:
-                self._backward(of, came)
+                self._backward(activation, received)
             if stage > 0:
-                assert of.x.grad is not None
-                links.send(Action(stage, "B", index), of.x.grad)
+                assert activation.x.grad is not None
+                links.send(Action(stage, "B", index), activation.x.grad)
 
     def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
         """The stage's output, of the last the loss."""
@@ -185,13 +190,17 @@ class PipelineStrategy(Strategy):
         with self.computing():
             return SavedActivation(x, *self.inner.model(x, micro.document_starts, stage))
 
-    def _backward(self, of: SavedActivation, came: Tensor | None) -> None:
-        if came is None:
-            (self.loss_scale * (of.output + of.auxiliary)).backward()
+    def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
+        if output_grad is None:
+            (self.loss_scale * (activation.output + activation.auxiliary)).backward()
         else:
-            scale = torch.full_like(of.auxiliary, self.loss_scale)
-            both = [pair for pair in ((of.output, came), (of.auxiliary, scale)) if pair[0].requires_grad]
-            torch.autograd.backward([out for out, _ in both], [gradient for _, gradient in both])
+            auxiliary_grad = torch.full_like(activation.auxiliary, self.loss_scale)
+            pairs = [
+                pair
+                for pair in ((activation.output, output_grad), (activation.auxiliary, auxiliary_grad))
+                if pair[0].requires_grad
+            ]
+            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 
     def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
         shared, width = self.inner.tensor, self.stages.spec.hidden_size
@@ -250,9 +259,9 @@ class PipelineStrategy(Strategy):
             else:
                 weight = self.stages.embedding.weight
                 if gradients:
-                    came = torch.empty_like(weight)
-                    dist.recv(came, group=self.groups[1], group_src=last)
-                    weight.grad = came if weight.grad is None else weight.grad.add_(came)
+                    received_grad = torch.empty_like(weight)
+                    dist.recv(received_grad, group=self.groups[1], group_src=last)
+                    weight.grad = received_grad if weight.grad is None else weight.grad.add_(received_grad)
                 else:
                     dist.send(weight.detach(), group=self.groups[0], group_dst=last)
 
@@ -260,10 +269,10 @@ class PipelineStrategy(Strategy):
         return self.inner.init_optimizer_state(parameter)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        held = self.inner.resident_tensors(optimizers)
+        resident = self.inner.resident_tensors(optimizers)
         if self.stages.tied_embedding_copy is not None:
-            held["parameters"] = [*held["parameters"], self.stages.tied_embedding_copy]
-        return held
+            resident["parameters"] = [*resident["parameters"], self.stages.tied_embedding_copy]
+        return resident
 
     def resizable_buffers(self) -> list[Tensor]:
         return self.inner.resizable_buffers()

@@ -46,47 +46,50 @@ class DeferredWeightGrads:
         return None
 
 
-def compute_weight_grads(put_off: list[WeightGradient]) -> None:
+def compute_weight_grads(deferred: list[WeightGradient]) -> None:
     """The second half: gradients reach the parameters, and whoever waits for them, as in any backward pass."""
-    weights = [weight for weight, _ in put_off]
+    weights = [weight for weight, _ in deferred]
     gradients = []
-    while put_off:
-        _, gradient = put_off.pop(0)
+    while deferred:
+        _, gradient = deferred.pop(0)
         gradients.append(gradient())
     if weights:
         torch.autograd.backward(weights, gradients)
 
 
-def split_backward(module: Transformer, later: DeferredWeightGrads) -> None:
-    """Let the linear layers and experts of a model put the gradients of their weights off while `later` collects."""
+def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> None:
+    """Let the linear layers and experts of a model defer the gradients of their weights into
+    `deferred_grads`."""
     if "logits" not in vars(module):
-        module.logits = partial(split_backward_linear, later=later)  # type: ignore[method-assign]
+        module.logits = partial(split_backward_linear, deferred_grads=deferred_grads)  # type: ignore[method-assign]
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            part.forward = partial(_linear, part, later)  # type: ignore[method-assign]
+            part.forward = partial(_linear, part, deferred_grads)  # type: ignore[method-assign]
         elif isinstance(part, Experts):
-            part.product = partial(_product, part.product, later)  # type: ignore[method-assign]
+            part.product = partial(_product, part.product, deferred_grads)  # type: ignore[method-assign]
 
 
 def split_backward_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: DeferredWeightGrads
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deferred_grads: DeferredWeightGrads
 ) -> Tensor:
     """x W^T + b, whose weight's gradient may be put off."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _Linear.apply(x, weight, bias, later)
+    return _Linear.apply(x, weight, bias, deferred_grads)
 
 
-def _linear(layer: nn.Linear, later: DeferredWeightGrads, x: Tensor) -> Tensor:
-    return split_backward_linear(x, layer.weight, layer.bias, later=later)
+def _linear(layer: nn.Linear, deferred_grads: DeferredWeightGrads, x: Tensor) -> Tensor:
+    return split_backward_linear(x, layer.weight, layer.bias, deferred_grads=deferred_grads)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrads) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred_grads: DeferredWeightGrads
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.later = weight, later
+        ctx.weight, ctx.deferred_grads = weight, deferred_grads
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -94,18 +97,22 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
 
-        def of_weight() -> Tensor:
+        def compute_weight_grad() -> Tensor:
             return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
-        at_once = ctx.later.defer_or_compute(ctx.weight, of_weight) if needs_weight else None
-        of_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
-        return grad @ ctx.weight if needs_x else None, at_once, of_bias, None
+        grad_weight = ctx.deferred_grads.defer_or_compute(ctx.weight, compute_weight_grad) if needs_weight else None
+        grad_bias = grad.flatten(0, -2).sum(0) if needs_bias else None
+        return grad @ ctx.weight if needs_x else None, grad_weight, grad_bias, None
 
 
 def _product(
-    product: Callable[..., Tensor], later: DeferredWeightGrads, x_ND: Tensor, weight_EOI: Tensor, ends_E: Tensor
+    product: Callable[..., Tensor],
+    deferred_grads: DeferredWeightGrads,
+    x_ND: Tensor,
+    weight_EOI: Tensor,
+    offsets_E: Tensor,
 ) -> Tensor:
-    return _GroupedLinear.apply(x_ND, weight_EOI, ends_E, product, later)
+    return _GroupedLinear.apply(x_ND, weight_EOI, offsets_E, product, deferred_grads)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -116,30 +123,34 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any,
         x_ND: Tensor,
         weight_EOI: Tensor,
-        ends_E: Tensor,
+        offsets_E: Tensor,
         product: Callable[..., Tensor],
-        later: DeferredWeightGrads,
+        deferred_grads: DeferredWeightGrads,
     ) -> Tensor:
-        ctx.save_for_backward(x_ND, ends_E)
-        ctx.weight, ctx.product, ctx.later = weight_EOI, product, later
-        return product(x_ND, weight_EOI, ends_E)
+        ctx.save_for_backward(x_ND, offsets_E)
+        ctx.weight, ctx.product, ctx.deferred_grads = weight_EOI, product, deferred_grads
+        return product(x_ND, weight_EOI, offsets_E)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x_ND, ends_E = ctx.saved_tensors
+        x_ND, offsets_E = ctx.saved_tensors
         weight, product = ctx.weight, ctx.product
 
-        def of_weight() -> Tensor:
-            return _outer(grad.contiguous(), x_ND, weight, ends_E)
+        def compute_weight_grad() -> Tensor:
+            return _outer(grad.contiguous(), x_ND, weight, offsets_E)
 
-        at_once = ctx.later.defer_or_compute(weight, of_weight) if ctx.needs_input_grad[1] else None
-        of_x = product(grad.contiguous(), weight.detach().transpose(1, 2), ends_E) if ctx.needs_input_grad[0] else None
-        return of_x, at_once, None, None, None
+        grad_weight = (
+            ctx.deferred_grads.defer_or_compute(weight, compute_weight_grad) if ctx.needs_input_grad[1] else None
+        )
+        grad_x = (
+            product(grad.contiguous(), weight.detach().transpose(1, 2), offsets_E) if ctx.needs_input_grad[0] else None
+        )
+        return grad_x, grad_weight, None, None, None
 
 
-def _outer(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def _outer(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
     if supports_grouped_mm(x_NI, weight_EOI):
-        return F.grouped_mm(grad_NO.T, x_NI, offs=ends_E.to(torch.int32))
-    sizes = to_host_list(torch.diff(ends_E, prepend=ends_E.new_zeros(1)), len(x_NI))
+        return F.grouped_mm(grad_NO.T, x_NI, offs=offsets_E.to(torch.int32))
+    sizes = to_host_list(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), len(x_NI))
     return torch.stack([g.T @ x for g, x in zip(grad_NO.split(sizes), x_NI.split(sizes), strict=True)])

@@ -28,8 +28,8 @@ class StageModule(Transformer):
         """`layers` are the blocks of each of this rank's stages, `stages` all stages of the pipeline."""
         super().__init__(spec)
         self.layers, self.last = dict(layers), stages - 1
-        mine = {str(layer): self.blocks[layer] for of_stage in layers.values() for layer in of_stage}
-        self.blocks = nn.ModuleDict(mine)  # type: ignore[assignment]
+        local_blocks = {str(layer): self.blocks[layer] for stage_layers in layers.values() for layer in stage_layers}
+        self.blocks = nn.ModuleDict(local_blocks)  # type: ignore[assignment]
         self.deferred_weight_grads = DeferredWeightGrads()
         self.tied_embedding_copy: Tensor | None = None
         """Of the embedding, where it is also the head and another rank trains it."""

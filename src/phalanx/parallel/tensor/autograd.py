@@ -42,25 +42,27 @@ class ColumnParallelLinear(torch.autograd.Function):
         *weights, ranks = weights_and_ranks
         ctx.save_for_backward(x)
         ctx.weights, ctx.ranks = weights, ranks
-        whole = ranks.gather_tokens(x)
-        return tuple(F.linear(whole, weight) for weight in weights)
+        gathered = ranks.gather_tokens(x)
+        return tuple(F.linear(gathered, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
         # A weight's gradient that is put off fetches its input when its time comes.
-        now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
-        coming = ranks.start_gather_tokens(x) if now else partial(ranks.gather_tokens, x)
-        of_x = gradients[0] @ weights[0]
+        gather_now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
+        finish_gather = ranks.start_gather_tokens(x) if gather_now else partial(ranks.gather_tokens, x)
+        grad_x = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            of_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
-        leaving = ranks.start_reduce_tokens(of_x)
-        whole = cache(coming)
-        put_off = [
-            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, whole)) if needed else None
+            grad_x.flatten(0, -2).addmm_(gradient.flatten(0, -2), weight)
+        finish_reduce = ranks.start_reduce_tokens(grad_x)
+        get_gathered_x = cache(finish_gather)
+        weight_grads = [
+            ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, get_gathered_x))
+            if needed
+            else None
             for gradient, weight, needed in zip(gradients, weights, ctx.needs_input_grad[1:-1], strict=True)
         ]
-        return leaving(), *put_off, None
+        return finish_reduce(), *weight_grads, None
 
 
 class RowParallelLinear(torch.autograd.Function):
@@ -77,12 +79,12 @@ class RowParallelLinear(torch.autograd.Function):
         (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
         gradient = ranks.gather_tokens(gradient)
         needed = ctx.needs_input_grad[1]
-        put_off = (
+        weight_grad = (
             ranks.later.defer_or_compute(weight, partial(_weight_gradient, gradient, lambda: hidden))
             if needed
             else None
         )
-        return gradient @ weight, put_off, None
+        return gradient @ weight, weight_grad, None
 
 
 def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
@@ -91,10 +93,10 @@ def _weight_gradient(gradient: Tensor, x: Callable[[], Tensor]) -> Tensor:
 
 def autocast_operands(*tensors: Tensor) -> TensorTuple:
     """Operands of a product as autocast would have them."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    return tuple(tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors)
 
 
 class GatherFromSequence(torch.autograd.Function):
@@ -153,21 +155,21 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first: int, ranks: TensorParallelGroup
+        ctx: Any, x_NV: Tensor, target_N: Tensor, ignored: int, first_row: int, ranks: TensorParallelGroup
     ) -> Tensor:
-        column = target_N - first
-        here = (column >= 0) & (column < x_NV.shape[1])
-        column = column.masked_fill(~here, 0)[:, None]
-        highest = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
-        share_NV = (x_NV - highest[:, None]).exp_()
-        likely = (x_NV.gather(1, column)[:, 0] - highest).masked_fill(~here, 0)
-        total, likely = ranks.all_reduce(torch.stack([share_NV.sum(1), likely])).unbind()
-        counted = target_N != ignored
-        ctx.save_for_backward(share_NV.div_(total[:, None]), column, here, counted)
-        return ((total.log() - likely) * counted).sum()
+        column = target_N - first_row
+        is_local = (column >= 0) & (column < x_NV.shape[1])
+        column = column.masked_fill(~is_local, 0)[:, None]
+        row_max = ranks.all_reduce(x_NV.amax(1), dist.ReduceOp.MAX)
+        exp_NV = (x_NV - row_max[:, None]).exp_()
+        target_logit = (x_NV.gather(1, column)[:, 0] - row_max).masked_fill(~is_local, 0)
+        total, target_logit = ranks.all_reduce(torch.stack([exp_NV.sum(1), target_logit])).unbind()
+        is_counted = target_N != ignored
+        ctx.save_for_backward(exp_NV.div_(total[:, None]), column, is_local, is_counted)
+        return ((total.log() - target_logit) * is_counted).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        share_NV, column, here, counted = ctx.saved_tensors
-        of_x = share_NV.scatter_add(1, column, -here.to(share_NV.dtype)[:, None])
-        return of_x.mul_((counted * gradient)[:, None]), None, None, None, None
+        probs_NV, column, is_local, is_counted = ctx.saved_tensors
+        grad_x = probs_NV.scatter_add(1, column, -is_local.to(probs_NV.dtype)[:, None])
+        return grad_x.mul_((is_counted * gradient)[:, None]), None, None, None, None

@@ -35,16 +35,19 @@ class GatheredHeads:
     gathered; with them it computes the heads that its columns of the values belong to, and of the result only these."""
 
     def __init__(self, spec: ModelSpec, ranks: TensorParallelGroup) -> None:
-        count = spec.num_heads * spec.head_dim // ranks.size
-        first = ranks.rank * count
+        num_columns = spec.num_heads * spec.head_dim // ranks.size
+        first_column = ranks.rank * num_columns
         self.ranks = ranks
-        self.heads = slice(first // spec.head_dim, -(-(first + count) // spec.head_dim))
-        self.padding = first - self.heads.start * spec.head_dim, self.heads.stop * spec.head_dim - first - count
+        self.heads = slice(first_column // spec.head_dim, -(-(first_column + num_columns) // spec.head_dim))
+        self.padding = (
+            first_column - self.heads.start * spec.head_dim,
+            self.heads.stop * spec.head_dim - first_column - num_columns,
+        )
         """Columns of these heads that other ranks have, before and behind."""
 
 
-def _into(into: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor) -> TensorTuple:
-    q, k, v = into(x_BTD)
+def _into(project_in: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor) -> TensorTuple:
+    q, k, v = project_in(x_BTD)
     q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
     return q, k, F.pad(v, columns.padding)
 
@@ -53,8 +56,8 @@ def _attend(
     attend: Callable[..., Tensor], columns: GatheredHeads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)
-    before, behind = columns.padding
-    return out[..., before : out.shape[-1] - behind].unsqueeze(2)
+    before, after = columns.padding
+    return out[..., before : out.shape[-1] - after].unsqueeze(2)
 
 
 class _GatherColumns(torch.autograd.Function):

@@ -26,11 +26,11 @@ class ModelSharding:
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
         self._places: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
-        copies = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
+        replication = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
         self._heads: DeviceMesh | None = None
-        if 1 < copies < layout.tp and mesh.device_mesh is not None:
+        if 1 < replication < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
-            shape = (mesh.dims.world_size // layout.tp, layout.tp // copies, copies)
+            shape = (mesh.dims.world_size // layout.tp, layout.tp // replication, replication)
             self._heads = init_device_mesh(
                 mesh.device_mesh.device_type, shape, mesh_dim_names=("others", "parts", "same")
             )
@@ -41,26 +41,28 @@ class ModelSharding:
 
     def shard_parameters(self, module: nn.Module) -> None:
         """Leave of each parameter, still on the meta device, what this rank has of it."""
-        for name, whole in list(named_parameters(module)):
-            self.shapes[name] = whole.shape
-            replace_parameter(module, whole, nn.Parameter(whole.new_empty(self.local_shape(name, whole.shape))))
+        for name, parameter in list(named_parameters(module)):
+            self.shapes[name] = parameter.shape
+            replace_parameter(
+                module, parameter, nn.Parameter(parameter.new_empty(self.local_shape(name, parameter.shape)))
+            )
 
-    def local_shape(self, name: str, whole: torch.Size) -> torch.Size:
-        """Of this rank's share of a tensor with the shape `whole`."""
-        return self._local_shard(self.sharding_of(name), torch.empty(whole, device="meta")).shape
+    def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
+        """Return the shape of this rank's share of a tensor with the shape `global_shape`."""
+        return self._local_shard(self.sharding_of(name), torch.empty(global_shape, device="meta")).shape
 
-    def expert_shard(self, name: str, whole: Tensor) -> Tensor:
-        """What a rank that has this expert has of it."""
-        share = self.sharding_of(name)
-        return whole if share.mesh_axis == "ep" else self._local_shard(share, whole[None])[0]
+    def expert_shard(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's shard of an expert that it has; `full` is the whole expert."""
+        sharding = self.sharding_of(name)
+        return full if sharding.mesh_axis == "ep" else self._local_shard(sharding, full[None])[0]
 
-    def _local_shard(self, share: TensorSharding, whole: Tensor) -> Tensor:
-        if share.dim is None:
-            return whole
-        group = self._group(share)
-        place = group.rank() // share.replication
-        parts = rows_per_rank(whole.shape[share.dim], group.size() // share.replication)
-        return whole.narrow(share.dim, sum(parts[:place]), parts[place])
+    def _local_shard(self, sharding: TensorSharding, full: Tensor) -> Tensor:
+        if sharding.dim is None:
+            return full
+        group = self._group(sharding)
+        index = group.rank() // sharding.replication
+        parts = rows_per_rank(full.shape[sharding.dim], group.size() // sharding.replication)
+        return full.narrow(sharding.dim, sum(parts[:index]), parts[index])
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor like the trained parameter `name`, as part of one like the whole: the same memory, as a DTensor."""
@@ -73,14 +75,14 @@ class ModelSharding:
 
     def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that each have a term of this parameter's gradient."""
-        share = self.sharding_of(name)
-        if not share.is_partial_sum:
+        sharding = self.sharding_of(name)
+        if not sharding.is_partial_sum:
             return None
-        if share.mesh_axis == "ep":  # ranks that share the rows of their state sum the gradients themselves
+        if sharding.mesh_axis == "ep":  # ranks that share the rows of their state sum the gradients themselves
             sharded = self.layout.data_parallel in ("zero1", "zero2") or self.mesh.data_dims.dp_shard > 1
             return None if sharded else self.mesh.expert_dp_group
-        if share.replication == self.layout.tp:
-            return self._group(share)
+        if sharding.replication == self.layout.tp:
+            return self._group(sharding)
         assert self._heads is not None
         return self._heads["same"].get_group()
 
@@ -88,10 +90,10 @@ class ModelSharding:
         """Where the tensor's part lies: first by the share, then by the rows that data parallelism gave this rank."""
         key = name, None if rows is None else rows.device_mesh
         if key not in self._places:
-            share = self.sharding_of(name)
-            assert share.dim is not None
-            outer: dict[str, dist.ProcessGroup] = {share.mesh_axis: self._group(share)}
-            if share.replication > 1:
+            sharding = self.sharding_of(name)
+            assert sharding.dim is not None
+            outer: dict[str, dist.ProcessGroup] = {sharding.mesh_axis: self._group(sharding)}
+            if sharding.replication > 1:
                 assert self._heads is not None
                 outer = {axis: self._heads[axis].get_group() for axis in ("parts", "same")}
             inner: tuple[str, ...] = ()
@@ -101,25 +103,25 @@ class ModelSharding:
                 inner, groups = rows.device_mesh.mesh_dim_names or (), rows.device_mesh.get_all_groups()
                 placements = rows.placements
             ranks = (
-                self._mesh_for(share)[(*inner, share.mesh_axis)]
+                self._mesh_for(sharding)[(*inner, sharding.mesh_axis)]
                 .mesh.movedim(-1, 0)
-                .unflatten(0, (-1, share.replication))
+                .unflatten(0, (-1, sharding.replication))
             )
-            ranks = ranks if share.replication > 1 else ranks.squeeze(1)
+            ranks = ranks if sharding.replication > 1 else ranks.squeeze(1)
             mesh = DeviceMesh.from_group(
                 [*outer.values(), *groups],
-                self._mesh_for(share).device_type,
+                self._mesh_for(sharding).device_type,
                 ranks.contiguous(),
                 mesh_dim_names=(*outer, *inner),
             )
-            self._places[key] = mesh, [*(Shard(share.dim), Replicate())[: len(outer)], *placements]
+            self._places[key] = mesh, [*(Shard(sharding.dim), Replicate())[: len(outer)], *placements]
         return self._places[key]
 
-    def _mesh_for(self, share: TensorSharding) -> DeviceMesh:
+    def _mesh_for(self, sharding: TensorSharding) -> DeviceMesh:
         """The mesh in which ranks that share something stand."""
-        devices = self.mesh.device_mesh if share.mesh_axis == "tp" else self.mesh.ep_mesh
+        devices = self.mesh.device_mesh if sharding.mesh_axis == "tp" else self.mesh.ep_mesh
         assert devices is not None
         return devices
 
-    def _group(self, share: TensorSharding) -> dist.ProcessGroup:
-        return self._mesh_for(share)[share.mesh_axis].get_group()
+    def _group(self, sharding: TensorSharding) -> dist.ProcessGroup:
+        return self._mesh_for(sharding)[sharding.mesh_axis].get_group()

@@ -51,9 +51,11 @@ class TensorParallelGroup:
     Between pairs of products a rank has a residual stream of all tokens, equal on all ranks, or with `sequence` of its
     own: [B, T / ranks, D]."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence: bool, vocab: int, later: DeferredWeightGrads) -> None:
-        """`later` takes the gradients of weights that a pipeline puts off."""
-        self.group, self.sequence, self.later = group, sequence, later
+    def __init__(
+        self, group: dist.ProcessGroup, sequence: bool, vocab: int, deferred_grads: DeferredWeightGrads
+    ) -> None:
+        """`deferred_grads` collects the weight gradients that a pipeline defers."""
+        self.group, self.sequence, self.later = group, sequence, deferred_grads
         self.size, self.rank = group.size(), group.rank()
         self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
         """Of the vocabulary, on this rank."""
@@ -68,48 +70,48 @@ class TensorParallelGroup:
         return self.start_reduce_tokens(term)()
 
     def start_gather_tokens(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts `enter`; what it returns ends it."""
+        """Start `gather_tokens`; the returned function finishes it."""
         return self.start_all_gather(x, axis=1) if self.sequence else lambda: x
 
     def start_reduce_tokens(self, term: Tensor) -> Callable[[], Tensor]:
-        """Starts `leave`, which may write into `term`; what it returns ends it."""
+        """Start `reduce_tokens`, which may write into `term`; the returned function finishes it."""
         if self.sequence:
             return self.start_reduce_scatter(term, axis=1)
         term = term.contiguous()
         work = dist.all_reduce(term, group=self.group, async_op=True)
 
-        def end() -> Tensor:
+        def finish() -> Tensor:
             self.wait(work)
             return term
 
-        return end
+        return finish
 
     def start_all_gather(self, x: Tensor, axis: int) -> Callable[[], Tensor]:
         """Starts to put all ranks' `x` side by side along an axis."""
-        whole = x.new_empty(self.size, *x.shape)
-        work = all_gather(whole.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
+        gathered = x.new_empty(self.size, *x.shape)
+        work = all_gather(gathered.flatten(0, 1), x.contiguous(), group=self.group, async_op=True)
 
-        def end() -> Tensor:
+        def finish() -> Tensor:
             self.wait(work)
-            return whole.movedim(0, axis).flatten(axis, axis + 1)
+            return gathered.movedim(0, axis).flatten(axis, axis + 1)
 
-        return end
+        return finish
 
     def start_reduce_scatter(self, term: Tensor, axis: int) -> Callable[[], Tensor]:
         """Starts to sum the ranks' terms, of which each gets its part along an axis."""
         parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
-        mine = torch.empty_like(parts[0])
-        scatter = ReduceScatter(parts.view(self.size, -1), mine.view(-1), self.group, self.exposed)
+        local_shard = torch.empty_like(parts[0])
+        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, self.exposed)
 
-        def end() -> Tensor:
+        def finish() -> Tensor:
             scatter.wait()
-            return mine
+            return local_shard
 
-        return end
+        return finish
 
-    def all_reduce(self, x: Tensor, over: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """All-reduced in place."""
-        self.wait(dist.all_reduce(x, over, group=self.group, async_op=True))
+        self.wait(dist.all_reduce(x, op, group=self.group, async_op=True))
         return x
 
     def residual_shape(self, tokens: torch.Size) -> tuple[int, ...]:
@@ -143,22 +145,22 @@ class TensorParallelGroup:
 
 
 def apply_tensor_parallel(
-    model: Transformer, ranks: TensorParallelGroup, experts_whole: bool, heads_apart: bool = True
+    model: Transformer, ranks: TensorParallelGroup, unsharded_experts: bool, sharded_heads: bool = True
 ) -> None:
     """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
-    `experts_whole`: experts are not cut, but each is on some rank; `heads_apart`: ranks have different heads, unless
-    these are gathered (`gathered_heads.py`)."""
+    `unsharded_experts`: experts are not sharded, each is on one rank; `sharded_heads`: ranks have different heads,
+    unless these are gathered (`gathered_heads.py`)."""
     for part in model.modules():
         if isinstance(part, Attention):
             _parallelize_pair(part, ranks, ("wq", "wk", "wv"), "wo")
-            if heads_apart and part.qk_norm == "full":
+            if sharded_heads and part.qk_norm == "full":
                 part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
                 part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
         elif isinstance(part, SwiGLUMLP):
             _parallelize_pair(part, ranks, ("gate", "up"), "down")
         elif isinstance(part, GELUMLP):
             _parallelize_pair(part, ranks, ("up",), "down")
-        elif isinstance(part, MoE) and not experts_whole:
+        elif isinstance(part, MoE) and not unsharded_experts:
             part.apply_experts = partial(_mix, part.apply_experts, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router) and ranks.sequence:
             part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
@@ -190,14 +192,14 @@ def _logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Ten
 def _embed(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
     """A row of each token from the rank that has it."""
     row = tokens_BT - ranks.first_row
-    others = (row < 0) | (row >= len(embedding.weight))
-    x_BTD = F.embedding(row.masked_fill(others, 0), embedding.weight).masked_fill(others[..., None], 0)
+    is_remote = (row < 0) | (row >= len(embedding.weight))
+    x_BTD = F.embedding(row.masked_fill(is_remote, 0), embedding.weight).masked_fill(is_remote[..., None], 0)
     return cast(Tensor, ReduceToSequence.apply(x_BTD, ranks))
 
 
-def _positions(positions: nn.Embedding, ranks: TensorParallelGroup, place: Tensor) -> Tensor:
+def _positions(positions: nn.Embedding, ranks: TensorParallelGroup, indices: Tensor) -> Tensor:
     """Of this rank's tokens."""
-    return F.embedding(place.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
+    return F.embedding(indices.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
 
 
 def _attended(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
@@ -207,10 +209,10 @@ def _attended(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
 
 
 def _through(
-    through: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
+    run_blocks: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
 ) -> tuple[Tensor, Tensor]:
     """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
-    x_BTD, auxiliary = through(*args)
+    x_BTD, auxiliary = run_blocks(*args)
     return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, ranks))
 
 
@@ -222,11 +224,13 @@ def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> 
     return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
 
 
-def _mix(mix: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def _mix(
+    apply_experts: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:
     """Every rank has some columns of each expert. The choice is made where the residual stream is."""
     (x,) = autocast_operands(x)
     x, weights = GatherFromSequence.apply(x, ranks), GatherFromSequence.apply(weights, ranks)
-    return cast(Tensor, ReduceToSequence.apply(mix(x, weights, ranks.gather_tokens(chosen)), ranks))
+    return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, ranks.gather_tokens(chosen)), ranks))
 
 
 def _count(count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
