@@ -27,7 +27,7 @@ def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterat
     for product, (names, count) in matmul_shapes(run, world_size).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
         timed = _timed(_product_calls(product, dtype, device), device, iterations)
-        rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
+        rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in timed.items()})
     return rows
 
 
@@ -50,7 +50,7 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
     for core, count in attention_shapes(run, world_size).items():
         timed = _timed(_core_calls(core, dtype, device), device, iterations)
         row = {"count": count, **asdict(core), "flops": core.flops}
-        rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
+        rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in timed.items()})
     return rows
 
 
@@ -81,4 +81,4 @@ def _core_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) 
 def _timed(
     calls: dict[str, Callable[[], Tensor]] | dict[str, Callable[[], object]], device: torch.device, iterations: int
 ) -> dict[str, float]:
-    return {what: median(time_calls(call, device, iterations)) for what, call in calls.items()}
+    return {pass_name: median(time_calls(call, device, iterations)) for pass_name, call in calls.items()}
