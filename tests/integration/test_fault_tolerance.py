@@ -62,7 +62,7 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(disk: Path
     directory, changes = disk / "parity", {**LONG, "recovery.max_restarts": 1}
     with training(TEXT, disk, changes, 2) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
-        others = fill_disk(disk, but_bytes=300_000)
+        others = fill_disk(disk, spare_bytes=300_000)
         newest = step_of(checkpoints(directory / "checkpoints")[0])
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 or "starting again from step-" in said, said

@@ -105,8 +105,8 @@ class RankPool:
         # Rank 0 inherits the listening socket itself: nobody can take its port between choice and use.
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             for rank in range(self.world_size):
-                ours, theirs = Pipe()
-                fds = [theirs.fileno(), *([listener.fileno()] if rank == 0 else [])]
+                parent_end, child_end = Pipe()
+                fds = [child_end.fileno(), *([listener.fileno()] if rank == 0 else [])]
                 with open(self._logs / f"{rank}.output", "wb") as output:
                     worker = subprocess.Popen(
                         [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)],
@@ -117,9 +117,9 @@ class RankPool:
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
-                theirs.close()
+                child_end.close()
                 self._workers.append(worker)
-                self._pipes.append(ours)
+                self._pipes.append(parent_end)
         self._gather("the start of the ranks", START_SECONDS, offsets=[0] * self.world_size)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
@@ -148,18 +148,18 @@ class RankPool:
         begin = time.monotonic()
         deadline = begin + timeout
         results: dict[int, bytes] = {}
-        ended: dict[int, RankFailure] = {}
-        while len(ended) < self.world_size and (left := deadline - time.monotonic()) > 0:
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in ended}
-            for pipe in wait(list(waiting), left):
+        outcomes: dict[int, RankFailure] = {}
+        while len(outcomes) < self.world_size and (remaining_seconds := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
+            for pipe in wait(list(waiting), remaining_seconds):
                 rank = waiting[pipe]  # type: ignore[index]
-                ended[rank] = self._receive(rank, begin, results)
+                outcomes[rank] = self._receive(rank, begin, results)
                 if rank not in results:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if len(results) == self.world_size:
             return [results[rank] for rank in range(self.world_size)]
-        missing = [rank for rank in range(self.world_size) if rank not in ended]
-        failures = [*ended.values(), *self._stuck(missing, time.monotonic() - begin)]
+        missing = [rank for rank in range(self.world_size) if rank not in outcomes]
+        failures = [*outcomes.values(), *self._stuck(missing, time.monotonic() - begin)]
         raise RankError(name, [self._with_output(failure, offsets[failure.rank]) for failure in failures])
 
     def _receive(self, rank: int, begin: float, results: dict[int, bytes]) -> RankFailure:
