@@ -35,7 +35,7 @@ def small(folder: Path, changes: dict[str, Any] | None = None) -> RunSpec:
 def trainer_of(run: RunSpec, own: TrainedExperts | None) -> Trainer:
     assert prepared_text()
     corpus = open_training_data(run, prepare(run.data))
-    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=own)
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), trained_experts=own)
 
 
 def gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:

@@ -55,10 +55,10 @@ def _load_weights(file: Path, module: Transformer) -> None:
         with safe_open(file, framework="pt") as weights:
 
             def weight(name: str, shape: torch.Size) -> Tensor:
-                found: Tensor = weights.get_tensor(name)
-                if found.shape != shape:
-                    raise ValueError(f"{name} is {list(found.shape)} there, and {list(shape)} in the model")
-                return found
+                tensor: Tensor = weights.get_tensor(name)
+                if tensor.shape != shape:
+                    raise ValueError(f"{name} is {list(tensor.shape)} there, and {list(shape)} in the model")
+                return tensor
 
             init_parameters(Strategy(module), weight)
     except (SafetensorError, OSError, ValueError) as error:
