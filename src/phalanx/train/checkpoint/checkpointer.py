@@ -196,8 +196,8 @@ def latest_step(directory: Path) -> int:
 
 def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> tuple[Path | None, dict[str, str]]:
     """The newest undamaged checkpoint in a directory, of a step before `before_step` if it is given, and what is
-    wrong with those that are newer, which are set aside. A collective: each rank looks at its share of the files, so that nobody
-    waits for long for another, however much there is."""
+    wrong with those that are newer, which are set aside. A collective: each rank looks at its share of the files, so
+    that nobody waits for long for another, however much there is."""
 
     def candidates() -> list[str]:
         recover_interrupted_rewrites(directory)
