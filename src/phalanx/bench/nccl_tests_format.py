@@ -40,8 +40,8 @@ def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResul
     return CaseResult(case, iteration_seconds, seconds, wrong)
 
 
-def _added(wrong: list[int | None]) -> int | None:
-    counts = [count for count in wrong if count is not None]
+def _added(wrong_counts: list[int | None]) -> int | None:
+    counts = [count for count in wrong_counts if count is not None]
     return sum(counts) if counts else None
 
 
@@ -100,9 +100,9 @@ def _number(value: float, width: int) -> str:
 
 
 def _footer(document: dict[str, Any]) -> list[str]:
-    wrong = document["out_of_bounds"]["count"]
+    num_wrong = document["out_of_bounds"]["count"]
     return [
-        f"# {'Out of bounds values':20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Out of bounds values':20} : {num_wrong} {'FAILED' if num_wrong else 'OK'}",
         f"# {'Avg bus bandwidth':20} : {document['average_bus_bandwidth']['bandwidth']:g} ",
     ]
 
@@ -121,7 +121,7 @@ def to_json_document(
     end_time, args, env and nccl_version; `devices` rank, group, pid, hostname, device, device_hex and device_info of
     every rank."""
     sizes = [result.case.size_bytes for result in results]
-    wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
+    num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
     bus_bandwidths = [bandwidths(result.case, result.seconds[mode])[1] / GB for result in results for mode in PLACES]
     config = {
         "nthreads": 1,
@@ -144,15 +144,15 @@ def to_json_document(
         **{key: environment[key] for key in ("start_time", "args", "env", "nccl_version")},
         "config": config,
         "results": [_result(result, iterations) for result in results],
-        "out_of_bounds": {"count": wrong, "okay": "false" if wrong else "true"},
+        "out_of_bounds": {"count": num_wrong, "okay": "false" if num_wrong else "true"},
         "average_bus_bandwidth": {"bandwidth": mean(bus_bandwidths), "okay": "unchecked"},
         "errors": [],
         "end_time": environment["end_time"],
     }
 
 
-def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
-    case, operation = measured.case, measured.case.way.operation
+def _result(case_result: CaseResult, iterations: int) -> dict[str, Any]:
+    case, operation = case_result.case, case_result.case.way.operation
     result: dict[str, Any] = {
         "size": case.size_bytes,
         "count": element_count(case),
@@ -161,15 +161,15 @@ def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
         "root": f"{0 if operation == 'broadcast' else -1:6d}",
     }
     for mode in PLACES:
-        algorithm, bus = bandwidths(case, measured.seconds[mode])
-        wrong = measured.wrong[mode]
+        algorithm, bus = bandwidths(case, case_result.seconds[mode])
+        num_wrong = case_result.wrong[mode]
         result[mode] = {
-            "time": measured.seconds[mode] * US,
+            "time": case_result.seconds[mode] * US,
             "alg_bw": algorithm / GB,
             "bus_bw": bus / GB,
-            "nwrong": None if wrong is None else float(wrong),
+            "nwrong": None if num_wrong is None else float(num_wrong),
         }
-        result[f"{mode}_per_iter"] = _statistics(np.array(measured.each[mode]) * US)
+        result[f"{mode}_per_iter"] = _statistics(np.array(case_result.each[mode]) * US)
     return result | {"actual_iterations": iterations, "experiment_name": case.way.name}
 
 

@@ -69,9 +69,9 @@ def run_benchmarks(
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(run.layout, world_size, device.type)
-    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    size = array_bytes(cache_bytes(device), local if device.type == "cpu" else 1)
-    measured: dict[str, Callable[[], Rows]] = {
+    local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
+    benchmarks: dict[str, Callable[[], Rows]] = {
         "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
         "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
         "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
@@ -85,7 +85,7 @@ def run_benchmarks(
         "precision": run.training.precision,
         "device": _described(device),
         "iterations": iterations,
-        **{part: measured[part]() for part in PARTS if part in parts},
+        **{part: benchmarks[part]() for part in PARTS if part in parts},
     }
 
 
@@ -232,11 +232,11 @@ def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:
         directory = Path(folder)
-        file, out = directory / "run.toml", directory / "measured.json"
+        file, result_file = directory / "run.toml", directory / "measured.json"
         file.write_text(to_toml(with_absolute_paths(run)))
-        worker_args = __name__, str(file), "--out", str(out), *options
+        worker_args = __name__, str(file), "--out", str(result_file), *options
         code = launch_ranks(nproc, worker_args, partial(report_with_traceback, directory))
-        return code or json.loads(out.read_text())
+        return code or json.loads(result_file.read_text())
 
 
 def main() -> None:

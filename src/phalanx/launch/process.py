@@ -108,15 +108,15 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 
-def exit_rank(code: int) -> None:
+def exit_rank(exit_code: int) -> None:
     """End this process. Interpreter shutdown beside gloo's threads aborts now and then, so it is skipped."""
-    if dist.is_initialized() and code in (0, EXIT_STOPPED):
+    if dist.is_initialized() and exit_code in (0, EXIT_STOPPED):
         dist.barrier()
         dist.destroy_process_group()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code)
 
 
 def stop_signals() -> list[signal.Signals]:

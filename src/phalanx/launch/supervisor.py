@@ -85,11 +85,11 @@ def supervise_training(
                         print_resume_hint(directory)
                     return policy.code
                 nproc = fewer_ranks
-    except (SystemExit, RunEndedByOtherNode) as end:
+    except (SystemExit, RunEndedByOtherNode) as exit_reason:
         if is_finished(directory, run.training.steps):
             return 0
-        if isinstance(end, RunEndedByOtherNode):
-            print(f"phalanx: {end}", file=sys.stderr)
+        if isinstance(exit_reason, RunEndedByOtherNode):
+            print(f"phalanx: {exit_reason}", file=sys.stderr)
             return 1
         if (
             new_records := policy.new_failure_records()

@@ -69,9 +69,9 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
 
 
 def _answer(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:
-    when = time.monotonic()
+    finished_at = time.monotonic()
     sys.stdout.flush()
-    pipe.send_bytes(pickle.dumps((kind, when, summary, content)))
+    pipe.send_bytes(pickle.dumps((kind, finished_at, summary, content)))
 
 
 def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:

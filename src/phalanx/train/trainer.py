@@ -95,9 +95,9 @@ class Trainer(ResumableLearner):
         try:
             while self.step < run.training.steps and not self.should_stop:
                 record = step(batches)
-                finite, is_new_step = math.isfinite(record["grad_norm"]), record["step"] != last_seen_step
+                is_finite, is_new_step = math.isfinite(record["grad_norm"]), record["step"] != last_seen_step
                 last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
-                consecutive_nonfinite = 0 if finite else consecutive_nonfinite + is_new_step
+                consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
                 if consecutive_nonfinite and is_new_step:
                     progress.log(f"step {self.step}: skipped, {self._reason(record)}")
                 self._write(logs, record, run.metrics.every)
@@ -110,7 +110,7 @@ class Trainer(ResumableLearner):
                 should_evaluate = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
                 if should_evaluate:
                     self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
-                self._save_if_due(record, finite, progress, rank_log)
+                self._save_if_due(record, is_finite, progress, rank_log)
                 if should_evaluate:
                     with self._recorded_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
@@ -132,18 +132,18 @@ class Trainer(ResumableLearner):
         tokens, loss, auxiliary, stop_requests, announced_step, *_ = reduced.sums.tolist()
         phases.end("reduce")
         record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
-        finite = math.isfinite(record["grad_norm"])
+        is_finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
             loads, dropped = reduced.sums[NUM_SCALARS:].view_as(self.expert_loads[0]), reduced.sums[5]
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
             self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
-            self._update_router_biases(loads, finite)
+            self._update_router_biases(loads, is_finite)
             relative_loads = loads / loads.mean(1, keepdim=True)
             layer, expert = divmod(int(relative_loads.argmax()), relative_loads.shape[1])
-            hottest = self.moe_layers[layer], expert, float(relative_loads[layer, expert])
-            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest[2]}
-        self._update_or_skip(finite)
+            hot_expert = self.moe_layers[layer], expert, float(relative_loads[layer, expert])
+            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hot_expert[2]}
+        self._update_or_skip(is_finite)
         phases.end("optimizer")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
         self._update_stop_step(record["step"], bool(stop_requests), int(announced_step))
@@ -151,7 +151,7 @@ class Trainer(ResumableLearner):
             record["staleness"] = reduced.staleness
         self.step_record = phases.to_step_record(self.step, peak_memory_bytes(self.device))
         if self.moe_layers:
-            self.step_record["hot_expert"] = hottest
+            self.step_record["hot_expert"] = hot_expert
         if self.strategy.pop_expert_rows is not None:
             self.step_record["expert_rows"] = self.strategy.pop_expert_rows()
         return record | self._performance_metrics(self.step_record, int(tokens))
@@ -169,9 +169,9 @@ class Trainer(ResumableLearner):
         elif stop_requested:
             self.stop_after_step = step + 1 + staleness
 
-    def _update_or_skip(self, finite: bool) -> None:
+    def _update_or_skip(self, is_finite: bool) -> None:
         """Update, or skip a gradient that is not finite."""
-        if finite:
+        if is_finite:
             ratio = learning_rate_factor(self.run.optimizer, self.step, self.run.training.steps)
             self.update(ratio * self.rescaling.factor_at(self.step))
         else:
@@ -182,8 +182,8 @@ class Trainer(ResumableLearner):
         """This rank's rows of a step as micro-batches on the device."""
         local_indices = self.local_tokens(batch.tokens.shape[1])
         micros = []
-        for first in range(0, len(batch.tokens), self.batch.micro_batch_size):
-            rows = slice(first, first + self.batch.micro_batch_size)
+        for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
+            rows = slice(start, start + self.batch.micro_batch_size)
             starts = (
                 None
                 if batch.document_starts is None or not batch.document_starts[rows].any()
@@ -214,11 +214,11 @@ class Trainer(ResumableLearner):
         self.expert_loads = torch.stack([torch.zeros_like(self.expert_loads[0]), self.expert_loads[0]])
 
     def _save_if_due(
-        self, record: MetricsRecord, finite: bool, progress: ProgressDisplay, rank_log: Logger | None
+        self, record: MetricsRecord, is_finite: bool, progress: ProgressDisplay, rank_log: Logger | None
     ) -> None:
         """Save after a step, on disk and in memory, where each is due."""
         # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
-        is_sound = finite or self.run.layout.max_staleness is not None
+        is_sound = is_finite or self.run.layout.max_staleness is not None
         should_save = (
             self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
         )
@@ -246,11 +246,16 @@ class Trainer(ResumableLearner):
 
     def _performance_metrics(self, step_record: StepRecord, tokens: int) -> MetricsRecord:
         seconds, waited = step_record["seconds"], step_record.get("wait_seconds", {})
-        total = sum(seconds.values())
-        speed = tokens / total
+        step_seconds = sum(seconds.values())
+        tokens_per_second = tokens / step_seconds
         ranks = self.mesh.dims.world_size
         started = {"ranks": ranks, "resumed_at_step": self.resumed_at_step}
-        record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total}
+        record = {
+            **started,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": step_seconds,
+        }
         record |= {f"{phase}_seconds": phase_seconds for phase, phase_seconds in seconds.items()}
         if waited and self.strategy.runs_model:
             record["exposed_communication_seconds"] = sum(waited[phase] for phase in seconds)
@@ -258,8 +263,8 @@ class Trainer(ResumableLearner):
         if "pipeline" in waited:
             record["pipeline_wait_seconds"] = waited["pipeline"]
         if self.peak_flops:
-            record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, ranks)
-            record["hfu"] = mfu(speed, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
+            record["mfu"] = mfu(tokens_per_second, self.flops_per_token, self.peak_flops, ranks)
+            record["hfu"] = mfu(tokens_per_second, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         return record | {"peak_memory_bytes": step_record["peak_memory_bytes"], "skipped_steps": self.skipped}

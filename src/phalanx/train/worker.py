@@ -205,13 +205,13 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
     checkpoint, _ = latest_valid_checkpoint(checkpoint_directory, before_step)
     if before_step is not None and checkpoint is None:
         raise error
-    to = step_of(checkpoint) if checkpoint else 0
+    to_step = step_of(checkpoint) if checkpoint else 0
     if trainer.is_main:
         if before_step is not None:
             quarantine(checkpoint_directory, [step_name(before_step)], checkpoint)
-        record_rollback(directory, trainer.step, to, str(error))
-        skipped_text = f"the text of steps {to + 1} to {trainer.step} is passed over"
-        print(f"phalanx: {error}\n  going back to step {to}; {skipped_text}", file=sys.stderr)
+        record_rollback(directory, trainer.step, to_step, str(error))
+        skipped_text = f"the text of steps {to_step + 1} to {trainer.step} is passed over"
+        print(f"phalanx: {error}\n  going back to step {to_step}; {skipped_text}", file=sys.stderr)
     if dist.is_initialized():
         dist.barrier()
 

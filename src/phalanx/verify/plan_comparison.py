@@ -102,12 +102,12 @@ def _cause(run: RunSpec, operation: str) -> str:
 def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     """The plan is that of the fullest rank of each place: the first there. Others may have less."""
     sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
-    memory = list(rank_memory(run, world_size).values())
+    stage_memory = list(rank_memory(run, world_size).values())
     stage = sizes.coordinates(rank)["pp"]
-    planned, is_fullest = memory[stage], rank == pipeline_stage_groups(sizes)[stage][0]
+    planned, is_fullest = stage_memory[stage], rank == pipeline_stage_groups(sizes)[stage][0]
     if sizes.servers:
         loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
-        planned, is_fullest = memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
+        planned, is_fullest = stage_memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
     lines = []
     for part in (*STATE, "total"):
         kind = "peak_bytes" if part == "total" else "held_bytes"

@@ -146,14 +146,14 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
     container_fields = SAME.format(
         image=json.dumps(image), work=WORK, variables=env_lines, run_folder=RUN_FOLDER, resources=json.dumps(resources)
     )
-    text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
+    run_text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
     rendezvous_args = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
     return TEMPLATE.format(
         words=job.command,
         name=name,
         quoted=json.dumps(name),
         run_file=RUN_FILE,
-        text=text,
+        text=run_text,
         most=job.max_nodes,
         success=SUCCESS if job.min_nodes < job.max_nodes else "",
         failures=FAILURES_PER_NODE * job.max_nodes,

@@ -76,13 +76,13 @@ class Checkpointer:
         if self.rank == 0:
             path.mkdir(parents=True)
         self._barrier()
-        body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
+        full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
-            self._write(path, dict(tensors), rng_state(), body, assign_to_files(tensors, FILE_BYTES))
+            self._write(path, dict(tensors), rng_state(), full_manifest, assign_to_files(tensors, FILE_BYTES))
             self.wait()
             return
         copies = {name: copy_to_cpu(tensor) for name, tensor in tensors.items()}
-        arguments = path, copies, rng_state(), body, None
+        arguments = path, copies, rng_state(), full_manifest, None
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -110,10 +110,10 @@ class Checkpointer:
                 ranks = sorted(path.glob("rank-*.json"))
                 if len(ranks) != self.world_size:
                     raise OSError(f"{self.world_size} ranks wrote their parts, and those of {len(ranks)} are there")
-                sums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
+                checksums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
                 for file in ranks:
-                    sums |= json.loads(file.read_text())["sha256"]
-                publish(path, sums)
+                    checksums |= json.loads(file.read_text())["sha256"]
+                publish(path, checksums)
                 self._remove_old()
             self.seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
@@ -224,9 +224,9 @@ def _damage(checkpoint: Path) -> str | None:
         except ValueError as problem:
             return {}, str(problem)
 
-    sums, problem = broadcast_from_rank0(load_checksums)
+    checksums, problem = broadcast_from_rank0(load_checksums)
     if problem is not None or not dist.is_initialized():
-        return problem or find_damaged_files(checkpoint, sums)
+        return problem or find_damaged_files(checkpoint, checksums)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
+    problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(checksums.items())[rank::ranks])))
     return next((rank_problem for rank_problem in problems if rank_problem is not None), None)

@@ -89,11 +89,11 @@ class InMemoryCheckpointer:
         self, local_slot: SharedMemorySlot, destination: int, neighbor_slot: SharedMemorySlot, source: int
     ) -> int:
         """Send a copy, and receive another; returns the length of what describes that."""
-        body = local_slot.bytes()
-        sizes, incoming_sizes = torch.tensor([body.numel(), local_slot.header[2]]), torch.zeros(2, dtype=torch.int64)
+        payload = local_slot.bytes()
+        sizes, incoming_sizes = torch.tensor([payload.numel(), local_slot.header[2]]), torch.zeros(2, dtype=torch.int64)
         _send_and_receive(sizes, destination, incoming_sizes, source, self._group)
         neighbor_slot.ensure_size(HEADER.size + int(incoming_sizes[0]))
-        _send_and_receive(body, destination, neighbor_slot.bytes()[: int(incoming_sizes[0])], source, self._group)
+        _send_and_receive(payload, destination, neighbor_slot.bytes()[: int(incoming_sizes[0])], source, self._group)
         return int(incoming_sizes[1])
 
     def load_latest(self) -> InMemoryCheckpoint | None:
@@ -122,9 +122,9 @@ class InMemoryCheckpointer:
         """Send a rank its state from whoever holds it; the slots of `needed_copies` are not overwritten."""
         if self.rank == holder:
             slot = self._place(step, rank)
-            body = slot.bytes()
-            dist.send(torch.tensor([body.numel(), slot.header[2]]), rank, group=self._group)
-            dist.send(body, rank, group=self._group)
+            payload = slot.bytes()
+            dist.send(torch.tensor([payload.numel(), slot.header[2]]), rank, group=self._group)
+            dist.send(payload, rank, group=self._group)
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
@@ -138,11 +138,11 @@ class InMemoryCheckpointer:
         step, _, length = slot.header
         metadata = slot.metadata(length)
         entries = metadata["tensors"]
-        kinds = [
+        shapes_and_dtypes = [
             (torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch.")))
             for entry in entries.values()
         ]
-        parts = _tensor_views(slot.bytes()[_aligned(length) :], kinds)
+        parts = _tensor_views(slot.bytes()[_aligned(length) :], shapes_and_dtypes)
         self._turn = 1 - OWN_SLOTS.index(self._places.index(slot)) if slot in self._places[:2] else 0
         shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
         return InMemoryCheckpoint(step, metadata["manifest"], shapes, dict(zip(entries, parts, strict=True)))
@@ -169,10 +169,10 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _tensor_views(memory: Tensor, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
     """Tensors of these shapes and types in a stretch of memory, one after the other."""
     offset = 0
-    for shape, dtype in kinds:
+    for shape, dtype in shapes_and_dtypes:
         size = shape.numel() * dtype.itemsize
         yield memory[offset : offset + size].view(dtype).view(shape)
         offset += _aligned(size)

@@ -67,11 +67,11 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
     for rank, table in enumerate(tables):
         for key, value in table.items():
             hashes_by_key[key][rank] = value
-    differ = [key for key, values in hashes_by_key.items() if len(set(values.values())) > 1]
-    if not differ:
+    differing_keys = [key for key, values in hashes_by_key.items() if len(set(values.values())) > 1]
+    if not differing_keys:
         return None
-    values = hashes_by_key[differ[0]]
-    return ReplicaMismatch(differ[0], tuple(minority_ranks(values)), tuple(values), len(differ))
+    values = hashes_by_key[differing_keys[0]]
+    return ReplicaMismatch(differing_keys[0], tuple(minority_ranks(values)), tuple(values), len(differing_keys))
 
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
@@ -101,9 +101,9 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().flatten()
     bits = flat.view(BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for first in range(0, len(bits), CHUNK):
-        chunk = bits[first : first + CHUNK].long()
-        total += (chunk * torch.arange(2 * first + 1, 2 * (first + len(chunk)) + 1, 2, device=flat.device)).sum()
+    for start in range(0, len(bits), CHUNK):
+        chunk = bits[start : start + CHUNK].long()
+        total += (chunk * torch.arange(2 * start + 1, 2 * (start + len(chunk)) + 1, 2, device=flat.device)).sum()
     return total
 
 

@@ -56,15 +56,15 @@ class StepProfiler:
         self.metered = next((step for step in window if step >= self.first_steady_step), None)
 
     def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
-        trainer, number = self.trainer, self.trainer.step + 1
-        if number not in self.window:
+        trainer, step_number = self.trainer, self.trainer.step + 1
+        if step_number not in self.window:
             return trainer.train_step(batches)
-        if number == self.window[0]:  # clocks drift apart: not the offset of the run's start
+        if step_number == self.window[0]:  # clocks drift apart: not the offset of the run's start
             self.offset = measure_clock_offset(
-                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {number}"
+                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
             )
         tokens, step = trainer.expert_loads[0].clone(), partial(trainer.train_step, batches)
-        if number == self.metered:
+        if step_number == self.metered:
             record, profile = profile_step(trainer, step, over_time=True)
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
         else:
@@ -150,19 +150,19 @@ def profile_step(
     try:
         gradients = memory.tracking_gradients(learner.module.parameters())
         with gradients, _recorded_waits(strategy) as profile.waits, memory, recorder, flop_counter:
-            outcome = step()
+            result = step()
     finally:
         del strategy.reduce
     profile.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
     profile.calls = recorder.calls
-    return outcome, profile
+    return result, profile
 
 
 def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
     """A step's outcome, and when its waits and collectives were."""
     with _recorded_waits(strategy) as waits, CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
-        outcome = step()
-    return outcome, StepProfile(waits, recorder.calls)
+        result = step()
+    return result, StepProfile(waits, recorder.calls)
 
 
 def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> list[dict[str, Any]]:
