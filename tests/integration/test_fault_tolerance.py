@@ -62,7 +62,7 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(small_disk
     directory, changes = small_disk_path / "parity", {**LONG, "recovery.max_restarts": 1}
     with training_run(TEXT, small_disk_path, changes, 2) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
-        others = fill_disk(small_disk_path, but_bytes=300_000)
+        others = fill_disk(small_disk_path, spare_bytes=300_000)
         newest = step_of(checkpoints(directory / "checkpoints")[0])
         _, said = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 or "starting again from step-" in said, said

@@ -63,7 +63,7 @@ def test_read_weights_blends_local_weights_with_base_by_factor(tmp_path, trained
         open_training_data(run, prepare(run.data)),
         tmp_path,
         torch.device("cpu"),
-        own=TrainedExperts(trained_experts),
+        trained_experts=TrainedExperts(trained_experts),
     )
     kept = {name: blend_factor for name in parameter_shapes(run.model) if not name.startswith("blocks.1.")}
     with write_random_model(run, tmp_path / "base", 1) as base:
@@ -85,7 +85,11 @@ def test_read_weights_adds_training_progress_since_last_update_to_base(tmp_path)
     """But where it is said how much of the parameter stays; and where both are the same, nothing is rounded."""
     run = tiny_swarm_run(tmp_path)
     under_way = Trainer(
-        run, open_training_data(run, prepare(run.data)), tmp_path, torch.device("cpu"), own=TrainedExperts((1, 3))
+        run,
+        open_training_data(run, prepare(run.data)),
+        tmp_path,
+        torch.device("cpu"),
+        trained_experts=TrainedExperts((1, 3)),
     )
     kept = {name: 1.0 for name in parameter_shapes(run.model) if name.startswith("blocks.1.")}
     with write_random_model(run, tmp_path / "base", 1) as base, write_random_model(run, tmp_path / "since", 2) as since:

@@ -148,7 +148,9 @@ def test_swarm_initial_pieces_equal_upcycled_weights(dense_checkpoint):
         assert torch.equal(pieces(item), tensor[rows]), item.key
     assert torch.equal(whole[router], initial_weight(run.model, router, whole[router].shape, run.training.seed))
     corpus = make_trainer(run).corpus
-    node = Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=TrainedExperts((1, 3)))
+    node = Trainer(
+        run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), trained_experts=TrainedExperts((1, 3))
+    )
     experts = node.module.blocks[1].mlp.experts
     assert torch.equal(experts.down.detach(), whole["blocks.1.mlp.experts.down"][[1, 3]])
     assert torch.equal(experts.frozen["down"].numbers, whole["blocks.1.mlp.experts.down"][[0, 2]])

@@ -15,11 +15,11 @@ from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.run import RunSpec
 
 
-def process_group_for(run: RunSpec, mesh: Mesh, way: CollectiveKind) -> dist.ProcessGroup | object:
+def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.ProcessGroup | object:
     """The group of this rank by which training sends so. All ranks must ask for the same ways in the same order: some
     groups are made for it."""
     hybrid = run.layout.data_parallel == "hsdp"
-    match way.among:
+    match kind.among:
         case "data":
             shards = mesh.submesh("dp_shard")
             group = (
@@ -34,7 +34,7 @@ def process_group_for(run: RunSpec, mesh: Mesh, way: CollectiveKind) -> dist.Pro
             group = mesh.expert_dp_group
         case "same_experts" | "expert_replicas":
             assert mesh.ep_mesh is not None
-            group = mesh.ep_mesh["dp_shard" if way.among == "same_experts" else "dp_replicate"].get_group()
+            group = mesh.ep_mesh["dp_shard" if kind.among == "same_experts" else "dp_replicate"].get_group()
         case "tp":
             group = mesh.tp_group
         case "copies":
@@ -43,13 +43,13 @@ def process_group_for(run: RunSpec, mesh: Mesh, way: CollectiveKind) -> dist.Pro
             group = None if mesh.cp_mesh is None else mesh.cp_mesh.get_group()
         case "ep":
             group = None if mesh.ep_mesh is None else mesh.ep_mesh["ep"].get_group()
-        case "servers" if way.operation == "broadcast":  # of the first server; others do the same at other times
+        case "servers" if kind.operation == "broadcast":  # of the first server; others do the same at other times
             return dist.new_group([0, *range(mesh.dims.servers, mesh.dims.world_size)])
         case "servers":
             group = dist.group.WORLD
         case _:
             group = mesh.pipeline_groups[0]
-    assert group is not None, f"nobody sends {way.name}"
+    assert group is not None, f"nobody sends {kind.name}"
     return group
 
 
@@ -67,9 +67,9 @@ def _broadcast(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
 
 def _ring_send(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
     rank, size = group.rank(), group.size()
-    to = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size)
-    source = dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % size)
-    for work in dist.batch_isend_irecv([to, source]):
+    send_op = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size)
+    recv_op = dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % size)
+    for work in dist.batch_isend_irecv([send_op, recv_op]):
         work.wait()
 
 

@@ -83,22 +83,22 @@ def collective_kinds_of_run(
 ) -> dict[CollectiveKind, list[list[Traffic]]]:
     """What a run sends (`cost.traffic.grouped_traffic`) by way, for each role that sends so. What one rank receives
     another sends."""
-    found: dict[CollectiveKind, list[list[Traffic]]] = {}
+    roles_by_kind: dict[CollectiveKind, list[list[Traffic]]] = {}
     for rows in traffic.values():
-        here: dict[CollectiveKind, list[Traffic]] = {}
+        rows_by_kind: dict[CollectiveKind, list[Traffic]] = {}
         for row in rows:
             if row.operation != "recv":
-                here.setdefault(
+                rows_by_kind.setdefault(
                     CollectiveKind(row.operation, _actual_group(row.group_kind), _wire_precision(run, row)), []
                 ).append(row)
-        for way, mine in here.items():
-            found.setdefault(way, []).append(mine)
-    return found
+        for kind, kind_rows in rows_by_kind.items():
+            roles_by_kind.setdefault(kind, []).append(kind_rows)
+    return roles_by_kind
 
 
-def _actual_group(among: GroupKind) -> GroupKind:
+def _actual_group(group_kind: GroupKind) -> GroupKind:
     """The ends of a pipeline talk over its group."""
-    return "pp" if among == "ends" else among
+    return "pp" if group_kind == "ends" else group_kind
 
 
 def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
@@ -110,22 +110,24 @@ def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
 
 
 def benchmark_cases(
-    way: CollectiveKind, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()
+    kind: CollectiveKind, roles: list[list[Traffic]], ranks: int, sweep: Iterable[int] = ()
 ) -> list[BenchmarkCase]:
     """The sizes of its calls, of a row their mean, and those of a sweep, in order. What a rank sends for a call of
     size S is S x `bus_factor`; sizes are rounded to whole numbers, equally many for each rank."""
-    calls: dict[int, int] = dict.fromkeys((_round_size(way, size, ranks) for size in sweep), 0)
+    calls: dict[int, int] = dict.fromkeys((_round_size(kind, size, ranks) for size in sweep), 0)
     for rows in roles:
-        here: dict[int, int] = {}
+        role_calls: dict[int, int] = {}
         for row in rows:
-            size = _round_size(way, row.bytes / row.calls / _bus_factor(way.operation, ranks), ranks)
-            here[size] = here.get(size, 0) + row.calls
-        calls |= {size: max(calls.get(size, 0), count) for size, count in here.items()}
-    return [BenchmarkCase(way, ranks, size, count) for size, count in sorted(calls.items())]
+            size = _round_size(kind, row.bytes / row.calls / _bus_factor(kind.operation, ranks), ranks)
+            role_calls[size] = role_calls.get(size, 0) + row.calls
+        calls |= {size: max(calls.get(size, 0), count) for size, count in role_calls.items()}
+    return [BenchmarkCase(kind, ranks, size, count) for size, count in sorted(calls.items())]
 
 
-def _round_size(way: CollectiveKind, size_bytes: float, ranks: int) -> int:
-    step = TORCH_DTYPES[way.precision].itemsize * (1 if way.operation in ("all_reduce", "broadcast", "send") else ranks)
+def _round_size(kind: CollectiveKind, size_bytes: float, ranks: int) -> int:
+    step = TORCH_DTYPES[kind.precision].itemsize * (
+        1 if kind.operation in ("all_reduce", "broadcast", "send") else ranks
+    )
     return max(1, round(size_bytes / step)) * step
 
 
@@ -153,29 +155,29 @@ def time_case(
 ) -> CaseTiming:
     """Run a case on this rank; all of the group's ranks do at once."""
     seconds: dict[BufferMode, list[float]] = {}
-    wrong: dict[BufferMode, int | None] = {}
-    for place in PLACES:
-        out, sent = _buffers(case, place, group.rank(), device)
+    wrong_counts: dict[BufferMode, int | None] = {}
+    for mode in PLACES:
+        out, sent = _buffers(case, mode, group.rank(), device)
         _fill(case, group.rank(), sent)
         dist.barrier(group)
-        seconds[place] = time_calls(partial(call, out, sent, group), device, iterations)
-        wrong[place] = _wrong(case, call, out, sent, group)
-        if place == "in_place" and case.way.operation in UNCHECKED_IN_PLACE:
-            wrong[place] = None
-    return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong)
+        seconds[mode] = time_calls(partial(call, out, sent, group), device, iterations)
+        wrong_counts[mode] = _wrong(case, call, out, sent, group)
+        if mode == "in_place" and case.way.operation in UNCHECKED_IN_PLACE:
+            wrong_counts[mode] = None
+    return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong_counts)
 
 
-def _buffers(case: BenchmarkCase, place: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Out and sent. In place one is the other, or this rank's part of it."""
     make = partial(torch.zeros, dtype=TORCH_DTYPES[case.way.precision], device=device)
     count, operation = element_count(case), case.way.operation
-    whole = make(count * (case.ranks if operation in (*SCATTERED, "all_gather") else 1))
-    part = whole[rank * count : (rank + 1) * count]
+    full = make(count * (case.ranks if operation in (*SCATTERED, "all_gather") else 1))
+    part = full[rank * count : (rank + 1) * count]
     if operation == "all_gather":
-        return whole, part if place == "in_place" else make(count)
+        return full, part if mode == "in_place" else make(count)
     if operation == "reduce_scatter":
-        return part if place == "in_place" else make(count), whole
-    return whole, whole if place == "in_place" else torch.zeros_like(whole)
+        return part if mode == "in_place" else make(count), full
+    return full, full if mode == "in_place" else torch.zeros_like(full)
 
 
 def _fill(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
@@ -192,34 +194,34 @@ def _wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: di
     out.fill_(-1)
     _fill(case, rank, sent)
     call(out, sent, group)
-    wrong = 0
+    num_wrong = 0
     for begin in range(0, len(out), AT_ONCE):
         part = out[begin : begin + AT_ONCE]
-        wrong += int((part != _expected(case, rank, _places(part, begin)).to(part.dtype)).sum())
-    return wrong
+        num_wrong += int((part != _expected(case, rank, _places(part, begin)).to(part.dtype)).sum())
+    return num_wrong
 
 
 def _places(part: Tensor, begin: int) -> Tensor:
     return torch.arange(begin, begin + len(part), device=part.device)
 
 
-def _marks(places: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
-    return torch.where(places % ranks == rank, 1 + places % MARKS, 0)
+def _marks(indices: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
+    return torch.where(indices % ranks == rank, 1 + indices % MARKS, 0)
 
 
-def _expected(case: BenchmarkCase, rank: int, places: Tensor) -> Tensor:
+def _expected(case: BenchmarkCase, rank: int, indices: Tensor) -> Tensor:
     """What this rank should have at some places of its result."""
     n, count = case.ranks, element_count(case)
     match case.way.operation:
         case "all_reduce":
-            return 1 + places % MARKS
+            return 1 + indices % MARKS
         case "reduce_scatter":
-            return 1 + (places + rank * count) % MARKS
+            return 1 + (indices + rank * count) % MARKS
         case "all_gather":
-            return _marks(places % count, places // count, n)
+            return _marks(indices % count, indices // count, n)
         case "all_to_all":
-            return _marks(places % count + rank * count, places // count, n)
+            return _marks(indices % count + rank * count, indices // count, n)
         case "broadcast":
-            return _marks(places, 0, n)
+            return _marks(indices, 0, n)
         case _:
-            return _marks(places, (rank - 1) % n, n)
+            return _marks(indices, (rank - 1) % n, n)

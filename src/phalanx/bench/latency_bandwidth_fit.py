@@ -72,13 +72,13 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
         return None
     order = np.argsort(x, kind="stable")
     x, t = x[order], t[order]
-    found = [_fit("max", (_line(x, t),), x, t)]
-    for end in range(LEAST, len(x) - LEAST + 1):
-        if x[end - 1] < x[end]:
-            left, right = _line(x[:end], t[:end]), _line(x[end:], t[end:])
+    fits = [_fit("max", (_line(x, t),), x, t)]
+    for split in range(LEAST, len(x) - LEAST + 1):
+        if x[split - 1] < x[split]:
+            left, right = _line(x[:split], t[:split]), _line(x[split:], t[split:])
             bends_up = right.seconds_per_byte > left.seconds_per_byte
-            found.append(_fit("max" if bends_up else "min", (left, right), x, t))
-    return min(found, key=_information)
+            fits.append(_fit("max" if bends_up else "min", (left, right), x, t))
+    return min(fits, key=_information)
 
 
 def _line(x: Numbers, t: Numbers) -> LinearPiece:
@@ -93,19 +93,19 @@ def _line(x: Numbers, t: Numbers) -> LinearPiece:
     return LinearPiece(float(latency), float(slope / scale))
 
 
-def _fit(joined: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers) -> PiecewiseFit:
-    residuals = _joined(joined, pieces, x) / t - 1
-    return PiecewiseFit(pieces, joined, tuple(x.tolist()), tuple(residuals.tolist()))
+def _fit(combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers) -> PiecewiseFit:
+    residuals = _joined(combination, pieces, x) / t - 1
+    return PiecewiseFit(pieces, combination, tuple(x.tolist()), tuple(residuals.tolist()))
 
 
-def _joined(joined: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
+def _joined(combination: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
-    chosen: Numbers = lines.max(axis=0) if joined == "max" else lines.min(axis=0)
+    chosen: Numbers = lines.max(axis=0) if combination == "max" else lines.min(axis=0)
     return chosen
 
 
-def _information(found: PiecewiseFit) -> float:
+def _information(fit: PiecewiseFit) -> float:
     """n ln(mean square) + k ln n."""
-    count, parameters = len(found.residuals), 3 * len(found.pieces) - 1
-    square = max(float(np.mean(np.square(found.residuals))), EXACT**2)
-    return count * float(np.log(square)) + parameters * float(np.log(count))
+    count, parameters = len(fit.residuals), 3 * len(fit.pieces) - 1
+    mean_square = max(float(np.mean(np.square(fit.residuals))), EXACT**2)
+    return count * float(np.log(mean_square)) + parameters * float(np.log(count))

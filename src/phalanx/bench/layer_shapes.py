@@ -62,22 +62,22 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     Raises UserError if the layout cannot run on so many ranks.
     """
     tokens = plan_batch(run, world_size).micro_batch_size * run.training.seq_len / run.layout.cp
-    found: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
-    for place, held in enumerate(rank_tensors(run, world_size)):
-        here: dict[MatmulShape, list[str]] = {}
-        for name, shape in _weights(run, held, place):
-            here.setdefault(_product(run, name, shape, tokens), []).append(_layer(name))
-        for product, names in here.items():
-            known, count = found.get(product, ((), 0))
-            found[product] = tuple(dict.fromkeys((*known, *names))), max(count, len(names))
-    return found
+    layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
+    for stage, tensors in enumerate(rank_tensors(run, world_size)):
+        stage_layers: dict[MatmulShape, list[str]] = {}
+        for name, shape in _weights(run, tensors, stage):
+            stage_layers.setdefault(_product(run, name, shape, tokens), []).append(_layer(name))
+        for product, names in stage_layers.items():
+            layers, count = layers_by_shape.get(product, ((), 0))
+            layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
+    return layers_by_shape
 
 
-def _weights(run: RunSpec, held: RankTensors, place: int) -> list[tuple[str, Shape]]:
+def _weights(run: RunSpec, tensors: RankTensors, stage: int) -> list[tuple[str, Shape]]:
     """What multiplies at one place of the pipeline: matrices in blocks, and the head, which may be the embedding."""
-    found = [(name, shape) for name, shape in held.all.items() if name.startswith("blocks.") and len(shape) > 1]
-    head = lm_head_shape(run, held, place)
-    return found if head is None else [*found, ("head.weight", head)]
+    matrices = [(name, shape) for name, shape in tensors.all.items() if name.startswith("blocks.") and len(shape) > 1]
+    head = lm_head_shape(run, tensors, stage)
+    return matrices if head is None else [*matrices, ("head.weight", head)]
 
 
 def _product(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShape:
@@ -107,7 +107,7 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
     elif layout.cp > 1:
         tokens //= layout.cp
-    of = partial(
+    make_shape = partial(
         AttentionShape,
         plan_batch(run, world_size).micro_batch_size,
         heads,
@@ -116,10 +116,10 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         head_dim=spec.head_dim,
         masked=run.data.mask_documents,
     )
-    found = {of(keys=tokens, causal=True): layers}
+    counts = {make_shape(keys=tokens, causal=True): layers}
     if layout.cp_method == "ring" and layout.cp > 1:
-        found[of(keys=tokens // 2, causal=False)] = layers * (layout.cp - 1)
-    return found
+        counts[make_shape(keys=tokens // 2, causal=False)] = layers * (layout.cp - 1)
+    return counts
 
 
 # -- how long ----------------------------------------------------------------------------------------------------------

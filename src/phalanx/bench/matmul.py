@@ -26,8 +26,8 @@ def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterat
     rows: list[Row] = []
     for product, (names, count) in matmul_shapes(run, world_size).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
-        timed = _timed(_product_calls(product, dtype, device), device, iterations)
-        rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
+        pass_seconds = _timed(_product_calls(product, dtype, device), device, iterations)
+        rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
     return rows
 
 
@@ -48,9 +48,9 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():
-        timed = _timed(_core_calls(core, dtype, device), device, iterations)
+        pass_seconds = _timed(_core_calls(core, dtype, device), device, iterations)
         row = {"count": count, **asdict(core), "flops": core.flops}
-        rows.append(row | {f"{what}_seconds": seconds for what, seconds in timed.items()})
+        rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
     return rows
 
 
@@ -81,4 +81,4 @@ def _core_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) 
 def _timed(
     calls: dict[str, Callable[[], Tensor]] | dict[str, Callable[[], object]], device: torch.device, iterations: int
 ) -> dict[str, float]:
-    return {what: median(time_calls(call, device, iterations)) for what, call in calls.items()}
+    return {pass_name: median(time_calls(call, device, iterations)) for pass_name, call in calls.items()}

@@ -19,11 +19,11 @@ def cache_bytes(device: torch.device) -> int:
     """The last-level caches of a GPU, or of all CPUs of this machine; 0 where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    found = {
-        (place / "shared_cpu_list").read_text(): int((place / "size").read_text().strip().removesuffix("K")) * 2**10
-        for place in CACHES.glob("cpu[0-9]*/cache/index3")
+    sizes = {
+        (cache / "shared_cpu_list").read_text(): int((cache / "size").read_text().strip().removesuffix("K")) * 2**10
+        for cache in CACHES.glob("cpu[0-9]*/cache/index3")
     }
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def array_bytes(cache: int, ranks: int) -> int:
@@ -37,7 +37,7 @@ def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[di
     a, b, c = (torch.ones(size_bytes // 4, device=device) for _ in range(3))
     calls = {"copy": (2, lambda: a.copy_(b)), "triad": (3, lambda: torch.add(b, c, alpha=3.0, out=a))}
     rows = []
-    for what, (arrays, call) in calls.items():
+    for name, (arrays, call) in calls.items():
         seconds, moved = median(time_calls(call, device, iterations)), arrays * a.nbytes
-        rows.append({"what": what, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
+        rows.append({"what": name, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
     return rows

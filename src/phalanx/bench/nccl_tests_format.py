@@ -32,17 +32,17 @@ class CaseResult:
     """Numbers over all ranks."""
 
 
-def merge_ranks(case: BenchmarkCase, ranks: Sequence[CaseTiming]) -> CaseResult:
+def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResult:
     """What all ranks saw of a case as one result."""
-    each = {place: np.max([rank.seconds[place] for rank in ranks], axis=0).tolist() for place in PLACES}
-    seconds = {place: mean(mean(rank.seconds[place]) for rank in ranks) for place in PLACES}
-    wrong = {place: _added([rank.wrong[place] for rank in ranks]) for place in PLACES}
-    return CaseResult(case, each, seconds, wrong)
+    iteration_seconds = {mode: np.max([timing.seconds[mode] for timing in timings], axis=0).tolist() for mode in PLACES}
+    seconds = {mode: mean(mean(timing.seconds[mode]) for timing in timings) for mode in PLACES}
+    wrong = {mode: _added([timing.wrong[mode] for timing in timings]) for mode in PLACES}
+    return CaseResult(case, iteration_seconds, seconds, wrong)
 
 
-def _added(wrong: list[int | None]) -> int | None:
-    known = [count for count in wrong if count is not None]
-    return sum(known) if known else None
+def _added(wrong_counts: list[int | None]) -> int | None:
+    counts = [count for count in wrong_counts if count is not None]
+    return sum(counts) if counts else None
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -56,14 +56,14 @@ def format_table(document: dict[str, Any]) -> str:
 def _header(config: dict[str, Any]) -> list[str]:
     step = f"{config['step_factor']}(factor)" if "step_factor" in config else f"{config['step_bytes']}(bytes)"
     devices = [
-        f"#  Rank {at['rank']:2d} Group {at['group']:2d} Pid {at['pid']:6d} on {at['hostname']:>10} "
-        f"device {at['device']:2d} [{at['device_hex']}] {at['device_info']}"
-        for at in config["devices"]
+        f"#  Rank {device['rank']:2d} Group {device['group']:2d} Pid {device['pid']:6d} on {device['hostname']:>10} "
+        f"device {device['device']:2d} [{device['device_hex']}] {device['device_info']}"
+        for device in config["devices"]
     ]
-    first = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+    headings = f"{'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
     units = f"{'(B)':>10}  {'(elements)':>12}  {'':8}  {'':6}  {'':6}"
     columns = f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
-    of_columns = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':6}"
+    column_units = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':6}"
     return [
         f"# nThread {config['nthreads']} nGpus {config['ngpus']} minBytes {config['minimum_bytes']} maxBytes "
         f"{config['maximum_bytes']} step: {step} warmup iters: {config['warmup_iters']} iters: {config['iterations']} "
@@ -73,15 +73,15 @@ def _header(config: dict[str, Any]) -> list[str]:
         *devices,
         "#",
         f"# {'':10}  {'':12}  {'':8}  {'':6}  {'':6}           out-of-place                       in-place          ",
-        f"# {first}{columns * 2} ",
-        f"# {units}{of_columns * 2} ",
+        f"# {headings}{columns * 2} ",
+        f"# {units}{column_units * 2} ",
     ]
 
 
 def _row(result: dict[str, Any]) -> str:
     size = f"{result['size']:12d}  {result['count']:12d}"
     kind = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
-    return size + kind + "".join(_body(result[place]) for place in PLACES)
+    return size + kind + "".join(_body(result[mode]) for mode in PLACES)
 
 
 def _body(timing: dict[str, Any]) -> str:
@@ -100,9 +100,9 @@ def _number(value: float, width: int) -> str:
 
 
 def _footer(document: dict[str, Any]) -> list[str]:
-    wrong = document["out_of_bounds"]["count"]
+    num_wrong = document["out_of_bounds"]["count"]
     return [
-        f"# {'Out of bounds values':20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Out of bounds values':20} : {num_wrong} {'FAILED' if num_wrong else 'OK'}",
         f"# {'Avg bus bandwidth':20} : {document['average_bus_bandwidth']['bandwidth']:g} ",
     ]
 
@@ -111,18 +111,18 @@ def _footer(document: dict[str, Any]) -> list[str]:
 
 
 def to_json_document(
-    measured: Sequence[CaseResult],
+    results: Sequence[CaseResult],
     iterations: int,
     swept: bool,
-    surroundings: dict[str, Any],
+    environment: dict[str, Any],
     devices: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The results of one way, as one run of a program of nccl-tests would write them. `surroundings` are start_time,
+    """The results of one way, as one run of a program of nccl-tests would write them. `environment` has start_time,
     end_time, args, env and nccl_version; `devices` rank, group, pid, hostname, device, device_hex and device_info of
     every rank."""
-    sizes = [each.case.size_bytes for each in measured]
-    wrong = sum(sum(filter(None, each.wrong.values())) for each in measured)
-    bus = [bandwidths(each.case, each.seconds[place])[1] / GB for each in measured for place in PLACES]
+    sizes = [result.case.size_bytes for result in results]
+    num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
+    bus_bandwidths = [bandwidths(result.case, result.seconds[mode])[1] / GB for result in results for mode in PLACES]
     config = {
         "nthreads": 1,
         "ngpus": 1,
@@ -141,18 +141,18 @@ def to_json_document(
     }
     return {
         "version": VERSION,
-        **{key: surroundings[key] for key in ("start_time", "args", "env", "nccl_version")},
+        **{key: environment[key] for key in ("start_time", "args", "env", "nccl_version")},
         "config": config,
-        "results": [_result(each, iterations) for each in measured],
-        "out_of_bounds": {"count": wrong, "okay": "false" if wrong else "true"},
-        "average_bus_bandwidth": {"bandwidth": mean(bus), "okay": "unchecked"},
+        "results": [_result(result, iterations) for result in results],
+        "out_of_bounds": {"count": num_wrong, "okay": "false" if num_wrong else "true"},
+        "average_bus_bandwidth": {"bandwidth": mean(bus_bandwidths), "okay": "unchecked"},
         "errors": [],
-        "end_time": surroundings["end_time"],
+        "end_time": environment["end_time"],
     }
 
 
-def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
-    case, operation = measured.case, measured.case.way.operation
+def _result(case_result: CaseResult, iterations: int) -> dict[str, Any]:
+    case, operation = case_result.case, case_result.case.way.operation
     result: dict[str, Any] = {
         "size": case.size_bytes,
         "count": element_count(case),
@@ -160,16 +160,16 @@ def _result(measured: CaseResult, iterations: int) -> dict[str, Any]:
         "redop": "sum" if operation in (*SUMMED, "send") else "none",  # as sendrecv_perf has it
         "root": f"{0 if operation == 'broadcast' else -1:6d}",
     }
-    for place in PLACES:
-        algorithm, bus = bandwidths(case, measured.seconds[place])
-        wrong = measured.wrong[place]
-        result[place] = {
-            "time": measured.seconds[place] * US,
+    for mode in PLACES:
+        algorithm, bus = bandwidths(case, case_result.seconds[mode])
+        num_wrong = case_result.wrong[mode]
+        result[mode] = {
+            "time": case_result.seconds[mode] * US,
             "alg_bw": algorithm / GB,
             "bus_bw": bus / GB,
-            "nwrong": None if wrong is None else float(wrong),
+            "nwrong": None if num_wrong is None else float(num_wrong),
         }
-        result[f"{place}_per_iter"] = _statistics(np.array(measured.each[place]) * US)
+        result[f"{mode}_per_iter"] = _statistics(np.array(case_result.each[mode]) * US)
     return result | {"actual_iterations": iterations, "experiment_name": case.way.name}
 
 

@@ -69,9 +69,9 @@ def run_benchmarks(
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(run.layout, world_size, device.type)
-    local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    size = array_bytes(cache_bytes(device), local if device.type == "cpu" else 1)
-    measured: dict[str, Callable[[], Rows]] = {
+    local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
+    benchmarks: dict[str, Callable[[], Rows]] = {
         "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
         "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
         "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
@@ -85,19 +85,23 @@ def run_benchmarks(
         "precision": run.training.precision,
         "device": _described(device),
         "iterations": iterations,
-        **{part: measured[part]() for part in PARTS if part in parts},
+        **{part: benchmarks[part]() for part in PARTS if part in parts},
     }
 
 
 def _slowest_rank_rows(rows: Rows) -> Rows:
     """Each time is that of the rank that takes longest, and each speed its."""
-    return [_of_slowest(of_ranks) for of_ranks in zip(*all_gather_objects(rows), strict=True)]
+    return [_of_slowest(rank_rows) for rank_rows in zip(*all_gather_objects(rows), strict=True)]
 
 
-def _of_slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    times = {name: max(row[name] for row in of_ranks) for name in of_ranks[0] if name.endswith("seconds")}
-    found = of_ranks[0] | times
-    return found | {"bytes_per_second": found["moved_bytes"] / found["seconds"]} if "moved_bytes" in found else found
+def _of_slowest(rank_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    times = {name: max(row[name] for row in rank_rows) for name in rank_rows[0] if name.endswith("seconds")}
+    slowest = rank_rows[0] | times
+    return (
+        slowest | {"bytes_per_second": slowest["moved_bytes"] / slowest["seconds"]}
+        if "moved_bytes" in slowest
+        else slowest
+    )
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -109,73 +113,74 @@ def benchmark_collectives(
     """Of each way that the run sends: its groups, what an update sends by it, results as of nccl-tests, and a fit."""
     world_size = mesh.dims.world_size
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
-    found = []
-    for way, rows in roles.items():
-        begun, group = _now(), process_group_for(run, mesh, way)
-        here = group if isinstance(group, dist.ProcessGroup) else None  # of other servers' groups a server is none
-        ranks = max(all_gather_objects(here.size() if here else 0))
-        call = COLLECTIVE_CALLS[way.operation]
-        measured = []
-        for case in benchmark_cases(way, rows, ranks, sweep):
+    results = []
+    for kind, rows in roles.items():
+        started_at, group = _now(), process_group_for(run, mesh, kind)
+        # A server belongs to no group of other servers.
+        local_group = group if isinstance(group, dist.ProcessGroup) else None
+        ranks = max(all_gather_objects(local_group.size() if local_group else 0))
+        call = COLLECTIVE_CALLS[kind.operation]
+        case_results = []
+        for case in benchmark_cases(kind, rows, ranks, sweep):
             dist.barrier()  # groups of a kind run beside each other, as they do in training
-            own = time_case(case, call, here, device, iterations) if here else None
-            seen: list[CaseTiming] = [each for each in all_gather_objects(own) if each is not None]
-            measured.append(nccl_tests_format.merge_ranks(case, seen))
-        groups = sorted({each.group for each in seen})
-        about = {**_environment_info(device), "start_time": begun, "end_time": _now()}
+            local_timing = time_case(case, call, local_group, device, iterations) if local_group else None
+            timings: list[CaseTiming] = [timing for timing in all_gather_objects(local_timing) if timing is not None]
+            case_results.append(nccl_tests_format.merge_ranks(case, timings))
+        groups = sorted({timing.group for timing in timings})
+        environment = {**_environment_info(device), "start_time": started_at, "end_time": _now()}
         document = nccl_tests_format.to_json_document(
-            measured, iterations, bool(sweep), about, _device_list(device, groups)
+            case_results, iterations, bool(sweep), environment, _device_list(device, groups)
         )
-        found.append(_kind_result(way, groups, measured, document))
-    return found
+        results.append(_kind_result(kind, groups, case_results, document))
+    return results
 
 
 def _kind_result(
-    way: CollectiveKind,
+    kind: CollectiveKind,
     groups: list[tuple[int, ...]],
-    measured: list[nccl_tests_format.CaseResult],
+    results: list[nccl_tests_format.CaseResult],
     document: dict[str, Any],
 ) -> dict[str, Any]:
-    place: BufferMode = "in_place" if way.operation in IN_PLACE else "out_of_place"
-    sizes = [each.case.size_bytes for each in measured]
-    typical = [median(each.each[place]) for each in measured]
+    mode: BufferMode = "in_place" if kind.operation in IN_PLACE else "out_of_place"
+    sizes = [result.case.size_bytes for result in results]
+    median_seconds = [median(result.each[mode]) for result in results]
     return {
-        "operation": way.operation,
-        "among": way.among,
+        "operation": kind.operation,
+        "among": kind.among,
         "ranks": len(groups[0]),
         "groups": groups,
         "sizes": [
-            {"size_bytes": size, "calls": each.case.calls, "seconds": seconds}
-            for size, seconds, each in zip(sizes, typical, measured, strict=True)
+            {"size_bytes": size, "calls": result.case.calls, "seconds": seconds}
+            for size, seconds, result in zip(sizes, median_seconds, results, strict=True)
         ],
-        "fit": fit_to_dict(fit_latency_bandwidth(sizes, typical), typical, place),
+        "fit": fit_to_dict(fit_latency_bandwidth(sizes, median_seconds), median_seconds, mode),
         "nccl_tests": document,
     }
 
 
-def fit_to_dict(found: PiecewiseFit | None, seconds: Sequence[float], place: BufferMode) -> dict[str, Any] | None:
+def fit_to_dict(fit: PiecewiseFit | None, seconds: Sequence[float], mode: BufferMode) -> dict[str, Any] | None:
     """A fit for files, of the median over iterations of the slowest rank's time: a busy machine's mean says little. It
     holds for these sizes, among as many ranks. None of a single size."""
-    if found is None:
+    if fit is None:
         return None
     return {
-        "times": place,
-        "joined": found.combination,
+        "times": mode,
+        "joined": fit.combination,
         "pieces": [
             {
                 "latency_seconds": piece.latency_seconds,
                 "bytes_per_second": 1 / piece.seconds_per_byte if piece.seconds_per_byte else None,
             }
-            for piece in found.pieces
+            for piece in fit.pieces
         ],
-        "from_bytes": found.sizes_bytes[0],
-        "to_bytes": found.sizes_bytes[-1],
-        "mean_error": found.mean_error,
-        "max_error": found.max_error,
-        "doubtful": found.is_poor,
+        "from_bytes": fit.sizes_bytes[0],
+        "to_bytes": fit.sizes_bytes[-1],
+        "mean_error": fit.mean_error,
+        "max_error": fit.max_error,
+        "doubtful": fit.is_poor,
         "residuals": [
             {"size_bytes": size, "seconds": median_seconds, "relative": residual}
-            for size, median_seconds, residual in zip(found.sizes_bytes, seconds, found.residuals, strict=True)
+            for size, median_seconds, residual in zip(fit.sizes_bytes, seconds, fit.residuals, strict=True)
         ],
     }
 
@@ -193,25 +198,25 @@ def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[di
     """Where every rank is, for nccl-tests' list."""
     address = "cpu"
     if device.type == "cuda":
-        at: Any = torch.cuda.get_device_properties(device)
-        address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}"
+        properties: Any = torch.cuda.get_device_properties(device)
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
     rank = dist.get_rank()
-    here = {
+    local_device = {
         "rank": rank,
-        "group": next((place for place, group in enumerate(groups) if rank in group), -1),
+        "group": next((index for index, group in enumerate(groups) if rank in group), -1),
         "pid": os.getpid(),
         "hostname": socket.gethostname(),
         "device": device.index or 0,
         "device_hex": address,
         "device_info": _described(device),
     }
-    return all_gather_objects(here)
+    return all_gather_objects(local_device)
 
 
 def _environment_info(device: torch.device) -> dict[str, Any]:
     major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
-    known = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
-    return {"args": sys.argv, "env": known, "nccl_version": 10_000 * major + 100 * minor + patch}
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    return {"args": sys.argv, "env": variables, "nccl_version": 10_000 * major + 100 * minor + patch}
 
 
 def _now() -> str:
@@ -227,11 +232,11 @@ def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:
         directory = Path(folder)
-        file, out = directory / "run.toml", directory / "measured.json"
+        file, result_file = directory / "run.toml", directory / "measured.json"
         file.write_text(to_toml(with_absolute_paths(run)))
-        words = __name__, str(file), "--out", str(out), *options
-        code = launch_ranks(nproc, words, partial(report_with_traceback, directory))
-        return code or json.loads(out.read_text())
+        worker_args = __name__, str(file), "--out", str(result_file), *options
+        code = launch_ranks(nproc, worker_args, partial(report_with_traceback, directory))
+        return code or json.loads(result_file.read_text())
 
 
 def main() -> None:
@@ -244,16 +249,16 @@ def main() -> None:
     exit_rank(rank_main(parser.parse_args()))
 
 
-def rank_main(asked: argparse.Namespace) -> int:
+def rank_main(args: argparse.Namespace) -> int:
     """Measure on this rank; returns the exit code."""
     try:
-        run = load_run(asked.run, environment={})
+        run = load_run(args.run, environment={})
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
-        found = run_benchmarks(run, device, asked.parts, asked.iterations, asked.sweep)
+        results = run_benchmarks(run, device, args.parts, args.iterations, args.sweep)
         if env_rank() == 0:
-            asked.out.write_text(json.dumps(found, indent=1))
+            args.out.write_text(json.dumps(results, indent=1))
     except Exception as error:
-        write_failure(asked.out.parent, env_rank(), 0, error)
+        write_failure(args.out.parent, env_rank(), 0, error)
         if LAUNCHER_PID_ENV not in os.environ:
             traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1

@@ -21,9 +21,9 @@ def time_calls(call: Callable[[], object], device: torch.device, iterations: int
             call()
             event.record()
         torch.cuda.synchronize(device)
-        return [begun.elapsed_time(ended) / 1e3 for begun, ended in pairwise(events)]
+        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
     stamps = [time.perf_counter()]
     for _ in range(iterations):
         call()
         stamps.append(time.perf_counter())
-    return [ended - begun for begun, ended in pairwise(stamps)]
+    return [end - start for start, end in pairwise(stamps)]

@@ -74,8 +74,8 @@ class InheritedOutput(LogsSpecs):
     root_log_dir = os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        none = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=none, stderrs=none, error_files=none)
+        empty_paths = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=empty_paths, stderrs=empty_paths, error_files=empty_paths)
 
 
 class RunEndedByOtherNode(Exception):  # noqa: N818 - no error of this node's
@@ -85,9 +85,11 @@ class RunEndedByOtherNode(Exception):  # noqa: N818 - no error of this node's
 class ElasticAgent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
-    def __init__(self, spec: WorkerSpec, words: WorkerCommand, judge: FailureHandler, nodes: int) -> None:
+    def __init__(
+        self, spec: WorkerSpec, worker_command: WorkerCommand, on_failure: FailureHandler, num_nodes: int
+    ) -> None:
         super().__init__(spec, InheritedOutput())
-        self._words, self._judge, self._nodes = words, judge, nodes
+        self._words, self._judge, self._nodes = worker_command, on_failure, num_nodes
         self.then = FailureAction.END
         self._kills_before = 0
         self._killed: set[int] = set()
@@ -104,39 +106,41 @@ class ElasticAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = ("-m", *self._agree_on_command(worker_group))
         if self._nodes > 1:
-            here = f"{worker_group.group_world_size} of {plural(self._nodes, 'node')}"
-            print(f"phalanx: {here} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
+            joined_nodes = f"{worker_group.group_world_size} of {plural(self._nodes, 'node')}"
+            print(f"phalanx: {joined_nodes} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
         self._kills_before = cgroup_oom_kills() or 0
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _agree_on_command(self, group: WorkerGroup) -> Sequence[str]:
         """What all nodes start: the first of them says so, for a layout may be chosen by what the moment shows."""
-        ranks = group.workers[0].world_size
+        world_size = group.workers[0].world_size
         if group.group_world_size == 1:
-            return self._words(ranks)
+            return self._words(world_size)
         assert group.store is not None
         if group.group_rank == 0:
             try:
-                words = list(self._words(ranks))
+                command = list(self._words(world_size))
             except UserError as error:
                 group.store.set(COMMAND_KEY, json.dumps({"error": [error.field, None, error.problem, error.fix]}))
                 raise
-            group.store.set(COMMAND_KEY, json.dumps({"words": words}))
-            return words
+            group.store.set(COMMAND_KEY, json.dumps({"words": command}))
+            return command
         group.store.wait([COMMAND_KEY], timedelta(seconds=CHOOSING_SECONDS))
-        told = json.loads(group.store.get(COMMAND_KEY))
-        if "error" in told:
-            raise UserError(*told["error"])
-        return [str(word) for word in told["words"]]
+        message = json.loads(group.store.get(COMMAND_KEY))
+        if "error" in message:
+            raise UserError(*message["error"])
+        return [str(argument) for argument in message["words"]]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._has_failed():
             self._kill_remaining()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            own = {rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed}
-            self.then = self._judge(own or result.failures, (cgroup_oom_kills() or 0) - self._kills_before)
+            genuine_failures = {
+                rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed
+            }
+            self.then = self._judge(genuine_failures or result.failures, (cgroup_oom_kills() or 0) - self._kills_before)
             self._remaining_restarts = int(self.then is FailureAction.AGAIN)
         return result
 
@@ -147,11 +151,13 @@ class ElasticAgent(LocalElasticAgent):
     def _kill_remaining(self) -> None:
         """Ranks that wait for one that is gone fail too, and say so; one that is stopped never would."""
         deadline = time.monotonic() + FAILURE_GRACE_SECONDS
-        while (left := [pid for pid in self._pids() if _exit_status(pid) is None]) and time.monotonic() < deadline:
+        while (
+            running_pids := [pid for pid in self._pids() if _exit_status(pid) is None]
+        ) and time.monotonic() < deadline:
             time.sleep(MONITOR_SECONDS / 2)
-        for pid in left:
+        for pid in running_pids:
             os.kill(pid, signal.SIGKILL)
-        self._killed |= set(left)
+        self._killed |= set(running_pids)
 
     def _pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []
@@ -166,9 +172,9 @@ class ElasticAgent(LocalElasticAgent):
         for pid in self._pids():
             if _exit_status(pid) is None:
                 os.kill(pid, death_sig)
-        deadline, begun = time.monotonic() + STOP_SECONDS, self._pids()
-        while any(_exit_status(pid) is None for pid in begun) and time.monotonic() < deadline:
-            if any(_exit_status(pid) == death_sig for pid in begun):
+        deadline, pids = time.monotonic() + STOP_SECONDS, self._pids()
+        while any(_exit_status(pid) is None for pid in pids) and time.monotonic() < deadline:
+            if any(_exit_status(pid) == death_sig for pid in pids):
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
             time.sleep(MONITOR_SECONDS / 2)
 
@@ -177,10 +183,10 @@ def _exit_status(pid: int) -> int | None:
     """How one of our processes ended, which is left for torchrun to find; None of one that runs. Of one that torchrun
     has found already nothing is known but that it ended: 0."""
     try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return 0
-    return None if ended is None else ended.si_status
+    return None if exit_info is None else exit_info.si_status
 
 
 @contextmanager
@@ -190,63 +196,67 @@ def stop_signals_as_exit() -> Iterator[None]:
     Raises SystemExit after one: `INTERRUPTED` or `STOPPED`.
     """
 
-    def stop(number: int, _: object) -> None:
-        told = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        raise SignalException(f"signal {number}", told)
+    def handle_signal(number: int, _: object) -> None:
+        sigval = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        raise SignalException(f"signal {number}", sigval)
 
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    previous_handlers = {number: signal.signal(number, handle_signal) for number in stop_signals()}
     try:
         yield
     except SignalException as signalled:
         raise SystemExit(EXIT_INTERRUPTED if signalled.sigval == signal.SIGINT else EXIT_STOPPED) from None
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def run_until_done(nproc: int, words: WorkerCommand, judge: FailureHandler, meeting: Rendezvous = SINGLE_NODE) -> bool:
-    """Run local ranks, together with other nodes' where there are any, until all have ended well, or by what `judge`
-    says of a failure they are not to be started again; returns whether all went well.
+def run_until_done(
+    nproc: int, worker_command: WorkerCommand, on_failure: FailureHandler, rendezvous: Rendezvous = SINGLE_NODE
+) -> bool:
+    """Run local ranks, together with other nodes' where there are any, until all have ended well, or `on_failure`
+    decides not to start them again; returns whether all went well.
 
     Raises UserError where nodes cannot meet, NotMetError where they do not.
     """
-    if meeting.max_nodes > 1:
-        wanted, patience = plural(meeting.max_nodes, "node"), f"{meeting.join_seconds:g} s at most"
-        if meeting.min_nodes < meeting.max_nodes:
-            wanted = f"{meeting.min_nodes} to {wanted}"
-            patience += f", and {meeting.last_call_seconds:g} s for more where {meeting.min_nodes} are enough"
-        print(f"phalanx: {wanted} meet at {meeting.endpoint}, in {patience}", file=sys.stderr)
-    deadline = time.monotonic() + meeting.join_seconds
+    if rendezvous.max_nodes > 1:
+        nodes_text, timeout_text = plural(rendezvous.max_nodes, "node"), f"{rendezvous.join_seconds:g} s at most"
+        if rendezvous.min_nodes < rendezvous.max_nodes:
+            nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
+            timeout_text += f", and {rendezvous.last_call_seconds:g} s for more where {rendezvous.min_nodes} are enough"
+        print(f"phalanx: {nodes_text} meet at {rendezvous.endpoint}, in {timeout_text}", file=sys.stderr)
+    deadline = time.monotonic() + rendezvous.join_seconds
     while True:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
-            wait_for_host(meeting, deadline)
+            wait_for_host(rendezvous, deadline)
             with _quiet_torchelastic():
-                return _run_once(nproc, words, judge, meeting)
+                return _run_once(nproc, worker_command, on_failure, rendezvous)
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
-            problem = f"fewer than {plural(meeting.min_nodes, 'node', one='one')} came in {meeting.join_seconds:g} s"
-            raise RendezvousError("--rendezvous", meeting.endpoint, problem, fix) from None
+            problem = (
+                f"fewer than {plural(rendezvous.min_nodes, 'node', one='one')} came in {rendezvous.join_seconds:g} s"
+            )
+            raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix) from None
         except RendezvousClosedError:
             raise RunEndedByOtherNode("the run was ended by another node: see what was said there") from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
-            if meeting.is_host:
+            if rendezvous.is_host:
                 fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
                 problem = f"nodes cannot meet here: {error.__cause__}"
-                raise UserError("--rendezvous", meeting.endpoint, problem, fix) from None
-            if time.monotonic() - begun > MET_SECONDS:  # that node may be about to start again
-                deadline = time.monotonic() + meeting.join_seconds
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
+            if time.monotonic() - started_at > MET_SECONDS:  # that node may be about to start again
+                deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"nodes cannot meet there: {error}"
-                raise RendezvousError("--rendezvous", meeting.endpoint, problem, "give another port") from None
+                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, "give another port") from None
 
 
-def _run_once(nproc: int, words: WorkerCommand, judge: FailureHandler, meeting: Rendezvous) -> bool:
-    handler, own = make_rendezvous_handler(meeting), local_address(meeting)
-    if meeting is not SINGLE_NODE:
+def _run_once(nproc: int, worker_command: WorkerCommand, on_failure: FailureHandler, rendezvous: Rendezvous) -> bool:
+    handler, address = make_rendezvous_handler(rendezvous), local_address(rendezvous)
+    if rendezvous is not SINGLE_NODE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if name not in os.environ:
-                os.environ[name] = interface_of(own)
+                os.environ[name] = interface_of(address)
     spec = WorkerSpec(
         role="default",
         local_world_size=nproc,
@@ -255,9 +265,9 @@ def _run_once(nproc: int, words: WorkerCommand, judge: FailureHandler, meeting: 
         rdzv_handler=handler,
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
-        local_addr=own,
+        local_addr=address,
     )
-    agent = ElasticAgent(spec, words, judge, meeting.max_nodes)
+    agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes)
     result = agent.run()
     if agent.then is not FailureAction.LEAVE:
         handler.shutdown()  # nobody can join any more
@@ -277,16 +287,16 @@ def _quiet_torchelastic() -> Iterator[None]:
         del os.environ[LAUNCHER_PID_ENV]
 
 
-def launch_ranks(nproc: int, words: Sequence[str], report: Callable[[ProcessFailures, int], int]) -> int:
+def launch_ranks(nproc: int, worker_args: Sequence[str], report: Callable[[ProcessFailures, int], int]) -> int:
     """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
     given what the agent knows of a failure, says why, and returns the code."""
     code = 0
 
-    def judge(failures: ProcessFailures, kills: int) -> FailureAction:
+    def on_failure(failures: ProcessFailures, kills: int) -> FailureAction:
         nonlocal code
         code = report(failures, kills)
         return FailureAction.END
 
     with stop_signals_as_exit():
-        run_until_done(nproc, lambda _: words, judge)
+        run_until_done(nproc, lambda _: worker_args, on_failure)
     return code

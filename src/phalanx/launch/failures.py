@@ -31,75 +31,75 @@ def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: in
 
 def report_with_traceback(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
     """The same of ranks whose directory will be gone: with the traceback, where it is not the user's to mend."""
-    first = find_first_failure(directory, failures, kills)
-    mine = first["code"] != 2
-    where = f"rank {first['rank']}: " if mine else ""
-    print(f"phalanx: {where}{first['reason']}", file=sys.stderr)
-    print(first.get("traceback", "") if mine else "", end="", file=sys.stderr)
-    return int(first["code"])
+    first_failure = find_first_failure(directory, failures, kills)
+    is_program_error = first_failure["code"] != 2
+    prefix = f"rank {first_failure['rank']}: " if is_program_error else ""
+    print(f"phalanx: {prefix}{first_failure['reason']}", file=sys.stderr)
+    print(first_failure.get("traceback", "") if is_program_error else "", end="", file=sys.stderr)
+    return int(first_failure["code"])
 
 
-def print_failure(directory: Path, first: Mapping[str, Any]) -> int:
+def print_failure(directory: Path, failure: Mapping[str, Any]) -> int:
     """Print why the rank that failed first did; returns the exit code."""
-    if first["code"] == 2:
-        print(f"phalanx: {first['reason']}", file=sys.stderr)
+    if failure["code"] == 2:
+        print(f"phalanx: {failure['reason']}", file=sys.stderr)
         return 2
-    print(f"phalanx: {describe_failure(first)}", file=sys.stderr)
-    if "traceback" in first:
-        print(f"  traceback: {hang_dumps.failure_file(directory, first['rank'])}", file=sys.stderr)
+    print(f"phalanx: {describe_failure(failure)}", file=sys.stderr)
+    if "traceback" in failure:
+        print(f"  traceback: {hang_dumps.failure_file(directory, failure['rank'])}", file=sys.stderr)
     for line in failure_headline(directory):
         print(f"  {line}", file=sys.stderr)
-    return int(first["code"])
+    return int(failure["code"])
 
 
-def print_final_failure(directory: Path, first: Mapping[str, Any]) -> int:
+def print_final_failure(directory: Path, failure: Mapping[str, Any]) -> int:
     """The same where ranks are not started again, and how to go on."""
-    code = print_failure(directory, first)
+    code = print_failure(directory, failure)
     if code != 2:
         print_resume_hint(directory)
     return code
 
 
-def describe_failure(first: Mapping[str, Any]) -> str:
+def describe_failure(failure: Mapping[str, Any]) -> str:
     """Which rank failed, when and why; or what all ranks found."""
-    if "suspect_ranks" in first:
-        return str(first["reason"])
-    when = f"failed after step {first['step']}: " if "step" in first else ""
-    if "lost_peer" in first:
-        when += "it lost another rank: "
-    return f"rank {first['rank']} {when}{first['reason']}"
+    if "suspect_ranks" in failure:
+        return str(failure["reason"])
+    text = f"failed after step {failure['step']}: " if "step" in failure else ""
+    if "lost_peer" in failure:
+        text += "it lost another rank: "
+    return f"rank {failure['rank']} {text}{failure['reason']}"
 
 
 def find_first_failure(
-    directory: Path, failures: Mapping[int, Any], kills: int = 0, told: Sequence[Mapping[str, Any]] | None = None
+    directory: Path, failures: Mapping[int, Any], kills: int = 0, records: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
     it only lost another rank that left no word, it says so: "lost". `kills` are the kernel's for want of memory
-    since the ranks started, `told` the words that count, if not all that are there do."""
-    told = read_failures(directory) if told is None else told
-    own = [failure for failure in told if not is_peer_loss(failure["reason"])]
+    since the ranks started, `records` the failure records that count, if not all that are there do."""
+    records = read_failures(directory) if records is None else records
+    root_causes = [failure for failure in records if not is_peer_loss(failure["reason"])]
     # A rank that was killed left no word, and what the others wrote is that they lost it. NCCL aborts who lost others.
     killed = [(rank, failure.exitcode) for rank, failure in failures.items() if failure.exitcode in FATAL_EXIT_CODES]
-    killed.sort(key=lambda one: (one[1] == -signal.SIGABRT, float(failures[one[0]].timestamp)))
-    if told and (not killed or (own and all(code == -signal.SIGABRT for _, code in killed))):
-        first = min(own or told, key=lambda failure: float(failure["time"]))
-        return dict(first) if own else {**first, "lost_peer": True}
-    first_ended = min(failures.items(), key=lambda item: float(item[1].timestamp))
-    rank, code = killed[0] if killed else (first_ended[0], first_ended[1].exitcode)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    record = {"rank": rank, "time": time.time(), "reason": describe_kill(directory, rank, how, kills), "code": 1}
+    killed.sort(key=lambda candidate: (candidate[1] == -signal.SIGABRT, float(failures[candidate[0]].timestamp)))
+    if records and (not killed or (root_causes and all(code == -signal.SIGABRT for _, code in killed))):
+        first_record = min(root_causes or records, key=lambda failure: float(failure["time"]))
+        return dict(first_record) if root_causes else {**first_record, "lost_peer": True}
+    first_exit = min(failures.items(), key=lambda item: float(item[1].timestamp))
+    rank, code = killed[0] if killed else (first_exit[0], first_exit[1].exitcode)
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    record = {"rank": rank, "time": time.time(), "reason": describe_kill(directory, rank, cause, kills), "code": 1}
     try:
         hang_dumps.write_failure(directory, record)
     except OSError as error:  # why it could leave no word
-        record["reason"] = f"{how}, and {directory} cannot be written to: {error.strerror}; free space or check it"
+        record["reason"] = f"{cause}, and {directory} cannot be written to: {error.strerror}; free space or check it"
     return record
 
 
 def print_resume_hint(directory: Path) -> None:
     """Print what is there, and the command."""
     saved = checkpoints(directory / CHECKPOINTS_DIR)
-    last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
-    print(f"  {last}; continue with: phalanx train {directory} --resume", file=sys.stderr)
+    checkpoint_text = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
+    print(f"  {checkpoint_text}; continue with: phalanx train {directory} --resume", file=sys.stderr)
 
 
 def read_failures(directory: Path) -> list[dict[str, Any]]:
@@ -117,14 +117,14 @@ def write_failure(
 ) -> None:
     """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
     what it held where that was not enough (`held.oom_report`); `final` says that it would fail again."""
-    meant_for_people = isinstance(error, UserError)
+    is_user_error = isinstance(error, UserError)
     record = {
         "rank": rank,
         "step": step,
         "time": time.time(),
         "reason": format_oom_report(memory or {})
-        or (str(error) if meant_for_people else f"{type(error).__name__}: {error}"),
-        "code": 2 if meant_for_people else 1,
+        or (str(error) if is_user_error else f"{type(error).__name__}: {error}"),
+        "code": 2 if is_user_error else 1,
         "final": final,
         "traceback": traceback.format_exc(),
         **(memory or {}),

@@ -24,13 +24,13 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
     check_layout(run, world_size)
     check_torch_supports(run.layout)
-    known = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
-    if run.model.vocab_size < known:
+    tokenizer_vocab = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
+    if run.model.vocab_size < tokenizer_vocab:
         raise UserError(
             "model.vocab_size",
             run.model.vocab_size,
-            f"is less than the tokenizer's {known} tokens",
-            f"set model.vocab_size = {known}",
+            f"is less than the tokenizer's {tokenizer_vocab} tokens",
+            f"set model.vocab_size = {tokenizer_vocab}",
         )
     if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)
@@ -40,8 +40,8 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
         _check_offload(run, run.layout.offload_directory, world_size)
     _check_directory(run, resume)
     # Ranks of other nodes notice that one was lost when a collective's time is over.
-    others = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
-    check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + others)
+    peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
+    check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
@@ -54,23 +54,23 @@ def _check_copies(run: RunSpec, world_size: int) -> None:
         refuse("needs memory without a name (memfd_create), which this system has not")
     if run.layout.offload == "nvme":
         refuse('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
-    each = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
+    state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
-    needed = copies * each * world_size / run.cluster.nodes
+    needed = copies * state_bytes * world_size / run.cluster.nodes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         refuse(f"takes {needed / 1e9:.1f} GB of this machine's {memory / 1e9:.1f} for {copies} copies of each state")
 
 
 def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
-    place = Path(directory).expanduser()
+    path = Path(directory).expanduser()
     fix = "name a directory on a local disk"
-    if not place.is_dir():
+    if not path.is_dir():
         raise UserError("layout.offload_directory", directory, "is no directory on this machine", fix)
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not os.access(path, os.W_OK | os.X_OK):
         raise UserError("layout.offload_directory", directory, "cannot be written to", fix)
-    ranks_here = world_size / run.cluster.nodes
-    free, needed = shutil.disk_usage(place).free, ranks_here * disk_offload_bytes(run, world_size)
+    local_ranks = world_size / run.cluster.nodes
+    free, needed = shutil.disk_usage(path).free, local_ranks * disk_offload_bytes(run, world_size)
     if needed > free:
         raise UserError(
             "layout.offload_directory",
@@ -92,19 +92,19 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             "is not a directory that can be written to",
             "set output_dir to another directory",
         )
-    found = checkpoints(directory / CHECKPOINTS_DIR)
-    if found and resume:
-        check_manifest(run, latest_manifest(found))
+    saved = checkpoints(directory / CHECKPOINTS_DIR)
+    if saved and resume:
+        check_manifest(run, latest_manifest(saved))
     elif resume:
         check_not_all_damaged(directory / CHECKPOINTS_DIR)
-    elif found or (directory / METRICS_FILE).exists():
+    elif saved or (directory / METRICS_FILE).exists():
         raise UserError(
             "name",
             run.name,
             f"{directory} holds a run already",
             "add --resume to continue it, or choose another with --set name=...",
         )
-    needed, free = checkpoint_space_needed_bytes(run, len(found)), shutil.disk_usage(existing).free
+    needed, free = checkpoint_space_needed_bytes(run, len(saved)), shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
             "checkpoint.keep",
@@ -134,7 +134,7 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
 
 def check_wandb(project: str) -> None:
     """Raise UserError if W&B is not installed."""
-    found = find_spec("wandb")
-    if found is None or found.origin is None:  # a mere directory of this name, such as W&B leaves behind
+    module_spec = find_spec("wandb")
+    if module_spec is None or module_spec.origin is None:  # a mere directory of this name, such as W&B leaves behind
         problem = "needs wandb, which is not installed"
         raise UserError("metrics.wandb", project, problem, "pip install -e '.[wandb]'")

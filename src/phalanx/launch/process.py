@@ -44,21 +44,21 @@ def select_device(run: RunSpec) -> str:
 
     Raises UserError if the run asks for a GPU that is not there, or in a precision that it lacks.
     """
-    wanted = run.cluster.device
-    if wanted == "cuda" and not torch.cuda.is_available():
+    requested = run.cluster.device
+    if requested == "cuda" and not torch.cuda.is_available():
         raise LocalNodeError(
             "cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"'
         )
-    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def select_nproc(run: RunSpec, asked: int | None = None) -> int:
+def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     """Ranks to start on this node: as asked, as the run file says, or one per GPU (one on a CPU).
 
     Raises UserError if there are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if select_device(run) == "cuda" else 0
-    nproc = asked or run.cluster.nproc_per_node or max(1, gpus)
+    nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
         raise LocalNodeError(
             "--nproc", nproc, f"this machine has {gpus} GPUs", f'use at most {gpus}, or cluster.device = "cpu"'
@@ -78,9 +78,9 @@ def env_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def init_distributed(device_type: str, timeout_seconds: float, ranks: int | None = None) -> torch.device:
-    """Join the process group that torchrun's environment describes, if any, or that of the first `ranks` of it; returns
-    this rank's device."""
+def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | None = None) -> torch.device:
+    """Join the process group that torchrun's environment describes, if any, or that of its first `num_ranks` ranks;
+    returns this rank's device."""
     die_with_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device_type == "cuda":
@@ -89,8 +89,9 @@ def init_distributed(device_type: str, timeout_seconds: float, ranks: int | None
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
-        rank, ranks = (-1, -1) if ranks is None else (int(os.environ["RANK"]), ranks)  # -1: as the environment says
-        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=ranks)
+        # -1: as the environment says
+        rank, num_ranks = (-1, -1) if num_ranks is None else (int(os.environ["RANK"]), num_ranks)
+        dist.init_process_group(backend, timeout=timeout, rank=rank, world_size=num_ranks)
         # Groups that are made later, those of a mesh among them, take PyTorch's own timeouts: half an hour on gloo.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
@@ -107,15 +108,15 @@ def die_with_launcher() -> None:
             os._exit(1)
 
 
-def exit_rank(code: int) -> None:
+def exit_rank(exit_code: int) -> None:
     """End this process. Interpreter shutdown beside gloo's threads aborts now and then, so it is skipped."""
-    if dist.is_initialized() and code in (0, EXIT_STOPPED):
+    if dist.is_initialized() and exit_code in (0, EXIT_STOPPED):
         dist.barrier()
         dist.destroy_process_group()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(exit_code)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -125,24 +126,24 @@ def stop_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def handling_signals(heard: Callable[[int], None]) -> Iterator[None]:
-    """SIGTERM (Slurm, torchrun), Ctrl-C and a terminal that is closed are `heard`, so that the process can end in
+def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Call `on_signal` on SIGTERM (Slurm, torchrun), Ctrl-C and a closed terminal, so that the process can end in
     order; one more, some seconds later, ends it at once. (Ctrl-C reaches a rank twice: from the terminal and from
     torchrun.)"""
-    first: float | None = None
+    first_signal_at: float | None = None
 
-    def stop(number: int, _: object) -> None:
-        nonlocal first
-        first = first or time.monotonic()
-        if time.monotonic() - first > FORCE_EXIT_SECONDS:
+    def handle_signal(number: int, _: object) -> None:
+        nonlocal first_signal_at
+        first_signal_at = first_signal_at or time.monotonic()
+        if time.monotonic() - first_signal_at > FORCE_EXIT_SECONDS:
             os._exit(EXIT_INTERRUPTED)
-        heard(number)
+        on_signal(number)
 
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    previous_handlers = {number: signal.signal(number, handle_signal) for number in stop_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 

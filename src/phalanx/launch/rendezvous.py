@@ -66,55 +66,55 @@ class RendezvousError(LocalNodeError):
     """Too few nodes came in time; they may the next time."""
 
 
-def wait_for_host(meeting: Rendezvous, deadline: float) -> None:
+def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
     """Until the place where nodes meet answers. (PyTorch's store waits too, and prints its stack meanwhile.)"""
-    while not meeting.is_host:
+    while not rendezvous.is_host:
         reached = False
-        with suppress(OSError), socket.create_connection((meeting.host, meeting.port), timeout=RETRY_SECONDS):
+        with suppress(OSError), socket.create_connection((rendezvous.host, rendezvous.port), timeout=RETRY_SECONDS):
             reached = True
-        if reached and _is_store(meeting):
+        if reached and _is_store(rendezvous):
             return
         if time.monotonic() > deadline:
             if reached:
                 problem = "what answers there is no place where nodes meet"
-                raise UserError("--rendezvous", meeting.endpoint, problem, "give another port")
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, "give another port")
             fix = "start the command there too, and check that this port can be reached"
             raise RendezvousError(
-                "--rendezvous", meeting.endpoint, f"nobody answered in {meeting.join_seconds:g} s", fix
+                "--rendezvous", rendezvous.endpoint, f"nobody answered in {rendezvous.join_seconds:g} s", fix
             )
         time.sleep(RETRY_SECONDS)
 
 
-def _is_store(meeting: Rendezvous) -> bool:
+def _is_store(rendezvous: Rendezvous) -> bool:
     """Whether what answers is a store of PyTorch's. Its client waits for good for the word of one that says nothing,
     and hears no signal meanwhile: so another thread asks."""
-    found = Event()
+    answered = Event()
 
-    def ask() -> None:
+    def connect() -> None:
         with suppress(DistError):
-            patience = timedelta(seconds=ANSWER_SECONDS)
-            TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=patience)
-            found.set()
+            timeout = timedelta(seconds=ANSWER_SECONDS)
+            TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            answered.set()
 
-    thread = Thread(target=ask, daemon=True)
+    thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    return found.is_set()
+    return answered.is_set()
 
 
-def make_rendezvous_handler(meeting: Rendezvous) -> RendezvousHandler:
+def make_rendezvous_handler(rendezvous: Rendezvous) -> RendezvousHandler:
     """torchrun's way to meet there."""
     return get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
-            endpoint=meeting.endpoint,
-            run_id=meeting.name or uuid.uuid4().hex,
-            min_nodes=meeting.min_nodes,
-            max_nodes=meeting.max_nodes,
-            local_addr=local_address(meeting),
-            is_host=meeting.is_host,
-            join_timeout=int(meeting.join_seconds),
-            last_call_timeout=meeting.last_call_seconds,
+            endpoint=rendezvous.endpoint,
+            run_id=rendezvous.name or uuid.uuid4().hex,
+            min_nodes=rendezvous.min_nodes,
+            max_nodes=rendezvous.max_nodes,
+            local_addr=local_address(rendezvous),
+            is_host=rendezvous.is_host,
+            join_timeout=int(rendezvous.join_seconds),
+            last_call_timeout=rendezvous.last_call_seconds,
             read_timeout=10,
             keep_alive_interval=KEEP_ALIVE_SECONDS,
             keep_alive_max_attempt=KEEP_ALIVE_ATTEMPTS,
@@ -122,14 +122,14 @@ def make_rendezvous_handler(meeting: Rendezvous) -> RendezvousHandler:
     )
 
 
-def local_address(meeting: Rendezvous) -> str:
+def local_address(rendezvous: Rendezvous) -> str:
     """That of this node by which it reaches the others: names of nodes often do not resolve, or to another network, and
     a machine's own often to its loopback (Debian), where nobody else reaches it."""
-    own = _address_towards(meeting.host)
-    if meeting is not SINGLE_NODE and ip_address(own).is_loopback:
+    address = _address_towards(rendezvous.host)
+    if rendezvous is not SINGLE_NODE and ip_address(address).is_loopback:
         with suppress(OSError):
             return _address_towards(PROBE_ADDRESS)
-    return own
+    return address
 
 
 def _address_towards(host: str) -> str:
@@ -143,7 +143,7 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     raise UserError("--rendezvous", address, "belongs to no network interface here", "set GLOO_SOCKET_IFNAME")

@@ -21,10 +21,10 @@ HEADER = struct.Struct("<qqq")
 """The step, -1 while the copy is not whole; the rank whose state it is; and the length of what describes it."""
 
 
-def allocate_slots(ranks: int) -> None:
+def allocate_slots(num_ranks: int) -> None:
     """Give the ranks that this process is about to start places for their copies. They take memory when written."""
-    places = [os.memfd_create(f"phalanx-copy-{number}") for number in range(len(OWN_SLOTS + NEIGHBOUR_SLOTS) * ranks)]
-    os.environ[SLOTS_ENV] = f"{os.getpid()}:{','.join(map(str, places))}"
+    fds = [os.memfd_create(f"phalanx-copy-{index}") for index in range(len(OWN_SLOTS + NEIGHBOUR_SLOTS) * num_ranks)]
+    os.environ[SLOTS_ENV] = f"{os.getpid()}:{','.join(map(str, fds))}"
 
 
 class SharedMemorySlot:
@@ -58,9 +58,9 @@ class SharedMemorySlot:
         self.ensure_size(HEADER.size)
         HEADER.pack_into(self.memory, 0, -1, 0, 0)
 
-    def commit(self, step: int, rank: int, described: int) -> None:
+    def commit(self, step: int, rank: int, metadata_length: int) -> None:
         """Say that it is."""
-        HEADER.pack_into(self.memory, 0, step, rank, described)
+        HEADER.pack_into(self.memory, 0, step, rank, metadata_length)
 
     def bytes(self) -> Tensor:
         """Of the copy, behind its header, as a tensor of the same memory."""

@@ -46,9 +46,9 @@ def supervise_training(
     directory: Path,
     run: RunSpec,
     nproc: int,
-    choose: LayoutChooser,
+    choose_layout: LayoutChooser,
     options: Sequence[str] = (),
-    meeting: Rendezvous = SINGLE_NODE,
+    rendezvous: Rendezvous = SINGLE_NODE,
 ) -> int:
     """Train the run of a directory with `nproc` ranks on this node, and others' where nodes meet; returns the exit
     code, after saying what failed. `options` are those of phalanx.train. One rank alone that is not to be started again
@@ -58,67 +58,69 @@ def supervise_training(
     """
     set_worker_environment(nproc)
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
-    alone = nproc == 1 and meeting is SINGLE_NODE
-    if alone and not (
+    is_single_rank = nproc == 1 and rendezvous is SINGLE_NODE
+    if is_single_rank and not (
         run.recovery.max_restarts or run.recovery.in_memory_checkpoint_every
     ):  # it prints its failure itself
         os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
     if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)
-    planned, before = nproc * meeting.max_nodes, len(read_events(directory))
-    recovery = FailurePolicy(directory, run.recovery, meeting)
+    planned_ranks, num_events = nproc * rendezvous.max_nodes, len(read_events(directory))
+    policy = FailurePolicy(directory, run.recovery, rendezvous)
 
-    def words(ranks: int) -> Sequence[str]:
-        other = (
-            () if ranks == planned else largest_usable_layout(ranks, nproc if meeting is not SINGLE_NODE else 1, choose)
+    def worker_command(ranks: int) -> Sequence[str]:
+        layout_options = (
+            ()
+            if ranks == planned_ranks
+            else largest_usable_layout(ranks, nproc if rendezvous is not SINGLE_NODE else 1, choose_layout)
         )
-        return "phalanx.train", str(directory), *other, *options
+        return "phalanx.train", str(directory), *layout_options, *options
 
     try:
         with stop_signals_as_exit():
-            while not run_until_done(nproc, words, recovery.decide, meeting):
-                fewer = recovery.drop_failing_rank(nproc, choose) if meeting is SINGLE_NODE else None
-                if fewer is None:
-                    if recovery.code not in (2, EXIT_STOPPED):
+            while not run_until_done(nproc, worker_command, policy.decide, rendezvous):
+                fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
+                if fewer_ranks is None:
+                    if policy.code not in (2, EXIT_STOPPED):
                         print_resume_hint(directory)
-                    return recovery.code
-                nproc = fewer
-    except (SystemExit, RunEndedByOtherNode) as end:
+                    return policy.code
+                nproc = fewer_ranks
+    except (SystemExit, RunEndedByOtherNode) as exit_reason:
         if is_finished(directory, run.training.steps):
             return 0
-        if isinstance(end, RunEndedByOtherNode):
-            print(f"phalanx: {end}", file=sys.stderr)
+        if isinstance(exit_reason, RunEndedByOtherNode):
+            print(f"phalanx: {exit_reason}", file=sys.stderr)
             return 1
         if (
-            words_left := recovery.new_failure_records()
+            new_records := policy.new_failure_records()
         ):  # it was not stopped in order, unless ranks just lost each other by it
-            first = find_first_failure(directory, {}, told=words_left)
-            if "lost_peer" not in first:
-                return print_final_failure(directory, first)
-        if FINISHED not in (event["what"] for event in read_events(directory)[before:]):
+            first_failure = find_first_failure(directory, {}, records=new_records)
+            if "lost_peer" not in first_failure:
+                return print_final_failure(directory, first_failure)
+        if FINISHED not in (event["what"] for event in read_events(directory)[num_events:]):
             print("phalanx: stopped by a signal while ranks were starting: nothing new is saved", file=sys.stderr)
         raise
     return 0
 
 
-def largest_usable_layout(ranks: int, each: int, choose: LayoutChooser) -> Sequence[str]:
-    """The layout of as many of these ranks as one fits, `each` of a node, as options of phalanx.train; the rest stand
-    by.
+def largest_usable_layout(ranks: int, ranks_per_node: int, choose_layout: LayoutChooser) -> Sequence[str]:
+    """The layout of as many of these ranks as one fits, `ranks_per_node` of a node, as options of phalanx.train;
+    the rest stand by.
 
     Raises UserError where none fits any.
     """
-    why: UserError | None = None
-    for used in range(ranks, 0, -each):
+    first_error: UserError | None = None
+    for num_used in range(ranks, 0, -ranks_per_node):
         try:
-            layout = choose(used)
+            layout = choose_layout(num_used)
         except UserError as error:
-            why = why or error
+            first_error = first_error or error
             continue
-        if why is not None:
-            print(f"phalanx: {used} of {ranks} ranks train, as no layout fits more: {why}", file=sys.stderr)
-        return "--layout", layout.model_dump_json(exclude_defaults=True), "--ranks", str(used)
-    assert why is not None
-    raise why
+        if first_error is not None:
+            print(f"phalanx: {num_used} of {ranks} ranks train, as no layout fits more: {first_error}", file=sys.stderr)
+        return "--layout", layout.model_dump_json(exclude_defaults=True), "--ranks", str(num_used)
+    assert first_error is not None
+    raise first_error
 
 
 class FailurePolicy:
@@ -128,12 +130,12 @@ class FailurePolicy:
     and those of a long run that goes on never add up.
     """
 
-    def __init__(self, directory: Path, spec: RecoverySpec, meeting: Rendezvous) -> None:
+    def __init__(self, directory: Path, spec: RecoverySpec, rendezvous: Rendezvous) -> None:
         self.directory, self.restarts, self.copied = directory, spec.max_restarts, spec.in_memory_checkpoint_every > 0
-        self.nodes = meeting.max_nodes
-        self.alone = meeting.max_nodes == 1 or meeting.is_host
+        self.nodes = rendezvous.max_nodes
+        self.alone = rendezvous.max_nodes == 1 or rendezvous.is_host
         """Whether the others cannot go on without this node: there are none, or they meet here."""
-        self._seen = {_failure_id(word) for word in read_failures(directory)}
+        self._seen = {_failure_id(record) for record in read_failures(directory)}
         self.last_step_reached = -1
         """The last step that was finished before a failure."""
         self.consecutive_failures = 0
@@ -157,12 +159,14 @@ class FailurePolicy:
             return (
                 FailureAction.END if self.nodes == 1 else FailureAction.AGAIN
             )  # where one was told to stop, or has come, others go on
-        words = self.new_failure_records()
-        first = find_first_failure(self.directory, failures, kills, words)
-        self._seen.add(_failure_id(first))  # of one without a word it was written down just now
+        records = self.new_failure_records()
+        first_failure = find_first_failure(self.directory, failures, kills, records)
+        self._seen.add(_failure_id(first_failure))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
-        began = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
-        step = max([*(word.get("step", 0) for word in words), *map(step_of, saved[:1]), *began[-1:]], default=0)
+        start_steps = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
+        step = max(
+            [*(record.get("step", 0) for record in records), *map(step_of, saved[:1]), *start_steps[-1:]], default=0
+        )
         if step > self.last_step_reached:
             self.last_step_reached, self.consecutive_failures, self.consecutive_remote_failures, self.suspect_ranks = (
                 step,
@@ -171,82 +175,92 @@ class FailurePolicy:
                 set(),
             )
         # NCCL aborts those whose peers are gone.
-        lost = "lost_peer" in first or first["reason"].startswith("was killed by SIGABRT")
-        here = self.nodes == 1 or (first["rank"] in failures and not lost)
+        lost_peer = "lost_peer" in first_failure or first_failure["reason"].startswith("was killed by SIGABRT")
+        is_local = self.nodes == 1 or (first_failure["rank"] in failures and not lost_peer)
         self.consecutive_failures, self.consecutive_remote_failures = (
-            self.consecutive_failures + here,
-            self.consecutive_remote_failures + (not here),
+            self.consecutive_failures + is_local,
+            self.consecutive_remote_failures + (not is_local),
         )
-        blamed = suspect_ranks(self.directory) if lost else {first["rank"]}
-        self.suspect_ranks |= (blamed or {UNKNOWN_RANK}) if here else set()
-        self.code = int(first["code"])
-        verdict = failure_headline(self.directory)
+        suspects = suspect_ranks(self.directory) if lost_peer else {first_failure["rank"]}
+        self.suspect_ranks |= (suspects or {UNKNOWN_RANK}) if is_local else set()
+        self.code = int(first_failure["code"])
+        headline = failure_headline(self.directory)
         # A node that is gone notes nothing.
-        reason = first["reason"] if here or not lost else "lost ranks of another node"
-        rank = [*first.get("suspect_ranks", ()), first["rank"]][0]
-        append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=verdict, here=here)
-        self.final = "lost_peer" not in first and (first["code"] == 2 or first.get("final", False))
+        reason = first_failure["reason"] if is_local or not lost_peer else "lost ranks of another node"
+        rank = [*first_failure.get("suspect_ranks", ()), first_failure["rank"]][0]
+        append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=headline, here=is_local)
+        self.final = "lost_peer" not in first_failure and (
+            first_failure["code"] == 2 or first_failure.get("final", False)
+        )
         if (
             self.final
             or self.consecutive_failures > self.restarts
             or self.consecutive_remote_failures > self.restarts * self.nodes
         ):
-            print_failure(self.directory, first)
-            leaves = here and not self.final and self.restarts > 0 and not self.alone
-            return FailureAction.LEAVE if leaves else FailureAction.END
-        source, count = (
+            print_failure(self.directory, first_failure)
+            should_leave = is_local and not self.final and self.restarts > 0 and not self.alone
+            return FailureAction.LEAVE if should_leave else FailureAction.END
+        resume_source, count_text = (
             saved[0].name if saved else "the beginning",
             f" ({self.consecutive_failures} of {self.restarts} in a row)",
         )
         if self.copied:
-            source += ", or copies that are newer"
+            resume_source += ", or copies that are newer"
         elif saved and step > step_of(saved[0]):
-            source += f", {step - step_of(saved[0])} steps before"
-        lines = f"phalanx: {describe_failure(first)}", *verdict, f"starting again from {source}{count if here else ''}"
+            resume_source += f", {step - step_of(saved[0])} steps before"
+        lines = (
+            f"phalanx: {describe_failure(first_failure)}",
+            *headline,
+            f"starting again from {resume_source}{count_text if is_local else ''}",
+        )
         print("\n  ".join(lines), file=sys.stderr)
         return FailureAction.AGAIN
 
     def new_failure_records(self) -> list[dict[str, Any]]:
         """What ranks left word of since this was asked before. (Not by their clocks, which may differ.)"""
-        words = [word for word in read_failures(self.directory) if _failure_id(word) not in self._seen]
-        self._seen |= {_failure_id(word) for word in words}
-        return words
+        records = [record for record in read_failures(self.directory) if _failure_id(record) not in self._seen]
+        self._seen |= {_failure_id(record) for record in records}
+        return records
 
-    def drop_failing_rank(self, nproc: int, choose: LayoutChooser) -> int | None:
+    def drop_failing_rank(self, nproc: int, choose_layout: LayoutChooser) -> int | None:
         """So many ranks to go on with, where it was always the same that was to blame and fewer can train; None where
         that cannot help, or did not the last time. On a GPU, the device of that rank is left out."""
-        again_and_again = len(self.suspect_ranks) == 1 and self.consecutive_failures > self.restarts > 0
+        fails_repeatedly = len(self.suspect_ranks) == 1 and self.consecutive_failures > self.restarts > 0
         if (
             self.final
-            or not again_and_again
+            or not fails_repeatedly
             or UNKNOWN_RANK in self.suspect_ranks
             or self.left_out_after == self.last_step_reached
         ):
             return None
-        (worst,) = self.suspect_ranks
+        (failing_rank,) = self.suspect_ranks
         for ranks in range(nproc - 1, 0, -1):
             with suppress(UserError):
-                choose(ranks)
+                choose_layout(ranks)
                 break
         else:
             return None
-        hide_gpu(worst)
+        hide_gpu(failing_rank)
         self.left_out_after, self.consecutive_failures, self.suspect_ranks = self.last_step_reached, 0, set()
-        append_event(self.directory, "rank_dropped", rank=worst)
+        append_event(self.directory, "rank_dropped", rank=failing_rank)
         print(
-            f"phalanx: going on without rank {worst}, which failed again and again: with {ranks} of {nproc}",
+            f"phalanx: going on without rank {failing_rank}, which failed again and again: with {ranks} of {nproc}",
             file=sys.stderr,
         )
         return ranks
 
 
-def _failure_id(word: Mapping[str, Any]) -> tuple[int, float]:
-    return word["rank"], word["time"]
+def _failure_id(record: Mapping[str, Any]) -> tuple[int, float]:
+    return record["rank"], record["time"]
 
 
 def hide_gpu(rank: int) -> None:
     """Hide the GPU of a local rank from those that are started from now on."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = (
+        visible_devices.split(",") if visible_devices else [str(index) for index in range(torch.cuda.device_count())]
+    )
     if devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device for at, device in enumerate(devices) if at != rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            device for local_rank, device in enumerate(devices) if local_rank != rank
+        )

@@ -28,35 +28,35 @@ def flip_bit(file: Path) -> None:
 
 
 @contextmanager
-def small_disk(place: Path, size_bytes: int) -> Iterator[None]:
+def small_disk(mount_point: Path, size_bytes: int) -> Iterator[None]:
     """A filesystem of its own, in memory.
 
     Raises NotAllowed.
     """
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(place)]
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "phalanx-test", str(mount_point)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         raise NotAllowed("this process may not mount a filesystem")
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)
 
 
-def fill_disk(place: Path, but_bytes: int = 0) -> Path:
+def fill_disk(directory: Path, spare_bytes: int = 0) -> Path:
     """Take the space of a filesystem that is left; returns the file that has it."""
-    others = place / "others"
-    with others.open("ab", buffering=0) as file:
+    filler = directory / "others"
+    with filler.open("ab", buffering=0) as file:
         for size in (2**20, 2**12, 1):
             with suppress(OSError):
                 while True:
                     file.write(b"0" * size)
-        file.truncate(file.tell() - but_bytes)
-    return others
+        file.truncate(file.tell() - spare_bytes)
+    return filler
 
 
 @contextmanager
-def memory_limited(most_bytes: int) -> Iterator[Callable[[int], None]]:
+def memory_limited(max_bytes: int) -> Iterator[Callable[[int], None]]:
     """A group of processes that may take so much more together (cgroup v1); what it gives has a process join it.
 
     Raises NotAllowed.
@@ -67,11 +67,11 @@ def memory_limited(most_bytes: int) -> Iterator[Callable[[int], None]]:
     except OSError as error:
         raise NotAllowed(f"this process may not make a cgroup with a limit of memory: {error}") from None
 
-    def join(process: int) -> None:
-        (group / "cgroup.procs").write_text(str(process))
+    def join(pid: int) -> None:
+        (group / "cgroup.procs").write_text(str(pid))
 
     try:
-        (group / "memory.limit_in_bytes").write_text(str(most_bytes))
+        (group / "memory.limit_in_bytes").write_text(str(max_bytes))
         yield join
     finally:
         wait_until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty", 10)

@@ -58,12 +58,12 @@ class LocalSlurm:
     def nodes(self) -> tuple[str, ...]:
         return tuple(self.network.hosts)
 
-    def run(self, *words: str, cwd: Path | None = None) -> str:
+    def run(self, *args: str, cwd: Path | None = None) -> str:
         """What one of its commands prints."""
-        command = [*self.network.hub.prefix, *words]
-        ended = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
-        assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
-        return ended.stdout.strip()
+        command = [*self.network.hub.prefix, *args]
+        result = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, f"{' '.join(args)}: {result.stderr}"
+        return result.stdout.strip()
 
     def submit(self, script: Path) -> str:
         """The number of a job, from a script that runs in its own directory."""
@@ -72,23 +72,23 @@ class LocalSlurm:
     def job_info(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job: its fields."""
         fields = self.run("scontrol", "show", "job", "--oneliner", job).split()
-        return dict(word.partition("=")[::2] for word in fields if "=" in word)
+        return dict(item.partition("=")[::2] for item in fields if "=" in item)
 
-    def wait(self, job: str, true: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
+    def wait(self, job: str, condition: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
         """What Slurm knows of a job, as soon as that is as wanted.
 
         Raises TimeoutError.
         """
-        ends = time.monotonic() + seconds
-        while not true(found := self.job_info(job)):
-            if time.monotonic() > ends:
-                raise TimeoutError(f"job {job} is {found['JobState']} ({found['Reason']}) after {seconds:.0f} s")
+        deadline = time.monotonic() + seconds
+        while not condition(info := self.job_info(job)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {info['JobState']} ({info['Reason']}) after {seconds:.0f} s")
             time.sleep(0.2)
-        return found
+        return info
 
 
 @contextmanager
-def local_slurm(place: Path, nodes: int) -> Iterator[LocalSlurm]:
+def local_slurm(directory: Path, nodes: int) -> Iterator[LocalSlurm]:
     """One with so many nodes, each with all cores of this machine. The first has this machine's own name, so that all
     find it. It is gone afterwards, and so are its jobs.
 
@@ -104,29 +104,29 @@ def local_slurm(place: Path, nodes: int) -> Iterator[LocalSlurm]:
     with ExitStack() as daemons:
         try:
             network = daemons.enter_context(star_network(names))
-        except NamespacesUnavailable as none:
-            raise SlurmUnavailable(str(none)) from None
-        found = LocalSlurm(place, network, {**os.environ, "SLURM_CONF": str(place / "slurm.conf")})
-        _write_conf(found, host)
-        daemons.enter_context(_daemon(found, "munge", _munged(place)))
-        daemons.enter_context(_daemon(found, "slurmctld", [*network.hub.prefix, "slurmctld"]))
+        except NamespacesUnavailable as error:
+            raise SlurmUnavailable(str(error)) from None
+        slurm = LocalSlurm(directory, network, {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")})
+        _write_conf(slurm, host)
+        daemons.enter_context(_daemon(slurm, "munge", _munged(directory)))
+        daemons.enter_context(_daemon(slurm, "slurmctld", [*network.hub.prefix, "slurmctld"]))
         for name in names:
             command = [*network.hosts[name].prefix, "slurmd", "-N", name]
-            daemons.enter_context(_daemon(found, f"slurmd-{name}", command))
-        _until(lambda: found.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", found)
+            daemons.enter_context(_daemon(slurm, f"slurmd-{name}", command))
+        _until(lambda: slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", slurm)
         try:
-            yield found
+            yield slurm
         finally:
-            found.run("scancel", "--user=root")
-            _until(lambda: not found.run("squeue", "-h"), "its jobs are gone", found)
+            slurm.run("scancel", "--user=root")
+            _until(lambda: not slurm.run("squeue", "-h"), "its jobs are gone", slurm)
 
 
-def _munged(place: Path) -> list[str]:
-    key = place / "munge.key"
+def _munged(directory: Path) -> list[str]:
+    key = directory / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
     files = [
-        f"--{name}={place}/munge.{ending}"
+        f"--{name}={directory}/munge.{ending}"
         for name, ending in (
             ("socket", "socket"),
             ("key-file", "key"),
@@ -140,8 +140,8 @@ def _munged(place: Path) -> list[str]:
 
 def _write_conf(slurm: LocalSlurm, host: str) -> None:
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr={at.address} CPUs={os.cpu_count()}"
-        for name, at in slurm.network.hosts.items()
+        f"NodeName={name} NodeHostname={host} NodeAddr={node.address} CPUs={os.cpu_count()}"
+        for name, node in slurm.network.hosts.items()
     )
     (slurm.place / "state").mkdir()
     address = slurm.network.hosts[host].hub
@@ -177,10 +177,10 @@ def _has_ended(pid: int) -> bool:
     return state in "ZX"
 
 
-def _until(true: Callable[[], bool], what: str, slurm: LocalSlurm) -> None:
-    ends = time.monotonic() + START_SECONDS
-    while not true():
-        if time.monotonic() > ends:
+def _until(condition: Callable[[], bool], description: str, slurm: LocalSlurm) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
             logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in sorted(slurm.place.glob("*.log")))
-            raise TimeoutError(f"waited {START_SECONDS:.0f} s until {what}\n{logs}")
+            raise TimeoutError(f"waited {START_SECONDS:.0f} s until {description}\n{logs}")
         time.sleep(0.1)

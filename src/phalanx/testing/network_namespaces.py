@@ -79,13 +79,13 @@ def star_network(
 
     Raises NoHosts where they cannot be made.
     """
-    mark = os.getpid()
-    hub = Host("hub", f"phalanx-{mark}-hub", "", "", "")
+    pid = os.getpid()
+    hub = Host("hub", f"phalanx-{pid}-hub", "", "", "")
     hosts = {
-        name: Host(name, f"phalanx-{mark}-{number}", f"10.77.{number}.2", f"10.77.{number}.1", f"p{mark}n{number}")
+        name: Host(name, f"phalanx-{pid}-{number}", f"10.77.{number}.2", f"10.77.{number}.1", f"p{pid}n{number}")
         for number, name in enumerate(names)
     }
-    made = StarNetwork(hub, hosts)
+    network = StarNetwork(hub, hosts)
     try:
         _do(["ip", "netns", "add", hub.namespace])
         _do([*hub.prefix, "ip", "link", "set", "lo", "up"])
@@ -93,8 +93,8 @@ def star_network(
             _connect(hub, host)
             _name(host, hosts.values())
             if up_mbit is not None:
-                made.shape(name, up_mbit, up_mbit if down_mbit is None else down_mbit)
-        yield made
+                network.shape(name, up_mbit, up_mbit if down_mbit is None else down_mbit)
+        yield network
     finally:
         for host in (hub, *hosts.values()):
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, check=False)
@@ -104,26 +104,26 @@ def star_network(
 def _connect(hub: Host, host: Host) -> None:
     """A host, and a cable between it and the hub."""
     _do(["ip", "netns", "add", host.namespace])
-    end, other = host.interface, f"h{host.interface}"
+    host_end, hub_end = host.interface, f"h{host.interface}"
     _do(
         [
             "ip",
             "link",
             "add",
-            end,
+            host_end,
             "netns",
             host.namespace,
             "type",
             "veth",
             "peer",
             "name",
-            other,
+            hub_end,
             "netns",
             hub.namespace,
         ]
     )
     _do([*host.prefix, "ip", "link", "set", "lo", "up"])
-    for prefix, interface, address in ((host.prefix, end, host.address), (hub.prefix, other, host.hub)):
+    for prefix, interface, address in ((host.prefix, host_end, host.address), (hub.prefix, hub_end, host.hub)):
         _do([*prefix, "ip", "address", "add", f"{address}/24", "dev", interface])
         _do([*prefix, "ip", "link", "set", interface, "up"])
     _do([*host.prefix, "ip", "route", "add", "default", "via", host.hub])
@@ -133,17 +133,17 @@ def _connect(hub: Host, host: Host) -> None:
 def _name(host: Host, hosts: Iterable[Host]) -> None:
     """Names of hosts that resolve at once, as no name server can be reached: `ip netns exec` shows these files in the
     place of the machine's. A host's own name is its loopback's, as Debian's installer has it."""
-    place = FILES / host.namespace
-    place.mkdir(parents=True, exist_ok=True)
+    directory = FILES / host.namespace
+    directory.mkdir(parents=True, exist_ok=True)
     names = [f"{other.address} {other.name}" for other in hosts if other is not host]
-    (place / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names, ""]))
-    (place / "nsswitch.conf").write_text("hosts: files\n")
+    (directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names, ""]))
+    (directory / "nsswitch.conf").write_text("hosts: files\n")
 
 
 def _do(command: Sequence[str]) -> None:
-    words = " ".join(command)
+    command_text = " ".join(command)
     if not shutil.which(command[0]):
         raise NamespacesUnavailable(f"{command[0]} is not installed (apt-get install iproute2)")
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise NamespacesUnavailable(f"{words}: {ended.stderr.strip()}")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise NamespacesUnavailable(f"{command_text}: {result.stderr.strip()}")

@@ -12,23 +12,23 @@ SECONDS = 100.0
 
 def rank_pids(directory: Path) -> dict[int, int]:
     """Process ids of the ranks of a run, by rank."""
-    found = {}
+    pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            argv = (folder / "cmdline").read_bytes().decode().split("\0")
             environment = dict(
                 pair.split("=", 1) for pair in (folder / "environ").read_bytes().decode().split("\0") if "=" in pair
             )
         except (OSError, UnicodeDecodeError):
             continue
-        if str(directory) in words and "RANK" in environment:
-            found[int(environment["RANK"])] = int(folder.name)
-    return found
+        if str(directory) in argv and "RANK" in environment:
+            pids[int(environment["RANK"])] = int(folder.name)
+    return pids
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
+def wait_until(condition: Callable[[], object], description: str, seconds: float = SECONDS) -> None:
     """Wait until something is true; fails after so many seconds."""
     deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not in {seconds:g} s: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {seconds:g} s: {description}"
         time.sleep(0.01)

@@ -42,17 +42,17 @@ def cause_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
     An exception's time is exact; a death's is when the pool noticed it, a little after it happened and maybe
     after the exceptions it caused in peers. An exception kills no peer, so in one run a death goes first.
     """
-    urgency = {"died": 0, "raised": 1, "did not return": 2, "returned": 3}
-    return sorted(failures, key=lambda failure: (urgency[failure.kind], failure.seconds, failure.rank))
+    priority = {"died": 0, "raised": 1, "did not return": 2, "returned": 3}
+    return sorted(failures, key=lambda failure: (priority[failure.kind], failure.seconds, failure.rank))
 
 
 def describe(name: str, failures: list[RankFailure]) -> str:
     """The message: the first failure whole, a line for every other rank; of ranks that hang, every stack."""
-    first, *others = failures
-    lines = [f"{name} failed on rank {first.rank} of {len(failures)}: {_line(first)}", *_body(first)]
-    for other in others:
+    cause, *other_failures = failures
+    lines = [f"{name} failed on rank {cause.rank} of {len(failures)}: {_line(cause)}", *_body(cause)]
+    for other in other_failures:
         lines.append(f"rank {other.rank}: {_line(other)}")
-        if first.kind == "did not return":
+        if cause.kind == "did not return":
             lines += _body(other)
     return "\n".join(lines)
 

@@ -105,8 +105,8 @@ class RankPool:
         # Rank 0 inherits the listening socket itself: nobody can take its port between choice and use.
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             for rank in range(self.world_size):
-                ours, theirs = Pipe()
-                fds = [theirs.fileno(), *([listener.fileno()] if rank == 0 else [])]
+                parent_end, child_end = Pipe()
+                fds = [child_end.fileno(), *([listener.fileno()] if rank == 0 else [])]
                 with open(self._logs / f"{rank}.output", "wb") as output:
                     worker = subprocess.Popen(
                         [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)],
@@ -117,9 +117,9 @@ class RankPool:
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
-                theirs.close()
+                child_end.close()
                 self._workers.append(worker)
-                self._pipes.append(ours)
+                self._pipes.append(parent_end)
         self._gather("the start of the ranks", START_SECONDS, offsets=[0] * self.world_size)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
@@ -145,34 +145,34 @@ class RankPool:
 
     def _gather(self, name: str, timeout: float, offsets: list[int]) -> list[bytes]:
         """Every rank's pickled result. Raises RanksFailed."""
-        begin = time.monotonic()
-        deadline = begin + timeout
+        start = time.monotonic()
+        deadline = start + timeout
         results: dict[int, bytes] = {}
-        ended: dict[int, RankFailure] = {}
-        while len(ended) < self.world_size and (left := deadline - time.monotonic()) > 0:
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in ended}
-            for pipe in wait(list(waiting), left):
+        outcomes: dict[int, RankFailure] = {}
+        while len(outcomes) < self.world_size and (remaining_seconds := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
+            for pipe in wait(list(waiting), remaining_seconds):
                 rank = waiting[pipe]  # type: ignore[index]
-                ended[rank] = self._receive(rank, begin, results)
+                outcomes[rank] = self._receive(rank, start, results)
                 if rank not in results:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if len(results) == self.world_size:
             return [results[rank] for rank in range(self.world_size)]
-        missing = [rank for rank in range(self.world_size) if rank not in ended]
-        failures = [*ended.values(), *self._stuck(missing, time.monotonic() - begin)]
+        missing = [rank for rank in range(self.world_size) if rank not in outcomes]
+        failures = [*outcomes.values(), *self._stuck(missing, time.monotonic() - start)]
         raise RankError(name, [self._with_output(failure, offsets[failure.rank]) for failure in failures])
 
-    def _receive(self, rank: int, begin: float, results: dict[int, bytes]) -> RankFailure:
+    def _receive(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
         try:
-            kind, when, summary, content = pickle.loads(self._pipes[rank].recv_bytes())
+            kind, finished_at, summary, content = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             code = self._workers[rank].wait()
             summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return RankFailure(rank, "died", time.monotonic() - begin, summary)
+            return RankFailure(rank, "died", time.monotonic() - start, summary)
         if kind == "returned":
             results[rank] = content
-            return RankFailure(rank, "returned", when - begin)
-        return RankFailure(rank, "raised", when - begin, summary, content)
+            return RankFailure(rank, "returned", finished_at - start)
+        return RankFailure(rank, "raised", finished_at - start, summary, content)
 
     def _stuck(self, missing: list[int], seconds: float) -> list[RankFailure]:
         """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
@@ -180,8 +180,8 @@ class RankPool:
         for rank in missing:
             if stacks[rank].exists():
                 self._workers[rank].send_signal(signal.SIGUSR1)
-        limit = time.monotonic() + 2.0
-        while time.monotonic() < limit and not all(s.exists() and s.stat().st_size for s in stacks.values()):
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and not all(s.exists() and s.stat().st_size for s in stacks.values()):
             time.sleep(0.02)
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
         return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]

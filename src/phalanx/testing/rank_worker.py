@@ -69,9 +69,9 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
 
 
 def _answer(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:
-    when = time.monotonic()
+    finished_at = time.monotonic()
     sys.stdout.flush()
-    pipe.send_bytes(pickle.dumps((kind, when, summary, content)))
+    pipe.send_bytes(pickle.dumps((kind, finished_at, summary, content)))
 
 
 def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
@@ -86,11 +86,11 @@ def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
 
 def _new_world(store: c10d.Store, rank: int, world_size: int) -> None:
     """Forget the groups, caches and random state of the last call, as a new process would have none."""
-    names = c10d._world.group_count
+    group_count = c10d._world.group_count
     if dist.is_initialized():
         dist.destroy_process_group()
     # A mesh that outlived its call must not find a new group under its old group's name.
-    c10d._world.group_count = names
+    c10d._world.group_count = group_count
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     tensor_random._rng_tracker = None
     gc.collect()

@@ -25,9 +25,9 @@ class SwarmProcesses:
 
     certs/NAME  nodes/NAME  NAME.txt    who they are, what they keep, what they said"""
 
-    def __init__(self, network: StarNetwork, folder: Path, run_file: Path, lead: Path) -> None:
-        """`lead` is the coordinator's directory."""
-        self.network, self.folder, self.run_file, self.lead = network, folder, run_file, lead
+    def __init__(self, network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path) -> None:
+        """`coordinator_directory` is the coordinator's directory."""
+        self.network, self.folder, self.run_file, self.lead = network, folder, run_file, coordinator_directory
         self.under_way: dict[str, subprocess.Popen[bytes]] = {}
         create_certificate_authority(folder / "certs")
         issue_certificate(folder / "certs", LEAD, [host.hub for host in network.hosts.values()])
@@ -37,17 +37,17 @@ class SwarmProcesses:
     def start(self, name: str) -> None:
         """The coordinator or a node; maybe again."""
         if name == LEAD:
-            host, words = self.network.hub, ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
+            host, args = self.network.hub, ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
         else:
             host = self.network.hosts[name]
-            words = ["join", self.address(host), "--out", str(self.folder / "nodes"), "--nproc", "1"]
-        words += ["--certs", str(self.folder / "certs" / name)]
+            args = ["join", self.address(host), "--out", str(self.folder / "nodes"), "--nproc", "1"]
+        args += ["--certs", str(self.folder / "certs" / name)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"{name}.txt").open("ab") as said:
+        with (self.folder / f"{name}.txt").open("ab") as log:
             self.under_way[name] = subprocess.Popen(
-                [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *words],
-                stdout=said,
-                stderr=said,
+                [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *args],
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
                 env=environment,
             )
@@ -75,24 +75,24 @@ class SwarmProcesses:
         """The end of it."""
         return (self.folder / f"{name}.txt").read_text()[-2000:]
 
-    def events(self, *what: str) -> list[dict[str, Any]]:
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The coordinator's journal; of these kinds."""
         events = read_jsonl(self.lead / JOURNAL_FILE)
-        return [event for event in events if not what or event["what"] in what]
+        return [event for event in events if not kinds or event["what"] in kinds]
 
     def committed_rounds(self) -> int:
         """Rounds that are."""
         return len(self.events("committed"))
 
-    def until(self, true: Callable[[], bool], what: str, seconds: float) -> None:
+    def until(self, condition: Callable[[], bool], description: str, seconds: float) -> None:
         """Raises AssertionError if it is not so in this time, or a process ends that was not killed."""
         deadline = time.monotonic() + seconds
-        while not true():
+        while not condition():
             for name, process in self.under_way.items():
                 if process.poll() not in (None, 0, -signal.SIGKILL):
                     raise AssertionError(f"{name} ended with {process.returncode}: {self.output(name)}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"not in {seconds:g} s: {what}; {self.events()[-8:]}; {self.output(LEAD)}")
+                raise AssertionError(f"not in {seconds:g} s: {description}; {self.events()[-8:]}; {self.output(LEAD)}")
             time.sleep(0.02)
 
     def wait_all(self, seconds: float) -> None:
@@ -101,11 +101,13 @@ class SwarmProcesses:
 
 
 @contextmanager
-def swarm_processes(network: StarNetwork, folder: Path, run_file: Path, lead: Path) -> Iterator[SwarmProcesses]:
+def swarm_processes(
+    network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path
+) -> Iterator[SwarmProcesses]:
     """None of their processes is left afterwards."""
-    found = SwarmProcesses(network, folder, run_file, lead)
+    processes = SwarmProcesses(network, folder, run_file, coordinator_directory)
     try:
-        yield found
+        yield processes
     finally:
-        for name in found.under_way:
-            found.kill(name)
+        for name in processes.under_way:
+            processes.kill(name)

@@ -36,9 +36,9 @@ def main() -> None:
     layout = Layout.model_validate_json(arguments.layout) if arguments.layout else None
     if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
         exit_rank(run_standby_rank(arguments.run))
-    fewer = None if layout is None else ReducedRanks(layout, arguments.ranks)
+    reduced = None if layout is None else ReducedRanks(layout, arguments.ranks)
     measure, device = arguments.profile_memory, arguments.device
-    exit_rank(run_rank(arguments.run, arguments.set, arguments.resume, measure, window, fewer, device))
+    exit_rank(run_rank(arguments.run, arguments.set, arguments.resume, measure, window, reduced, device))
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

@@ -37,10 +37,10 @@ def check_and_prepare(
     preflight(run, world_size, resume)
     prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
     run = with_absolute_paths(run)
-    found = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
+    saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     sequences = plan_batch(run, world_size).global_batch_size
-    _check_tokens(run, prepared, sequences, latest_manifest(found) if found else None)
-    if run.model.from_hf and not found:
+    _check_tokens(run, prepared, sequences, latest_manifest(saved) if saved else None)
+    if run.model.from_hf and not saved:
         from phalanx.train.training_data import initial_weights  # torch, which by now is needed anyway
 
         initial_weights(run)

@@ -21,9 +21,9 @@ from phalanx.train.resumable import ResumableLearner
 def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[MicroBatch]]) -> MetricsRecord:
     """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
     chose each expert between the evaluation before and `rotate_expert_counts`."""
-    spec, begun = learner.run.evaluation, time.perf_counter()
+    spec, started_at = learner.run.evaluation, time.perf_counter()
     learner.strategy.drain_pending_updates()
-    sizes = torch.from_numpy(learner.corpus.tokenizer.token_bytes()).to(learner.device)
+    token_bytes = torch.from_numpy(learner.corpus.tokenizer.token_bytes()).to(learner.device)
     sums = torch.zeros(3, dtype=torch.float64, device=learner.device)
     batches = evaluation_batches(
         learner.corpus.held_out,
@@ -35,22 +35,22 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
         learner.run.data.mask_documents,
     )
     learner.module.eval()
-    for held_out in batches if learner.strategy.runs_model else ():
-        for micro in micro_batches(held_out):
-            summed = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
-            known = micro.targets[(micro.targets != IGNORE_INDEX) & learner.strategy.has_loss]
-            sums += torch.stack([summed.double(), known.new_tensor(len(known)), sizes[known].sum()])
+    for batch in batches if learner.strategy.runs_model else ():
+        for micro in micro_batches(batch):
+            loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
+            targets = micro.targets[(micro.targets != IGNORE_INDEX) & learner.strategy.has_loss]
+            sums += torch.stack([loss_sum.double(), targets.new_tensor(len(targets)), token_bytes[targets].sum()])
     learner.module.train()
     learner.strategy.reshard_parameters()
-    loss, tokens, size = (float(x) for x in _sum_over_ranks(learner, sums))
+    loss, tokens, num_bytes = (float(x) for x in _sum_over_ranks(learner, sums))
     record: MetricsRecord = {
         "step": learner.step,
         "held_out_loss": loss / tokens,
-        "held_out_bits_per_byte": loss / math.log(2) / size,
+        "held_out_bits_per_byte": loss / math.log(2) / num_bytes,
     }
     if learner.moe_layers:
         record["expert_tokens"] = learner.expert_loads[1].long().tolist()
-    return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - begun}
+    return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - started_at}
 
 
 def _sum_over_ranks(learner: ResumableLearner, values: Tensor) -> Tensor:

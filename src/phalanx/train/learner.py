@@ -49,9 +49,9 @@ class Learner:
         mesh: Mesh,
         device: torch.device,
         weights: Callable[[str, torch.Size], Tensor] | None = None,
-        own: TrainedExperts | None = None,
+        trained_experts: TrainedExperts | None = None,
     ) -> None:
-        """`weights` are the initial ones by name; None draws them. Of experts it trains its `own`; None: all."""
+        """`weights` are the initial ones by name; None draws them. It trains `trained_experts`; None: all experts."""
         self.run, self.mesh, self.device = run, mesh, device
         self.batch = plan_batch(run, mesh.dims.world_size)
         self.strategy = apply_layout(
@@ -63,7 +63,7 @@ class Learner:
             run.training.precision,
             run.training.compile,
             layers_per_stage(run) if run.layout.pp > 1 else (),
-            own,
+            trained_experts,
         )
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
@@ -84,12 +84,12 @@ class Learner:
             return slice(None)
         return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
 
-    def forward_backward(self, micros: Sequence[MicroBatch], told: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    def forward_backward(self, micros: Sequence[MicroBatch], stop_state: tuple[float, float] = (0.0, 0.0)) -> Tensor:
         """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
-        auxiliary loss, what this rank was `told` (whether to stop; from a server, after which step), choices dropped,
+        auxiliary loss, `stop_state` (whether to stop; from a server, after which step), choices dropped,
         and each router's load."""
         sums = torch.zeros(NUM_SCALARS, dtype=torch.float64, device=self.device)
-        sums[3:5] = sums.new_tensor(told)
+        sums[3:5] = sums.new_tensor(stop_state)
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
@@ -97,8 +97,8 @@ class Learner:
             sums[:3] += torch.stack([tokens.double(), loss.double(), auxiliary.double()])
         experts = self.run.model.moe.num_experts if self.run.model.moe else 0
         loads = sums.new_zeros(len(self.moe_layers), experts)
-        for place, router in self.routers.items():
-            loads[place] = router.load
+        for moe_index, router in self.routers.items():
+            loads[moe_index] = router.load
             sums[5] += router.dropped
         return torch.cat([sums, loads.flatten()])
 

@@ -34,13 +34,13 @@ class JsonLinesLogger:
         """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
         `flush_seconds` with the next."""
         self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
-        kept = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
-        aside = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
-        with aside.open("w") as file:
-            file.writelines(kept)
+        lines = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
+        partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
+        with partial_file.open("w") as file:
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        partial_file.replace(path)
         self._file = path.open("a")
 
     def write(self, record: MetricsRecord) -> None:

@@ -18,7 +18,7 @@ OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 def start_message(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
-    run, cut, sizes = trainer.run, trainer.batch, trainer.mesh.dims
+    run, batch, sizes = trainer.run, trainer.batch, trainer.mesh.dims
     ranks = f"{plural(sizes.world_size, 'rank')} ({trainer.device.type})"
     schedule = run.layout.schedule_file or run.layout.schedule
     names = {"pp": f"pipeline ({schedule})", "cp": run.layout.cp_method, "tp": "tensor", "ep": "expert"}
@@ -30,20 +30,20 @@ def start_message(trainer: Trainer, resumed: int) -> str:
     text = f"; the text is {train.size:,} tokens" if train is not None else ""
     lines = [
         f"{total:,} parameters on {ranks}{layout}, {run.training.precision}",
-        f"{cut.global_batch_size * run.training.seq_len:,} tokens per update = {cut.micro_batch_size} sequences of "
-        f"{run.training.seq_len} x {plural(cut.dp_size, 'rank')} x {cut.gradient_accumulation_steps} accumulated"
-        f"{', shared unevenly' if cut.global_batch_size % cut.dp_size else ''}{text}",
+        f"{batch.global_batch_size * run.training.seq_len:,} tokens per update = {batch.micro_batch_size} sequences of "
+        f"{run.training.seq_len} x {plural(batch.dp_size, 'rank')} x {batch.gradient_accumulation_steps} accumulated"
+        f"{', shared unevenly' if batch.global_batch_size % batch.dp_size else ''}{text}",
     ]
     if run.training.precision == "bf16" and not has_fast_bf16(trainer.device):
         lines.append('this CPU computes bf16 in software, far slower than fp32: set training.precision = "fp32"')
-    if cut.learning_rate_scale != 1:
+    if batch.learning_rate_scale != 1:
         lines.append(
-            f"learning rates x {cut.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
-            f"{plural(cut.dp_size, 'rank')} instead of {run.training.base_dp_size}"
+            f"learning rates x {batch.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
+            f"{plural(batch.dp_size, 'rank')} instead of {run.training.base_dp_size}"
         )
     if resumed:
-        others = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
-        lines.append(f"resumed after step {trainer.step}{others}")
+        saved_by = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
+        lines.append(f"resumed after step {trainer.step}{saved_by}")
         if trainer.step == run.training.steps:
             lines.append("that was the last: raise training.steps to go on")
     return "\n".join(lines)

@@ -47,11 +47,14 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=text)
             return
-        now, last = time.monotonic(), record["step"] == self.steps
-        if last or now - self._shown >= SECONDS_BETWEEN_LINES:
+        now, is_last = time.monotonic(), record["step"] == self.steps
+        if is_last or now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
-            left = (now - self._begun) / max(1, record["step"] - self._first) * (self.steps - record["step"])
-            self.log(f"step {record['step']}/{self.steps}  {text}  {int(left) // 60}:{int(left) % 60:02d} left")
+            remaining_seconds = (
+                (now - self._begun) / max(1, record["step"] - self._first) * (self.steps - record["step"])
+            )
+            minutes, seconds = divmod(int(remaining_seconds), 60)
+            self.log(f"step {record['step']}/{self.steps}  {text}  {minutes}:{seconds:02d} left")
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""

@@ -43,10 +43,10 @@ class ResumableLearner(Learner):
         corpus: TrainingData,
         directory: Path,
         device: torch.device,
-        own: TrainedExperts | None = None,
+        trained_experts: TrainedExperts | None = None,
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, own)
+        super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
         self.corpus, self.directory = corpus, directory
         experts = run.model.moe.num_experts if run.model.moe else 0
         self.expert_loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
@@ -56,12 +56,12 @@ class ResumableLearner(Learner):
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.copies = None
         if run.recovery.in_memory_checkpoint_every:
-            described = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
-            back = broadcast_from_rank0(
+            identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
+            num_rollbacks = broadcast_from_rank0(
                 partial(count_rollbacks, directory)
             )  # what was copied before it is not gone on from
             group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-            self.copies = InMemoryCheckpointer({"ranks": world_size, "back": back, **described}, group)
+            self.copies = InMemoryCheckpointer({"ranks": world_size, "back": num_rollbacks, **identity}, group)
         self.rescaling = LearningRateRescaling(self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, 0)
         self.step = 0
         """Optimizer updates done."""
@@ -105,13 +105,13 @@ class ResumableLearner(Learner):
         """
         directory, checkpoint = self.checkpointer.directory, None
         damaged: dict[str, str] = {}
-        kept = self.copies.load_latest() if self.copies is not None else None
-        if kept is None or kept.step < latest_step(directory):
+        in_memory = self.copies.load_latest() if self.copies is not None else None
+        if in_memory is None or in_memory.step < latest_step(directory):
             checkpoint, damaged = latest_valid_checkpoint(directory)
-        if kept is not None and kept.step >= (step_of(checkpoint) if checkpoint else 0):
-            restore_tensors(kept.shapes, kept.tensors, self.strategy, self.optimizers)
-            set_rng_state(kept.manifest["random"])
-            self._restore_progress(kept.manifest)
+        if in_memory is not None and in_memory.step >= (step_of(checkpoint) if checkpoint else 0):
+            restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, self.optimizers)
+            set_rng_state(in_memory.manifest["random"])
+            self._restore_progress(in_memory.manifest)
             return self.mesh.dims.world_size, damaged
         if checkpoint is None:
             check_not_all_damaged(directory)

@@ -21,15 +21,15 @@ def run_standby_rank(directory: Path) -> int:
     """Of a rank that no layout has a place for: wait until the others have ended, or are told to; returns the exit
     code."""
     die_with_launcher()
-    steps, over = read_run_directory(directory)[0].training.steps, Event()
+    steps, run_over = read_run_directory(directory)[0].training.steps, Event()
 
-    def wait() -> None:  # beside the main thread, which hears signals meanwhile
+    def wait_for_end() -> None:  # beside the main thread, which hears signals meanwhile
         with suppress(dist.DistError):
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             TCPStore(*address, is_master=False, timeout=timedelta(minutes=5)).wait(["over"], timedelta(days=365))
-        over.set()
+        run_over.set()
 
-    Thread(target=wait, daemon=True).start()
-    with handling_signals(lambda _: over.set()):
-        over.wait()
+    Thread(target=wait_for_end, daemon=True).start()
+    with handling_signals(lambda _: run_over.set()):
+        run_over.wait()
     return 0 if is_finished(directory, steps) else EXIT_STOPPED

@@ -51,14 +51,14 @@ class Trainer(ResumableLearner):
         directory: Path,
         device: torch.device,
         peak_flops: float | None = None,
-        own: TrainedExperts | None = None,
+        trained_experts: TrainedExperts | None = None,
     ) -> None:
-        super().__init__(run, corpus, directory, device, own)
+        super().__init__(run, corpus, directory, device, trained_experts)
         self.peak_flops, ranks = peak_flops, self.mesh.dims.world_size
         self.pacing = CheckpointScheduler(run, ranks, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.seq_len)
-        again = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
-        self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.seq_len, again)
+        checkpointing = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
+        self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.seq_len, checkpointing)
         self.step_record: StepRecord | None = None
         """What this rank notes of the last step."""
         self.stop_requested = False
@@ -84,35 +84,35 @@ class Trainer(ResumableLearner):
         logs: list[Logger],
         progress: ProgressDisplay,
         step: Callable[[Iterator[Batch]], MetricsRecord] | None = None,
-        notes: Logger | None = None,
+        rank_log: Logger | None = None,
     ) -> MetricsRecord:
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
-        `notes` takes what this rank notes of each."""
-        run, bad_in_a_row, heard_of, evaluation = self.run, 0, -1, {}
+        `rank_log` receives this rank's record of each step."""
+        run, consecutive_nonfinite, last_seen_step, evaluation = self.run, 0, -1, {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
         self.pacing.start(self.step)
         try:
             while self.step < run.training.steps and not self.should_stop:
                 record = step(batches)
-                finite, news = math.isfinite(record["grad_norm"]), record["step"] != heard_of
-                heard_of = record["step"]  # an asynchronous worker may hear of a step twice
-                bad_in_a_row = 0 if finite else bad_in_a_row + news
-                if bad_in_a_row and news:
+                is_finite, is_new_step = math.isfinite(record["grad_norm"]), record["step"] != last_seen_step
+                last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
+                consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
+                if consecutive_nonfinite and is_new_step:
                     progress.log(f"step {self.step}: skipped, {self._reason(record)}")
                 self._write(logs, record, run.metrics.every)
-                if notes is not None and self.step_record is not None:
-                    notes.write(dict(self.step_record))
+                if rank_log is not None and self.step_record is not None:
+                    rank_log.write(dict(self.step_record))
                 progress.advance(record)
                 if is_due(self.step, run.training.replica_check_interval):
                     self._check_replicas()
-                self._check_divergence(record, bad_in_a_row)
-                evaluating = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
-                if evaluating:
+                self._check_divergence(record, consecutive_nonfinite)
+                should_evaluate = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
+                if should_evaluate:
                     self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
-                self._save_if_due(record, finite, progress, notes)
-                if evaluating:
-                    with self._recorded_pause("evaluation", notes):
+                self._save_if_due(record, is_finite, progress, rank_log)
+                if should_evaluate:
+                    with self._recorded_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
         finally:
@@ -125,53 +125,53 @@ class Trainer(ResumableLearner):
         phases = StepPhaseTimer(self.strategy)
         micros = self._micro_batches(next(batches)) if self.strategy.runs_model else []
         phases.end("data")
-        told = float(self.stop_requested), 0 if self.strategy.runs_model else self.stop_after_step or 0
-        sums = self.forward_backward(micros, told)
+        stop_state = float(self.stop_requested), 0 if self.strategy.runs_model else self.stop_after_step or 0
+        sums = self.forward_backward(micros, stop_state)
         phases.end("passes")
         reduced = self.reduce(sums)
-        tokens, loss, auxiliary, asked, announced, *_ = reduced.sums.tolist()
+        tokens, loss, auxiliary, stop_requests, announced_step, *_ = reduced.sums.tolist()
         phases.end("reduce")
         record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
-        finite = math.isfinite(record["grad_norm"])
+        is_finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
             loads, dropped = reduced.sums[NUM_SCALARS:].view_as(self.expert_loads[0]), reduced.sums[5]
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
                 record["dropped_share"] = float(dropped / loads.sum())
             self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
-            self._update_router_biases(loads, finite)
-            shares = loads / loads.mean(1, keepdim=True)
-            layer, expert = divmod(int(shares.argmax()), shares.shape[1])
-            hottest = self.moe_layers[layer], expert, float(shares[layer, expert])
-            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hottest[2]}
-        self._update_or_skip(finite)
+            self._update_router_biases(loads, is_finite)
+            relative_loads = loads / loads.mean(1, keepdim=True)
+            layer, expert = divmod(int(relative_loads.argmax()), relative_loads.shape[1])
+            hot_expert = self.moe_layers[layer], expert, float(relative_loads[layer, expert])
+            record |= {"auxiliary_loss": auxiliary / tokens, "hot_expert_share": hot_expert[2]}
+        self._update_or_skip(is_finite)
         phases.end("optimizer")
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
-        self._update_stop_step(record["step"], bool(asked), int(announced))
+        self._update_stop_step(record["step"], bool(stop_requests), int(announced_step))
         if reduced.staleness is not None and self.run.layout.max_staleness is not None:
             record["staleness"] = reduced.staleness
         self.step_record = phases.to_step_record(self.step, peak_memory_bytes(self.device))
         if self.moe_layers:
-            self.step_record["hot_expert"] = hottest
+            self.step_record["hot_expert"] = hot_expert
         if self.strategy.pop_expert_rows is not None:
             self.step_record["expert_rows"] = self.strategy.pop_expert_rows()
         return record | self._performance_metrics(self.step_record, int(tokens))
 
-    def _update_stop_step(self, step: int, asked: bool, announced: int) -> None:
+    def _update_stop_step(self, step: int, stop_requested: bool, announced_step: int) -> None:
         """Settle after which step all ranks stop, from what was summed in `step`. Asynchronous workers may miss a step;
         servers miss none, and announce from the next on one that nobody can have passed by then."""
         staleness = self.run.layout.max_staleness
         if self.stop_after_step is not None:
             return
         if staleness is None:
-            self.stop_after_step = step if asked else None
+            self.stop_after_step = step if stop_requested else None
         elif self.strategy.runs_model:
-            self.stop_after_step = announced or None
-        elif asked:
+            self.stop_after_step = announced_step or None
+        elif stop_requested:
             self.stop_after_step = step + 1 + staleness
 
-    def _update_or_skip(self, finite: bool) -> None:
+    def _update_or_skip(self, is_finite: bool) -> None:
         """Update, or skip a gradient that is not finite."""
-        if finite:
+        if is_finite:
             ratio = learning_rate_factor(self.run.optimizer, self.step, self.run.training.steps)
             self.update(ratio * self.rescaling.factor_at(self.step))
         else:
@@ -180,16 +180,16 @@ class Trainer(ResumableLearner):
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This rank's rows of a step as micro-batches on the device."""
-        mine = self.local_tokens(batch.tokens.shape[1])
+        local_indices = self.local_tokens(batch.tokens.shape[1])
         micros = []
-        for first in range(0, len(batch.tokens), self.batch.micro_batch_size):
-            rows = slice(first, first + self.batch.micro_batch_size)
+        for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
+            rows = slice(start, start + self.batch.micro_batch_size)
             starts = (
                 None
                 if batch.document_starts is None or not batch.document_starts[rows].any()
                 else batch.document_starts[rows]
             )
-            tokens, targets = (self._to_device(x[rows][:, mine]) for x in (batch.tokens, batch.targets))
+            tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, None if starts is None else self._to_device(starts)))
         return micros
 
@@ -199,8 +199,8 @@ class Trainer(ResumableLearner):
 
     def _update_router_biases(self, loads: Tensor, apply: bool) -> None:
         """Correct the routers' biases by their loads over all ranks."""
-        for place, router in self.routers.items():
-            router.load.copy_(loads[place])
+        for moe_index, router in self.routers.items():
+            router.load.copy_(loads[moe_index])
             router.update_bias(apply and bool(self.strategy.trainable_parameters))  # a worker is sent its biases
 
     # -- evaluation, saving, returning -------------------------------------------------------------------------------
@@ -214,65 +214,74 @@ class Trainer(ResumableLearner):
         self.expert_loads = torch.stack([torch.zeros_like(self.expert_loads[0]), self.expert_loads[0]])
 
     def _save_if_due(
-        self, record: MetricsRecord, finite: bool, progress: ProgressDisplay, notes: Logger | None
+        self, record: MetricsRecord, is_finite: bool, progress: ProgressDisplay, rank_log: Logger | None
     ) -> None:
         """Save after a step, on disk and in memory, where each is due."""
         # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
-        sound = finite or self.run.layout.max_staleness is not None
-        saving = self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
-        if (saving and sound) or self.step == self.run.training.steps:
-            with self._recorded_pause("checkpoint", notes):
+        is_sound = is_finite or self.run.layout.max_staleness is not None
+        should_save = (
+            self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
+        )
+        if (should_save and is_sound) or self.step == self.run.training.steps:
+            with self._recorded_pause("checkpoint", rank_log):
                 self._save_and_schedule_next(progress)
-        if is_due(self.step, self.run.recovery.in_memory_checkpoint_every) and sound:
-            with self._recorded_pause("copy", notes):
+        if is_due(self.step, self.run.recovery.in_memory_checkpoint_every) and is_sound:
+            with self._recorded_pause("copy", rank_log):
                 self.save_in_memory()
 
     def _save_and_schedule_next(self, progress: ProgressDisplay) -> None:
         """Save, and settle when to do it again."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         self.save()
         if self.run.checkpoint.every != "auto":
             return
-        still, write = time.perf_counter() - begun, self.checkpointer.seconds
-        self.pacing.next = broadcast_from_rank0(partial(self.pacing.next_due_step, self.step, still, write))
+        blocked_seconds, write_seconds = time.perf_counter() - started_at, self.checkpointer.seconds
+        self.pacing.next = broadcast_from_rank0(
+            partial(self.pacing.next_due_step, self.step, blocked_seconds, write_seconds)
+        )
         if self.pacing.reason is not None:
             progress.log(self.pacing.reason)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def _performance_metrics(self, line: StepRecord, tokens: int) -> MetricsRecord:
-        seconds, waited = line["seconds"], line.get("wait_seconds", {})
-        total = sum(seconds.values())
-        speed = tokens / total
+    def _performance_metrics(self, step_record: StepRecord, tokens: int) -> MetricsRecord:
+        seconds, waited = step_record["seconds"], step_record.get("wait_seconds", {})
+        step_seconds = sum(seconds.values())
+        tokens_per_second = tokens / step_seconds
         ranks = self.mesh.dims.world_size
         started = {"ranks": ranks, "resumed_at_step": self.resumed_at_step}
-        record = {**started, "tokens": self.tokens, "tokens_per_second": speed, "step_seconds": total}
-        record |= {f"{phase}_seconds": spent for phase, spent in seconds.items()}
+        record = {
+            **started,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": step_seconds,
+        }
+        record |= {f"{phase}_seconds": phase_seconds for phase, phase_seconds in seconds.items()}
         if waited and self.strategy.runs_model:
             record["exposed_communication_seconds"] = sum(waited[phase] for phase in seconds)
         record |= {f"{name}_seconds": waited[name] for name in self.strategy.wait_timers if name in waited}
         if "pipeline" in waited:
             record["pipeline_wait_seconds"] = waited["pipeline"]
         if self.peak_flops:
-            record["mfu"] = mfu(speed, self.flops_per_token, self.peak_flops, ranks)
-            record["hfu"] = mfu(speed, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
+            record["mfu"] = mfu(tokens_per_second, self.flops_per_token, self.peak_flops, ranks)
+            record["hfu"] = mfu(tokens_per_second, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
-        return record | {"peak_memory_bytes": line["peak_memory_bytes"], "skipped_steps": self.skipped}
+        return record | {"peak_memory_bytes": step_record["peak_memory_bytes"], "skipped_steps": self.skipped}
 
     @contextmanager
-    def _recorded_pause(self, pause: str, notes: Logger | None) -> Iterator[None]:
+    def _recorded_pause(self, pause: str, rank_log: Logger | None) -> Iterator[None]:
         """Around what stands between steps."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         yield
-        if notes is not None:
-            line: PauseRecord = {
+        if rank_log is not None:
+            record: PauseRecord = {
                 "step": self.step,
                 "pause": pause,
-                "start": begun,
-                "seconds": time.perf_counter() - begun,
+                "start": started_at,
+                "seconds": time.perf_counter() - started_at,
             }
-            notes.write(dict(line))
+            rank_log.write(dict(record))
 
     def _check_replicas(self) -> None:
         """Raise CorruptionError if ranks do not hold alike what they must."""
@@ -282,12 +291,12 @@ class Trainer(ResumableLearner):
             self.checkpointer.wait()
             raise error
 
-    def _check_divergence(self, record: MetricsRecord, bad_in_a_row: int) -> None:
+    def _check_divergence(self, record: MetricsRecord, consecutive_nonfinite: int) -> None:
         """Raise DivergenceError after too many steps that were not finite, or a spike of the loss."""
-        if bad_in_a_row >= self.run.training.max_nonfinite_steps:
+        if consecutive_nonfinite >= self.run.training.max_nonfinite_steps:
             self.checkpointer.wait()
             raise DivergenceError(
-                f"step {self.step}: {bad_in_a_row} steps in a row were not finite: {self._reason(record)}; "
+                f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: {self._reason(record)}; "
                 "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
             )
         if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:

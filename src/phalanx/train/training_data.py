@@ -32,10 +32,10 @@ class TrainingData:
 
     def loader(self, run: RunSpec, sequences: int, rank: int, ranks: int) -> StepLoader:
         """This rank's loader of global steps of so many sequences."""
-        cut = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
+        loader_args = (run.training.seq_len, sequences, run.training.seed, rank, ranks)
         if self.train is None:
-            return StreamingLoader(run.data, self.tokenizer, *cut)
-        return TokenLoader(self.train, *cut, mask_documents=run.data.mask_documents)
+            return StreamingLoader(run.data, self.tokenizer, *loader_args)
+        return TokenLoader(self.train, *loader_args, mask_documents=run.data.mask_documents)
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:

@@ -86,108 +86,112 @@ def run_rank(
     resume: bool,
     measure: bool = False,
     window: range | None = None,
-    fewer: ReducedRanks | None = None,
+    reduced: ReducedRanks | None = None,
     device: str | None = None,
 ) -> int:
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
-    `measure` asks for what one step holds and sends, `window` for all that these steps do; `fewer` ranks may
-    train than the run was meant for, and a launcher says on which `device`."""
-    life = _RankContext(source)
+    `measure` asks for what one step holds and sends, `window` for all that these steps do; `reduced` is given
+    if fewer ranks train than the run was meant for, and a launcher says on which `device`."""
+    context = _RankContext(source)
     try:
-        with handling_signals(life.on_signal):
-            _run(life, overrides, resume, measure, window, fewer, device)
-    except SystemExit as ended:  # rank 0 says why
-        return int(ended.code or 0)
+        with handling_signals(context.on_signal):
+            _run(context, overrides, resume, measure, window, reduced, device)
+    except SystemExit as system_exit:  # rank 0 says why
+        return int(system_exit.code or 0)
     except BaseException as error:
-        return _record_failure(life, error)
-    trainer = life.trainer
+        return _record_failure(context, error)
+    trainer = context.trainer
     if trainer is not None and trainer.should_stop and trainer.step < trainer.run.training.steps:
-        by_hand = (
-            life.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
+        is_interactive = (
+            context.signals[:1] == [signal.SIGINT] and LAUNCHER_PID_ENV not in os.environ
         )  # a launcher says so itself
-        return EXIT_INTERRUPTED if by_hand else EXIT_STOPPED
+        return EXIT_INTERRUPTED if is_interactive else EXIT_STOPPED
     return 0
 
 
 def _run(
-    life: _RankContext,
+    context: _RankContext,
     overrides: list[str],
     resume: bool,
     measure: bool,
     window: range | None,
-    fewer: ReducedRanks | None,
+    reduced: ReducedRanks | None,
     device_type: str | None,
 ) -> None:
-    source, prepared = life.directory, life.directory.is_dir()
+    source, prepared = context.directory, context.directory.is_dir()
     if prepared and overrides:
         raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())
     timeout_seconds = run.training.collective_timeout_seconds
-    device = init_distributed(device_type or select_device(run), timeout_seconds, fewer.ranks if fewer else None)
+    device = init_distributed(device_type or select_device(run), timeout_seconds, reduced.ranks if reduced else None)
     if not prepared:
-        life.directory = _set_up_on_rank0(run, resume)
-    directory = life.directory
+        context.directory = _set_up_on_rank0(run, resume)
+    directory = context.directory
     run, data = read_run_directory(directory)
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     # Of a start before, a rank that lost the others notices it when a collective's time is over.
-    patience = timeout_seconds if LAUNCHER_PID_ENV in os.environ else SHUTDOWN_GRACE_SECONDS
+    lock_timeout = timeout_seconds if LAUNCHER_PID_ENV in os.environ else SHUTDOWN_GRACE_SECONDS
     launcher = int(os.environ.get(LAUNCHER_PID_ENV, os.getpid()))
-    lock = acquire_run_lock(directory, patience + SHUTDOWN_GRACE_SECONDS, launcher) if first else None
-    if fewer is not None:
-        run = run.model_copy(update={"layout": fewer.layout})
-        check_layout(run, fewer.ranks)
-    if first:
-        write_effective_layout(directory, fewer.layout if fewer else None)
+    lock = acquire_run_lock(directory, lock_timeout + SHUTDOWN_GRACE_SECONDS, launcher) if is_rank0 else None
+    if reduced is not None:
+        run = run.model_copy(update={"layout": reduced.layout})
+        check_layout(run, reduced.ranks)
+    if is_rank0:
+        write_effective_layout(directory, reduced.layout if reduced else None)
         remove_dumps_from_rank(directory, dist.get_world_size() if dist.is_initialized() else 1)
     fresh = not checkpoints(directory / CHECKPOINTS_DIR)
     if measure or window:
         remove_measured(directory)  # of an earlier start, maybe of other ranks
-    corpus, peak = open_training_data(run, data, fresh), rank_peak_flops(run, device)
+    corpus, peak_flops = open_training_data(run, data, fresh), rank_peak_flops(run, device)
     with Watchdog(directory, timeout_seconds) as watchdog:
 
-        def begin() -> Trainer:
-            watchdog.trainer = life.trainer = Trainer(run, corpus, directory, device, peak)
-            life.trainer.stop_requested = bool(life.signals)  # by what was heard when there was no trainer
-            return life.trainer
+        def make_trainer() -> Trainer:
+            watchdog.trainer = context.trainer = Trainer(run, corpus, directory, device, peak_flops)
+            context.trainer.stop_requested = bool(context.signals)  # by what was heard when there was no trainer
+            return context.trainer
 
         _train_with_rollbacks(
-            begin, run, directory, partial(_train, measure=measure, window=window), resume or prepared
+            make_trainer, run, directory, partial(_train, measure=measure, window=window), resume or prepared
         )
     if lock is not None:
         lock.close()
 
 
 def _train_with_rollbacks(
-    begin: Callable[[], Trainer], run: RunSpec, directory: Path, train: Callable[[Trainer, bool], None], resume: bool
+    make_trainer: Callable[[], Trainer],
+    run: RunSpec,
+    directory: Path,
+    train: Callable[[Trainer, bool], None],
+    resume: bool,
 ) -> None:
     """Train, and where a loss is beyond repair go back and begin anew, as often as the run may."""
-    allowed, usual = run.recovery.max_rollbacks, LossSpikeDetector(run.recovery.loss_spike_ratio)
-    left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
+    allowed, spike_detector = run.recovery.max_rollbacks, LossSpikeDetector(run.recovery.loss_spike_ratio)
+    rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
     while True:
-        trainer = begin()
-        trainer.spike_detector = usual if left > 0 else LossSpikeDetector(None)
+        trainer = make_trainer()
+        trainer.spike_detector = spike_detector if rollbacks_left > 0 else LossSpikeDetector(None)
         try:
             return train(trainer, resume)
         except DivergenceError as error:
-            if left < 1 or isinstance(error, CorruptionError):
+            if rollbacks_left < 1 or isinstance(error, CorruptionError):
                 raise
-            left, resume = left - 1, True
+            rollbacks_left, resume = rollbacks_left - 1, True
             _roll_back(trainer, error)
 
 
-def _record_failure(life: _RankContext, error: BaseException) -> int:
+def _record_failure(context: _RankContext, error: BaseException) -> int:
     """Leave word of a failure, for a launcher where there is one; returns the exit code."""
-    trainer = life.trainer
+    trainer = context.trainer
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
-    if life.directory.is_dir():
+    if context.directory.is_dir():
         memory, final = oom_report(error, trainer), isinstance(error, DivergenceError)
-        write_failure(life.directory, rank, step, error, memory, final)
+        write_failure(context.directory, rank, step, error, memory, final)
     if LAUNCHER_PID_ENV not in os.environ:
-        for_people = isinstance(error, UserError | DivergenceError)
+        is_user_error = isinstance(error, UserError | DivergenceError)
         print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
-        if not for_people:
+        if not is_user_error:
             traceback.print_exc()
     return 2 if isinstance(error, UserError) else 1
 
@@ -195,19 +199,19 @@ def _record_failure(life: _RankContext, error: BaseException) -> int:
 def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
     """Settle from where another trainer goes on: the newest checkpoint, or the one before where that has led astray
     twice. Raises the error where there is none before."""
-    directory, kept = trainer.directory, trainer.checkpointer.directory
-    newest = latest_step(kept)
-    before = newest if broadcast_from_rank0(partial(diverged_again, directory, newest)) else None
-    checkpoint, _ = latest_valid_checkpoint(kept, before)
-    if before is not None and checkpoint is None:
+    directory, checkpoint_directory = trainer.directory, trainer.checkpointer.directory
+    newest = latest_step(checkpoint_directory)
+    before_step = newest if broadcast_from_rank0(partial(diverged_again, directory, newest)) else None
+    checkpoint, _ = latest_valid_checkpoint(checkpoint_directory, before_step)
+    if before_step is not None and checkpoint is None:
         raise error
-    to = step_of(checkpoint) if checkpoint else 0
+    to_step = step_of(checkpoint) if checkpoint else 0
     if trainer.is_main:
-        if before is not None:
-            quarantine(kept, [step_name(before)], checkpoint)
-        record_rollback(directory, trainer.step, to, str(error))
-        passed = f"the text of steps {to + 1} to {trainer.step} is passed over"
-        print(f"phalanx: {error}\n  going back to step {to}; {passed}", file=sys.stderr)
+        if before_step is not None:
+            quarantine(checkpoint_directory, [step_name(before_step)], checkpoint)
+        record_rollback(directory, trainer.step, to_step, str(error))
+        skipped_text = f"the text of steps {to_step + 1} to {trainer.step} is passed over"
+        print(f"phalanx: {error}\n  going back to step {to_step}; {skipped_text}", file=sys.stderr)
     if dist.is_initialized():
         dist.barrier()
 
@@ -227,10 +231,10 @@ def _set_up_on_rank0(run: RunSpec, resume: bool) -> Path:
         store.set(key, str(directory))
         return directory
     store.wait([key], timedelta(days=1))
-    made = store.get(key).decode()
-    if not made:
+    path = store.get(key).decode()
+    if not path:
         raise SystemExit(2)
-    return Path(made)
+    return Path(path)
 
 
 def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None) -> None:
@@ -239,8 +243,8 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
     resumed, damaged = trainer.resume() if resume else (0, {})
     config, alive_until = run.model_dump(mode="json"), mtime_or_none(directory / METRICS_FILE)
     logs = [] if quiet else open_loggers(directory, trainer.step, run.metrics.wandb, run.name, config)
-    notes = open_step_records(trainer) if run.metrics.per_rank_records else None
-    looked_at = profiled_steps(trainer, measure, window)
+    rank_log = open_step_records(trainer) if run.metrics.per_rank_records else None
+    steps_to_profile = profiled_steps(trainer, measure, window)
     if trainer.is_main:
         launcher = int(os.environ.get(LAUNCHER_PID_ENV, "0"))
         ranks = trainer.mesh.dims.world_size
@@ -253,19 +257,19 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
                 if trainer.is_main:
                     append_event(directory, QUARANTINED, checkpoint=name, problem=problem)
             progress.log(start_message(trainer, resumed))
-            if window is not None and not looked_at:
+            if window is not None and not steps_to_profile:
                 progress.log(f"no step is looked at closely: {window[0]} to {window[-1]} are done, or too many")
-            closely = StepProfiler(trainer, looked_at) if looked_at else None
-            if closely is not None and closely.metered is None:
+            profiler = StepProfiler(trainer, steps_to_profile) if steps_to_profile else None
+            if profiler is not None and profiler.metered is None:
                 progress.log(
-                    f"memory is not metered: step {closely.first_steady_step} is the first that is like all after it"
+                    f"memory is not metered: step {profiler.first_steady_step} is the first that is like all after it"
                 )
-            evaluation = trainer.train(logs, progress, closely, notes)
+            evaluation = trainer.train(logs, progress, profiler, rank_log)
         failed = False
         if trainer.is_main:
             append_event(directory, FINISHED, step=trainer.step)
     finally:
-        for log in [*logs, *([notes] if notes else [])]:
+        for log in [*logs, *([rank_log] if rank_log else [])]:
             log.close(failed)
     text = generate_sample(trainer) if run.evaluation.prompt and not trainer.should_stop else ""
     if trainer.is_main:
@@ -287,7 +291,7 @@ def open_step_records(trainer: Trainer) -> Logger:
     file = rank_record_file(trainer.directory, trainer.mesh.rank)
     offset = measure_clock_offset(trainer.device, trainer.run.training.collective_timeout_seconds)
     file.parent.mkdir(exist_ok=True)
-    notes = JsonLinesLogger(file, trainer.step, FLUSH_SECONDS)
+    rank_log = JsonLinesLogger(file, trainer.step, FLUSH_SECONDS)
     opening: RunHeader = {
         "format": FORMAT,
         "rank": trainer.mesh.rank,
@@ -301,5 +305,5 @@ def open_step_records(trainer: Trainer) -> Logger:
     }
     if trainer.device.type == "cpu":
         opening["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    notes.write(dict(opening))
-    return notes
+    rank_log.write(dict(opening))
+    return rank_log

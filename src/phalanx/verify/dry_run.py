@@ -55,7 +55,7 @@ def check_traceable(run: RunSpec, world_size: int) -> None:
         )
 
 
-def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 2) -> Iterator[Traced]:
+def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2) -> Iterator[Traced]:
     """Each of these ranks, traced in a process of its own, in their order.
 
     Raises UserError before any is started.
@@ -64,7 +64,7 @@ def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], at_once: int = 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "torch._dynamo"])  # what takes seconds is imported once
     # PyTorch remembers meshes and shapes of the process group before: none is used twice.
-    with ProcessPoolExecutor(min(at_once, len(ranks)), context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(min(max_workers, len(ranks)), context, max_tasks_per_child=1) as pool:
         try:
             yield from pool.map(partial(_trace_or_raise, run, world_size), ranks)
         finally:
@@ -77,9 +77,9 @@ def corner_ranks(run: RunSpec, world_size: int) -> list[int]:
     sizes = parallel_dims(run.layout, world_size)
     if sizes.servers:
         return sorted({0, sizes.servers - 1, sizes.servers, world_size - 1})
-    alone = [process_groups(sizes, axis)[0][-1] for axis in sizes.axes]
-    of_experts = [group[-1] for group in expert_parallel_groups(sizes)[:1]]
-    return sorted({0, *alone, *of_experts, world_size - 1})
+    axis_ends = [process_groups(sizes, axis)[0][-1] for axis in sizes.axes]
+    expert_ends = [group[-1] for group in expert_parallel_groups(sizes)[:1]]
+    return sorted({0, *axis_ends, *expert_ends, world_size - 1})
 
 
 class TraceError(RuntimeError):
@@ -95,12 +95,12 @@ def _trace_or_raise(run: RunSpec, world_size: int, rank: int) -> Traced:
 
 def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
     """A step of one rank, in this process, which must not have a process group."""
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     torch.set_num_threads(1)
     run = run.model_copy(update={"training": run.training.model_copy(update={"compile": False})})
     if run.layout.offload == "nvme":
-        in_memory = run.layout.model_copy(update={"offload": "cpu", "offload_directory": None})
-        run = run.model_copy(update={"layout": in_memory})
+        layout = run.layout.model_copy(update={"offload": "cpu", "offload_directory": None})
+        run = run.model_copy(update={"layout": layout})
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -109,16 +109,16 @@ def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
             learner = Learner(run, mesh, CPU, _empty_weight)
             for _ in range(_steps_before(learner)):
                 _step(learner, _min_micro_batches(run))
-            _, seen = profile_step(learner, partial(_step, learner))
+            _, profile = profile_step(learner, partial(_step, learner))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    took = {"seconds": time.perf_counter() - begun, "process_bytes": peak}
-    traced = seen.as_dict
+    tracing = {"seconds": time.perf_counter() - started_at, "process_bytes": peak}
+    traced = profile.as_dict
     for row in traced["collectives"]:
         del row["seconds"], row["exposed_seconds"]
-    return {"rank": rank, **traced, "tracing": took}
+    return {"rank": rank, **traced, "tracing": tracing}
 
 
 def _empty_weight(_: str, shape: torch.Size) -> Tensor:
@@ -150,12 +150,15 @@ def _step(learner: Learner, micro_batches: int = _ALL) -> None:
 
 def _micros(learner: Learner) -> list[MicroBatch]:
     """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
-    run, cut = learner.run, learner.batch
-    rows, sequence = len(rank_rows(cut.global_batch_size, learner.mesh.dp_rank, cut.dp_size)), run.training.seq_len
-    mine = len(np.arange(sequence)[learner.local_tokens(sequence)])
-    counts = [end - begin for begin, end in pairwise([*range(0, rows, cut.micro_batch_size), rows])]
+    run, batch = learner.run, learner.batch
+    rows, sequence = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size)), run.training.seq_len
+    num_local_tokens = len(np.arange(sequence)[learner.local_tokens(sequence)])
+    counts = [end - begin for begin, end in pairwise([*range(0, rows, batch.micro_batch_size), rows])]
     masked = run.data.mask_documents
-    return [MicroBatch(_ids(n, mine), _ids(n, mine), _ids(n, sequence) if masked else None) for n in counts]
+    return [
+        MicroBatch(_ids(n, num_local_tokens), _ids(n, num_local_tokens), _ids(n, sequence) if masked else None)
+        for n in counts
+    ]
 
 
 def _ids(rows: int, tokens: int) -> Tensor:

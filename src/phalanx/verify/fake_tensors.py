@@ -67,22 +67,22 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     # What comes of several is at most as large as all pairs of their elements, but where it is written into the first.
     sizes = [tensor.numel() for tensor in tensors]
     largest = sizes[0] if func._schema.is_mutable else prod(sizes)
-    known = all(dtype in WHOLE_NUMBERS for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
-    return known and largest <= SMALL
+    all_integer = all(dtype in WHOLE_NUMBERS for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
+    return all_integer and largest <= SMALL
 
 
-def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """PyTorch tells the shape of grouped products only in bf16. Rows by group times a matrix of each, or columns by
     group times rows by group."""
-    return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(len(ends), a.shape[0], b.shape[1])
+    return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(len(offsets), a.shape[0], b.shape[1])
 
 
 def _with_result(args: Any, out: Any) -> Any:
     """What a collective gave, its work one that knows the tensors: the fake group's has none, and DDP asks for them."""
     if not any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(out)):
         return out
-    alone = isinstance(out, torch.ScriptObject)
+    is_single = isinstance(out, torch.ScriptObject)
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result([leaf for leaf in tree_leaves(args if alone else out) if isinstance(leaf, Tensor)])
+    future.set_result([leaf for leaf in tree_leaves(args if is_single else out) if isinstance(leaf, Tensor)])
     work = dist.Work.boxed(_create_work_from_future(future))
-    return work if alone else (*out[:-1], work)
+    return work if is_single else (*out[:-1], work)

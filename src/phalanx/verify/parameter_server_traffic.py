@@ -17,22 +17,22 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
     """Workers send each server the gradients that it owns, and all sums; it broadcasts its weights to them. The first
     tells beside them what the step came to; servers sum the gradient's norm among themselves."""
     servers = parallel_dims(run.layout, world_size).servers
-    number, workers = STATE_BYTES[run.training.precision], tuple(range(servers, world_size))
-    owned = [number * load for load in server_loads(parameter_shapes(run.model), servers)]
+    element_bytes, workers = STATE_BYTES[run.training.precision], tuple(range(servers, world_size))
+    owned_bytes = [element_bytes * load for load in server_loads(parameter_shapes(run.model), servers)]
     biases = (
         num_reduced_scalars(run) - NUM_SCALARS if run.model.moe is not None and run.model.moe.bias_update_rate else 0
     )
-    told = 8 * (2 + num_reduced_scalars(run) + biases)
-    found: dict[tuple[str, Group], list[Traffic]] = {}
+    scalar_bytes = 8 * (2 + num_reduced_scalars(run) + biases)
+    traffic: dict[tuple[str, Group], list[Traffic]] = {}
     for server in range(servers) if rank in workers else (rank,):
-        rows = [Traffic("broadcast", owned[server], "weights", "servers")]
-        rows += [Traffic("broadcast", told, WHY, "servers")] if server == 0 else []
-        found["broadcast", (server, *workers)] = rows
+        rows = [Traffic("broadcast", owned_bytes[server], "weights", "servers")]
+        rows += [Traffic("broadcast", scalar_bytes, WHY, "servers")] if server == 0 else []
+        traffic["broadcast", (server, *workers)] = rows
     if rank in workers:
         messages = Traffic("send", 8 * (num_reduced_scalars(run) + 1) * servers, WHY, "servers", servers)
-        everybody = tuple(range(world_size))
-        found["send", everybody] = [Traffic("send", sum(owned), "gradients", "servers", servers), messages]
+        all_ranks = tuple(range(world_size))
+        traffic["send", all_ranks] = [Traffic("send", sum(owned_bytes), "gradients", "servers", servers), messages]
     elif servers > 1:
-        square = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, WHY, "servers")
-        found["all_reduce", tuple(range(servers))] = [square]
-    return found
+        squared_norm = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, WHY, "servers")
+        traffic["all_reduce", tuple(range(servers))] = [squared_norm]
+    return traffic

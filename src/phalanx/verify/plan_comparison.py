@@ -54,34 +54,38 @@ def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> 
 
 def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     planned = planned_collectives(run, world_size, traced["rank"])
-    seen: dict[tuple[str, Group], tuple[float, int]] = {}
+    executed: dict[tuple[str, Group], tuple[float, int]] = {}
     for row in traced["collectives"]:
         if len(row["group"]) > 1 and row["operation"] != "recv":  # what one receives another sends
             key = row["operation"], tuple(row["group"])
-            size, calls = seen.get(key, (0.0, 0))
-            seen[key] = size + row["sent_bytes"], calls + row["calls"]
+            size, calls = executed.get(key, (0.0, 0))
+            executed[key] = size + row["sent_bytes"], calls + row["calls"]
     lines = []
-    for key in sorted({*planned, *seen}, key=lambda key: (len(key[1]), key)):
+    for key in sorted({*planned, *executed}, key=lambda key: (len(key[1]), key)):
         operation, group = key
-        rows, (size, calls) = planned.get(key, []), seen.get(key, (0.0, 0))
-        expected, times = sum(row.bytes for row in rows), sum(row.calls for row in rows)
-        same = abs(expected - size) <= 1e-9 * max(expected, size) and times == calls
+        rows, (size, calls) = planned.get(key, []), executed.get(key, (0.0, 0))
+        expected, expected_calls = sum(row.bytes for row in rows), sum(row.calls for row in rows)
+        agrees = abs(expected - size) <= 1e-9 * max(expected, size) and expected_calls == calls
         names = ", ".join(sorted({row.group_kind for row in rows})) or "?"
-        why = "" if same else _cause(run, operation)
-        lines.append(PlanCheck("collective", operation, names, len(group), expected, size, times, calls, same, why))
+        explanation = "" if agrees else _cause(run, operation)
+        lines.append(
+            PlanCheck(
+                "collective", operation, names, len(group), expected, size, expected_calls, calls, agrees, explanation
+            )
+        )
     return lines
 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
     """What the plan has a rank send, by operation and the ranks that take part."""
-    sizes, found = parallel_dims(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
+    sizes, rows_by_group = parallel_dims(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:
         return parameter_server_collectives(run, world_size, rank)
-    place = sizes.coordinates(rank)["pp"]
-    traffic = list(traffic_by_group(run, world_size, rank).values())[place]
-    for row in [*traffic, *scalar_reduction_traffic(run, world_size, place)]:
-        found[row.operation, group_ranks(run, sizes, row.group_kind, rank)].append(row)
-    return dict(found)
+    stage = sizes.coordinates(rank)["pp"]
+    traffic = list(traffic_by_group(run, world_size, rank).values())[stage]
+    for row in [*traffic, *scalar_reduction_traffic(run, world_size, stage)]:
+        rows_by_group[row.operation, group_ranks(run, sizes, row.group_kind, rank)].append(row)
+    return dict(rows_by_group)
 
 
 def _cause(run: RunSpec, operation: str) -> str:
@@ -98,25 +102,29 @@ def _cause(run: RunSpec, operation: str) -> str:
 def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     """The plan is that of the fullest rank of each place: the first there. Others may have less."""
     sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
-    memory = list(rank_memory(run, world_size).values())
-    place = sizes.coordinates(rank)["pp"]
-    planned, fullest = memory[place], rank == pipeline_stage_groups(sizes)[place][0]
+    stage_memory = list(rank_memory(run, world_size).values())
+    stage = sizes.coordinates(rank)["pp"]
+    planned, is_fullest = stage_memory[stage], rank == pipeline_stage_groups(sizes)[stage][0]
     if sizes.servers:
         loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
-        planned, fullest = memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
+        planned, is_fullest = stage_memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
     lines = []
     for part in (*STATE, "total"):
-        when = "peak_bytes" if part == "total" else "held_bytes"
-        expected, got = getattr(planned, part), traced[when].get(part, 0)
+        kind = "peak_bytes" if part == "total" else "held_bytes"
+        expected, actual = getattr(planned, part), traced[kind].get(part, 0)
         expected += planned.offloaded if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
-        near = RELATIVE_TOLERANCE if part == "total" else 0.0
-        agrees = got <= (1 + near) * expected and (got >= (1 - near) * expected or not fullest)
-        why = "" if fullest or got >= expected else "a smaller share than the fullest rank's, which is planned"
-        if expected or got:
-            lines.append(PlanCheck("memory", part, "", 1, expected, got, agrees=agrees, why=why))
+        tolerance = RELATIVE_TOLERANCE if part == "total" else 0.0
+        agrees = actual <= (1 + tolerance) * expected and (actual >= (1 - tolerance) * expected or not is_fullest)
+        explanation = (
+            "" if is_fullest or actual >= expected else "a smaller share than the fullest rank's, which is planned"
+        )
+        if expected or actual:
+            lines.append(PlanCheck("memory", part, "", 1, expected, actual, agrees=agrees, why=explanation))
     return lines
 
 
 def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
-    expected, got = rank_flops(run, world_size, traced["rank"]), traced["flops"]
-    return PlanCheck("flops", "step", "", 1, expected, got, agrees=abs(got - expected) <= RELATIVE_TOLERANCE * expected)
+    expected, actual = rank_flops(run, world_size, traced["rank"]), traced["flops"]
+    return PlanCheck(
+        "flops", "step", "", 1, expected, actual, agrees=abs(actual - expected) <= RELATIVE_TOLERANCE * expected
+    )

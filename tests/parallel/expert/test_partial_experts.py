@@ -35,7 +35,7 @@ def build_small_run(folder: Path, changes: dict[str, Any] | None = None) -> RunS
 def build_trainer(run: RunSpec, own: TrainedExperts | None) -> Trainer:
     assert shared_data_cache()
     corpus = open_training_data(run, prepare(run.data))
-    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), own=own)
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, torch.device("cpu"), trained_experts=own)
 
 
 def compute_loss_and_gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:

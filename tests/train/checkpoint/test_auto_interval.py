@@ -36,7 +36,7 @@ def make_scheduler(folder: Path, step_seconds: float = 0.1, **changes: Any) -> C
 def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> None:
     """A save that takes 10 s is best written every 465.3 s at Llama 3's rate of failures."""
     pacing = make_scheduler(tmp_path)
-    assert pacing.next_due_step(FIRST_STEPS, still_seconds=10, write_seconds=20) == pytest.approx(
+    assert pacing.next_due_step(FIRST_STEPS, blocked_seconds=10, write_seconds=20) == pytest.approx(
         FIRST_STEPS + 4653, abs=1
     )
     assert pacing.reason is not None
@@ -44,32 +44,32 @@ def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> N
     assert f"expected every {LLAMA3_MTBF_HOURS:.1f} hours" in pacing.reason
     assert not pacing.due(pacing.next - 1, 0.1)
     assert pacing.due(pacing.next, 0.1)
-    pacing.next_due_step(pacing.next, still_seconds=11, write_seconds=20)
+    pacing.next_due_step(pacing.next, blocked_seconds=11, write_seconds=20)
     assert pacing.reason is None  # much as before
 
 
 def test_checkpoint_scheduler_never_overlaps_saves(tmp_path: Path) -> None:
     assert (
-        make_scheduler(tmp_path).next_due_step(FIRST_STEPS, still_seconds=0.001, write_seconds=600)
+        make_scheduler(tmp_path).next_due_step(FIRST_STEPS, blocked_seconds=0.001, write_seconds=600)
         == FIRST_STEPS + 6000
     )
 
 
 def test_checkpoint_scheduler_ignores_one_slow_save(tmp_path: Path) -> None:
     pacing = make_scheduler(tmp_path)
-    usual = pacing.next_due_step(FIRST_STEPS, still_seconds=1, write_seconds=1) - FIRST_STEPS
-    pacing.next_due_step(pacing.next, still_seconds=1, write_seconds=1)
+    usual = pacing.next_due_step(FIRST_STEPS, blocked_seconds=1, write_seconds=1) - FIRST_STEPS
+    pacing.next_due_step(pacing.next, blocked_seconds=1, write_seconds=1)
     before = pacing.next
-    assert pacing.next_due_step(before, still_seconds=50, write_seconds=1) - before == usual
+    assert pacing.next_due_step(before, blocked_seconds=50, write_seconds=1) - before == usual
 
 
 def test_checkpoint_scheduler_counts_slowed_steps_as_save_cost(tmp_path: Path) -> None:
     """The wait of half a second, and two steps of 1.1 s instead of 0.1 behind which it was written."""
     pacing = make_scheduler(tmp_path)
-    begun = pacing.next_due_step(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - 40
+    begun = pacing.next_due_step(FIRST_STEPS, blocked_seconds=0.5, write_seconds=1) - 40
     for step, (seconds, writing) in enumerate([(1.1, True), (1.1, False)] + 38 * [(0.1, False)], begun + 1):
         pacing.due(step, seconds, writing)
-    found = pacing.next_due_step(begun + 40, still_seconds=0.5, write_seconds=2) - begun - 40
+    found = pacing.next_due_step(begun + 40, blocked_seconds=0.5, write_seconds=2) - begun - 40
     mtbf = LLAMA3_MTBF_HOURS * 3600
     assert found == pytest.approx(optimal_interval_seconds(2.5, mtbf) / 0.1, rel=0.01)
 
@@ -84,7 +84,7 @@ def test_checkpoint_scheduler_saves_more_often_after_observed_failures(tmp_path:
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (tmp_path / EVENTS_FILE).write_text(lines + '{"half a line')
     pacing = make_scheduler(tmp_path)
-    steps = pacing.next_due_step(FIRST_STEPS, still_seconds=0.5, write_seconds=1) - FIRST_STEPS
+    steps = pacing.next_due_step(FIRST_STEPS, blocked_seconds=0.5, write_seconds=1) - FIRST_STEPS
     assert steps == pytest.approx(optimal_interval_seconds(0.5, 100) / 0.1, rel=0.02)
     assert pacing.reason is not None
     assert "every 100 s (4 in 6.7 minutes)" in pacing.reason

@@ -166,9 +166,9 @@ def test_steps_to_skip_accumulates_over_repeated_rollbacks(tmp_path: Path) -> No
 
 
 def test_loss_spike_detector_compares_loss_with_recent_losses() -> None:
-    losses = LossSpikeDetector(spike=2.0)
+    losses = LossSpikeDetector(max_ratio=2.0)
     assert all(losses.spike_ratio(9.0 - step / 10) is None for step in range(LEAST))
     assert losses.spike_ratio(16.0) is None
     assert losses.spike_ratio(18.0) == pytest.approx(18 / 8.6, rel=0.02)
     assert losses.spike_ratio(float("nan")) is None
-    assert all(LossSpikeDetector(spike=None).spike_ratio(loss) is None for loss in (*[1.0] * LEAST, 100.0))
+    assert all(LossSpikeDetector(max_ratio=None).spike_ratio(loss) is None for loss in (*[1.0] * LEAST, 100.0))

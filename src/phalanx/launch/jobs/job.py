@@ -112,9 +112,9 @@ def check_job(job: ClusterJob) -> None:
         try:
             check_layout(run, ranks)
         except UserError as error:
-            there = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
+            size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
             fix = f"{error.fix}; or ask for other --nodes or --nproc".removeprefix("; or ")
-            raise UserError(error.field, error.value, f"on {there}: {error.problem}", fix) from None
+            raise UserError(error.field, error.value, f"on {size_text}: {error.problem}", fix) from None
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -122,34 +122,34 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
     Raises UserError for anything else.
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    min_nodes, max_nodes = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     require(
-        0 < least <= most,
+        0 < min_nodes <= max_nodes,
         "--nodes",
         text,
         "is no number of nodes",
         "write how many (4), or the fewest and the most (2:4)",
     )
-    return least, most
+    return min_nodes, max_nodes
 
 
-def ranks_per_node(run: RunSpec, asked: int | None) -> int:
+def ranks_per_node(run: RunSpec, requested: int | None) -> int:
     """As asked, or as the run file says; one where CPUs compute.
 
     Raises UserError where nobody knows: the nodes' GPUs cannot be counted from here.
     """
-    found = asked or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
-    if found is None:
+    nproc = requested or run.cluster.nproc_per_node or (1 if run.cluster.device == "cpu" else None)
+    if nproc is None:
         raise UserError(
             "--nproc",
             None,
             "is needed: the GPUs of a node cannot be counted from here",
             'give --nproc, or set cluster.nproc_per_node (or cluster.device = "cpu")',
         )
-    return found
+    return nproc
 
 
-def shell_join(words: Sequence[str]) -> str:
+def shell_join(args: Sequence[str]) -> str:
     """Words as a shell takes them."""
-    return " ".join(map(shlex.quote, words))
+    return " ".join(map(shlex.quote, args))

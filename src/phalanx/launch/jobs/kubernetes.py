@@ -139,21 +139,21 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
         **({"cpu": str(job.cpus)} if job.cpus else {}),
         **({"memory": f"{job.memory}Gi"} if job.memory else {}),
     }
-    listed = "".join(
-        f"            - {{name: {key}, value: {_text(value)}}}  # {why}\n"
-        for key, (value, why) in _variables(job).items()
+    env_lines = "".join(
+        f"            - {{name: {key}, value: {_text(value)}}}  # {comment}\n"
+        for key, (value, comment) in _variables(job).items()
     )
-    same = SAME.format(
-        image=json.dumps(image), work=WORK, variables=listed, run_folder=RUN_FOLDER, resources=json.dumps(resources)
+    container_fields = SAME.format(
+        image=json.dumps(image), work=WORK, variables=env_lines, run_folder=RUN_FOLDER, resources=json.dumps(resources)
     )
-    text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
-    meeting = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
+    run_text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
+    rendezvous_args = job.rendezvous_args(f"{name}-0.{name}:{PORT}")
     return TEMPLATE.format(
         words=job.command,
         name=name,
         quoted=json.dumps(name),
         run_file=RUN_FILE,
-        text=text,
+        text=run_text,
         most=job.max_nodes,
         success=SUCCESS if job.min_nodes < job.max_nodes else "",
         failures=FAILURES_PER_NODE * job.max_nodes,
@@ -162,41 +162,41 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
         saving=SAVING_SECONDS,
         volume=json.dumps(volume),
         shared_memory=SHARED_MEMORY,
-        check=CHECK.format(words=_words(run, *job.check_args), same=same) if job.check else "",
-        command=_words("phalanx", "train", run, *meeting, *job.train_args),
-        same=same,
+        check=CHECK.format(words=_words(run, *job.check_args), same=container_fields) if job.check else "",
+        command=_words("phalanx", "train", run, *rendezvous_args, *job.train_args),
+        same=container_fields,
     )
 
 
 def _variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
-    found = job_environment(job)
+    variables = job_environment(job)
     if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
-        found["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
+        variables["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
             str(PATIENCE_SECONDS),
             "other pods start when there is room",
         )
-    return found
+    return variables
 
 
-def _text(word: str) -> str:
+def _text(text: str) -> str:
     """As it is, for Kubernetes takes $(NAME) in words and values for a variable, and $$ for $."""
-    return json.dumps(word.replace("$", "$$"))
+    return json.dumps(text.replace("$", "$$"))
 
 
-def _words(*words: str) -> str:
-    return f"[{', '.join(map(_text, words))}]"
+def _words(*args: str) -> str:
+    return f"[{', '.join(map(_text, args))}]"
 
 
-def _name(run: str) -> str:
+def _name(run_name: str) -> str:
     """A run's name as a host name (RFC 1035).
 
     Raises UserError where it cannot be one.
     """
-    name = run.lower().replace(".", "-").replace("_", "-").rstrip("-")
+    name = run_name.lower().replace(".", "-").replace("_", "-").rstrip("-")
     require(
         len(name) <= LONGEST_NAME and name[0].isalpha(),
         "name",
-        run,
+        run_name,
         f"is no name for Kubernetes, whose services begin with a letter and have at most {LONGEST_NAME}",
         "take another with --set name=...",
     )

@@ -52,13 +52,13 @@ def skypilot(
 
     Raises UserError without these, and for what is not on the volume.
     """
-    wanted = {
+    required = {
         "--image": (image, "the container image that has phalanx"),
         "--volume": (volume, "the SkyPilot volume for text and checkpoints"),
     }
     if job.gpus:
-        wanted["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
-    image, volume, *_ = require_options(wanted)
+        required["--accelerator"] = (accelerator, "the GPU, as SkyPilot calls it (sky gpus list)")
+    image, volume, *_ = require_options(required)
     require(
         bool(job.gpus) or not accelerator,
         "--accelerator",
@@ -71,14 +71,16 @@ def skypilot(
         **({"cpus": f"{job.cpus}+"} if job.cpus else {}),
         **({"memory": f"{job.memory}+"} if job.memory else {}),
     }
-    listed = "".join(f"  {key}: {json.dumps(value)}  # {why}\n" for key, (value, why) in job_environment(job).items())
-    several = job.max_nodes > 1
+    env_lines = "".join(
+        f"  {key}: {json.dumps(value)}  # {comment}\n" for key, (value, comment) in job_environment(job).items()
+    )
+    is_multi_node = job.max_nodes > 1
     options = shell_join(job.rendezvous_args("HEAD")).replace("HEAD", f'"$head:{PORT}"')
     script = [
         f"cd {WORK}\n",
         *([CHECK.format(run=RUN_FILE, checking=shell_join(job.check_args))] if job.check else []),
-        *([TOGETHER] if several else []),
-        " ".join(word for word in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if word) + "\n",
+        *([TOGETHER] if is_multi_node else []),
+        " ".join(part for part in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if part) + "\n",
     ]
     return TEMPLATE.format(
         words=job.command,
@@ -91,6 +93,6 @@ def skypilot(
         volume=json.dumps(volume),
         run_file=RUN_FILE,
         file=json.dumps(str(job.file)),
-        envs=f"envs:\n{listed}" if listed else "",
+        envs=f"envs:\n{env_lines}" if env_lines else "",
         script=textwrap.indent("".join(script), "  "),
     )

@@ -110,11 +110,11 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     ]
     directory = str(Path(job.run.output_dir).expanduser() / job.run.name)
     exports = [
-        f"export {name}=${{{name}-{shlex.quote(value)}}}  # {why}\n"
-        for name, (value, why) in job.environment(directory).items()
+        f"export {name}=${{{name}-{shlex.quote(value)}}}  # {comment}\n"
+        for name, (value, comment) in job.environment(directory).items()
     ]
-    several = job.max_nodes > 1
-    meeting = '"${together[@]}"' if several else shell_join(job.rendezvous_args(""))
+    is_multi_node = job.max_nodes > 1
+    rendezvous_args = '"${together[@]}"' if is_multi_node else shell_join(job.rendezvous_args(""))
     return "".join(
         [
             f"#!/bin/bash\n# Written by: {job.command}\n{LEGEND}",
@@ -126,8 +126,8 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             CORES,
             EACH,
             CHECKED.replace("OPTIONS", shell_join(job.check_args)) if job.check else UNCHECKED,
-            *([TOGETHER] if several else []),
-            TRAIN.replace("OPTIONS", f"{meeting} {shell_join(job.train_args)}".strip()),
+            *([TOGETHER] if is_multi_node else []),
+            TRAIN.replace("OPTIONS", f"{rendezvous_args} {shell_join(job.train_args)}".strip()),
             ENDED,
         ]
     )
@@ -138,12 +138,12 @@ def seconds(time: str) -> int:
 
     Raises UserError for anything else.
     """
-    found = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
-    require(found is not None, "--time", time, "is no time limit", "write it as HH:MM:SS, or as D-HH:MM:SS")
-    assert found is not None
-    parts = [int(part) for part in found["rest"].split(":")]
-    if found["days"]:
-        hours, minutes, rest = (*parts, 0, 0)[:3]
-        return ((int(found["days"]) * 24 + hours) * 60 + minutes) * 60 + rest
-    hours, minutes, rest = parts if len(parts) == 3 else (0, *parts, 0)[:3]
-    return (hours * 60 + minutes) * 60 + rest
+    match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
+    require(match is not None, "--time", time, "is no time limit", "write it as HH:MM:SS, or as D-HH:MM:SS")
+    assert match is not None
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"]:
+        hours, minutes, secs = (*parts, 0, 0)[:3]
+        return ((int(match["days"]) * 24 + hours) * 60 + minutes) * 60 + secs
+    hours, minutes, secs = parts if len(parts) == 3 else (0, *parts, 0)[:3]
+    return (hours * 60 + minutes) * 60 + secs

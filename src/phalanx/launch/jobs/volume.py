@@ -41,12 +41,15 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
         f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
         'write it without / in front, as "runs"',
     )
-    found = job.environment(str(out / job.run.name))
+    variables = job.environment(str(out / job.run.name))
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            found[name] = (text, "as it was where this was written")
+            variables[name] = (text, "as it was where this was written")
     if "cache" not in job.run.data.model_fields_set:
-        found["PHALANX_DATA__CACHE"] = (str(WORK / ".cache" / "phalanx"), "all nodes read the tokens that one prepares")
+        variables["PHALANX_DATA__CACHE"] = (
+            str(WORK / ".cache" / "phalanx"),
+            "all nodes read the tokens that one prepares",
+        )
     if job.cpus:
-        found["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "a rank's share of the cores")
-    return found
+        variables["OMP_NUM_THREADS"] = (str(max(1, job.cpus // job.nproc)), "a rank's share of the cores")
+    return variables

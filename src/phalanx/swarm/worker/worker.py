@@ -291,7 +291,7 @@ class SwarmWorker:
             corpus, run = replace(self.corpus, weights=weights), self.run
             if self.swarm.sends_gradients:  # it is their mean that is clipped
                 run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
-            trainer = Trainer(run, corpus, self.directory, self.device, own=self._frozen())
+            trainer = Trainer(run, corpus, self.directory, self.device, trained_experts=self._frozen())
         if self.swarm.sends_gradients:
             trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
 

@@ -54,26 +54,26 @@ class CheckpointScheduler:
             return step >= self.next
         return self.every > 0 and step % self.every == 0
 
-    def next_due_step(self, step: int, still_seconds: float, write_seconds: float) -> int:
-        """The step after which the next save is due, when this one kept training waiting for `still_seconds` and the
+    def next_due_step(self, step: int, blocked_seconds: float, write_seconds: float) -> int:
+        """The step after which the next save is due, when this one kept training waiting for `blocked_seconds` and the
         one before took `write_seconds` in all, behind it. A save costs that wait, and by how much longer than usual the
         steps took behind which it was written."""
         failures, seconds = failure_count_and_uptime(self.directory)
         mtbf = observed_mtbf_seconds(self._expected_seconds, failures, seconds)
-        each = median(self._step_seconds)
+        step_seconds = median(self._step_seconds)
         if self._still_seconds is not None:  # writing takes cores, and memory's and the network's speed
-            slowed_by = max(0.0, self._behind_seconds - self._behind * each)
+            slowed_by = max(0.0, self._behind_seconds - self._behind * step_seconds)
             self._cost_seconds.append(self._still_seconds + slowed_by)
-        self._still_seconds = still_seconds
+        self._still_seconds = blocked_seconds
         self._written_behind, self._behind, self._behind_seconds = True, 0, 0.0
-        cost = median(self._cost_seconds or [still_seconds])
-        steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / each))
+        cost = median(self._cost_seconds or [blocked_seconds])
+        steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / step_seconds))
         changed = max(steps, self._said) > REPORT_CHANGE_RATIO * min(steps, self._said)
-        seen = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_seconds else ""
+        observed_text = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_seconds else ""
         self.reason = (
-            f"a checkpoint every {steps:,} steps ({format_duration(steps * each)}): one costs "
+            f"a checkpoint every {steps:,} steps ({format_duration(steps * step_seconds)}): one costs "
             f"{format_duration(cost)} of training, "
-            f"and a failure is to be expected every {format_duration(mtbf)}{seen}"
+            f"and a failure is to be expected every {format_duration(mtbf)}{observed_text}"
             if changed
             else None
         )

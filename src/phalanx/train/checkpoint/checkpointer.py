@@ -76,13 +76,13 @@ class Checkpointer:
         if self.rank == 0:
             path.mkdir(parents=True)
         self._barrier()
-        body = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
+        full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
-            self._write(path, dict(tensors), rng_state(), body, assign_to_files(tensors, FILE_BYTES))
+            self._write(path, dict(tensors), rng_state(), full_manifest, assign_to_files(tensors, FILE_BYTES))
             self.wait()
             return
         copies = {name: copy_to_cpu(tensor) for name, tensor in tensors.items()}
-        arguments = path, copies, rng_state(), body, None
+        arguments = path, copies, rng_state(), full_manifest, None
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -90,19 +90,19 @@ class Checkpointer:
         self,
         path: Path,
         tensors: dict[str, Tensor],
-        drawn: dict[str, str],
+        random_state: dict[str, str],
         manifest: dict[str, Any],
         files: dict[str, int] | None,
     ) -> None:
         """`files` gives the number of the file that each tensor is written to; all to one if None."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
             save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
-            mine = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
-            for file in mine:
+            local_files = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
+            for file in local_files:
                 sync(file)
-            record = {"random": drawn, "sha256": {file.name: sha256(file) for file in mine}}
+            record = {"random": random_state, "sha256": {file.name: sha256(file) for file in local_files}}
             write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(record))
             self._barrier()
             if self.rank == 0:
@@ -110,12 +110,12 @@ class Checkpointer:
                 ranks = sorted(path.glob("rank-*.json"))
                 if len(ranks) != self.world_size:
                     raise OSError(f"{self.world_size} ranks wrote their parts, and those of {len(ranks)} are there")
-                sums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
+                checksums = {file.name: sha256(file) for file in [*ranks, path / "manifest.json"]}
                 for file in ranks:
-                    sums |= json.loads(file.read_text())["sha256"]
-                publish(path, sums)
+                    checksums |= json.loads(file.read_text())["sha256"]
+                publish(path, checksums)
                 self._remove_old()
-            self.seconds = time.perf_counter() - begun
+            self.seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
             self._discard(path)  # what it takes of a full disk is needed to say so
@@ -127,9 +127,9 @@ class Checkpointer:
         for old in saved[self.keep :]:
             shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(old.with_suffix(PREVIOUS_SUFFIX), ignore_errors=True)
-        for aside in self.directory.glob(f"*{DAMAGED_SUFFIX}"):
-            if len(saved) >= self.keep and aside < saved[self.keep - 1]:
-                shutil.rmtree(aside, ignore_errors=True)
+        for damaged in self.directory.glob(f"*{DAMAGED_SUFFIX}"):
+            if len(saved) >= self.keep and damaged < saved[self.keep - 1]:
+                shutil.rmtree(damaged, ignore_errors=True)
 
     def _discard(self, path: Path) -> None:
         """Remove what this rank wrote of a checkpoint, rank 0 all of it: others may come to a barrier that it passed,
@@ -168,11 +168,11 @@ def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]
     rank 0 finds, which owns no less than any other."""
     index, size, files = 1, 0, {}
     for name, tensor in tensors.items():
-        mine = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-        if size and size + mine > limit:
+        local_bytes = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        if size and size + local_bytes > limit:
             index, size = index + 1, 0
         files[name] = index
-        size += mine
+        size += local_bytes
     return files
 
 
@@ -194,17 +194,17 @@ def latest_step(directory: Path) -> int:
     return broadcast_from_rank0(lambda: max(map(step_of, checkpoints(directory)), default=-1))
 
 
-def latest_valid_checkpoint(directory: Path, before: int | None = None) -> tuple[Path | None, dict[str, str]]:
-    """The newest undamaged checkpoint in a directory, of a step `before` one if it is given, and what is wrong with
-    those that are newer, which are set aside. A collective: each rank looks at its share of the files, so that nobody
-    waits for long for another, however much there is."""
+def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> tuple[Path | None, dict[str, str]]:
+    """The newest undamaged checkpoint in a directory, of a step before `before_step` if it is given, and what is
+    wrong with those that are newer, which are set aside. A collective: each rank looks at its share of the files, so
+    that nobody waits for long for another, however much there is."""
 
-    def names() -> list[str]:
+    def candidates() -> list[str]:
         recover_interrupted_rewrites(directory)
-        return [found.name for found in checkpoints(directory) if before is None or step_of(found) < before]
+        return [path.name for path in checkpoints(directory) if before_step is None or step_of(path) < before_step]
 
     checkpoint, damaged = None, {}
-    for name in broadcast_from_rank0(names):
+    for name in broadcast_from_rank0(candidates):
         problem = _damage(directory / name)
         if problem is None:
             checkpoint = directory / name
@@ -218,15 +218,15 @@ def latest_valid_checkpoint(directory: Path, before: int | None = None) -> tuple
 def _damage(checkpoint: Path) -> str | None:
     """`manifest.find_damage`, found by all ranks together."""
 
-    def listed() -> tuple[dict[str, str], str | None]:
+    def load_checksums() -> tuple[dict[str, str], str | None]:
         try:
             return read_checksums(checkpoint), None
         except ValueError as problem:
             return {}, str(problem)
 
-    sums, problem = broadcast_from_rank0(listed)
+    checksums, problem = broadcast_from_rank0(load_checksums)
     if problem is not None or not dist.is_initialized():
-        return problem or find_damaged_files(checkpoint, sums)
+        return problem or find_damaged_files(checkpoint, checksums)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(sums.items())[rank::ranks])))
-    return next((found for found in problems if found is not None), None)
+    problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(checksums.items())[rank::ranks])))
+    return next((rank_problem for rank_problem in problems if rank_problem is not None), None)

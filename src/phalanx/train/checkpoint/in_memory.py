@@ -44,117 +44,124 @@ class InMemoryCheckpointer:
 
     def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
         """`identity` says of what the state is: only the same is restored. `group` exchanges copies in CPU memory."""
-        offered = os.environ.get(SLOTS_ENV)
-        if offered is None:
+        slots_text = os.environ.get(SLOTS_ENV)
+        if slots_text is None:
             fix = "start the run with phalanx train, or set it to 0"
             raise UserError("recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix)
-        process, _, numbers = offered.partition(":")
+        launcher_pid, _, fds = slots_text.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(OWN_SLOTS + NEIGHBOUR_SLOTS)
-        mine = numbers.split(",")[first : first + len(OWN_SLOTS + NEIGHBOUR_SLOTS)]
-        self._places = [SharedMemorySlot(Path(f"/proc/{process}/fd/{number}")) for number in mine]
+        local_fds = fds.split(",")[first : first + len(OWN_SLOTS + NEIGHBOUR_SLOTS)]
+        self._places = [SharedMemorySlot(Path(f"/proc/{launcher_pid}/fd/{fd}")) for fd in local_fds]
         self._identity = json.loads(json.dumps(identity))
         self._group = group
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        on_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        self._next, self._before = (self.rank + on_node) % ranks, (self.rank - on_node) % ranks
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self._next, self._before = (self.rank + local_world_size) % ranks, (self.rank - local_world_size) % ranks
         self._turn = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Copy this rank's state after a step, here and at the next node. A collective."""
-        own, neighbours = (self._places[places[self._turn]] for places in (OWN_SLOTS, NEIGHBOUR_SLOTS))
+        local_slot, neighbor_slot = (self._places[slots[self._turn]] for slots in (OWN_SLOTS, NEIGHBOUR_SLOTS))
         self._turn = 1 - self._turn
-        own.invalidate()
+        local_slot.invalidate()
         parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         entries = {
             name: {"shape": list(part.shape), "whole": list(tensors[name].shape), "dtype": str(part.dtype)}
             for name, part in parts.items()
         }
-        said = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": entries}).encode()
-        own.ensure_size(HEADER.size + _aligned(len(said)) + sum(_aligned(part.nbytes) for part in parts.values()))
-        own.memory[HEADER.size : HEADER.size + len(said)] = said
-        places = _tensor_views(
-            own.bytes()[_aligned(len(said)) :], [(part.shape, part.dtype) for part in parts.values()]
+        metadata = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": entries}).encode()
+        local_slot.ensure_size(
+            HEADER.size + _aligned(len(metadata)) + sum(_aligned(part.nbytes) for part in parts.values())
         )
-        for place, part in zip(places, parts.values(), strict=True):
-            place.copy_(part)
-        own.commit(step, self.rank, len(said))
+        local_slot.memory[HEADER.size : HEADER.size + len(metadata)] = metadata
+        views = _tensor_views(
+            local_slot.bytes()[_aligned(len(metadata)) :], [(part.shape, part.dtype) for part in parts.values()]
+        )
+        for view, part in zip(views, parts.values(), strict=True):
+            view.copy_(part)
+        local_slot.commit(step, self.rank, len(metadata))
         if self._next != self.rank:
-            neighbours.invalidate()
-            described = self._exchange_with_neighbours(own, self._next, neighbours, self._before)
-            neighbours.commit(step, self._before, described)
+            neighbor_slot.invalidate()
+            metadata_length = self._exchange_with_neighbours(local_slot, self._next, neighbor_slot, self._before)
+            neighbor_slot.commit(step, self._before, metadata_length)
 
-    def _exchange_with_neighbours(self, mine: SharedMemorySlot, to: int, theirs: SharedMemorySlot, source: int) -> int:
+    def _exchange_with_neighbours(
+        self, local_slot: SharedMemorySlot, destination: int, neighbor_slot: SharedMemorySlot, source: int
+    ) -> int:
         """Send a copy, and receive another; returns the length of what describes that."""
-        body = mine.bytes()
-        sizes, coming = torch.tensor([body.numel(), mine.header[2]]), torch.zeros(2, dtype=torch.int64)
-        _send_and_receive(sizes, to, coming, source, self._group)
-        theirs.ensure_size(HEADER.size + int(coming[0]))
-        _send_and_receive(body, to, theirs.bytes()[: int(coming[0])], source, self._group)
-        return int(coming[1])
+        payload = local_slot.bytes()
+        sizes, incoming_sizes = torch.tensor([payload.numel(), local_slot.header[2]]), torch.zeros(2, dtype=torch.int64)
+        _send_and_receive(sizes, destination, incoming_sizes, source, self._group)
+        neighbor_slot.ensure_size(HEADER.size + int(incoming_sizes[0]))
+        _send_and_receive(payload, destination, neighbor_slot.bytes()[: int(incoming_sizes[0])], source, self._group)
+        return int(incoming_sizes[1])
 
     def load_latest(self) -> InMemoryCheckpoint | None:
         """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
-        mine = [place.header[:2] for place in self._places if place.header[0] >= 0 and self._matches_identity(place)]
-        found = latest_common_step(all_gather_objects(mine, self._group))
-        if found is None:
+        local_copies = [
+            slot.header[:2] for slot in self._places if slot.header[0] >= 0 and self._matches_identity(slot)
+        ]
+        latest = latest_common_step(all_gather_objects(local_copies, self._group))
+        if latest is None:
             return None
-        step, holders = found
-        kept = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}  # which others may want
+        step, holders = latest
+        # Other ranks may want these.
+        needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._transfer(step, rank, holder, kept)
+                self._transfer(step, rank, holder, needed_copies)
         return self._read(self._place(step, self.rank))
 
-    def _matches_identity(self, place: SharedMemorySlot) -> bool:
-        return bool(place.metadata(place.header[2])["identity"] == self._identity)
+    def _matches_identity(self, slot: SharedMemorySlot) -> bool:
+        return bool(slot.metadata(slot.header[2])["identity"] == self._identity)
 
     def _place(self, step: int, rank: int) -> SharedMemorySlot:
-        return next(place for place in self._places if place.header[:2] == (step, rank))
+        return next(slot for slot in self._places if slot.header[:2] == (step, rank))
 
-    def _transfer(self, step: int, rank: int, holder: int, kept: Collection[tuple[int, int]]) -> None:
-        """Send a rank its state from whoever holds it; what is `kept` here stays."""
+    def _transfer(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
+        """Send a rank its state from whoever holds it; the slots of `needed_copies` are not overwritten."""
         if self.rank == holder:
-            place = self._place(step, rank)
-            body = place.bytes()
-            dist.send(torch.tensor([body.numel(), place.header[2]]), rank, group=self._group)
-            dist.send(body, rank, group=self._group)
+            slot = self._place(step, rank)
+            payload = slot.bytes()
+            dist.send(torch.tensor([payload.numel(), slot.header[2]]), rank, group=self._group)
+            dist.send(payload, rank, group=self._group)
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        place = next(place for place in self._places if place.header[:2] not in kept)
-        place.invalidate()
-        place.ensure_size(HEADER.size + int(sizes[0]))
-        dist.recv(place.bytes()[: int(sizes[0])], holder, group=self._group)
-        place.commit(step, rank, int(sizes[1]))
+        slot = next(slot for slot in self._places if slot.header[:2] not in needed_copies)
+        slot.invalidate()
+        slot.ensure_size(HEADER.size + int(sizes[0]))
+        dist.recv(slot.bytes()[: int(sizes[0])], holder, group=self._group)
+        slot.commit(step, rank, int(sizes[1]))
 
-    def _read(self, place: SharedMemorySlot) -> InMemoryCheckpoint:
-        step, _, length = place.header
-        said = place.metadata(length)
-        entries = said["tensors"]
-        kinds = [
+    def _read(self, slot: SharedMemorySlot) -> InMemoryCheckpoint:
+        step, _, length = slot.header
+        metadata = slot.metadata(length)
+        entries = metadata["tensors"]
+        shapes_and_dtypes = [
             (torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch.")))
             for entry in entries.values()
         ]
-        parts = _tensor_views(place.bytes()[_aligned(length) :], kinds)
-        self._turn = 1 - OWN_SLOTS.index(self._places.index(place)) if place in self._places[:2] else 0
+        parts = _tensor_views(slot.bytes()[_aligned(length) :], shapes_and_dtypes)
+        self._turn = 1 - OWN_SLOTS.index(self._places.index(slot)) if slot in self._places[:2] else 0
         shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
-        return InMemoryCheckpoint(step, said["manifest"], shapes, dict(zip(entries, parts, strict=True)))
+        return InMemoryCheckpoint(step, metadata["manifest"], shapes, dict(zip(entries, parts, strict=True)))
 
 
-def latest_common_step(told: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
+def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:
     """The newest step of which somebody holds every rank's state, and for each rank who does: itself, if it can.
 
-    `told` has for each rank what it holds: the step and the rank of each copy.
+    `copies_by_rank` has the step and the rank of each copy that a rank holds.
     """
-    ranks = len(told)
-    for step in sorted({step for held in told for step, _ in held}, reverse=True):
+    ranks = len(copies_by_rank)
+    for step in sorted({step for copies in copies_by_rank for step, _ in copies}, reverse=True):
         holders = [
-            next((holder for holder in (rank, *range(ranks)) if (step, rank) in told[holder]), None)
+            next((holder for holder in (rank, *range(ranks)) if (step, rank) in copies_by_rank[holder]), None)
             for rank in range(ranks)
         ]
-        known = [holder for holder in holders if holder is not None]
-        if len(known) == ranks:
-            return step, known
+        available = [holder for holder in holders if holder is not None]
+        if len(available) == ranks:
+            return step, available
     return None
 
 
@@ -162,18 +169,20 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _tensor_views(memory: Tensor, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
     """Tensors of these shapes and types in a stretch of memory, one after the other."""
-    at = 0
-    for shape, dtype in kinds:
+    offset = 0
+    for shape, dtype in shapes_and_dtypes:
         size = shape.numel() * dtype.itemsize
-        yield memory[at : at + size].view(dtype).view(shape)
-        at += _aligned(size)
+        yield memory[offset : offset + size].view(dtype).view(shape)
+        offset += _aligned(size)
 
 
-def _send_and_receive(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+def _send_and_receive(
+    sent: Tensor, destination: int, received: Tensor, source: int, group: dist.ProcessGroup | None
+) -> None:
     """Send to one rank while another sends."""
-    works = [dist.isend(sent, to, group=group), dist.irecv(received, source, group=group)]
+    works = [dist.isend(sent, destination, group=group), dist.irecv(received, source, group=group)]
     for work in works:
         if work is not None:
             work.wait()

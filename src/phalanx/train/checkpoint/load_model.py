@@ -36,16 +36,16 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]
             "run directory", str(run_directory), f"has no {RUN_FILE}", "give a directory that phalanx train made"
         )
     run = load_run(run_directory / RUN_FILE, environment={})
-    shared = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
-    checkpoint = require_valid_checkpoint(run_directory) if shared is None else None
+    swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
+    checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
     tokenizer = _tokenizer_of(run, run_directory)
     with torch.device("meta"):
         module = Transformer(run.model)
     materialize(module, torch.device("cpu"))
     if checkpoint is not None:
         load_checkpoint(checkpoint, Strategy(module), [])
-    elif shared is not None:
-        _load_weights(shared, module)
+    elif swarm_weights is not None:
+        _load_weights(swarm_weights, module)
     return run, module.eval(), tokenizer
 
 
@@ -55,10 +55,10 @@ def _load_weights(file: Path, module: Transformer) -> None:
         with safe_open(file, framework="pt") as weights:
 
             def weight(name: str, shape: torch.Size) -> Tensor:
-                found: Tensor = weights.get_tensor(name)
-                if found.shape != shape:
-                    raise ValueError(f"{name} is {list(found.shape)} there, and {list(shape)} in the model")
-                return found
+                tensor: Tensor = weights.get_tensor(name)
+                if tensor.shape != shape:
+                    raise ValueError(f"{name} is {list(tensor.shape)} there, and {list(shape)} in the model")
+                return tensor
 
             init_parameters(Strategy(module), weight)
     except (SafetensorError, OSError, ValueError) as error:

@@ -24,12 +24,12 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
     """
     tensors, manifest = load_full_tensors(checkpoint), read_manifest(checkpoint)
     for name, tensor in tensors.items():
-        found = _OF_EXPERTS.search(name)
-        if found and tensor.ndim and int(found[1]) in orders:
-            tensors[name] = tensor[torch.tensor(orders[int(found[1])])]
+        match = _OF_EXPERTS.search(name)
+        if match and tensor.ndim and int(match[1]) in orders:
+            tensors[name] = tensor[torch.tensor(orders[int(match[1])])]
     manifest["expert_tokens"] = [
-        [[tokens[i] for i in order] for tokens, order in zip(counted, orders.values(), strict=True)]
-        for counted in manifest["expert_tokens"]
+        [[tokens[i] for i in order] for tokens, order in zip(layer_tokens, orders.values(), strict=True)]
+        for layer_tokens in manifest["expert_tokens"]
     ]
     restore_rng_state(checkpoint, 0)  # for the one that is written
     checkpointer = Checkpointer(checkpoint.parent, keep=len(checkpoints(checkpoint.parent)))

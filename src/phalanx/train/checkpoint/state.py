@@ -94,12 +94,12 @@ def _materialize_optimizer_state(
     optimizer: torch.optim.Optimizer, strategy: Strategy, saved: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Give an optimizer that has not stepped yet the state that a checkpoint holds for it."""
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, shape in saved.items():
-        kind, _, rest = name.partition(".")
-        key, _, parameter_name = rest.partition(".")
+        kind, _, suffix = name.partition(".")
+        key, _, parameter_name = suffix.partition(".")
         parameter = strategy.trainable_parameters.get(parameter_name)
-        if kind == "optimizer" and parameter is not None and id(parameter) in mine:
+        if kind == "optimizer" and parameter is not None and id(parameter) in parameter_ids:
             scalar = torch.zeros((), dtype=torch.float32, device=parameter.device)
             optimizer.state[parameter][key] = strategy.init_optimizer_state(parameter) if shape else scalar
 
@@ -120,9 +120,9 @@ def rng_state() -> dict[str, str]:
     return {name: tensor.numpy().tobytes().hex() for name, tensor in state.items()}
 
 
-def set_rng_state(told: Mapping[str, str]) -> None:
+def set_rng_state(saved: Mapping[str, str]) -> None:
     """Return to what `rng_state` said."""
-    state = {key: bytearray.fromhex(text) for key, text in told.items()}
+    state = {key: bytearray.fromhex(text) for key, text in saved.items()}
     torch.set_rng_state(torch.frombuffer(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.frombuffer(state["cuda"], dtype=torch.uint8))

@@ -19,8 +19,8 @@ HISTORY, LEAST = 50, 10
 class LossSpikeDetector:
     """The losses of the last steps."""
 
-    def __init__(self, spike: float | None) -> None:
-        self.spike = spike
+    def __init__(self, max_ratio: float | None) -> None:
+        self.spike = max_ratio
         self._last: deque[float] = deque(maxlen=HISTORY)
 
     def spike_ratio(self, loss: float) -> float | None:
@@ -41,19 +41,19 @@ def count_rollbacks(directory: Path) -> int:
 def diverged_again(directory: Path, newest: int) -> bool:
     """Whether a run has gone back to the checkpoint of its newest step already, and saved nothing since: then it is
     that checkpoint which leads astray, and not the text behind it."""
-    back = _rollback_events(directory)
-    return bool(back) and back[-1]["to"] == newest > 0
+    rollbacks = _rollback_events(directory)
+    return bool(rollbacks) and rollbacks[-1]["to"] == newest > 0
 
 
-def record_rollback(directory: Path, step: int, to: int, reason: str) -> None:
+def record_rollback(directory: Path, step: int, to_step: int, reason: str) -> None:
     """Note that a run goes back from a step to that of a checkpoint, or to its beginning.
 
     The text of the steps between is passed over then, and whenever the run returns to that checkpoint.
     Raises UserError where that cannot be noted.
     """
-    before = count_rollbacks(directory)
-    append_event(directory, ROLLED_BACK, after=step, to=to, reason=reason)
-    if count_rollbacks(directory) == before:
+    count_before = count_rollbacks(directory)
+    append_event(directory, ROLLED_BACK, after=step, to=to_step, reason=reason)
+    if count_rollbacks(directory) == count_before:
         raise UserError(
             "output_dir", str(directory), "cannot be written to, and a run that goes back must note it there"
         )
@@ -62,12 +62,14 @@ def record_rollback(directory: Path, step: int, to: int, reason: str) -> None:
 def steps_to_skip(directory: Path, step: int) -> int:
     """Steps whose text is not learned from after the checkpoint of a step, since that led astray: those that the run
     went back by to it, and those that had been passed over already after checkpoints that it then left behind."""
-    passed: dict[int, int] = {}
+    skipped: dict[int, int] = {}
     for event in _rollback_events(directory):
-        to, after = int(event["to"]), int(event["after"])
-        behind = [later for later in passed if later > to]
-        passed[to] = passed.get(to, 0) + after - to + sum(passed.pop(later) for later in behind)
-    return passed.get(step, 0)
+        to_step, from_step = int(event["to"]), int(event["after"])
+        newer_steps = [newer_step for newer_step in skipped if newer_step > to_step]
+        skipped[to_step] = (
+            skipped.get(to_step, 0) + from_step - to_step + sum(skipped.pop(newer_step) for newer_step in newer_steps)
+        )
+    return skipped.get(step, 0)
 
 
 def _rollback_events(directory: Path) -> list[Mapping[str, Any]]:

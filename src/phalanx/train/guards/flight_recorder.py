@@ -28,32 +28,32 @@ def recorder_fingerprint() -> bytes:
 def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
     """The last ones that this rank remembers, oldest first. With the lines that they were called from it takes a second
     the first time: PyTorch then reads its own symbols."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     for backend, dump in _recorders().items():
         # Not from outside: PyTorch made these bytes in this process, a moment ago.
         entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
-        found += [(backend, entry) for entry in entries if not entry["is_p2p"]]
-    found.sort(key=lambda one: one[1]["time_created_ns"])
-    return keep_most_recent([_call(backend, entry) for backend, entry in found])
+        calls += [(backend, entry) for entry in entries if not entry["is_p2p"]]
+    calls.sort(key=lambda item: item[1]["time_created_ns"])
+    return keep_most_recent([_call(backend, entry) for backend, entry in calls])
 
 
 def group_ranks() -> dict[str, list[int]]:
     """The ranks of this rank's process groups, by the names that its collectives have."""
-    known = list(dist.distributed_c10d._world.pg_map)
+    groups = list(dist.distributed_c10d._world.pg_map)
     return {
         _name(group.group_name, backend): dist.get_process_group_ranks(group)
-        for group in known
+        for group in groups
         for backend in _recorders()
     }
 
 
-def keep_most_recent(found: Sequence[RecordedCollective]) -> list[RecordedCollective]:
+def keep_most_recent(calls: Sequence[RecordedCollective]) -> list[RecordedCollective]:
     """The last of all, and the last few of every group."""
-    later: Counter[str] = Counter()
+    newer_calls: Counter[str] = Counter()
     chosen = []
-    for place, call in enumerate(reversed(found)):
-        later[call["group"]] += 1
-        if place < KEPT or later[call["group"]] <= KEPT_OF_GROUP:
+    for index, call in enumerate(reversed(calls)):
+        newer_calls[call["group"]] += 1
+        if index < KEPT or newer_calls[call["group"]] <= KEPT_OF_GROUP:
             chosen.append(call)
     return chosen[::-1]
 
@@ -69,7 +69,7 @@ def _name(group: str, backend: str) -> str:
 
 
 def _call(backend: str, entry: dict[str, Any]) -> RecordedCollective:
-    places: list[Frame] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
+    frames: list[Frame] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     return {
         "group": _name(entry["process_group"][0], backend),
         "number": entry["collective_seq_id"],
@@ -79,5 +79,5 @@ def _call(backend: str, entry: dict[str, Any]) -> RecordedCollective:
         "dtypes": entry["input_dtypes"],
         # Gloo leaves the state at "scheduled", and NCCL's says more than whether somebody waited.
         "over": bool(entry["retired"]) or entry["state"] == "completed",
-        "at": next((place for place in places if is_user_code(place[0])), None),
+        "at": next((frame for frame in frames if is_user_code(frame[0])), None),
     }

@@ -21,7 +21,9 @@ UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was not enough."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError | OSError) and any(said in str(error) for said in OOM_MESSAGES))
+    return known or (
+        isinstance(error, RuntimeError | OSError) and any(message in str(error) for message in OOM_MESSAGES)
+    )
 
 
 def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
@@ -31,30 +33,39 @@ def oom_report(error: BaseException, trainer: Trainer | None) -> dict[str, Any]:
     device = trainer.device if trainer is not None else torch.device("cpu")
     total = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident_bytes()
     parts = resident_bytes_by_part(trainer) if trainer is not None else {}
-    held = {**parts, "rest": max(0, total - sum(parts.values())), "total": total, "peak": peak_memory_bytes(device)}
+    resident_bytes = {
+        **parts,
+        "rest": max(0, total - sum(parts.values())),
+        "total": total,
+        "peak": peak_memory_bytes(device),
+    }
     if device.type == "cuda":
-        held["reserved"] = torch.cuda.memory_reserved(device)
-    return {"held_bytes": held, "wanted_bytes": requested_bytes(str(error)), "limit_bytes": cgroup_memory_limit()}
+        resident_bytes["reserved"] = torch.cuda.memory_reserved(device)
+    return {
+        "held_bytes": resident_bytes,
+        "wanted_bytes": requested_bytes(str(error)),
+        "limit_bytes": cgroup_memory_limit(),
+    }
 
 
 def resident_bytes_by_part(trainer: Trainer) -> dict[str, int]:
     """Parameters, gradients and optimizer state on this rank's device, each storage once."""
     seen: set[int] = set()
-    found = {}
+    sizes = {}
     for part, tensors in trainer.strategy.resident_tensors(trainer.optimizers).items():
-        found[part] = 0
+        sizes[part] = 0
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
             if storage.data_ptr() not in seen and storage.device.type == trainer.device.type:
                 seen.add(storage.data_ptr())
-                found[part] += storage.nbytes()
-    return found
+                sizes[part] += storage.nbytes()
+    return sizes
 
 
-def requested_bytes(said: str) -> int | None:
+def requested_bytes(message: str) -> int | None:
     """What an allocator says was asked for."""
-    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB|B)", said)
-    return round(float(found[1]) * UNITS[found[2]]) if found else None
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB|B)", message)
+    return round(float(match[1]) * UNITS[match[2]]) if match else None
 
 
 def _resident_bytes() -> int:

@@ -49,43 +49,49 @@ def check_replica_consistency(
     `every` so many steps. Returns what is to be raised of the first tensor that differs, on all ranks alike."""
     if not dist.is_initialized():
         return None
-    places = {key: (name, value) for key, name, value in _held(strategy, optimizers)}
-    found = find_mismatch(_gathered({key: value for key, (_, value) in places.items()}))
-    if found is None:
+    local_hashes = {key: (name, value) for key, name, value in _held(strategy, optimizers)}
+    mismatch = find_mismatch(_gathered({key: value for key, (_, value) in local_hashes.items()}))
+    if mismatch is None:
         return None
-    name = broadcast_object(places[found.key][0] if found.key in places else "", src=found.holders[0])
-    blamed = [] if found.ranks == found.holders else found.ranks
-    return CorruptionError(describe_mismatch(found, name, sizes, step, every), blamed)
+    name = broadcast_object(
+        local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", src=mismatch.holders[0]
+    )
+    suspects = [] if mismatch.ranks == mismatch.holders else mismatch.ranks
+    return CorruptionError(describe_mismatch(mismatch, name, sizes, step, every), suspects)
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
     """Of what every rank says of its tensors (place in the model: hash), the first that ranks do not agree on, in the
     order of the first rank that holds one."""
-    told: dict[int, dict[int, int]] = defaultdict(dict)
+    hashes_by_key: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, table in enumerate(tables):
         for key, value in table.items():
-            told[key][rank] = value
-    differ = [key for key, values in told.items() if len(set(values.values())) > 1]
-    if not differ:
+            hashes_by_key[key][rank] = value
+    differing_keys = [key for key, values in hashes_by_key.items() if len(set(values.values())) > 1]
+    if not differing_keys:
         return None
-    values = told[differ[0]]
-    return ReplicaMismatch(differ[0], tuple(minority_ranks(values)), tuple(values), len(differ))
+    values = hashes_by_key[differing_keys[0]]
+    return ReplicaMismatch(differing_keys[0], tuple(minority_ranks(values)), tuple(values), len(differing_keys))
 
 
-def describe_mismatch(found: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
+def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
     """What to tell people."""
-    ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in found.ranks[:SHOWN]]
-    which = ", ".join(ranks) + (", ..." if len(found.ranks) > SHOWN else "")
-    alike = set(found.ranks) == set(found.holders)
-    where = f"between {which}" if alike else f"on {which} from the {len(found.holders) - len(found.ranks)} others"
-    more = f", and {found.tensors - 1} more tensors" if found.tensors > 1 else ""
-    before, back = "it was not compared before", "begin the run anew"
+    ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:SHOWN]]
+    rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > SHOWN else "")
+    is_tie = set(mismatch.ranks) == set(mismatch.holders)
+    where = (
+        f"between {rank_names}"
+        if is_tie
+        else f"on {rank_names} from the {len(mismatch.holders) - len(mismatch.ranks)} others"
+    )
+    more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
+    before, advice = "it was not compared before", "begin the run anew"
     if step > every:
         before = f"it was equal after step {step - every}"
-        back = f"--resume from a checkpoint of step {step - every} or before"
+        advice = f"--resume from a checkpoint of step {step - every} or before"
     return (
         f"step {step}: {name} differs {where}, where it must be equal{more}; {before}. A device or its memory changes "
-        f"data silently: test these hosts or leave them out, and {back}"
+        f"data silently: test these hosts or leave them out, and {advice}"
     )
 
 
@@ -95,9 +101,9 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().flatten()
     bits = flat.view(BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for first in range(0, len(bits), CHUNK):
-        chunk = bits[first : first + CHUNK].long()
-        total += (chunk * torch.arange(2 * first + 1, 2 * (first + len(chunk)) + 1, 2, device=flat.device)).sum()
+    for start in range(0, len(bits), CHUNK):
+        chunk = bits[start : start + CHUNK].long()
+        total += (chunk * torch.arange(2 * start + 1, 2 * (start + len(chunk)) + 1, 2, device=flat.device)).sum()
     return total
 
 
@@ -108,8 +114,8 @@ def _held(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterat
     for name, parameter in named_parameters(strategy.module):
         if id(parameter) not in trained:  # what is computed with, where ranks train only rows of it
             tensors[f"{COMPUTING}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
-    prints = [tensor_hash(local_tensor(tensor)).cpu() for tensor in tensors.values()]
-    values = torch.stack(prints).tolist() if prints else []
+    hashes = [tensor_hash(local_tensor(tensor)).cpu() for tensor in tensors.values()]
+    values = torch.stack(hashes).tolist() if hashes else []
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
         yield shard_id(name, tensor), name, value
 
@@ -123,15 +129,15 @@ def shard_id(name: str, tensor: Tensor) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _gathered(mine: Mapping[int, int]) -> list[dict[int, int]]:
+def _gathered(local_hashes: Mapping[int, int]) -> list[dict[int, int]]:
     """What every rank holds, on every rank: 16 bytes a tensor."""
     ranks = dist.get_world_size()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([len(mine)]))
-    most = max(int(count) for count in counts)
-    sent = torch.zeros(most, 2, dtype=torch.int64)
-    if mine:
-        sent[: len(mine)] = torch.tensor(list(mine.items()))
-    came = [torch.empty_like(sent) for _ in range(ranks)]
-    dist.all_gather(came, sent)
-    return [dict(table[: int(count)].tolist()) for table, count in zip(came, counts, strict=True)]
+    dist.all_gather(counts, torch.tensor([len(local_hashes)]))
+    max_count = max(int(count) for count in counts)
+    sent = torch.zeros(max_count, 2, dtype=torch.int64)
+    if local_hashes:
+        sent[: len(local_hashes)] = torch.tensor(list(local_hashes.items()))
+    received = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(received, sent)
+    return [dict(table[: int(count)].tolist()) for table, count in zip(received, counts, strict=True)]

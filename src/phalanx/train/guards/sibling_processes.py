@@ -18,17 +18,17 @@ def sibling_process_states() -> dict[int, tuple[int, str]]:
     first = int(os.environ.get("RANK", "0")) - local
     if size == 1 or not PROC.exists():
         return {}
-    found = dict.fromkeys(range(first, first + size), (0, GONE))
+    states = dict.fromkeys(range(first, first + size), (0, GONE))
     for folder in PROC.glob("[0-9]*"):
         with suppress(OSError, ValueError):
             # pid (name) state parent ...; the name may hold anything, brackets too
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getppid():
                 rank = _rank_of(folder)
-                if rank in found:
-                    found[rank] = int(folder.name), state
-    found.pop(first + local)
-    return found
+                if rank in states:
+                    states[rank] = int(folder.name), state
+    states.pop(first + local)
+    return states
 
 
 def resume_stopped(processes: dict[int, tuple[int, str]]) -> None:

@@ -98,12 +98,12 @@ class Watchdog:
         """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
         with self._writing:
             stack = traceback.extract_tb(error.__traceback__)
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             if self._wrote is not None:  # before the collective gave up, and so the better word
-                self._wrote["error"] = said
+                self._wrote["error"] = message
                 self._write_dump(self._wrote)
             else:
-                self._dump(FAILED, stack, said)
+                self._dump(FAILED, stack, message)
             resume_stopped(sibling_process_states())
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ class Watchdog:
                 self._on_stall()
 
     def _on_stall(self) -> None:
-        asked = self.trainer is not None and self.trainer.stop_requested
+        stop_requested = self.trainer is not None and self.trainer.stop_requested
         if self._wrote is None:
-            self._was_asked = asked
+            self._was_asked = stop_requested
             with self._writing:
                 if not self._ended.is_set():
                     self._dump(STALLED, _stack(self._main))
-        elif asked and not self._was_asked:
+        elif stop_requested and not self._was_asked:
             os._exit(1)  # it stood still before it was asked, and would do so until it is killed
 
     def _aborting(self) -> bool:
@@ -143,7 +143,7 @@ class Watchdog:
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def _dump(self, why: str, stack: traceback.StackSummary, error: str | None = None) -> None:
+    def _dump(self, reason: str, stack: traceback.StackSummary, error: str | None = None) -> None:
         """First without collectives, then with them, then with the lines that they were called from."""
         dump: HangDump = {
             "format": FORMAT,
@@ -153,9 +153,9 @@ class Watchdog:
             "pid": os.getpid(),
             "time": time.time(),
             "step": self.step,
-            "why": why,
+            "why": reason,
             "stalled_seconds": round(time.monotonic() - self._stood_since, 1),
-            "stack": [(place.filename, place.lineno or 0, place.name) for place in reversed(stack)][:DEPTH],
+            "stack": [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)][:DEPTH],
             "waiting": _is_waiting(stack),
             "groups": group_ranks(),
             "calls": [],
@@ -184,18 +184,18 @@ class Watchdog:
 def _stack(thread: int) -> traceback.StackSummary:
     """Where a thread stands, outermost first."""
     frames = sys._current_frames()
-    found = traceback.extract_stack(frames.get(thread))
+    stack = traceback.extract_stack(frames.get(thread))
     # On a GPU backward passes run in a thread of PyTorch's, which Python does not know by name.
     unnamed = set(frames) - {known.ident for known in threading.enumerate()}
-    if unnamed and found and AUTOGRAD_FILE in found[-1].filename:
-        found += traceback.extract_stack(frames[min(unnamed)])
-    return found
+    if unnamed and stack and AUTOGRAD_FILE in stack[-1].filename:
+        stack += traceback.extract_stack(frames[min(unnamed)])
+    return stack
 
 
-def _is_waiting(found: traceback.StackSummary) -> bool:
+def _is_waiting(stack: traceback.StackSummary) -> bool:
     """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
-    inside = any(place.filename.endswith(COLLECTIVES) for place in found[-4:])
-    return inside or (bool(found) and ".wait(" in (found[-1].line or ""))
+    in_collective = any(frame.filename.endswith(COLLECTIVES) for frame in stack[-4:])
+    return in_collective or (bool(stack) and ".wait(" in (stack[-1].line or ""))
 
 
 def _install_abort_handler(file: IO[str]) -> None:

@@ -55,25 +55,25 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """`parts` are the parameters as parts of whole matrices, where they do not say so themselves."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        whole = zip(parameters, parts or parameters, strict=True)
-        self.lies = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in whole}
+        pairs = zip(parameters, parts or parameters, strict=True)
+        self.lies = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            alike: dict[tuple[torch.Size, tuple[MatrixSharding, ...]], list[Tensor]] = defaultdict(list)
+            groups: dict[tuple[torch.Size, tuple[MatrixSharding, ...]], list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike[self.lies[parameter]].append(parameter)
-            for (shape, cuts), parameters in alike.items():
+                    groups[self.lies[parameter]].append(parameter)
+            for (shape, shardings), parameters in groups.items():
                 scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 updates = orthogonal_parts(
-                    [local_tensor(self._momentum(p, group["momentum"])) for p in parameters], cuts
+                    [local_tensor(self._momentum(p, group["momentum"])) for p in parameters], shardings
                 )
                 for parameter, update in zip(parameters, updates, strict=True):
-                    mine = local_tensor(parameter)
-                    mine.mul_(1 - group["lr"] * group["weight_decay"])
-                    mine.sub_(scale * update.to(mine.dtype))
+                    local = local_tensor(parameter)
+                    local.mul_(1 - group["lr"] * group["weight_decay"])
+                    local.sub_(scale * update.to(local.dtype))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum of the gradient."""
@@ -89,59 +89,59 @@ def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
     """How a part was cut out of its matrix: the last cut first."""
     if not isinstance(part, DTensor):
         return ()
-    cuts, shape = [], list(part.shape)
+    shardings, shape = [], list(part.shape)
     for axis, placement in enumerate(part.placements):
         if isinstance(placement, Shard):
             group = part.device_mesh.get_group(axis)
-            cuts.append(MatrixSharding(placement.dim - part.ndim, group, shape[placement.dim]))
+            shardings.append(MatrixSharding(placement.dim - part.ndim, group, shape[placement.dim]))
             shape[placement.dim] = rows_per_rank(shape[placement.dim], group.size())[group.rank()]
-    return tuple(cut for cut in reversed(cuts) if cut.axis >= -2)  # the others are between matrices
+    return tuple(sharding for sharding in reversed(shardings) if sharding.axis >= -2)  # the others are between matrices
 
 
-def orthogonal_parts(alike: list[Tensor], cuts: Sequence[MatrixSharding]) -> list[Tensor]:
+def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]) -> list[Tensor]:
     """This rank's parts of the orthogonalised matrices, all of one shape."""
-    dtype = compute_dtype(alike[0])
-    stacked = torch.stack([part.to(dtype) for part in alike])
-    return list(_orthogonal(stacked.flatten(0, -3), cuts).view(stacked.shape))
+    dtype = compute_dtype(matrices[0])
+    stacked = torch.stack([part.to(dtype) for part in matrices])
+    return list(_orthogonal(stacked.flatten(0, -3), shardings).view(stacked.shape))
 
 
-def _orthogonal(parts: Tensor, cuts: Sequence[MatrixSharding]) -> Tensor:
+def _orthogonal(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
     """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
-    if not cuts or not len(parts):
+    if not shardings or not len(parts):
         return orthogonalise(parts, parts.dtype)
-    (cut, *rest), columns = cuts, cuts[0].axis == -1
-    mine = gather_assigned(parts.mT if columns else parts, cut.total, cut.group)
-    done = _orthogonal(mine.mT if columns else mine, rest)
-    given = scatter_back(done.mT if columns else done, len(parts), cut.group)
-    return given.mT.contiguous() if columns else given
+    (sharding, *remaining), columns = shardings, shardings[0].axis == -1
+    gathered = gather_assigned(parts.mT if columns else parts, sharding.total, sharding.group)
+    result = _orthogonal(gathered.mT if columns else gathered, remaining)
+    local = scatter_back(result.mT if columns else result, len(parts), sharding.group)
+    return local.mT.contiguous() if columns else local
 
 
 def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
     """Of M matrices [M, this rank's rows, columns], whole [., total, columns] those that fall to this rank: i, i + N,
     and so on. Sends (N - 1)/N of what this rank holds."""
     ranks, rank, columns = group.size(), group.rank(), rows.shape[2]
-    mine = len(range(rank, len(rows), ranks))
+    num_assigned = len(range(rank, len(rows), ranks))
     sent = torch.cat([rows[owner::ranks].flatten() for owner in range(ranks)])
-    sizes = [mine * count * columns for count in rows_per_rank(total, ranks)]
+    sizes = [num_assigned * count * columns for count in rows_per_rank(total, ranks)]
     received = sent.new_empty(sum(sizes))
     sent_sizes = [len(range(owner, len(rows), ranks)) * rows[0].numel() for owner in range(ranks)]
     dist.all_to_all_single(received, sent, sizes, sent_sizes, group=group)
     parts = zip(received.split(sizes), rows_per_rank(total, ranks), strict=True)
-    return torch.cat([part.view(mine, count, columns) for part, count in parts], dim=1)
+    return torch.cat([part.view(num_assigned, count, columns) for part, count in parts], dim=1)
 
 
-def scatter_back(mine: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
+def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
     """The way back: every rank's rows of all matrices [M, rows, columns]."""
-    ranks, rank, (total, columns) = group.size(), group.rank(), mine.shape[1:]
+    ranks, rank, (total, columns) = group.size(), group.rank(), assigned.shape[1:]
     counts = rows_per_rank(total, ranks)
-    sent = torch.cat([part.flatten() for part in mine.split(counts, dim=1)])
-    held = [len(range(owner, matrices, ranks)) for owner in range(ranks)]
-    sizes = [count * counts[rank] * columns for count in held]
+    sent = torch.cat([part.flatten() for part in assigned.split(counts, dim=1)])
+    owner_counts = [len(range(owner, matrices, ranks)) for owner in range(ranks)]
+    sizes = [count * counts[rank] * columns for count in owner_counts]
     received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(received, sent, sizes, [len(mine) * count * columns for count in counts], group=group)
-    rows = mine.new_empty(matrices, counts[rank], columns)
+    dist.all_to_all_single(received, sent, sizes, [len(assigned) * count * columns for count in counts], group=group)
+    rows = assigned.new_empty(matrices, counts[rank], columns)
     for owner, part in enumerate(received.split(sizes)):
-        rows[owner::ranks] = part.view(held[owner], counts[rank], columns)
+        rows[owner::ranks] = part.view(owner_counts[owner], counts[rank], columns)
     return rows
 
 

@@ -28,13 +28,13 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
     if spec.lr_schedule == "none":
         return 1.0
     if spec.lr_schedule == "cosine":
-        fall = (1 - math.cos(math.pi * progress)) / 2
+        decay = (1 - math.cos(math.pi * progress)) / 2
     elif spec.lr_schedule == "linear":
-        fall = progress
+        decay = progress
     else:
-        falling = min(spec.lr_decay_fraction * steps, steps - spec.warmup_steps)
-        fall = max(0.0, 1 - (steps - step) / falling)
-    return 1.0 - (1.0 - spec.min_lr_ratio) * fall
+        decay_steps = min(spec.lr_decay_fraction * steps, steps - spec.warmup_steps)
+        decay = max(0.0, 1 - (steps - step) / decay_steps)
+    return 1.0 - (1.0 - spec.min_lr_ratio) * decay
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,17 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """The optimizers of parameters by name; none for none. Matrices decay, vectors do not. `part` says where in the
     whole model a parameter lies (see Strategy.part)."""
-    hidden = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
-    rest = {name: p for name, p in parameters.items() if name not in hidden}
+    muon_parameters = {name: p for name, p in parameters.items() if is_muon_parameter(name, p.shape)}
+    other_parameters = {name: p for name, p in parameters.items() if name not in muon_parameters}
     if not parameters:
         return []
     if spec.name == "muon":
-        matrices, parts = list(hidden.values()), [part(name, p.detach()) for name, p in hidden.items()]
+        matrices, parts = (
+            list(muon_parameters.values()),
+            [part(name, p.detach()) for name, p in muon_parameters.items()],
+        )
         muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay, parts)] if matrices else []
-        return [*muon, *([_adamw(spec, rest)] if rest else [])]
+        return [*muon, *([_adamw(spec, other_parameters)] if other_parameters else [])]
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]
     # DTensor has no rule for fused SGD.

@@ -45,22 +45,22 @@ def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ClockOffset()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
-    places = torch.empty(ranks, dtype=torch.int64, device=device)
-    all_gather(places, torch.tensor([mine], device=device))
-    found = places.tolist()
-    first_of = {place: found.index(place) for place in found}
+    domain = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
+    gathered = torch.empty(ranks, dtype=torch.int64, device=device)
+    all_gather(gathered, torch.tensor([domain], device=device))
+    domains = gathered.tolist()
+    first_rank_in = {domain_hash: domains.index(domain_hash) for domain_hash in domains}
     store, offset = dist.distributed_c10d._get_default_store(), ClockOffset()
-    for asking in sorted(set(first_of.values()) - {0}):
-        talk = ClockPingPong(store, f"phalanx/clock/{occasion}/{asking}", timedelta(seconds=timeout_seconds))
+    for client in sorted(set(first_rank_in.values()) - {0}):
+        ping_pong = ClockPingPong(store, f"phalanx/clock/{occasion}/{client}", timedelta(seconds=timeout_seconds))
         if rank == 0:
-            talk.serve()
-        elif rank == asking:
-            offset = talk.estimate_offset()
+            ping_pong.serve()
+        elif rank == client:
+            offset = ping_pong.estimate_offset()
     offsets = torch.empty(ranks, 2, dtype=torch.float64, device=device)
-    own = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
-    all_gather(offsets, own)
-    seconds, error_seconds = offsets[first_of[mine]].tolist()
+    local_offset = torch.tensor([[offset.seconds, offset.error_seconds]], dtype=torch.float64, device=device)
+    all_gather(offsets, local_offset)
+    seconds, error_seconds = offsets[first_rank_in[domain]].tolist()
     return ClockOffset(seconds, error_seconds)
 
 
@@ -76,11 +76,11 @@ class ClockPingPong:
         """The other's time: of its answers the one that came soonest."""
         answers = []
         for number in range(NUM_PROBES):
-            asked = time.perf_counter()
+            sent_at = time.perf_counter()
             self.store.set(f"{self.key}/{number}/asked", "")
-            told = float(self._wait_for(f"{self.key}/{number}/told"))
-            half = (time.perf_counter() - asked) / 2
-            answers.append(ClockOffset(told - (asked + half), half))
+            remote_time = float(self._wait_for(f"{self.key}/{number}/told"))
+            half_round_trip = (time.perf_counter() - sent_at) / 2
+            answers.append(ClockOffset(remote_time - (sent_at + half_round_trip), half_round_trip))
         return min(answers, key=lambda answer: answer.error_seconds)
 
     def serve(self) -> None:

@@ -74,29 +74,29 @@ class CollectiveCall:
     def exposed_seconds(self, waits: Sequence[tuple[float, float]]) -> float:
         """The seconds of it in which the rank waited, where `waits` are in the order of time."""
         total = 0.0
-        for before, after in islice(waits, bisect_right(waits, self.start, key=itemgetter(1)), None):
-            if self.end is None or before >= self.end:
+        for wait_start, wait_end in islice(waits, bisect_right(waits, self.start, key=itemgetter(1)), None):
+            if self.end is None or wait_start >= self.end:
                 break
-            total += min(self.end, after) - max(self.start, before)
+            total += min(self.end, wait_end) - max(self.start, wait_start)
         return total
 
 
 class CollectiveRecorder(TorchDispatchMode):
     """Notes the collectives issued inside, DDP's and FSDP's too. It slows every operation: for a step or two."""
 
-    def __init__(self, asked_for: Callable[[], str | None] = lambda: None) -> None:
-        """`asked_for` names what the operation under way stands for, if for another."""
+    def __init__(self, requested_operation: Callable[[], str | None] = lambda: None) -> None:
+        """`requested_operation` names what the operation under way stands for, if for another."""
         super().__init__()
-        self.requested_operation = asked_for
+        self.requested_operation = requested_operation
         self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         operation = NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
         if operation is not None:
-            asked_for = self.requested_operation() or operation
-            call = CollectiveCall(asked_for, operation, _group(args), _size(operation, args), begun)
+            requested = self.requested_operation() or operation
+            call = CollectiveCall(requested, operation, _group(args), _size(operation, args), started_at)
             self.calls.append(call)
             _record_end(call, out)
         return out
@@ -121,10 +121,10 @@ def _size(operation: str, args: Sequence[Any]) -> int:
 
 
 def _record_end(call: CollectiveCall, out: Any) -> None:
-    def over(_: Any) -> None:
+    def on_done(_: Any) -> None:
         call.end = time.perf_counter()
 
     for leaf in tree_leaves(out):
         if isinstance(leaf, torch.ScriptObject):
             with suppress(RuntimeError):  # gloo has no future of a send or a recv
-                dist.Work.unbox(leaf).get_future().add_done_callback(over)
+                dist.Work.unbox(leaf).get_future().add_done_callback(on_done)

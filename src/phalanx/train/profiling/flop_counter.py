@@ -35,9 +35,11 @@ class FlopCounter(TorchDispatchMode):
             self.flops += _grouped(args[0], out)
         elif name.startswith(ATTENTION):
             names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            bound_args = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             backward = name.endswith("_backward")
-            self.flops += _attention(given["query"], given["key"], given.get("is_causal", False), backward)
+            self.flops += _attention(
+                bound_args["query"], bound_args["key"], bound_args.get("is_causal", False), backward
+            )
         return out
 
 

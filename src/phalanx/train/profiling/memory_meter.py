@@ -71,19 +71,19 @@ class MemoryMeter(TorchDispatchMode):
     def _note(self, tensor: Tensor, part: str, moves: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        before = self.part_of.get(key)
-        if before == part or key in self._elastic_keys:
+        previous_part = self.part_of.get(key)
+        if previous_part == part or key in self._elastic_keys:
             return
-        if before is None:
+        if previous_part is None:
             if tensor.is_meta:
                 return
             self.part_of[key], self.bytes_of[key] = part, storage.nbytes()
             self.held[part] += storage.nbytes()
             # Not of this meter: it would live, with all it knows, as long as the storage.
             weakref.finalize(storage, _freed, self.part_of, self.bytes_of, self.held, key)
-        elif moves and (before == "activations" or part != "communication"):
+        elif moves and (previous_part == "activations" or part != "communication"):
             self.part_of[key] = part
-            self.held[before] -= self.bytes_of[key]
+            self.held[previous_part] -= self.bytes_of[key]
             self.held[part] += self.bytes_of[key]
 
     def _measure(self) -> None:
@@ -92,8 +92,8 @@ class MemoryMeter(TorchDispatchMode):
         self._elastic_bytes = elastic
         if self.history is not None and (not self.history or self.history[-1][1] != self.held):
             self.history.append((time.perf_counter(), dict(self.held)))
-        for part, held in self.held.items():
-            self.peaks[part] = max(self.peaks[part], held)
+        for part, size_bytes in self.held.items():
+            self.peaks[part] = max(self.peaks[part], size_bytes)
         self.peak_working = max(self.peak_working, self.held["activations"] + self.held["communication"])
         self.peak_total = max(self.peak_total, sum(self.held.values()))
 
@@ -101,12 +101,14 @@ class MemoryMeter(TorchDispatchMode):
     def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         """Inside, gradients count as such from the moment that they are there."""
 
-        def came(parameter: Tensor) -> None:
+        def on_gradient(parameter: Tensor) -> None:
             if parameter.grad is not None:
                 self._note(_local(parameter.grad), "gradients", moves=True)
 
         hooks = [
-            parameter.register_post_accumulate_grad_hook(came) for parameter in parameters if parameter.requires_grad
+            parameter.register_post_accumulate_grad_hook(on_gradient)
+            for parameter in parameters
+            if parameter.requires_grad
         ]
         try:
             yield
@@ -120,5 +122,5 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _freed(part_of: dict[int, str], bytes_of: dict[int, int], held: Counter[str], key: int) -> None:
-    held[part_of.pop(key)] -= bytes_of.pop(key)
+def _freed(part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int) -> None:
+    bytes_by_part[part_by_key.pop(key)] -= bytes_by_key.pop(key)

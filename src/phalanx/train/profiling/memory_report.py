@@ -46,8 +46,8 @@ def format_rows(rows: list[Comparison]) -> str:
     """Return the comparison as lines of text."""
     lines = [f"{'':8} {'':14} {'predicted':>14} {'measured':>14}  measured / predicted"]
     for row in rows:
-        share = f"{row.ratio:.3f}" if row.ratio is not None else ""
+        ratio = f"{row.ratio:.3f}" if row.ratio is not None else ""
         kind = "held" if row.quantity in (*PARTS, *WORKING, TOTAL) else "got" if row.quantity == "recv" else "sent"
-        what = f"{row.role:8} {kind:4} {row.quantity:14}"
-        lines.append(f"{what} {row.predicted:>14,} {row.measured:>14,}  {share}")
+        label = f"{row.role:8} {kind:4} {row.quantity:14}"
+        lines.append(f"{label} {row.predicted:>14,} {row.measured:>14,}  {ratio}")
     return "\n".join([*lines, NOTE])

@@ -27,11 +27,11 @@ def _best_seconds(device: torch.device, dtype: torch.dtype, side: int, rounds: i
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(rounds):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         torch.mm(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - started_at)
     return best
 
 
@@ -51,7 +51,7 @@ def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
         return cluster.peak_flops
     if on_cpu:
         return measure_peak_flops(device, TORCH_DTYPES[run.training.precision])
-    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
-    known = [name for name in preset_names("machines") if name.upper() in words]
-    slower = {"PCIE", "NVL"} & set(words)  # the presets are the SXM cards
-    return load_machine(known[0]).peak_flops if known and bf16 and not slower else None
+    name_parts = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    presets = [name for name in preset_names("machines") if name.upper() in name_parts]
+    slower_variants = {"PCIE", "NVL"} & set(name_parts)  # the presets are the SXM cards
+    return load_machine(presets[0]).peak_flops if presets and bf16 and not slower_variants else None

@@ -16,8 +16,8 @@ class StepPhaseTimer:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.clock = strategy, strategy.clock
-        for waited in (strategy.comm_wait, *strategy.wait_timers.values()):
-            waited.pop_seconds()  # that of an evaluation
+        for timer in (strategy.comm_wait, *strategy.wait_timers.values()):
+            timer.pop_seconds()  # that of an evaluation
         if strategy.pop_expert_rows is not None:
             strategy.pop_expert_rows()
         self.names: list[str] = []
@@ -33,32 +33,32 @@ class StepPhaseTimer:
 
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
         """What there is to say of the step, which is over."""
-        strategy, marks = self.strategy, self.clock.resolve(self.marks)
+        strategy, times = self.strategy, self.clock.resolve(self.marks)
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for kind, stage, _, begun, ended in executed_passes(strategy):
-            stages[str(stage)][kind] += ended - begun
-        line: StepRecord = {
+        for kind, stage, _, start, end in executed_passes(strategy):
+            stages[str(stage)][kind] += end - start
+        record: StepRecord = {
             "step": step,
-            "start": marks[0],
-            "seconds": dict(zip(self.names, (b - a for a, b in pairwise(marks)), strict=True)),
+            "start": times[0],
+            "seconds": dict(zip(self.names, (b - a for a, b in pairwise(times)), strict=True)),
             "stages": {stage: dict(kinds) for stage, kinds in stages.items()},
             "peak_memory_bytes": peak_memory_bytes,
         }
         if self.clock.device.type == "cpu":  # on a GPU the host does not wait
-            waits = {name: waited.pop_seconds() for name, waited in strategy.wait_timers.items()}
+            waits = {name: timer.pop_seconds() for name, timer in strategy.wait_timers.items()}
             pipeline = {} if strategy.pipeline_wait is None else {"pipeline": strategy.pipeline_wait.pop_seconds()}
-            line["wait_seconds"] = self.waited | waits | pipeline
-        return line
+            record["wait_seconds"] = self.waited | waits | pipeline
+        return record
 
 
 def executed_passes(strategy: Strategy) -> list[tuple[str, int, int, float, float]]:
     """Kind, stage, micro-batch, begin and end of each pass of the last step; two that overlap follow each other, and
     share their time."""
-    moments = strategy.clock.resolve([mark for _, *both in strategy.timeline for mark in both])
-    found = []
-    for (step, *_), begun, ended in zip(strategy.timeline, moments[::2], moments[1::2], strict=True):
-        both = actions(step)
-        each = (ended - begun) / len(both)
-        for place, (stage, kind, micro) in enumerate(both):
-            found.append((str(kind), stage, micro, begun + place * each, begun + (place + 1) * each))
-    return found
+    times = strategy.clock.resolve([timestamp for _, *both in strategy.timeline for timestamp in both])
+    passes = []
+    for (step, *_), start, end in zip(strategy.timeline, times[::2], times[1::2], strict=True):
+        overlapping = actions(step)
+        pass_seconds = (end - start) / len(overlapping)
+        for index, (stage, kind, micro) in enumerate(overlapping):
+            passes.append((str(kind), stage, micro, start + index * pass_seconds, start + (index + 1) * pass_seconds))
+    return passes

@@ -56,21 +56,21 @@ class StepProfiler:
         self.metered = next((step for step in window if step >= self.first_steady_step), None)
 
     def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
-        trainer, number = self.trainer, self.trainer.step + 1
-        if number not in self.window:
+        trainer, step_number = self.trainer, self.trainer.step + 1
+        if step_number not in self.window:
             return trainer.train_step(batches)
-        if number == self.window[0]:  # clocks drift apart: not the offset of the run's start
+        if step_number == self.window[0]:  # clocks drift apart: not the offset of the run's start
             self.offset = measure_clock_offset(
-                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {number}"
+                trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
             )
         tokens, step = trainer.expert_loads[0].clone(), partial(trainer.train_step, batches)
-        if number == self.metered:
-            record, seen = profile_step(trainer, step, over_time=True)
-            write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **seen.as_dict})
+        if step_number == self.metered:
+            record, profile = profile_step(trainer, step, over_time=True)
+            write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
         else:
-            record, seen = time_step(trainer.strategy, step)
+            record, profile = time_step(trainer.strategy, step)
         assert trainer.step_record is not None
-        trainer.step_record |= seen.as_step_record(self.offset)
+        trainer.step_record |= profile.as_step_record(self.offset)
         trainer.step_record["spans"] = executed_passes(trainer.strategy)
         if trainer.moe_layers:
             trainer.step_record["expert_tokens"] = (trainer.expert_loads[0] - tokens).long().tolist()
@@ -105,13 +105,13 @@ class StepProfile:
 
     def as_step_record(self, offset: ClockOffset) -> StepRecord:
         """What a step's line has more for it."""
-        line: dict[str, Any] = {
+        record: dict[str, Any] = {
             "clock": (offset.seconds, offset.error_seconds),
-            "waits": [(what, *wait) for what, waits in self.waits.items() for wait in waits],
+            "waits": [(wait_name, *wait) for wait_name, waits in self.waits.items() for wait in waits],
             "collectives": [self._span(call) for call in self.calls],
         }
         return cast(
-            StepRecord, line | ({"memory": downsample_memory(self.memory_history)} if self.memory_history else {})
+            StepRecord, record | ({"memory": downsample_memory(self.memory_history)} if self.memory_history else {})
         )
 
     def _span(self, call: CollectiveCall) -> CollectiveSpan:
@@ -131,38 +131,38 @@ def profile_step(
 ) -> tuple[StepResult, StepProfile]:
     """A step's outcome, and all that it did; it takes several times as long. Memory is kept at its peak, or also
     `over_time`."""
-    strategy, seen = learner.strategy, StepProfile({})
+    strategy, profile = learner.strategy, StepProfile({})
     memory = MemoryMeter(
         lambda: strategy.resident_tensors(learner.optimizers),
         strategy.resizable_buffers(),
-        seen.memory_history if over_time else None,
+        profile.memory_history if over_time else None,
     )
-    recorder, products = CollectiveRecorder(REQUESTED_OPERATION.get), FlopCounter()
+    recorder, flop_counter = CollectiveRecorder(REQUESTED_OPERATION.get), FlopCounter()
 
     def reduce(sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
-        seen.flops = products.flops
+        profile.flops = flop_counter.flops
         reduced = type(strategy).reduce(strategy, sums, clip_norm)
         memory.reclassify()
-        seen.held.update(memory.held)
+        profile.held.update(memory.held)
         return reduced
 
     strategy.reduce = reduce  # type: ignore[method-assign]
     try:
         gradients = memory.tracking_gradients(learner.module.parameters())
-        with gradients, _recorded_waits(strategy) as seen.waits, memory, recorder, products:
-            outcome = step()
+        with gradients, _recorded_waits(strategy) as profile.waits, memory, recorder, flop_counter:
+            result = step()
     finally:
         del strategy.reduce
-    seen.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
-    seen.calls = recorder.calls
-    return outcome, seen
+    profile.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
+    profile.calls = recorder.calls
+    return result, profile
 
 
 def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
     """A step's outcome, and when its waits and collectives were."""
     with _recorded_waits(strategy) as waits, CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
-        outcome = step()
-    return outcome, StepProfile(waits, recorder.calls)
+        result = step()
+    return result, StepProfile(waits, recorder.calls)
 
 
 def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> list[dict[str, Any]]:
@@ -180,21 +180,21 @@ def summarize_collectives(calls: list[CollectiveCall], waits: list[Wait]) -> lis
             row["seconds"] += call.end - call.start
             row["exposed_seconds"] += call.exposed_seconds(waits)
     return [
-        {"operation": operation, "executed_as": made_of, "group": list(group), **row}
-        for (operation, made_of, group), row in sorted(rows.items())
+        {"operation": operation, "executed_as": executed_as, "group": list(group), **row}
+        for (operation, executed_as, group), row in sorted(rows.items())
     ]
 
 
 @contextmanager
 def _recorded_waits(strategy: Strategy) -> Iterator[dict[str, list[Wait]]]:
-    kept = {COMMUNICATION: strategy.comm_wait, **strategy.wait_timers}
+    timers = {COMMUNICATION: strategy.comm_wait, **strategy.wait_timers}
     if strategy.pipeline_wait is not None:
-        kept[PIPELINE] = strategy.pipeline_wait
+        timers[PIPELINE] = strategy.pipeline_wait
     waits: dict[str, list[Wait]] = {}
-    for what, waited in kept.items():
-        waits[what] = waited.spans = []
+    for wait_name, timer in timers.items():
+        waits[wait_name] = timer.spans = []
     try:
         yield waits
     finally:
-        for waited in kept.values():
-            waited.spans = None
+        for timer in timers.values():
+            timer.spans = None
