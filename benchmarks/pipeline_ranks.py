@@ -79,7 +79,7 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]
     part = Waits(mine, some.stages, seconds / len(mine))
     everybody = mesh.pipeline_groups[0]
     order, like = partial(layout_schedule, layout), torch.empty(0)
-    strategy = PipelineStrategy(Strategy(part), part, order, mesh.pipeline_groups, everybody, nullcontext, like)
+    strategy = PipelineStrategy(Strategy(part), part, some, order, mesh.pipeline_groups, everybody, nullcontext, like)
     micros = [InferenceMicroBatch(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
     def losses(model: Any, micro: InferenceMicroBatch) -> tuple[Tensor, Tensor]:

@@ -156,65 +156,62 @@ class FailurePolicy:
         on stderr what happened, and notes it."""
         if all(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
             self.code = EXIT_STOPPED
-            return (
-                FailureAction.END if self.nodes == 1 else FailureAction.AGAIN
-            )  # where one was told to stop, or has come, others go on
+            # Where one was told to stop, or has come, others go on.
+            return FailureAction.END if self.nodes == 1 else FailureAction.AGAIN
         records = self.new_failure_records()
         first_failure = find_first_failure(self.directory, failures, kills, records)
         self._seen.add(_failure_id(first_failure))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         start_steps = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
-        step = max(
-            [*(record.get("step", 0) for record in records), *map(step_of, saved[:1]), *start_steps[-1:]], default=0
-        )
-        if step > self.last_step_reached:
-            self.last_step_reached, self.consecutive_failures, self.consecutive_remote_failures, self.suspect_ranks = (
-                step,
-                0,
-                0,
-                set(),
-            )
+        record_steps = [record.get("step", 0) for record in records]
+        step = max([*record_steps, *map(step_of, saved[:1]), *start_steps[-1:]], default=0)
         # NCCL aborts those whose peers are gone.
         lost_peer = "lost_peer" in first_failure or first_failure["reason"].startswith("was killed by SIGABRT")
         is_local = self.nodes == 1 or (first_failure["rank"] in failures and not lost_peer)
-        self.consecutive_failures, self.consecutive_remote_failures = (
-            self.consecutive_failures + is_local,
-            self.consecutive_remote_failures + (not is_local),
-        )
         suspects = suspect_ranks(self.directory) if lost_peer else {first_failure["rank"]}
-        self.suspect_ranks |= (suspects or {UNKNOWN_RANK}) if is_local else set()
+        self._count_failure(step, is_local, suspects or {UNKNOWN_RANK})
         self.code = int(first_failure["code"])
         headline = failure_headline(self.directory)
         # A node that is gone notes nothing.
         reason = first_failure["reason"] if is_local or not lost_peer else "lost ranks of another node"
         rank = [*first_failure.get("suspect_ranks", ()), first_failure["rank"]][0]
         append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=headline, here=is_local)
-        self.final = "lost_peer" not in first_failure and (
-            first_failure["code"] == 2 or first_failure.get("final", False)
-        )
-        if (
-            self.final
-            or self.consecutive_failures > self.restarts
-            or self.consecutive_remote_failures > self.restarts * self.nodes
-        ):
+        cannot_recover = first_failure["code"] == 2 or first_failure.get("final", False)
+        self.final = "lost_peer" not in first_failure and cannot_recover
+        if self.final or self._has_used_up_restarts():
             print_failure(self.directory, first_failure)
             should_leave = is_local and not self.final and self.restarts > 0 and not self.alone
             return FailureAction.LEAVE if should_leave else FailureAction.END
-        resume_source, count_text = (
-            saved[0].name if saved else "the beginning",
-            f" ({self.consecutive_failures} of {self.restarts} in a row)",
-        )
-        if self.copied:
-            resume_source += ", or copies that are newer"
-        elif saved and step > step_of(saved[0]):
-            resume_source += f", {step - step_of(saved[0])} steps before"
-        lines = (
-            f"phalanx: {describe_failure(first_failure)}",
-            *headline,
-            f"starting again from {resume_source}{count_text if is_local else ''}",
-        )
+        count_text = f" ({self.consecutive_failures} of {self.restarts} in a row)" if is_local else ""
+        restart = f"starting again from {self._resume_source(saved, step)}{count_text}"
+        lines = (f"phalanx: {describe_failure(first_failure)}", *headline, restart)
         print("\n  ".join(lines), file=sys.stderr)
         return FailureAction.AGAIN
+
+    def _count_failure(self, step: int, is_local: bool, suspects: set[int]) -> None:
+        """Count a failure in a row; a run that came further than at the last one begins anew."""
+        if step > self.last_step_reached:
+            self.last_step_reached = step
+            self.consecutive_failures = self.consecutive_remote_failures = 0
+            self.suspect_ranks = set()
+        if is_local:
+            self.consecutive_failures += 1
+            self.suspect_ranks |= suspects
+        else:
+            self.consecutive_remote_failures += 1
+
+    def _has_used_up_restarts(self) -> bool:
+        return (
+            self.consecutive_failures > self.restarts or self.consecutive_remote_failures > self.restarts * self.nodes
+        )
+
+    def _resume_source(self, saved: list[Path], step: int) -> str:
+        """Where the ranks start again, in words."""
+        source = saved[0].name if saved else "the beginning"
+        if self.copied:
+            return source + ", or copies that are newer"
+        steps_back = step - step_of(saved[0]) if saved else 0
+        return source + (f", {steps_back} steps before" if steps_back > 0 else "")
 
     def new_failure_records(self) -> list[dict[str, Any]]:
         """What ranks left word of since this was asked before. (Not by their clocks, which may differ.)"""

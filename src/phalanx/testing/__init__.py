@@ -1,13 +1,13 @@
 """The pool of test ranks: prove a distributed function with one line.
 
-    from phalanx.testing import ranks
+    from phalanx.testing import rank_pool
 
     def total(value):                       # a top-level function of an importable module
         tensor = torch.tensor(value + dist.get_rank())
         dist.all_reduce(tensor)
         return tensor.item()
 
-    assert ranks(4).run(total, 10) == [46, 46, 46, 46]
+    assert rank_pool(4).run(total, 10) == [46, 46, 46, 46]
 
 The four processes start once and every later `run` reuses them: it costs a tenth of a second, not five.
 """

@@ -13,7 +13,7 @@ from phalanx.parallel.comm.device_memory import peak_memory_bytes
 
 SIZE = 200_000_000
 PRINT_PEAK_PROGRAM = (
-    "import torch; from phalanx.train.profiling.memory_meter import peak_memory_bytes; "
+    "import torch; from phalanx.parallel.comm.device_memory import peak_memory_bytes; "
     "print(peak_memory_bytes(torch.device('cpu')))"
 )
 

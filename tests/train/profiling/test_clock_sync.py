@@ -13,11 +13,11 @@ CLOCK_OFFSET_SECONDS = 1000
 RANK_PROGRAM = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
-from phalanx.train.profiling.clock_sync import clock_offset
+from phalanx.train.profiling.clock_sync import measure_clock_offset
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 3)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
-offset = clock_offset(torch.device("cpu"), 60)
+offset = measure_clock_offset(torch.device("cpu"), 60)
 told = torch.tensor([offset.seconds, offset.error_seconds, time.perf_counter()], dtype=torch.float64)
 print(*told.tolist())
 dist.destroy_process_group()
