@@ -26,7 +26,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def current_owners(swarm: LocalSwarm) -> Any:
-    return swarm.coordinator.ledger.owners
+    return swarm.coordinator.state.owners
 
 
 def write_node_update(

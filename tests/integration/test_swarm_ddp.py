@@ -154,9 +154,9 @@ def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
     run = swarm_ddp_run(tmp_path, 1, {"training.steps": 30})
     swarm = LocalSwarm(run, tmp_path / "lead")
     members = WorkerThreads(swarm, tmp_path, NODES[:1])
-    wait_until(lambda: swarm.coordinator.ledger.committed >= 3)
+    wait_until(lambda: swarm.coordinator.state.committed >= 3)
     swarm.stop()
-    assert not swarm.coordinator.ledger.done
+    assert not swarm.coordinator.state.done
     swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)
     try:
         members.wait_all()

@@ -92,8 +92,8 @@ def test_coordinator_rejects_invalid_update_and_records_its_sender(tmp_path, inv
         links = join_and_wait_for_round(run, swarm)
         with pytest.raises(UpdateRejected, match=said):
             links["ann"].upload_update(make(swarm, tmp_path), 0, 100, 3)
-        assert sum(swarm.coordinator.ledger.refused.values()) == 1
-        assert {node for node, _ in swarm.coordinator.ledger.refused} == {"ann"}
+        assert sum(swarm.coordinator.state.refused.values()) == 1
+        assert {node for node, _ in swarm.coordinator.state.refused} == {"ann"}
         before = swarm.base()
         for name, link in links.items():  # it may still tell the truth
             link.upload_update(write_node_update(swarm, tmp_path, name, 0.01 if name == "ann" else 0.03), 0, 100, 3)
@@ -134,12 +134,12 @@ def test_coordinator_rejects_malformed_raw_upload_and_continues_round(tmp_path, 
         with pytest.raises(grpc.RpcError) as caught:
             send_raw_update(links["ann"], right | head, content)
         assert caught.value.code() == code
-        assert swarm.coordinator.ledger.refused["ann", reason] == 1
+        assert swarm.coordinator.state.refused["ann", reason] == 1
         send_raw_update(links["ann"], right, content)
         with pytest.raises(grpc.RpcError) as caught:  # the same once more
             send_raw_update(links["ann"], right, content)
         assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
-        assert swarm.coordinator.ledger.refused["ann", "already told"] == 1
+        assert swarm.coordinator.state.refused["ann", "already told"] == 1
 
 
 def test_coordinator_rejects_repeated_update_of_previous_round(tmp_path):
@@ -175,7 +175,7 @@ def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path
         for name in NODES[1:]:
             links[name].upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
         links["ann"].wait(committed=1)
-        assert swarm.coordinator.ledger.refused["ann", "outlying"] == 1
+        assert swarm.coordinator.state.refused["ann", "outlying"] == 1
         for item in model_pieces(run.model):
             moved = 0.0 if item.expert is not None and "ann" in current_owners(swarm)[item.expert] else 0.01
             torch.testing.assert_close(swarm.base()[item.key], before[item.key] + moved, rtol=0, atol=1e-6)
@@ -229,7 +229,7 @@ def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_pa
         for name, change in (("ann", 0.01), ("bob", 0.03)):
             links[name].upload_update(write_node_update(swarm, tmp_path, name, change), 0, 100, 3)
         wait_until(
-            lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.ledger.committed == 1
+            lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.state.committed == 1
         )
         base = swarm.base()
         for item in model_pieces(run.model):
@@ -250,10 +250,10 @@ def test_swarm_node_rejoins_after_its_lease_expired(tmp_path):
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
         links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 0, 100, 3)
-        wait_until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.ledger.members)
+        wait_until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.state.members)
         links["bob"].wait(round=1)
         back = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
-        wait_until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.ledger.members)
+        wait_until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.state.members)
         links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 1, 100, 3)
         wait_until(lambda: links["bob"].heartbeat() and back.done())
         assert back.result().round == 2
@@ -266,7 +266,7 @@ def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
     with serve_local_swarm(run, tmp_path) as swarm:
         join_and_wait_for_round(run, swarm)
         before = swarm.base()
-        wait_until(lambda: swarm.coordinator.ledger.committed == 1 and not swarm.coordinator.ledger.members)
+        wait_until(lambda: swarm.coordinator.state.committed == 1 and not swarm.coordinator.state.members)
         late = swarm.joined_client("cid")
         assert late.wait(round=1).round == 1
         assert all(torch.equal(value, before[key]) for key, value in swarm.base().items())
@@ -282,7 +282,7 @@ def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_pa
         late = write_node_update(swarm, tmp_path, "dee")
         for name in NODES[:3]:
             links[name].upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
-        wait_until(lambda: swarm.coordinator.ledger.committed == 1)
+        wait_until(lambda: swarm.coordinator.state.committed == 1)
         with pytest.raises(UpdateRejected, match="closed"):
             links["dee"].upload_update(late, 0, 100, 3)
         assert links["dee"].wait(round=1).closes_in_seconds is not None  # it is told how long there is
@@ -301,7 +301,7 @@ def test_swarm_node_joins_running_swarm_at_round_boundary(tmp_path):
     run = tiny_swarm_run(tmp_path, {"training.steps": 240})
     with serve_local_swarm(run, tmp_path) as swarm:
         members = WorkerThreads(swarm, tmp_path, NODES[:2])
-        wait_until(lambda: swarm.coordinator.ledger.committed >= 1)
+        wait_until(lambda: swarm.coordinator.state.committed >= 1)
         later = WorkerThreads(swarm, tmp_path, ["cid"])
         for each in (members, later):
             each.wait_all()
@@ -328,7 +328,7 @@ def test_coordinator_restart_resumes_open_round_with_accepted_updates(tmp_path):
     swarm = LocalSwarm(run, tmp_path / "lead", port)
     try:
         assert current_owners(swarm) == owners
-        assert set(swarm.coordinator.ledger.round.updates) == {"ann"}
+        assert set(swarm.coordinator.state.round.updates) == {"ann"}
         links["bob"].upload_update(told, 0, 100, 3)
         links["bob"].wait(committed=1)
         item = model_pieces(run.model)[0]
@@ -342,12 +342,12 @@ def test_swarm_workers_continue_training_through_coordinator_restart(tmp_path):
     run = tiny_swarm_run(tmp_path, {"training.steps": 30})
     swarm = LocalSwarm(run, tmp_path / "lead")
     members = WorkerThreads(swarm, tmp_path, NODES[:2])
-    wait_until(lambda: swarm.coordinator.ledger.committed >= 2)
+    wait_until(lambda: swarm.coordinator.state.committed >= 2)
     swarm.stop()
     swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)
     try:
         members.wait_all()
-        assert swarm.coordinator.ledger.done
+        assert swarm.coordinator.state.done
         assert [spent["round"] for spent in members.rounds["ann"]] == list(range(10))
     finally:
         swarm.stop()
@@ -376,7 +376,7 @@ def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_p
                     swarm.coordinator.tick()
             swarm.stop()
             swarm = LocalSwarm(run, folder / "lead", swarm.port)
-        wait_until(lambda swarm=swarm: swarm.coordinator.ledger.committed == 1)
+        wait_until(lambda swarm=swarm: swarm.coordinator.state.committed == 1)
         found.append(swarm.base())
         swarm.stop()
     assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
@@ -398,7 +398,7 @@ def test_swarm_client_resumes_interrupted_upload_at_offset(tmp_path):
         part.write_bytes(content[:half])
         links["ann"].upload_update(path, 0, 100, 3)
         assert links["ann"].sent_bytes == len(content) - half
-        assert "ann" in swarm.coordinator.ledger.round.updates
+        assert "ann" in swarm.coordinator.state.round.updates
 
 
 def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):

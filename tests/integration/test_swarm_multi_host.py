@@ -14,7 +14,7 @@ import pytest
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml
-from phalanx.swarm.coordinator.ledger import Ledger
+from phalanx.swarm.coordinator.swarm_state import SwarmState
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
 from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes
 from tests.helpers.local_swarm import NODES, tiny_swarm_run
@@ -120,17 +120,17 @@ def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(multi_
 
 def check_journal_of_rounds(night: SwarmProcesses) -> None:
     """Of all rounds: whose word was accepted counted, and no other's; none stayed open beyond its deadline."""
-    ledger, told, late = Ledger(load_run(night.run_file)), set[str](), []
+    state, told, late = SwarmState(load_run(night.run_file)), set[str](), []
     for event in night.events():
         if event["what"] == "accepted":
-            assert event["round"] == ledger.committed
+            assert event["round"] == state.committed
             told.add(event["node"])
         if event["what"] == "committed":
             assert set(event["nodes"]) == told
             told.clear()
-            assert ledger.round is not None
-            arrived = [telling.at for telling in ledger.round.updates.values()]
-            late.append(event["at"] - max([ledger.closes_at() or event["at"], *arrived]))
-        ledger.record(event)
+            assert state.round is not None
+            arrived = [telling.at for telling in state.round.updates.values()]
+            late.append(event["at"] - max([state.closes_at() or event["at"], *arrived]))
+        state.record(event)
     print(f"{len(late)} rounds; {max(late):.1f} s beyond the deadline at most")
     assert sum(seconds > LATE_SECONDS for seconds in late) <= 1  # that in which the coordinator was dead

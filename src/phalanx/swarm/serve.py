@@ -77,22 +77,22 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
     host = address.rpartition(":")[0]
-    log(f"{run.name}: {coordinator.ledger.rounds} rounds; nodes join {host}:{port}")
+    log(f"{run.name}: {coordinator.state.rounds} rounds; nodes join {host}:{port}")
     while not stop.wait(TICK_SECONDS):
         try:
             coordinator.tick()
         except OSError as error:  # a disk that is full may not stay so
             log(f"a round cannot be closed: {error}; once more in {AGAIN_SECONDS:.0f} s")
             stop.wait(AGAIN_SECONDS)
-        ledger = coordinator.ledger
-        if ledger.committed > reported_rounds:
-            reported_rounds = ledger.committed
+        state = coordinator.state
+        if state.committed > reported_rounds:
+            reported_rounds = state.committed
             log(_format_status(coordinator))
-        if ledger.done and not ledger.members:
+        if state.done and not state.members:
             break
     coordinator.shutdown()
     server.stop(grace=1.0).wait()
-    if coordinator.ledger.done:
+    if coordinator.state.done:
         log(f"all rounds are done; phalanx generate {directory}, or phalanx export {directory}")
     else:
         log("stopped; the same command goes on with the same round")

@@ -22,8 +22,8 @@ from phalanx.swarm.aggregation.aggregate import AggregationConfig
 from phalanx.swarm.aggregation.expert_merging import merge_ratio
 from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
 from phalanx.swarm.coordinator.journal import Journal
-from phalanx.swarm.coordinator.ledger import LATE, Event, Ledger, replay, summary
 from phalanx.swarm.coordinator.store import SwarmStore
+from phalanx.swarm.coordinator.swarm_state import LATE, Event, SwarmState, replay, summary
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected, check_update, find_outliers, size_limit
 from phalanx.swarm.pieces import round_pieces
 from phalanx.swarm.tensor_files import TensorFile
@@ -86,8 +86,8 @@ class Coordinator:
         assert run.swarm is not None
         self.run, self.swarm, self.clock = run, run.swarm, clock
         self.store, self.journal = SwarmStore(directory, run), Journal(directory / JOURNAL_FILE)
-        self.ledger: Ledger = replay(run, self.journal.events)
-        self.last_heard: dict[str, float] = dict.fromkeys(self.ledger.members, clock())
+        self.state: SwarmState = replay(run, self.journal.events)
+        self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """When nodes were last heard of; a coordinator that was away begins to count anew."""
         accepted = [event for event in self.journal.events if event["what"] == "accepted"]
         self.norms: list[float] = [event["norm"] for event in accepted if event["tokens"]]
@@ -104,8 +104,8 @@ class Coordinator:
         self._telling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         if not self.store.base.exists():
             self.store.initialize(weights, aggregation_config(run, 0))
-        if self.ledger.committed:
-            last_round = self.ledger.committed - 1
+        if self.state.committed:
+            last_round = self.state.committed - 1
             self.store.apply_round(last_round, round_pieces(run, last_round), aggregation_config(run, last_round))
 
     # -- nodes -----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Coordinator:
             if not (isfinite(capacity) and capacity >= 1):
                 raise UpdateRejected("capacity: it is for less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
-            if self.ledger.text not in (None, data_fingerprint) or len(data_fingerprint) > SAID:
+            if self.state.text not in (None, data_fingerprint) or len(data_fingerprint) > SAID:
                 raise UpdateRejected("text: it is not what the other nodes read")
             if not begin:
                 self.leave(node, "begins anew")
@@ -134,7 +134,7 @@ class Coordinator:
     def leave(self, node: str, reason: str) -> None:
         """A node goes."""
         with self.changed:
-            if node in self.ledger.members:
+            if node in self.state.members:
                 self._record({"what": "left", "node": node, "why": reason, "at": self.clock()})
 
     def heartbeat(self, node: str) -> NodeTask:
@@ -155,18 +155,18 @@ class Coordinator:
             return task
 
     def _task(self, node: str) -> NodeTask:
-        ledger, open_round = self.ledger, self.ledger.round
+        state, open_round = self.state, self.state.round
         if open_round is None or node not in open_round.data_assignments:
-            next_round = ledger.committed + (open_round is not None)
-            return NodeTask(next_round, ledger.committed, ledger.done, node in ledger.members)
-        close_time = ledger.closes_at()
+            next_round = state.committed + (open_round is not None)
+            return NodeTask(next_round, state.committed, state.done, node in state.members)
+        close_time = state.closes_at()
         return NodeTask(
             open_round.number,
-            ledger.committed,
+            state.committed,
             False,
-            node in ledger.members,
+            node in state.members,
             *open_round.data_assignments[node],
-            ledger.owned(node),
+            state.owned(node),
             node in open_round.updates,
             None if close_time is None else close_time - self.clock(),
         )
@@ -184,7 +184,7 @@ class Coordinator:
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
-                max_bytes = size_limit(self.ledger.expected_pieces(node), self.swarm.effective_codec)
+                max_bytes = size_limit(self.state.expected_pieces(node), self.swarm.effective_codec)
                 self.store.forget_coming(round_number, node, upload_id)
             yield self.store.partial_update_path(round_number, node, upload_id), max_bytes
         finally:
@@ -202,8 +202,8 @@ class Coordinator:
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
-                pieces, norms = self.ledger.expected_pieces(node), self.norms[-NORMS_KEPT:]
-                _, assigned_steps = self.ledger.round.data_assignments[node] if self.ledger.round else (0, 0)
+                pieces, norms = self.state.expected_pieces(node), self.norms[-NORMS_KEPT:]
+                _, assigned_steps = self.state.round.data_assignments[node] if self.state.round else (0, 0)
             min_tokens = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
             if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * self.run.training.tokens_per_step):
                 raise UpdateRejected(
@@ -254,7 +254,7 @@ class Coordinator:
             )
 
     def _check_accepting(self, node: str, round_number: int) -> None:
-        rejection = self.ledger.rejection_reason(node, round_number)
+        rejection = self.state.rejection_reason(node, round_number)
         if rejection is None and self.closing:
             rejection = LATE
         if rejection is not None:
@@ -270,19 +270,19 @@ class Coordinator:
                 node for node, last_seen in self.last_heard.items() if now - last_seen > self.swarm.round.lease_seconds
             ]:
                 del self.last_heard[node]
-                if node in self.ledger.members:
+                if node in self.state.members:
                     self._record({"what": "left", "node": node, "why": "not heard of", "at": now})
-            self.closing = self.ledger.should_close(now)
+            self.closing = self.state.should_close(now)
         if self.closing:
             self._close()
         with self.changed:
-            open_event = self.ledger.next_round_event(self.clock())
+            open_event = self.state.next_round_event(self.clock())
             if open_event is not None:
                 self._record(open_event)
                 self.changed.notify_all()
 
     def _close(self) -> None:
-        open_round = self.ledger.round
+        open_round = self.state.round
         assert open_round is not None
         for update in find_outliers([*open_round.updates.values()], self.swarm.outlier):
             detail = f"outlying: a change of {update.norm:.3g}"
@@ -298,7 +298,7 @@ class Coordinator:
                     }
                 )
         round_number, pieces = open_round.number, round_pieces(self.run, open_round.number)
-        config = aggregation_config(self.run, round_number, self.ledger.learned)
+        config = aggregation_config(self.run, round_number, self.state.learned)
         node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         self.store.aggregate_round(round_number, pieces, node_tokens, config)
         with self.changed:
@@ -311,12 +311,12 @@ class Coordinator:
     def _record(self, event: Event) -> None:
         """Journal first: what is acted on is not forgotten."""
         self.journal.append(event)
-        self.ledger.record(event)
+        self.state.record(event)
 
     def was_included(self, node: str, round_number: int) -> bool:
         """Whether a node's word is in what a round came to; only of the last one is that known."""
         with self.changed:
-            return round_number == self.ledger.committed - 1 and node in self.ledger.last_told
+            return round_number == self.state.committed - 1 and node in self.state.last_told
 
     def shutdown(self) -> None:
         """Let go of all that wait."""
@@ -325,6 +325,6 @@ class Coordinator:
             self.changed.notify_all()
 
     def status(self) -> dict[str, Any]:
-        """For people: see `ledger.summary`."""
+        """For people: see `state.summary`."""
         with self.changed:
-            return summary(self.ledger, self.last_heard, self.clock())
+            return summary(self.state, self.last_heard, self.clock())

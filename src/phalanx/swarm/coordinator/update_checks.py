@@ -12,7 +12,7 @@ import torch
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.spec.swarm import Codec
 from phalanx.swarm.codec import decode
-from phalanx.swarm.coordinator.ledger import AcceptedUpdate
+from phalanx.swarm.coordinator.swarm_state import AcceptedUpdate
 from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.tensor_files import HEADER_BYTES, TensorFile, TensorFileError
 from phalanx.swarm.update_files import Weights, sends_weights

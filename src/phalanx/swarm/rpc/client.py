@@ -12,7 +12,7 @@ import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import NodeTask
-from phalanx.swarm.coordinator.ledger import ALREADY
+from phalanx.swarm.coordinator.swarm_state import ALREADY
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.protocol import OPTIONS, SERVICE, VERSION, Message, file_chunks, pack, unpack
 from phalanx.swarm.tensor_files import TensorFile

@@ -15,7 +15,7 @@ import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import Coordinator
-from phalanx.swarm.coordinator.ledger import ALREADY, EARLY, LATE, STRANGER
+from phalanx.swarm.coordinator.swarm_state import ALREADY, EARLY, LATE, STRANGER
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 from phalanx.swarm.rpc.certificates import NAME
 from phalanx.swarm.rpc.protocol import OPTIONS, SERVICE, VERSION, Message, file_chunks, pack, tensor_chunks, unpack
@@ -206,8 +206,8 @@ class SwarmService:
         if round_number >= 0 and not is_included:  # what it has is not what all have
             local_keys = set()
         with self.coordinator.changed:
-            committed = self.coordinator.ledger.committed if requested_committed < 0 else requested_committed
-            if round_number < 0 and committed == self.coordinator.ledger.committed:
+            committed = self.coordinator.state.committed if requested_committed < 0 else requested_committed
+            if round_number < 0 and committed == self.coordinator.state.committed:
                 store.snapshot(committed)
             path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
         with TensorFile(path) as file:

@@ -51,7 +51,7 @@ class OpenRound:
     """Nodes whose word did not count; another may come."""
 
 
-class Ledger:
+class SwarmState:
     """The state of a swarm. `record` is the only thing that changes it."""
 
     def __init__(self, run: RunSpec) -> None:
@@ -250,36 +250,36 @@ def deadline_offset(offsets: list[float], spec: RoundSpec) -> float:
     return median_offset + max(spec.timeout_multiplier * deviation, spec.grace_seconds, median_offset / 4)
 
 
-def replay(run: RunSpec, events: list[Event]) -> Ledger:
+def replay(run: RunSpec, events: list[Event]) -> SwarmState:
     """The state after these events."""
-    ledger = Ledger(run)
+    state = SwarmState(run)
     for event in events:
-        ledger.record(event)
-    return ledger
+        state.record(event)
+    return state
 
 
-def summary(ledger: Ledger, last_seen: Mapping[str, float], now: float) -> dict[str, Any]:
+def summary(state: SwarmState, last_seen: Mapping[str, float], now: float) -> dict[str, Any]:
     """What `phalanx swarm status` tells."""
-    updates = ledger.round.updates if ledger.round else {}
+    updates = state.round.updates if state.round else {}
     return {
-        "method": ledger.swarm.method,
-        "codec": ledger.swarm.effective_codec,
-        "waits_for": "" if ledger.round or ledger.done else ledger.waiting_for,
-        "round": ledger.committed,
-        "rounds": ledger.rounds,
-        "open_seconds": now - ledger.round.opened_at if ledger.round else None,
-        "closes_in_seconds": close_time - now if (close_time := ledger.closes_at()) is not None else None,
+        "method": state.swarm.method,
+        "codec": state.swarm.effective_codec,
+        "waits_for": "" if state.round or state.done else state.waiting_for,
+        "round": state.committed,
+        "rounds": state.rounds,
+        "open_seconds": now - state.round.opened_at if state.round else None,
+        "closes_in_seconds": close_time - now if (close_time := state.closes_at()) is not None else None,
         "nodes": [
             {
                 "node": node,
-                "experts": list(ledger.owned(node)),
+                "experts": list(state.owned(node)),
                 "told": node in updates,
                 "heard_seconds_ago": now - last_seen[node] if node in last_seen else None,
                 "refused": {
-                    reason: count for (rejected_node, reason), count in ledger.refused.items() if rejected_node == node
+                    reason: count for (rejected_node, reason), count in state.refused.items() if rejected_node == node
                 },
             }
-            for node in ledger.members
+            for node in state.members
         ],
-        "refused": sum(ledger.refused.values()),
+        "refused": sum(state.refused.values()),
     }

@@ -1,0 +1,199 @@
+"""A swarm's state from its events: rounds open and close when they should, text is given out once, and the same events
+give the same state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.swarm import RoundSpec
+from phalanx.swarm.coordinator.journal import Journal
+from phalanx.swarm.coordinator.swarm_state import Event, SwarmState, deadline_offset, replay, summary
+from tests.helpers.local_swarm import NODES, tiny_swarm_run
+
+NOWHERE = Path("/nowhere")
+
+
+def make_state(steps: int = 12, **swarm: Any) -> SwarmState:
+    return SwarmState(tiny_swarm_run(NOWHERE, {"training.steps": steps}, **swarm))
+
+
+def join_nodes(state: SwarmState, *names: str, capacity: float = 4) -> None:
+    for name in names:
+        state.record({"what": "joined", "node": name, "capacity": capacity, "text": "t", "at": 0.0})
+
+
+def open_round(state: SwarmState, now: float = 0.0) -> Event:
+    event = state.next_round_event(now)
+    assert event is not None
+    state.record(event)
+    return event
+
+
+def accept_update(state: SwarmState, node: str, at: float) -> None:
+    state.record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1.0, "at": at})
+
+
+def test_swarm_state_opens_with_enough_nodes_and_is_done_after_last_round():
+    state = make_state(steps=6, nodes=2)
+    join_nodes(state, "ann")
+    assert (state.next_round_event(0.0), state.waiting_for) == (None, "one more node")
+    join_nodes(state, "bob")
+    for number in range(2):
+        assert open_round(state)["round"] == number
+        state.record({"what": "committed"})
+    assert state.done
+    assert state.next_round_event(0.0) is None
+
+
+def test_swarm_state_closes_round_after_grace_when_updates_were_rejected():
+    """After the grace, for another word may come; with those who told, or with nobody."""
+    state = make_state(nodes=2, round={"grace_seconds": 5, "quorum": 1.0})
+    join_nodes(state, "ann", "bob")
+    for number, teller in enumerate([None, "ann"]):
+        open_round(state)
+        if teller is not None:
+            accept_update(state, teller, 1.0)
+        for node in {"ann", "bob"} - {teller}:
+            assert not state.should_close(100.0)
+            state.record({"what": "refused", "round": number, "node": node, "why": "not finite"})
+        assert not state.should_close(4.9)
+        assert state.should_close(6.1)
+        state.record({"what": "committed"})
+    open_round(state)
+    state.record({"what": "refused", "round": 0, "node": "ann", "why": "closed"})  # of a round long past
+    accept_update(state, "bob", 1.0)
+    assert not state.should_close(100.0)
+    accept_update(state, "ann", 1.0)
+    assert state.should_close(1.0)
+
+
+def test_swarm_state_waits_for_all_members_and_closes_when_missing_one_leaves():
+    state = make_state()
+    join_nodes(state, *NODES[:3])
+    open_round(state)
+    accept_update(state, "ann", 1.0)
+    accept_update(state, "bob", 1.0)
+    assert not state.should_close(2.0)
+    state.record({"what": "left", "node": "cid", "why": "not heard of"})
+    assert state.should_close(2.0)
+
+
+def test_swarm_state_does_not_close_round_without_updates():
+    state = make_state()
+    join_nodes(state, *NODES[:2])
+    open_round(state)
+    assert not state.should_close(1e9)
+
+
+def test_swarm_state_closes_round_after_quorum_and_grace_period():
+    state = make_state(nodes=4, round={"quorum": 0.5, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
+    join_nodes(state, *NODES)
+    open_round(state, 100.0)
+    accept_update(state, "ann", 110.0)
+    assert state.closes_at() is None
+    accept_update(state, "bob", 112.0)
+    assert state.closes_at() == 100 + 11 + 10
+    assert not state.should_close(120.9)
+    assert state.should_close(121.0)
+
+
+def test_swarm_state_derives_round_deadline_from_previous_rounds():
+    """From its beginning on, so that a slow node knows how long it has."""
+    state = make_state(nodes=4, steps=24, round={"grace_seconds": 1.0, "timeout_multiplier": 3.0})
+    join_nodes(state, *NODES)
+    for begun in (0.0, 100.0):
+        open_round(state, begun)
+        for node, seconds in zip(NODES, (10.0, 12.0, 14.0, 70.0), strict=True):
+            accept_update(state, node, begun + seconds)
+        state.record({"what": "committed"})
+    open_round(state, 200.0)
+    assert state.closes_at() == 200 + 13 + 3 * 2
+
+
+@given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 10))
+def test_deadline_offset_includes_at_least_half_of_the_updates(offsets, grace, patience_factor):
+    """At least half, whatever the settings; and one that is very late changes little."""
+    spec = RoundSpec(grace_seconds=grace, timeout_multiplier=patience_factor)
+    limit = deadline_offset(offsets, spec)
+    assert sum(offset <= limit for offset in offsets) >= len(offsets) / 2
+
+
+@given(
+    actions=st.lists(st.sampled_from(["join", "leave", "tell", "close", "open"]), max_size=60),
+    data=st.data(),
+    delay=st.integers(0, 2),
+)
+@settings(deadline=None, max_examples=60)
+def test_swarm_state_assigns_data_once_and_owns_all_experts_for_random_events(actions, data, delay):
+    """Whoever comes and goes; and the same events, read again, give the same state."""
+    state, events, read = make_state(steps=300, nodes=1, delay=delay), [], []
+
+    def record(event: Event) -> None:
+        state.record(event)
+        events.append(event)
+
+    for now, what in enumerate(actions):
+        node = data.draw(st.sampled_from(NODES))
+        if what == "join":
+            record({"what": "joined", "node": node, "capacity": 4, "text": "t", "at": now})
+        elif what == "leave":
+            record({"what": "left", "node": node, "why": "x", "at": now})
+        elif what == "tell" and state.rejection_reason(node, state.committed) is None:
+            record({"what": "accepted", "node": node, "tokens": 1, "steps": 1, "bytes": 1, "norm": 1, "at": now})
+        elif what == "close" and state.should_close(now):
+            record({"what": "committed"})
+        elif what == "open" and (event := state.next_round_event(float(now))) is not None:
+            record(event)
+            assert all(of and set(of) <= set(state.members) for of in event["owners"])
+            for first, count in event["text"].values():
+                read += range(first, first + count)
+    assert len(read) == len(set(read)) == state.steps_assigned
+    again = replay(state.run, events)
+    assert summary(again, {}, 0.0) == summary(state, {}, 0.0)
+    assert (again.steps_assigned, again.owners, again.members) == (state.steps_assigned, state.owners, state.members)
+
+
+def test_swarm_state_rejects_early_unknown_duplicate_and_late_updates():
+    state = make_state()
+    join_nodes(state, *NODES[:2])
+    assert state.rejection_reason("ann", 0) == "not open yet"
+    open_round(state)
+    assert state.rejection_reason("ann", 0) is None
+    assert state.rejection_reason("eve", 0) == "not of this round"
+    assert state.rejection_reason("ann", 1) == "not open yet"
+    accept_update(state, "ann", 1.0)
+    assert state.rejection_reason("ann", 0) == "already told"
+    state.record({"what": "committed"})
+    assert state.rejection_reason("bob", 0) == "closed"
+
+
+# -- the journal -------------------------------------------------------------------------------------------------------
+
+
+def test_journal_drops_truncated_last_line_on_reopen(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for number in range(3):
+        journal.append({"what": "opened", "round": number})
+    journal.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    again = Journal(path)
+    assert [event["round"] for event in again.events] == [0, 1]
+    again.append({"what": "opened", "round": 9})
+    again.close()
+    assert [event["round"] for event in Journal(path).events] == [0, 1, 9]
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"[1]\n", b"x\n", b"3\n"])
+def test_journal_rejects_lines_that_are_not_events(tmp_path, line):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b'{"what":"opened"}\n' + line + b'{"what":"opened"}\n')
+    with pytest.raises(UserError, match=r"line 2.*is no event"):
+        Journal(path)
