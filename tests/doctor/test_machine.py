@@ -272,7 +272,7 @@ def test_doctor_checks_do_not_raise_on_corrupted_files(corruption: str, tmp_path
 
 
 def _run_check_unguarded(check: object, machine: Machine, expected: Expectations) -> list[DoctorFinding]:
-    """As `examine.run_check` without its last resort."""
+    """As `run_checks.run_check` without its last resort."""
     with suppress(CheckSkipped):
         return check.check(machine, expected)  # type: ignore[attr-defined]
     return []

@@ -81,7 +81,7 @@ class CaseTiming:
 def collective_kinds_of_run(
     run: RunSpec, traffic: Mapping[str, list[Traffic]]
 ) -> dict[CollectiveKind, list[list[Traffic]]]:
-    """What a run sends (`cost.traffic.grouped_traffic`) by way, for each role that sends so. What one rank receives
+    """What a run sends (`traffic_by_group`) by kind of collective, for each role that sends so. What one rank receives
     another sends."""
     roles_by_kind: dict[CollectiveKind, list[list[Traffic]]] = {}
     for rows in traffic.values():

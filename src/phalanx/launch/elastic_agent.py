@@ -193,7 +193,7 @@ def _exit_status(pid: int) -> int | None:
 def stop_signals_as_exit() -> Iterator[None]:
     """Signals end what goes on here in order, whether or not there are ranks: torchrun hears them only then.
 
-    Raises SystemExit after one: `INTERRUPTED` or `STOPPED`.
+    Raises SystemExit after one: `EXIT_INTERRUPTED` or `EXIT_STOPPED`.
     """
 
     def handle_signal(number: int, _: object) -> None:

@@ -149,7 +149,7 @@ class FailurePolicy:
         self.final = False
         """Whether whoever failed last would fail again."""
         self.left_out_after = -1
-        """`furthest` when a rank was last left out."""
+        """`last_step_reached` when a rank was last left out."""
 
     def decide(self, failures: ProcessFailures, kills: int = 0) -> FailureAction:
         """What follows these failures of ranks of this node, of which the kernel killed some for want of memory; says

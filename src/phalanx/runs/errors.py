@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class DivergenceError(RuntimeError):
-    """Training cannot go on from here: all ranks found so together, and `blamed` are those that it is due to."""
+    """Training cannot go on from here: all ranks found so together, and `suspect_ranks` are those that it is due to."""
 
     def __init__(self, message: str, suspect_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -85,8 +85,8 @@ def failure_count_and_uptime(directory: Path) -> tuple[int, float]:
 
 
 def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -> list[str]:
-    """A line on each failure of a run: when, which rank, why, and what was found out of it; `but_last` leaves out the
-    one that it broke off by, if it has not begun since."""
+    """A line on each failure of a run: when, which rank, why, and what was found out of it; `exclude_last` leaves out
+    the one that it broke off by, if it has not begun since."""
     starts_and_failures = [event for event in events if event["what"] in (STARTED, FAILED)]
     failures: list[Mapping[str, Any]] = []
     for before, event in pairwise([{"what": STARTED}, *starts_and_failures]):

@@ -26,9 +26,9 @@ def acquire_run_lock(
     name: str = LOCK_FILE,
 ) -> IO[str] | None:
     """Keep others out of a run directory as long as what is returned lives; None where the file system has no locks.
-    They are told of the process to end (`ender`), if that is not this one.
+    They are told of the process to end (`owner_pid`), if that is not this one.
 
-    Raises UserError if somebody is in it for longer than `patience_seconds`.
+    Raises UserError if somebody is in it for longer than `timeout_seconds`.
     """
     file = (directory / name).open("a+")
     try:
@@ -50,7 +50,7 @@ def is_running(directory: Path) -> bool | None:
 
 
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
-    """Raise UserError if somebody is at work in a run directory for longer than `patience_seconds`."""
+    """Raise UserError if somebody is at work in a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
         print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_whose(directory)}", file=sys.stderr)
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)

@@ -4,7 +4,7 @@ nodes/NAME/swarm.jsonl      a node: of each round bytes, seconds and memory (`Ro
 nodes/NAME/swarm.toml       the run as the coordinator sent it
 nodes/NAME/link.json        the addresses of the coordinator and of the certificates
 nodes/NAME/base.safetensors, live.safetensors     the weights that all nodes share, and those of this node
-RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/state.py`); marks such a directory
+RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/swarm_state.py`); marks such a directory
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """A Slurm of one's own on this machine: munged, slurmctld, and a slurmd for each node, in one directory. All are real;
-only the nodes share a machine, each in a network of its own (hosts.py). It takes root and Debian's slurm-wlm."""
+only the nodes share a machine, each in a network of its own (network_namespaces.py). It takes root and Debian's
+slurm-wlm."""
 
 from __future__ import annotations
 

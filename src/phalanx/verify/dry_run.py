@@ -40,7 +40,7 @@ from phalanx.verify.fake_tensors import shape_only_tensors
 _ALL = sys.maxsize
 CPU = torch.device("cpu")
 Traced = dict[str, Any]
-"""What a rank's step holds, sends and computes (see `train.closely.observed`), and what tracing it took."""
+"""What a rank's step holds, sends and computes (see `profile_step`), and what tracing it took."""
 
 
 def check_traceable(run: RunSpec, world_size: int) -> None:

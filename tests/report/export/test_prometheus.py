@@ -127,7 +127,7 @@ def test_prometheus_metrics_drop_old_ranks_after_restart_with_fewer(tmp_path: Pa
     file = run / "trace" / "rank-00000.jsonl"
     opening, *lines = file.read_text().splitlines(keepends=True)
     again = json.dumps({**json.loads(opening), "step": 4, "ranks": 1}) + "\n"
-    aside = file.with_suffix(".partial")  # as `train.metrics.JsonLines` does it
+    aside = file.with_suffix(".partial")  # as `JsonLinesLogger` does it
     aside.write_text("".join([opening, *lines[:4], again]))
     aside.replace(file)
     found = read_metrics(run, watched)

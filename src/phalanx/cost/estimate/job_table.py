@@ -1,7 +1,7 @@
 """Training jobs as columns: many at once, so that thousands of layouts are predicted in one pass of numpy.
 
-A column is a number where all jobs agree and an array where they differ; every formula of `cost.kernels`, `cost.links`,
-`cost.step` and `cost.footprint` takes either."""
+A column is a number where all jobs agree and an array where they differ; every formula of `kernel_time`,
+`collective_time`, `step_time` and `memory` takes either."""
 
 from __future__ import annotations
 

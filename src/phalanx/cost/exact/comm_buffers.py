@@ -186,7 +186,7 @@ def fsdp_buffers(
     way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
     parameters' own (with no `num_full_buffers` something else is on its way then). What FSDP2 holds twice while it
     copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a
-    micro-batch's sums come beside those of the micro-batches before it (`parallel.fsdp`).
+    micro-batch's sums come beside those of the micro-batches before it (`parallel.data.fsdp`).
     """
     compute_bytes, state_bytes = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
     root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)

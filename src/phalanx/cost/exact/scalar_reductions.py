@@ -26,7 +26,7 @@ def num_reduced_scalars(run: RunSpec) -> int:
 
 def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> list[Traffic]:
     """What a rank at this place of the pipeline sends for them in one update. (What parameter servers are
-    told comes with gradients: `verify.served`.)"""
+    told comes with gradients: `verify.parameter_server_traffic`.)"""
     layout, dims, batch_plan = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
     scalar_bytes, bytes_per_element = 8 * num_reduced_scalars(run), max(4, COMPUTE_BYTES[run.training.precision])
     rows = [_one("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp), _one("tp", scalar_bytes, dims.tp)]
@@ -45,7 +45,7 @@ def _one(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
 
 def _norms(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
     """Over which ranks the squares of gradients are summed, once for all tensors that are split alike
-    (`parallel.gradient.global_norm`)."""
+    (`parallel.grad_norm.global_grad_norm`)."""
     layout = run.layout
     sharded = layout.data_parallel in SHARDED_STRATEGIES
     group_sets: set[tuple[tuple[GroupKind, int], ...]] = set()

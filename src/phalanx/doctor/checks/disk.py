@@ -57,7 +57,7 @@ WRITE = CheckRule(
     f"at least {WRITE_MB_PER_SECOND}",
     "MB/s",
     "ours: a rank that saves 1 GB waits for 10 s",
-    "write to a faster disk (`out` in the run file); look who else writes there",
+    "write to a faster disk (`output_dir` in the run file); look who else writes there",
     "python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
 )
 WRITABLE = CheckRule(
@@ -67,7 +67,7 @@ WRITABLE = CheckRule(
     "yes",
     "",
     "ours",
-    "mount it for writing, or set `out` to another",
+    "mount it for writing, or set `output_dir` to another",
     "findmnt -T {device}; ls -ld {device}",
 )
 RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)

@@ -16,7 +16,7 @@ STARTING_SECONDS = 60 * (CHECK_MINUTES + 1)
 """Until there are steps: that check at its longest, and a minute for PyTorch and a checkpoint."""
 LEGEND = """\
 # Submit it with sbatch, where `phalanx` is on the PATH, from the directory that the paths of the run file start at.
-# `out` and `data.cache` of the run file must be on a disk that all nodes share.
+# `output_dir` and `data.cache` of the run file must be on a disk that all nodes share.
 """
 
 CORES = """

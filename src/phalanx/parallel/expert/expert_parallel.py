@@ -117,8 +117,8 @@ class InFlightDispatch:
 
 
 class _StartDispatch(torch.autograd.Function):
-    """Send rows to their experts; what it returns is there after `_Arrive`. Autograd runs backward what was done last
-    first: what stands between the two works while gradients, too, are under way."""
+    """Send rows to their experts; what it returns is there after `_FinishDispatch`. Autograd runs backward what was
+    done last first: what stands between the two works while gradients, too, are under way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: InFlightDispatch) -> Tensor:
@@ -135,7 +135,7 @@ class _StartDispatch(torch.autograd.Function):
 
 
 class _FinishDispatch(torch.autograd.Function):
-    """Wait for rows; begin to send their gradients back, which are there after `_Depart`."""
+    """Wait for rows; begin to send their gradients back, which are there after `_StartDispatch`."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, dispatch: InFlightDispatch) -> Tensor:
@@ -149,7 +149,7 @@ class _FinishDispatch(torch.autograd.Function):
         dispatch.gradient, dispatch.work = dispatch.ranks.start_all_to_all(
             gradient, dispatch.recv_counts, dispatch.send_counts
         )
-        return gradient, None  # not of these rows, but on time: `_Depart` has those
+        return gradient, None  # not of these rows, but on time: `_StartDispatch` has those
 
 
 class _Combine(torch.autograd.Function):

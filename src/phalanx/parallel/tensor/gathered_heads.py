@@ -1,7 +1,7 @@
 """Tensor parallelism of attention whose heads the ranks cannot divide: each has some columns of the queries, keys and
 values, whichever heads they are of. Queries and keys are gathered, values stay where they are.
 
-Beside what every pair of products sends (`tensor.py`), that is a gather of both forward, and backward a scatter of
+Beside what every pair of products sends (`autograd.py`), that is a gather of both forward, and backward a scatter of
 their gradients."""
 
 from __future__ import annotations

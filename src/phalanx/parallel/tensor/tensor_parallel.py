@@ -147,7 +147,7 @@ class TensorParallelGroup:
 def apply_tensor_parallel(
     model: Transformer, ranks: TensorParallelGroup, unsharded_experts: bool, sharded_heads: bool = True
 ) -> None:
-    """Let a model whose tensors were cut (`shares.py`) compute with the other ranks that have the rest of them.
+    """Let a model with sharded tensors (`parameter_sharding.py`) compute with the ranks that have the other shards.
     `unsharded_experts`: experts are not sharded, each is on one rank; `sharded_heads`: ranks have different heads,
     unless these are gathered (`gathered_heads.py`)."""
     for part in model.modules():

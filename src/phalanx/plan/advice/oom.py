@@ -1,6 +1,6 @@
 """Out of memory: what each remedy frees and costs on its own, and one after the other until a run fits.
 
-Memory is what Phalanx itself would hold (`cost.memory.rank_memory`) on the fullest rank, not the planner's footprint of
+Memory is what Phalanx itself would hold (`cost.exact.rank_memory`) on the fullest rank, not the planner's footprint of
 any trainer; what of it fits is what the planner takes to fit. Times are the planner's."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What to change when memory runs out, as data: each change, what it costs, who says so.
 
-The order is a published one, for where times are not known (`plan.oom` goes by these where they are): that of the text
+The order is a published one, for where times are not known (`oom.py` goes by these where they are): that of the text
 of jesamkim's guide (part 1), a smaller batch and accumulation, recomputation, mixed precision, then several devices for
 one model; its figure differs, and names another optimizer second. ZeRO comes before the other ways to share a model,
 whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer next to last. What changes

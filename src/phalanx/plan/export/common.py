@@ -55,7 +55,7 @@ class ExportJob:
 
     @property
     def decay_steps(self) -> int:
-        """Steps in which the learning rate falls, the last ones (wsd: `decay_fraction` of all)."""
+        """Steps in which the learning rate falls, the last ones (wsd: `lr_decay_fraction` of all)."""
         training, optimizer = self.run.training, self.run.optimizer
         remaining = training.steps - optimizer.warmup_steps
         return (

@@ -83,7 +83,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     """The traffic of a run by axis: "tp", "cp", "ep", "pp", "dp" or "servers", of those that send anything.
 
     `island` ranks in sequence are close (a node, or a fast domain of several): rings pass through an island before they
-    leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `cost.traffic.run_traffic`.
+    leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `traffic_by_role`.
     Raises UserError if the layout cannot run on so many ranks.
     """
     sizes, rows = parallel_dims(run.layout, world_size), traffic_by_group(run, world_size)

@@ -77,8 +77,8 @@ def with_offload_variants(
 
 
 def runnable_layouts(run: RunSpec, world_size: int, ordered: Iterable[CandidateLayout]) -> Iterator[EvaluatedLayout]:
-    """Of layouts in order those that can run, and fit as they are counted: of the first `COUNTED`. What offload makes
-    of those that fit by the formula only has its own place, which is later."""
+    """Of layouts in order those that can run, and fit as they are counted: of the first `MAX_EXACT_EVALUATIONS`. What
+    offload makes of those that fit by the formula only has its own place, which is later."""
     later: list[EvaluatedLayout] = []
     for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
         if not can_run(run, world_size, candidate):

@@ -27,7 +27,7 @@ from phalanx.spec.formatting import GIB
 
 EVEN = 0.5
 """A choice that a row leaves open is taken to fit if it more likely does than not: somebody ran the row, and what they
-ran need not have the margin of what is offered (`search.LIKELY`)."""
+ran need not have the margin of what is offered (`MAX_OOM_PROBABILITY`)."""
 
 
 @dataclass(frozen=True)

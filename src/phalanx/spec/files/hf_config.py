@@ -1,4 +1,4 @@
-"""A Hugging Face config.json as a ModelSpec's table, and back. Shapes only; the weights are `model.hf`'s."""
+"""A Hugging Face config.json as a ModelSpec's table, and back. Shapes only; the weights are `model.huggingface`'s."""
 
 from __future__ import annotations
 

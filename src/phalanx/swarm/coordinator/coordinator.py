@@ -1,5 +1,5 @@
 """Who leads a swarm: takes what nodes tell, closes rounds, and says what came of them. It never calls anybody; the wire
-(`wire/server.py`) calls it, from as many threads as there are nodes."""
+(`rpc/server.py`) calls it, from as many threads as there are nodes."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Watchdog:
         return self._faults is not None and os.fstat(self._faults.fileno()).st_size > 0
 
     def _end_aborted(self) -> None:
-        """A thread of PyTorch's has given up and waits (`_tell_of_aborts`): leave word in its place."""
+        """A thread of PyTorch's has given up and waits (`_install_abort_handler`): leave word in its place."""
         with self._writing:
             self._dump(ABORTED, _stack(self._main), "aborted (SIGABRT) by a library: see its last output")
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
