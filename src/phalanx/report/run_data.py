@@ -22,7 +22,6 @@ from phalanx.report.run_files import (
 )
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
-from phalanx.runs.hang_dumps import FAILURES
 from phalanx.runs.lock import is_running
 from phalanx.runs.measured import MEASURED_DIR
 from phalanx.runs.metrics import METRICS_FILE, peak_from_mfu
@@ -129,7 +128,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
-    failure, is_active = read_first_failure(directory / FAILURES), is_running(directory)
+    failure, is_active = read_first_failure(directory), is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:

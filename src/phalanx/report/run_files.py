@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from phalanx.runs.hang_dumps import read_failures
 from phalanx.runs.jsonl import JsonRecord, parse_jsonl
 from phalanx.runs.step_records import FORMAT
 from phalanx.runs.swarm_records import RoundRecord
@@ -118,19 +118,17 @@ def _rank_record(lines: Sequence[Line]) -> RankRecord:
     )
 
 
-def read_first_failure(folder: Path) -> str | None:
+def read_first_failure(directory: Path) -> str | None:
     """Return the reason of the first failed rank, if any.
 
     A killed rank cannot write its own record. Its launcher writes one without the step, later than the ranks that lost
     the connection to it."""
-    found = []
-    for file in folder.glob("rank-*.json"):
-        with suppress(ValueError, KeyError, TypeError):
-            line = json.loads(file.read_text(errors="replace"))
-            how = str(line["reason"]).splitlines()[0]
-            said = f"rank {line['rank']} {'failed: ' if 'step' in line else ''}{how}"
-            found.append(("step" in line, float(line["time"]), said))
-    return min(found)[2] if found else None
+    records = read_failures(directory).values()
+    if not records:
+        return None
+    first = min(records, key=lambda record: ("step" in record, record["time"]))
+    reason = (first["reason"].splitlines() or [""])[0]
+    return f"rank {first['rank']} {'failed: ' if 'step' in first else ''}{reason}"
 
 
 def read_measurements(folder: Path, began_after: int, world_size: int, problems: list[str]) -> dict[int, Line]:

@@ -152,8 +152,12 @@ def read_dumps(directory: Path) -> dict[int, HangDump]:
 
 def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
     """What every rank that failed, or whoever started it, wrote of that."""
-    records = [record for record in _read(directory / FAILURES) if {"rank", "time", "reason"} <= record.keys()]
-    return {int(record["rank"]): dict(record) for record in records}
+    types = {"rank": int, "time": int | float, "reason": str}
+    return {
+        record["rank"]: dict(record)
+        for record in _read(directory / FAILURES)
+        if all(isinstance(record.get(key), type_) for key, type_ in types.items())
+    }
 
 
 def _read(folder: Path) -> list[Mapping[str, Any]]:
