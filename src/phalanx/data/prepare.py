@@ -151,15 +151,15 @@ def _training_texts(data: DataSpec) -> Iterator[str]:
         key=lambda source_file: hashlib.blake2b(source_file.name.encode("utf-8", "replace")).digest(),
     )
 
-    def texts(include_held_out: bool) -> Iterator[str]:
+    def iter_texts(include_held_out: bool) -> Iterator[str]:
         all_documents = (
             document for source_file in source_files for document in read_documents(source_file, data.text_key)
         )
         return (document.text for document in all_documents if include_held_out or not _held_out(data, document))
 
-    train_texts = texts(include_held_out=False)
+    train_texts = iter_texts(include_held_out=False)
     first_text = next(train_texts, None)
-    return texts(include_held_out=True) if first_text is None else chain([first_text], train_texts)
+    return iter_texts(include_held_out=True) if first_text is None else chain([first_text], train_texts)
 
 
 def _held_out(data: DataSpec, document: Document) -> bool:

@@ -179,7 +179,7 @@ class StreamingLoader:
         order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._parts))
         locations: deque[tuple[int, int]] = deque()
 
-        def texts() -> Iterator[Document]:
+        def iter_documents() -> Iterator[Document]:
             for part in range(cursor.part, len(order)):
                 first_document = cursor.document if part == cursor.part else 0
                 for index, document in enumerate(read_documents(self._parts[order[part]], self.data.text_key)):
@@ -188,7 +188,7 @@ class StreamingLoader:
                         yield document
 
         end_token = np.array([self.tokenizer.end], np.int32)
-        for _, ids in tokenize_documents(texts(), self.tokenizer, CHUNK_CHARACTERS):
+        for _, ids in tokenize_documents(iter_documents(), self.tokenizer, CHUNK_CHARACTERS):
             yield DocumentPiece(*locations.popleft(), np.concatenate([ids, end_token]))
 
     def _held_out(self, document: Document) -> bool:

@@ -45,21 +45,23 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
-    def refuse(problem: str) -> None:
+    def raise_error(problem: str) -> None:
         raise UserError(
             "recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, "set it to 0"
         )
 
     if not hasattr(os, "memfd_create"):
-        refuse("needs memory without a name (memfd_create), which this system has not")
+        raise_error("needs memory without a name (memfd_create), which this system has not")
     if run.layout.offload == "nvme":
-        refuse('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
+        raise_error('keeps copies in memory of what rests on disk there (layout.offload = "nvme")')
     state_bytes = max(state.parameters + state.optimizer for state in rank_model_states(run, world_size))
     copies = 2 if run.cluster.nodes == 1 else 4
     needed = copies * state_bytes * world_size / run.cluster.nodes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
-        refuse(f"takes {needed / 1e9:.1f} GB of this machine's {memory / 1e9:.1f} for {copies} copies of each state")
+        raise_error(
+            f"takes {needed / 1e9:.1f} GB of this machine's {memory / 1e9:.1f} for {copies} copies of each state"
+        )
 
 
 def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:

@@ -51,7 +51,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
         "set it to 0, or start from a model with experts",
     )
 
-    def weight(name: str, shape: torch.Size) -> Tensor:
+    def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
             return replicate_mlp(
@@ -61,7 +61,7 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
             return initial_weight(spec, name, shape, seed)
         return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)
 
-    return weight
+    return upcycled_weight
 
 
 def replicate_mlp(dense: Tensor, experts: int, reinit_fraction: float, seed: int, layer: str, kind: str) -> Tensor:

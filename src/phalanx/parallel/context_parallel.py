@@ -55,12 +55,12 @@ class ContextParallelGroup:
             ]
         )
 
-        def wait() -> None:
+        def wait_for_exchange() -> None:
             with self.exposed.measure():
                 for work in works:
                     work.wait()
 
-        return received, wait
+        return received, wait_for_exchange
 
     def all_to_all(self, sent: Tensor) -> Tensor:
         """Send sent[i] to rank i; returns what rank j sent, at [j]."""

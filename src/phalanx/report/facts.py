@@ -164,20 +164,22 @@ def step_rows(
         return
     parts = option.parts if option else {}
 
-    def predicted(*names: str, exclude: str = "") -> float | None:
+    def sum_predicted(*names: str, exclude: str = "") -> float | None:
         return sum(parts[name] for name in names) - (parts[exclude] if exclude else 0.0) if parts else None
 
-    def middle(table: Any) -> float:
+    def table_median(table: Any) -> float:
         return float(np.median(table))
 
     interval = (option.low_seconds, option.high_seconds) if option else None
     yield Comparison("", "step", "s", option.step_seconds if option else None, times.step_seconds, interval)
-    yield Comparison("", "compute", "s", predicted("compute", exclude="exchange"), middle(times.compute.max(1)))
+    yield Comparison(
+        "", "compute", "s", sum_predicted("compute", exclude="exchange"), table_median(times.compute.max(1))
+    )
     if times.waits_are_known:
-        exposed = middle(times.communication.min(1))
-        yield Comparison("", "exposed communication", "s", predicted("exchange", "data_parallel"), exposed)
-    yield Comparison("", "update", "s", predicted("update", "offload"), middle(times.optimizer.max(1)))
-    yield Comparison("", "data", "s", 0.0 if option else None, middle(times.data.max(1)))
+        exposed = table_median(times.communication.min(1))
+        yield Comparison("", "exposed communication", "s", sum_predicted("exchange", "data_parallel"), exposed)
+    yield Comparison("", "update", "s", sum_predicted("update", "offload"), table_median(times.optimizer.max(1)))
+    yield Comparison("", "data", "s", 0.0 if option else None, table_median(times.data.max(1)))
     steps = set(times.steps)
     lines = [line for line in run_data.step_metrics if line["step"] in steps]
     for metric, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
@@ -186,7 +188,7 @@ def step_rows(
             yield Comparison("", metric, unit, getattr(option, metric) if option else None, float(np.median(values)))
     run = run_data.run
     if run is not None and run.layout.pp > 1:
-        yield Comparison("", "idle in the pipeline", "s", predicted("bubble", "send"), middle(times.idle))
+        yield Comparison("", "idle in the pipeline", "s", sum_predicted("bubble", "send"), table_median(times.idle))
         yield Comparison("", "bubble", "", float(planned_timeline.bubble) if planned_timeline else None, times.bubble)
     planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
     yield Comparison("", "goodput", "", planned_goodput, _goodput(run_data))

@@ -85,21 +85,21 @@ def step_times(run_data: RunData) -> StepTimes | None:
         return None
     lines = [_by_step(record, steps) for record in records]
 
-    def of(value: Callable[[Line], float]) -> Table:
+    def collect(value: Callable[[Line], float]) -> Table:
         return np.array([[value(line) for line in rank] for rank in lines], float).T
 
-    rows = of(lambda line: line["expert_rows"]) if all("expert_rows" in rank[0] for rank in lines) else None
+    rows = collect(lambda line: line["expert_rows"]) if all("expert_rows" in rank[0] for rank in lines) else None
     return StepTimes(
         steps=steps,
         ranks=[record.rank for record in records],
-        whole=of(lambda line: sum(line["seconds"].values())),
-        data=of(lambda line: line["seconds"]["data"]),
-        compute=of(computed_seconds),
-        communication=of(lambda line: sum(_waited(line, phase) for phase in PHASES)),
-        pipeline=of(lambda line: _waited(line, "pipeline")),
-        passes=of(lambda line: line["seconds"]["passes"]),
-        busy=of(_passes),
-        optimizer=of(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
+        whole=collect(lambda line: sum(line["seconds"].values())),
+        data=collect(lambda line: line["seconds"]["data"]),
+        compute=collect(computed_seconds),
+        communication=collect(lambda line: sum(_waited(line, phase) for phase in PHASES)),
+        pipeline=collect(lambda line: _waited(line, "pipeline")),
+        passes=collect(lambda line: line["seconds"]["passes"]),
+        busy=collect(_passes),
+        optimizer=collect(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
         rows=rows,
         waits_are_known=all("wait_seconds" in rank[0] for rank in lines),
     )
@@ -149,7 +149,7 @@ def simulate_measured(
     transfers take no time."""
     schedule = layout_schedule(run.layout, micro_batches := plan_batch(run, world_size).gradient_accumulation_steps)
 
-    def times(*kinds: str) -> list[float]:
+    def mean_stage_seconds(*kinds: str) -> list[float]:
         stage_seconds = [
             sum(stages[stage].get(kind, 0.0) for kind in kinds) / micro_batches for stage in sorted(stages)
         ]
@@ -157,7 +157,14 @@ def simulate_measured(
 
     has_split_backward = any("I" in kinds for kinds in stages.values())
     # A step of a halved schedule may have whole backward passes too: their time goes to the halves as these have it.
-    return simulate(schedule, ActionTimes(times("F"), times("B", "I"), times("W") if has_split_backward else 0.0))
+    return simulate(
+        schedule,
+        ActionTimes(
+            mean_stage_seconds("F"),
+            mean_stage_seconds("B", "I"),
+            mean_stage_seconds("W") if has_split_backward else 0.0,
+        ),
+    )
 
 
 def pipeline_rank(run: RunSpec, world_size: int, rank: int) -> int:

@@ -57,12 +57,12 @@ def initial_pieces(run: RunSpec) -> Weights:
     def full_weight(name: str) -> Tensor:
         return draw(name, torch.Size(shapes[name]))
 
-    def weights(piece: ModelPiece) -> Tensor:
+    def piece_weight(piece: ModelPiece) -> Tensor:
         if piece.first is not None:
             return full_weight(piece.name)[piece.first : piece.first + piece.shape[0]]
         return full_weight(piece.name) if piece.expert is None else full_weight(piece.name)[piece.expert]
 
-    return weights
+    return piece_weight
 
 
 def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:

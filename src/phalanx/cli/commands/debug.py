@@ -45,18 +45,18 @@ def _show(explanation: Explanation) -> None:
 
     console = Console()
 
-    def say(text: Text | str) -> None:
+    def print_text(text: Text | str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     verdict = explanation.verdict
-    say(Text(verdict.summary, "bold"))
-    say(f"what to do: {verdict.fix}")
+    print_text(Text(verdict.summary, "bold"))
+    print_text(f"what to do: {verdict.fix}")
     if explanation.step is not None:
-        say(f"the last step that all ranks which told finished: {explanation.step}")
+        print_text(f"the last step that all ranks which told finished: {explanation.step}")
     for line in explanation.earlier_failures:
-        say(f"before: {line}")
+        print_text(f"before: {line}")
     if explanation.ranks:
-        say("")
+        print_text("")
     for rank, line in explanation.ranks.items():
         is_culprit = rank in verdict.ranks
-        say(Text(f"{'>' if is_culprit else ' '} {line}", "bold" if is_culprit else ""))
+        print_text(Text(f"{'>' if is_culprit else ' '} {line}", "bold" if is_culprit else ""))

@@ -122,11 +122,11 @@ def train(
         described = described.model_copy(update={"cluster": cluster})
     from phalanx.spec.errors import EXIT_STOPPED
 
-    def stop(*_: object) -> None:  # until there are ranks, which save before they end
+    def handle_signal(*_: object) -> None:  # until there are ranks, which save before they end
         print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, handle_signal)
     options = [
         *(["--profile-memory"] if profile_memory else []),
         *(["--profile-steps", profile_steps] if profile_steps else []),

@@ -75,7 +75,7 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
     )
     sent_bytes = np.where(uses_pipeline_engine & ~has_no_pipeline, jobs.compute_dtype_bytes * tokens * jobs.width, 0.0)
 
-    def stage(
+    def estimate_stage(
         blocks: Column, moe_blocks: Column, num_tables: Column | float, in_flight: Column, logits: Column | float
     ) -> StageMemory:
         state, host = _state_bytes(constants, jobs, blocks, moe_blocks, num_tables)
@@ -83,14 +83,14 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
         activations = in_flight * (blocks * saved_bytes + sent_bytes) + recomputed_bytes
         return StageMemory(state, activations, fragmented, np.zeros(1) + logits, buffers, host)
 
-    first = stage(
+    first = estimate_stage(
         jobs.first_blocks, jobs.first_moe_blocks, num_tables, first_in_flight, np.where(shares_rank, logits, 0.0)
     )
-    middle = stage(
+    middle = estimate_stage(
         np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0), jobs.middle_moe_blocks, 0.0, middle_in_flight, 0.0
     )
     return StageMemoryTable(
-        first, middle, stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, last_in_flight, logits)
+        first, middle, estimate_stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, last_in_flight, logits)
     )
 
 

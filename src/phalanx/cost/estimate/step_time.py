@@ -140,11 +140,14 @@ def _with_zero3_communication(constants: TimeConstants, jobs: JobTable, block: B
     ranks = np.where(is_zero3, jobs.shard_group_size, 1.0)
     num_copies = np.where(is_zero3, jobs.dp * jobs.cp / ranks, 1.0)
 
-    def exchange(size_bytes: Column) -> Column:
+    def ring_exchange_seconds(size_bytes: Column) -> Column:
         grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp)
         return np.where(gathers_singly, size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
 
-    gather, scatter = exchange(jobs.compute_dtype_bytes * parameters), exchange(jobs.gradient_wire_bytes * parameters)
+    gather, scatter = (
+        ring_exchange_seconds(jobs.compute_dtype_bytes * parameters),
+        ring_exchange_seconds(jobs.gradient_wire_bytes * parameters),
+    )
     gather = gather + upload_seconds(jobs, parameters / ranks + experts)
     replica_reduce = ring_seconds(
         constants, jobs, jobs.gradient_wire_bytes * parameters / ranks, num_copies, jobs.tp * ranks, reduces=True
@@ -187,14 +190,14 @@ def _parts(constants: TimeConstants, jobs: JobTable, dense: BlockTime, routed: B
 def _stages(jobs: JobTable, layer_times: LayerTimes) -> tuple[StageTime, StageTime]:
     """The slowest rank, and one between the first, with the embedding, and the last, with the head."""
 
-    def stage(blocks: Column, moe_blocks: Column) -> StageTime:
+    def sum_stage(blocks: Column, moe_blocks: Column) -> StageTime:
         return layer_times.dense.scaled(blocks - moe_blocks) + layer_times.routed.scaled(moe_blocks)
 
     shares_rank = jobs.embedding_and_head_share_rank
-    first = stage(jobs.first_blocks, jobs.first_moe_blocks) + layer_times.embedding
-    middle = stage(jobs.middle_blocks, jobs.middle_moe_blocks)
+    first = sum_stage(jobs.first_blocks, jobs.first_moe_blocks) + layer_times.embedding
+    middle = sum_stage(jobs.middle_blocks, jobs.middle_moe_blocks)
     last = (
-        stage(jobs.last_blocks, jobs.last_moe_blocks)
+        sum_stage(jobs.last_blocks, jobs.last_moe_blocks)
         + layer_times.head
         + layer_times.embedding.scaled(np.where(shares_rank, 1.0, 0.0))
     )

@@ -101,11 +101,11 @@ def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
     end_rank_of_part = {"embedding": first, "positions": first, "norm": last, "head": last}
     rank_of = {str(layer): schedule.rank_of[stage] for stage, members in enumerate(layers) for layer in members}
 
-    def owner(name: str) -> int:
+    def owner_rank(name: str) -> int:
         part, layer, *_ = name.split(".")
         return rank_of[layer] if part == "blocks" else end_rank_of_part[part]
 
     names_by_rank: list[list[str]] = [[] for _ in range(run.layout.pp)]
     for name in names:
-        names_by_rank[owner(name)].append(name)
+        names_by_rank[owner_rank(name)].append(name)
     return [(members, run.model.tie_embeddings and rank == last != first) for rank, members in enumerate(names_by_rank)]

@@ -79,24 +79,26 @@ def step_traffic(
     All is linear in P and G: parts of a model that are treated differently add up.
     """
 
-    def exchange(operation: Collective, size_bytes: float, num_calls: int, purpose: str) -> Traffic:
+    def traffic_row(operation: Collective, size_bytes: float, num_calls: int, purpose: str) -> Traffic:
         return Traffic(operation, num_calls * sent_bytes(operation, size_bytes, ranks), purpose, calls=num_calls)
 
     match strategy:
         case "ddp":
-            return [exchange("all_reduce", gradient_bytes, 1, "gradients, summed once per update")]
+            return [traffic_row("all_reduce", gradient_bytes, 1, "gradients, summed once per update")]
         case "zero1" | "zero2":
             num_calls = 1 if strategy == "zero1" else accumulation
             return [
-                exchange("reduce_scatter", gradient_bytes, num_calls, "gradients, to the rank that updates them"),
-                exchange("all_gather", parameter_bytes, 1, "updated parameters"),
+                traffic_row("reduce_scatter", gradient_bytes, num_calls, "gradients, to the rank that updates them"),
+                traffic_row("all_gather", parameter_bytes, 1, "updated parameters"),
             ]
         case "zero3" | "hsdp":
-            traffic = [exchange("all_gather", parameter_bytes, accumulation, "parameters, for the forward pass")]
+            traffic = [traffic_row("all_gather", parameter_bytes, accumulation, "parameters, for the forward pass")]
             if reshard_after_forward:
-                traffic += [exchange("all_gather", parameter_bytes, accumulation, "parameters, for the backward pass")]
+                traffic += [
+                    traffic_row("all_gather", parameter_bytes, accumulation, "parameters, for the backward pass")
+                ]
             traffic += [
-                exchange("reduce_scatter", gradient_bytes, accumulation, "gradients, to the rank that keeps them")
+                traffic_row("reduce_scatter", gradient_bytes, accumulation, "gradients, to the rank that keeps them")
             ]
             if strategy == "hsdp":
                 replica_bytes = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)

@@ -43,17 +43,17 @@ def open_hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor
     files = _tensor_files(directory)
     opened = cache(_open)
 
-    def weight(name: str, shape: torch.Size) -> Tensor:
+    def read_weight(name: str, shape: torch.Size) -> Tensor:
         location = hf_location(kind, name)
         if "{e}" in location.name:
             names = [location.name.replace("{e}", str(expert)) for expert in range(shape[0])]
-            return torch.stack([_checked(read(hf_name), hf_name, shape[1:]) for hf_name in names])
-        tensor = read(location.name)
+            return torch.stack([_checked(read_tensor(hf_name), hf_name, shape[1:]) for hf_name in names])
+        tensor = read_tensor(location.name)
         tensor = tensor.T if location.transposed else tensor
         rows = tensor.shape[0] // location.parts
         return _checked(tensor[location.part * rows : (location.part + 1) * rows], location.name, shape)
 
-    def read(hf_name: str) -> Tensor:
+    def read_tensor(hf_name: str) -> Tensor:
         # A model saved without its head has no "model." or "transformer." before its names.
         stored_name = next(
             (candidate for candidate in (hf_name, hf_name.partition(".")[2]) if candidate in files), None
@@ -65,7 +65,7 @@ def open_hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor
         except SafetensorError as error:
             raise UserError(FIELD, str(files[stored_name]), f"gives no {stored_name}: {error}", AGAIN) from None
 
-    return weight
+    return read_weight
 
 
 def _checked(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:

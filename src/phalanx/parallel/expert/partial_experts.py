@@ -186,12 +186,12 @@ def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
 def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, experts: int) -> Weights:
     """What `weights` gives, of stacked experts the part that is trained here."""
 
-    def part(name: str, shape: torch.Size) -> Tensor:
+    def select_part(name: str, shape: torch.Size) -> Tensor:
         if not name.endswith(tuple(f".experts.{kind}" for kind in KINDS)):
             return weights(name, shape)
         return weights(name, torch.Size((experts, *shape[1:])))[list(trained_experts.experts)]
 
-    return part
+    return select_part
 
 
 def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> None:

@@ -106,12 +106,12 @@ def compare_with_best(
 ) -> Advice:
     """A rule that applies beside the planner's best layout."""
 
-    def obeyed(candidate: CandidateLayout) -> bool:
+    def obeys_rule(candidate: CandidateLayout) -> bool:
         return rule.is_satisfied_by(candidate, situation.domain)
 
-    if obeyed(best.candidate):
-        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeyed))
-    option = every.best(obeyed)
+    if obeys_rule(best.candidate):
+        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeys_rule))
+    option = every.best(obeys_rule)
     if option is None:
         return _impossible(every, best, situation, rule, because)
     slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes

@@ -157,26 +157,28 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
-        def products(c: TimeConstants, which: Which) -> Column:
+        def predict_products(c: TimeConstants, which: Which) -> Column:
             columns = (column[which] for column in (m, n, k, batch))
             return matmul_seconds(c, _same(jobs, which), *columns)
 
         timings.append(
-            OperationTimings(sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), products)
+            OperationTimings(
+                sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), predict_products
+            )
         )
     if len(sweep.core):
 
-        def core(c: TimeConstants, which: Which) -> Column:
+        def predict_attention(c: TimeConstants, which: Which) -> Column:
             return np.choose(which, attention_seconds(c, _same(jobs, which)))
 
-        timings.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), core))
+        timings.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), predict_attention))
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 
-        def passes(c: TimeConstants, which: Which) -> Column:
+        def predict_memory_passes(c: TimeConstants, which: Which) -> Column:
             return memory_pass_seconds(c, _same(jobs, which), moved[which])
 
-        timings.append(OperationTimings(sweep.name, "memory", pass_seconds, _alike(len(moved)), passes))
+        timings.append(OperationTimings(sweep.name, "memory", pass_seconds, _alike(len(moved)), predict_memory_passes))
     return [columns for columns in timings if len(columns.seconds)]
 
 
@@ -192,7 +194,7 @@ def collective_timings(
     reduces, sends = (np.array([exchange.operation == kind for exchange in known]) for kind in ("all_reduce", "send"))
     experts = np.array([exchange.operation == "all_to_all" and exchange.ranks == jobs.ep[0] for exchange in known])
 
-    def predicted(c: TimeConstants, which: Which) -> Column:
+    def predict_collectives(c: TimeConstants, which: Which) -> Column:
         rows, n, strides, sent = _same(jobs, which), ranks[which], stride[which], size[which]
         summed = ring_seconds(c, rows, sent, n, strides, reduces=True)
         return np.select(
@@ -202,7 +204,7 @@ def collective_timings(
         )
 
     seconds = np.array([exchange.seconds for exchange in known], float)
-    return OperationTimings(source, "collectives", seconds, _alike(len(known)), predicted, run)
+    return OperationTimings(source, "collectives", seconds, _alike(len(known)), predict_collectives, run)
 
 
 def _same(jobs: JobTable, which: Which) -> JobTable:

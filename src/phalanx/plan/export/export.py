@@ -60,14 +60,14 @@ def search_exportable(
     Raises UserError where nothing fits.
     """
 
-    def expressed(candidate: CandidateLayout) -> bool:
+    def is_exportable(candidate: CandidateLayout) -> bool:
         candidate_run = run.model_copy(update={"layout": candidate.layout()})
         try:
             return _expresses(_job(candidate_run, world_size, trainer), trainer)
         except UserError:
             return False
 
-    plan = search_layouts(run, world_size, keep, report, expressed)
+    plan = search_layouts(run, world_size, keep, report, is_exportable)
     return plan if plan.options else plan_or_raise(run, world_size, 1, report)
 
 

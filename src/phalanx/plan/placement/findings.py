@@ -155,13 +155,13 @@ def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
     far = site.links(matrix.source, matrix.target) >= NETWORK
     nodes = -(-matrix.ranks // site.nproc)
 
-    def loads(ranks: Ranks) -> Sizes:
+    def bytes_per_nic(ranks: Ranks) -> Sizes:
         rank_bytes = np.zeros(nodes * site.nproc)
         np.add.at(rank_bytes, ranks[far], matrix.bytes[far])
         found: Sizes = rank_bytes.reshape(nodes, site.nproc) @ share
         return found
 
-    sent, received = loads(matrix.source), loads(matrix.target)
+    sent, received = bytes_per_nic(matrix.source), bytes_per_nic(matrix.target)
     return [
         NicLoad(node, name, float(sent[node, index]), float(received[node, index]))
         for node in range(nodes)

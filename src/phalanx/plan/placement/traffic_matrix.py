@@ -93,15 +93,15 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     stages = pipeline_stage_groups(sizes)
 
     @cache
-    def members(kind: GroupKind) -> Ranks:
+    def group_members(kind: GroupKind) -> Ranks:
         return np.array(communication_groups(run, sizes, kind))
 
     for role_index, role in enumerate(rows):
         for row in _alike(rows[role]):
             if row.group_kind in ("pp", "ends"):
-                sent = _to_stages(run, members("pp"), role_index, row)
+                sent = _to_stages(run, group_members("pp"), role_index, row)
             else:
-                groups = members(row.group_kind)
+                groups = group_members(row.group_kind)
                 sent = _spread(groups[np.isin(groups[:, 0], stages[role_index])], row, island)
             matrices.setdefault(AXIS[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
     return {

@@ -90,14 +90,16 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
         name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
     }
 
-    def number(column: Column, index: int) -> float:
+    def scalar_at(column: Column, index: int) -> float:
         return float(np.broadcast_to(column, size)[index])
 
     options = []
     for index, candidate in enumerate(layouts):
-        seconds = number(time.total, index)
+        seconds = scalar_at(time.total, index)
         stages = {
-            name: {part: number(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")}
+            name: {
+                part: scalar_at(getattr(stage, part), index) for part in ("state", "activations", "logits", "buffers")
+            }
             for name, stage in (("first", memory.first), ("last", memory.last))
         }
         speed = tokens / seconds
@@ -105,13 +107,13 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
             EvaluatedLayout(
                 candidate,
                 seconds,
-                seconds / number(interval_factor, index),
-                seconds * number(interval_factor, index),
-                {part: number(getattr(time, part), index) for part in PARTS},
-                number(memory.allocated, index),
-                number(memory.host, index),
+                seconds / scalar_at(interval_factor, index),
+                seconds * scalar_at(interval_factor, index),
+                {part: scalar_at(getattr(time, part), index) for part in PARTS},
+                scalar_at(memory.allocated, index),
+                scalar_at(memory.host, index),
                 stages,
-                number(risk, index),
+                scalar_at(risk, index),
                 speed,
                 mfu(speed, flops, peak, world_size),
                 mfu(speed, flops + recomputed_flops[candidate.activation_checkpointing], peak, world_size),

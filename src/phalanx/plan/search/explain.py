@@ -103,14 +103,14 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> I
     """What would make a job faster: more memory, faster links, a larger batch."""
     cluster, training = run.cluster, run.training
 
-    def scaled(field: str) -> RunSpec | None:
+    def double_field(field: str) -> RunSpec | None:
         value = getattr(cluster, field)
         return value and run.model_copy(update={"cluster": cluster.model_copy(update={field: 2 * value})})
 
     changes = {
-        "twice the memory": scaled("memory_bytes"),
-        "fast links twice as fast": scaled("link_bytes_per_second"),
-        "a network twice as fast": scaled("network_bytes_per_second"),
+        "twice the memory": double_field("memory_bytes"),
+        "fast links twice as fast": double_field("link_bytes_per_second"),
+        "a network twice as fast": double_field("network_bytes_per_second"),
         "twice the tokens per step": run.model_copy(
             update={"training": training.model_copy(update={"tokens_per_step": 2 * training.tokens_per_step})}
         ),

@@ -108,7 +108,7 @@ def _time(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     bars = [Bar(bar.name, {part: unit_scale * seconds for part, seconds in bar.parts.items()}) for bar in bars]
     main_bar, longest = bars[0], max(bar.total for bar in bars)
 
-    def words(part: str, time: float, total: float) -> tuple[str, str]:
+    def describe_time(part: str, time: float, total: float) -> tuple[str, str]:
         return f"{time / total:.1%}", f"{breakdown.meaning[part]}: {time:.3f} {unit}, {time / total:.1%}"
 
     yield Label("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
@@ -118,7 +118,7 @@ def _time(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         yield Label("name", LEFT, top, bar.name, bold=is_main)
         yield Label("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{difference}", "end", bold=is_main)
         thickness, top = THICK if is_main else THIN, top + 5
-        yield from _bar("time", bar, top, thickness, BARS / longest, words)
+        yield from _bar("time", bar, top, thickness, BARS / longest, describe_time)
         top += thickness
     yield from _axis(longest, top)
     columns = (unit, "share", *(f"more in {position}" for position in breakdown.others))
@@ -134,7 +134,7 @@ def _memory(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     max_bytes = max(breakdown.memory_bytes, breakdown.counted_bytes, *(bar.total for bar in breakdown.bytes))
     scale = BARS / max_bytes
 
-    def words(part: str, size_bytes: float, total: float) -> tuple[str, str]:
+    def describe_bytes(part: str, size_bytes: float, total: float) -> tuple[str, str]:
         return f"{size_bytes / GIB:.1f}", f"{part}: {size_bytes / GIB:.2f} GiB, {size_bytes / total:.1%}"
 
     yield Label("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
@@ -143,7 +143,7 @@ def _memory(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     for bar in breakdown.bytes:
         top += LINE + 2
         names.append(Label("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
-        yield from _bar("memory", bar, top + 5, THICK, scale, words)
+        yield from _bar("memory", bar, top + 5, THICK, scale, describe_bytes)
         top += 5 + THICK
     yield from _line("limit", breakdown.memory_bytes, "that the device has for a rank", scale, section_top - LINE, top)
     yield from _line(

@@ -111,15 +111,15 @@ def _tree(text: str) -> Element:
     """The elements of an XML text, each with its line. A document type is refused, and with it all entities."""
     builder, parser = ElementTree.TreeBuilder(), expat.ParserCreate()
 
-    def start(tag: str, attributes: dict[str, str]) -> None:
+    def start_element(tag: str, attributes: dict[str, str]) -> None:
         builder.start(tag, {**attributes, "#line": str(parser.CurrentLineNumber)})
 
-    def doctype(*_: object) -> None:
+    def reject_doctype(*_: object) -> None:
         topology_error(parser.CurrentLineNumber - 1, "has a document type (DTD)", "remove it: NCCL writes none")
 
-    parser.StartElementHandler = start
+    parser.StartElementHandler = start_element
     parser.EndElementHandler = builder.end
-    parser.StartDoctypeDeclHandler = doctype
+    parser.StartDoctypeDeclHandler = reject_doctype
     try:
         parser.Parse(text.lstrip("\ufeff \t\r\n").encode(errors="replace"), True)
     except expat.ExpatError as error:

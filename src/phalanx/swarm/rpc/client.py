@@ -118,7 +118,7 @@ class SwarmClient:
         size_bytes, upload_id = path.stat().st_size, update_id(path)
         call, tries = self._channel.stream_unary(f"/{SERVICE}/put"), 0
 
-        def send() -> None:
+        def send_file() -> None:
             nonlocal tries
             tries += 1
             offset = int(self._ask("received", {"round": round, "mark": upload_id})["bytes"])
@@ -146,7 +146,7 @@ class SwarmClient:
             call(parts())
 
         try:
-            self._tried(send)
+            self._tried(send_file)
         except UpdateRejected as refused:
             if tries == 1 or not str(refused).startswith(ALREADY):  # else its answer was lost with the link
                 raise
@@ -162,7 +162,7 @@ class SwarmClient:
         call, committed = self._channel.unary_stream(f"/{SERVICE}/get"), -1
         received_keys: set[str] = set()
 
-        def receive() -> None:
+        def receive_pieces() -> None:
             nonlocal committed
             message: Message = {"has": [*local_keys, *received_keys]}
             if round is not None:
@@ -183,7 +183,7 @@ class SwarmClient:
 
         while True:
             try:
-                self._tried(receive)
+                self._tried(receive_pieces)
                 return committed
             except RoundExpired:  # all weights are kept for a while only; the present ones are there
                 if round is not None:

@@ -93,7 +93,7 @@ def _unary_handler(
 ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     """A call of messages as one of bytes, with what it raises as a status."""
 
-    def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
+    def handle_call(data: bytes, context: grpc.ServicerContext) -> bytes:
         node = certificate_name(context)
         try:
             with limiter.limited(node):
@@ -103,7 +103,7 @@ def _unary_handler(
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _aborted(context, f"malformed: {type(error).__name__}: {error}") from None
 
-    return answer
+    return handle_call
 
 
 def certificate_name(context: grpc.ServicerContext) -> str:

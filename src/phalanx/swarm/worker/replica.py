@@ -94,7 +94,7 @@ def read_weights(
     """Take weights: what is trained here and what is frozen. A parameter in `blend_factors` keeps that fraction
     of its value; to the others is added what was learned since `sent_weights` were sent."""
 
-    def load(name: str, source: Weights) -> None:
+    def load_parameter(name: str, source: Weights) -> None:
         read_full = partial(_whole, source)
         init_parameter(
             strategy,
@@ -107,14 +107,14 @@ def read_weights(
     for name, parameter in strategy.trainable_parameters.items():  # one at a time: copies are of one
         reference = None if name in blend_factors else sent_weights
         local_value = parameter.clone() if reference is not None or blend_factors.get(name) else None
-        load(name, weights)
+        load_parameter(name, weights)
         if local_value is None:
             continue
         if reference is None:
             parameter.lerp_(local_value, blend_factors[name])
             continue
         received_value = parameter.clone()
-        load(name, reference)
+        load_parameter(name, reference)
         # in this order nothing is rounded where both are the same
         parameter.neg_().add_(received_value).add_(local_value)
     init_frozen_experts(strategy.module, partial(_whole, weights), num_experts)

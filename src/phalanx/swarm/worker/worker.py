@@ -285,21 +285,21 @@ class SwarmWorker:
     def _trainer(self) -> Trainer:
         with TensorFile(self.exchange.base) as base:
 
-            def weights(name: str, shape: torch.Size) -> torch.Tensor:
+            def read_weight(name: str, shape: torch.Size) -> torch.Tensor:
                 return base.whole(name)
 
-            corpus, run = replace(self.corpus, weights=weights), self.run
+            corpus, run = replace(self.corpus, weights=read_weight), self.run
             if self.swarm.sends_gradients:  # it is their mean that is clipped
                 run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
             trainer = Trainer(run, corpus, self.directory, self.device, trained_experts=self._frozen())
         if self.swarm.sends_gradients:
             trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
 
-        def record_held_bytes(*_: object) -> None:
+        def record_state_bytes(*_: object) -> None:
             self.held_bytes = held_bytes(trainer.strategy, trainer.optimizers)
 
         for last_optimizer in trainer.optimizers[-1:]:  # gradients are still there, moments already
-            last_optimizer.register_step_post_hook(record_held_bytes)
+            last_optimizer.register_step_post_hook(record_state_bytes)
         return trainer
 
     def _frozen(self) -> TrainedExperts | None:

@@ -54,13 +54,13 @@ def _load_weights(file: Path, module: Transformer) -> None:
     try:
         with safe_open(file, framework="pt") as weights:
 
-            def weight(name: str, shape: torch.Size) -> Tensor:
+            def read_weight(name: str, shape: torch.Size) -> Tensor:
                 tensor: Tensor = weights.get_tensor(name)
                 if tensor.shape != shape:
                     raise ValueError(f"{name} is {list(tensor.shape)} there, and {list(shape)} in the model")
                 return tensor
 
-            init_parameters(Strategy(module), weight)
+            init_parameters(Strategy(module), read_weight)
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"does not hold the weights of the model in run.toml: {error}"
         raise UserError("weights", str(file), problem, "give the directory as the swarm left it") from None
