@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from phalanx.plan.calibrate.calibrate import Calibration, calibrate, detect_cpu, predict_run, write_machine
-from phalanx.plan.calibrate.measured_run import LEAST_WAIT, MeasuredRun
+from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.microbenchmarks import BenchmarkFile, read_benchmark_file
 from phalanx.plan.predicted_vs_measured import compare_with_prediction
 from phalanx.plan.search.candidates import candidate_from_run
@@ -268,11 +268,11 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         if run.ranks <= (machine.cores or 1):
             computing = option.parts["compute"] - option.parts["exchange"]
             found["computing"].append(computing / run.computing_seconds - 1)
-            if run.waiting_seconds > LEAST_WAIT * run.step_seconds:
+            if run.waiting_seconds > MIN_WAIT_FRACTION * run.step_seconds:
                 waiting = option.parts["exchange"] + option.parts["data_parallel"]
                 found["waiting for collectives"].append(waiting / run.waiting_seconds - 1)
         found["memory of a process"].append(option.memory_bytes / run.memory_bytes - 1)
-        found["memory of tensors"].append(run.held_bytes / (run.tensor_bytes or 1) - 1)
+        found["memory of tensors"].append(run.counted_peak_bytes / (run.tensor_bytes or 1) - 1)
         sent = [
             row
             for row in compare_with_prediction(own, run.ranks, recorded.measured)
@@ -324,7 +324,7 @@ def compared(runs: Sequence[MeasuredRun], seconds: Sequence[float], memory: Sequ
         cells = [run.name]
         for errors, said, measured, form, unit in (
             (found.time, time, run.step_seconds, ".3f", 1),
-            (found.tensors, run.held_bytes, run.tensor_bytes, ".0f", MIB),
+            (found.tensors, run.counted_peak_bytes, run.tensor_bytes, ".0f", MIB),
             (found.process, process, run.memory_bytes, ".0f", MIB),
         ):
             errors.append(said / measured - 1)

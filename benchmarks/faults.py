@@ -266,7 +266,7 @@ def spoil(directory: Path) -> None:
 
     def spoiled(self: Trainer, micros: Any, told: Any) -> Any:
         sums = forward(self, micros, told)
-        if self.loader._first(self.step) in rows:
+        if self.loader._first_sequence(self.step) in rows:
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.fill_(torch.nan)

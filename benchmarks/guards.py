@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from benchmarks.recording import LARGER, SMALL, described
 from phalanx.data.loader import prefetch
-from phalanx.launch.process import BUFFER, REMEMBERED, init_distributed
+from phalanx.launch.process import BUFFER_VARIABLE, MAX_RECORDED_COLLECTIVES, init_distributed
 from phalanx.runs.create import read_run_directory
 from phalanx.train.create_run import create_run
 from phalanx.train.guards.flight_recorder import recorder_fingerprint
 from phalanx.train.guards.replica_check import check_replica_consistency
-from phalanx.train.guards.watchdog import LOOK_SECONDS, Watchdog
+from phalanx.train.guards.watchdog import MAX_POLL_SECONDS, Watchdog
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
@@ -58,7 +58,7 @@ def serve(directory: str) -> None:
     torch.set_num_threads(1)
     init_distributed("cpu", 600)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    guarded = os.environ[BUFFER] != "0"
+    guarded = os.environ[BUFFER_VARIABLE] != "0"
     trainer = Trainer(run, open_training_data(run, data, True), Path(directory), torch.device("cpu"), 1e11)
     if guarded:
         watchdog = Watchdog(Path(directory), run.training.collective_timeout_seconds)
@@ -90,7 +90,7 @@ def started(directory: Path, guarded: bool) -> Ranks:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    known |= {"LOCAL_WORLD_SIZE": "2", BUFFER: str(REMEMBERED if guarded else 0)}
+    known |= {"LOCAL_WORLD_SIZE": "2", BUFFER_VARIABLE: str(MAX_RECORDED_COLLECTIVES if guarded else 0)}
     command = [sys.executable, "-m", "benchmarks.guards", str(directory)]
     return [
         subprocess.Popen(
@@ -136,7 +136,7 @@ def row(name: str, out: Path) -> tuple[str, float]:
         for rank in (rank for pair in pairs.values() for rank in pair):
             rank.communicate()
     step, each_call, look = median(steps), median(recorder), median(looks)
-    least = 1 + calls * each_call / step + look / LOOK_SECONDS
+    least = 1 + calls * each_call / step + look / MAX_POLL_SECONDS
     cells = [f"{step * 1e3:.0f}", str(calls), about(walls), about(works), f"{each_call * 1e6:.1f}"]
     cells += [f"{look * 1e6:.0f}", f"{least:.4f}", f"{median(replicas) * 1e3:.0f}"]
     return f"| {' | '.join([name, *cells])} |", least
@@ -160,8 +160,8 @@ def main() -> None:
 |---|---:|---:|---:|---:|---:|---:|---:|---:|
 {chr(10).join(rows)}
 
-On is the default: PyTorch's flight recorder remembers {REMEMBERED:,} collectives of every rank, and a thread looks
-{1 / LOOK_SECONDS:.0f} times in a second whether anything moved. The goal is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column but one
+On is the default: PyTorch's flight recorder remembers {MAX_RECORDED_COLLECTIVES:,} collectives of every rank, and a thread looks
+{1 / MAX_POLL_SECONDS:.0f} times in a second whether anything moved. The goal is at most {GOAL}: {"met" if worst <= GOAL else "missed"} by the last column but one
 ({worst:.4f} at most), which adds up what is timed alone, as the work of one thread: a collective of one rank with the
 recorder less one without it ({CALLS:,} of them, the best of five), times those of a step, and the looks. On / off are
 medians over {ROUNDS * STARTS} steps of two pairs of ranks that take turns, {STARTS} pairs of pairs one after the other, with how far off such a

@@ -35,7 +35,7 @@ from phalanx.data.prepare import prepare
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import SPLIT
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.testing.network_namespaces import StarNetwork, star_network
 from phalanx.testing.swarm_processes import swarm_processes
 
@@ -197,7 +197,7 @@ def predicted(run: RunSpec, mbit: float, row: Row) -> Row:
         "up": each.up * rounds,
         "down": each.down * rounds,
         "utilisation": time_of.utilisation,
-        "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in SPLIT else "fp32"),
+        "state": state_bytes(node, swarm.frozen_expert_codec if swarm.method in EXPERT_SPLIT_METHODS else "fp32"),
     }
 
 

@@ -33,11 +33,11 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import SPLIT
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.swarm.pieces import fragment_pieces, pieces_sent_by
 from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
 from phalanx.swarm.rpc.client import SwarmClient
-from phalanx.swarm.rpc.protocol import CHUNK, OPTIONS
+from phalanx.swarm.rpc.protocol import CHUNK_BYTES, OPTIONS
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Feedback, decode_piece, write_update
 
@@ -107,7 +107,7 @@ def _round(
     swarm, (base_path, update, down) = run.swarm, paths
     assert swarm is not None
     assert run.model.moe is not None
-    split = swarm.method in SPLIT
+    split = swarm.method in EXPERT_SPLIT_METHODS
     owners = tuple((name,) if expert in owned else () for expert in range(run.model.moe.num_experts)) if split else None
     whole = fragment_pieces(run.model, 0, 1)
     mine = pieces_sent_by(whole, owners, name)
@@ -122,7 +122,7 @@ def _round(
     link.wait(committed=number + 1)
     marks.append(time.perf_counter())
     own = [item.key for item in mine if item.expert is not None] if swarm.method == "spes+" else []
-    sizes = {item.key: (encoded_bytes(item.numbers, swarm.effective_codec),) for item in whole}
+    sizes = {item.key: (encoded_bytes(item.num_elements, swarm.effective_codec),) for item in whole}
     link.download_round(down, number, own, sizes.__getitem__)
     marks.append(time.perf_counter())
     with TensorFile(base_path, writable=True) as base, TensorFile(down) as came, TensorFile(update) as sent:
@@ -227,7 +227,7 @@ def wire() -> tuple[float, float]:
         server.start()
         key, own, authority = _credentials(folder, "ann")
         credentials = grpc.ssl_channel_credentials(authority, key, own)
-        chunk = os.urandom(CHUNK)
+        chunk = os.urandom(CHUNK_BYTES)
         with grpc.secure_channel(f"127.0.0.1:{ports.get(timeout=60)}", credentials, OPTIONS) as channel:
             send, receive = channel.stream_unary("/wire/put"), channel.unary_stream("/wire/get")
             times = [
@@ -237,7 +237,7 @@ def wire() -> tuple[float, float]:
         server.kill()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    up, down = (CHUNK * CHUNKS / statistics.median(each) for each in zip(*times, strict=True))
+    up, down = (CHUNK_BYTES * CHUNKS / statistics.median(each) for each in zip(*times, strict=True))
     return up, down
 
 
@@ -253,7 +253,7 @@ def _credentials(folder: Path, name: str) -> tuple[bytes, bytes, bytes]:
 
 
 def _serve_chunks(folder: str, ports: Any) -> None:
-    chunk = os.urandom(CHUNK)
+    chunk = os.urandom(CHUNK_BYTES)
     handlers = {
         "put": grpc.stream_unary_rpc_method_handler(lambda chunks, _: str(sum(map(len, chunks))).encode()),
         "get": grpc.unary_stream_rpc_method_handler(lambda _, __: iter([chunk] * CHUNKS)),

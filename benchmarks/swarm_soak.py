@@ -32,7 +32,7 @@ from phalanx.swarm.rpc.certificates import issue_certificate
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.testing.network_namespaces import star_network
-from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes
+from phalanx.testing.swarm_processes import COORDINATOR, SwarmProcesses, swarm_processes
 
 SOAK_PAGE = PAGE.with_name("swarm_soak.md")
 ROUNDS, FAULT_EVERY, MBIT, SECONDS, LIMIT = 200, 4, 100, 3600, 0.01
@@ -54,7 +54,7 @@ def killed(under_way: SwarmProcesses, name: str) -> None:
 
 def lead_killed(under_way: SwarmProcesses, name: str) -> None:
     """So does the coordinator."""
-    killed(under_way, LEAD)
+    killed(under_way, COORDINATOR)
 
 
 def stands_still(under_way: SwarmProcesses, name: str) -> None:
@@ -147,7 +147,7 @@ def soaked(seed: int, replication: int, faults: bool) -> dict[str, Any]:
 def _break_things(under_way: SwarmProcesses, chance: random.Random, done: Counter[str]) -> None:
     """A fault every few rounds, until the end is near."""
     for number in range(FAULT_EVERY, ROUNDS - FAULT_EVERY, FAULT_EVERY):
-        under_way.until(lambda at=number: under_way.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
+        under_way.wait_until(lambda at=number: under_way.committed_rounds() >= at, f"round {number}", SECONDS)  # type: ignore[misc]
         fault = chance.choice(FAULTS)
         fault(under_way, chance.choice(NODES))
         done[fault.__name__.replace("_", " ")] += 1

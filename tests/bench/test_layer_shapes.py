@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
-from phalanx.bench.matmul import _core_calls as core_calls
-from phalanx.bench.matmul import _product_calls as product_calls
+from phalanx.bench.matmul import _attention_calls as core_calls
+from phalanx.bench.matmul import _matmul_calls as product_calls
 from phalanx.bench.matmul import benchmark_attention, benchmark_matmul
 from phalanx.cost.exact.flops import rank_flops
 from phalanx.spec.batch import plan_batch

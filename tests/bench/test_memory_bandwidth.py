@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.bench.memory_bandwidth import AT_LEAST_BYTES, array_bytes, bandwidth, cache_bytes
+from phalanx.bench.memory_bandwidth import MIN_ARRAY_BYTES, array_bytes, bandwidth, cache_bytes
 
 
 def test_memory_bandwidth_arrays_are_four_times_cache_size() -> None:
     assert array_bytes(2**30, 1) == 2**32
     assert array_bytes(2**30, 8) == 2**29
-    assert array_bytes(0, 2) == array_bytes(2**20, 2) == AT_LEAST_BYTES
+    assert array_bytes(0, 2) == array_bytes(2**20, 2) == MIN_ARRAY_BYTES
     assert array_bytes(cache_bytes(torch.device("cpu")), 1) >= 4 * cache_bytes(torch.device("cpu"))
 
 

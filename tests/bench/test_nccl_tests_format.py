@@ -142,7 +142,7 @@ def test_merge_ranks_averages_seconds_and_sums_wrong_elements() -> None:
     ]
     found = merge_ranks(case, seen)
     assert found.seconds["out_of_place"] == pytest.approx(2.0)
-    assert found.each["out_of_place"] == [2.0, 4.0]
+    assert found.seconds_per_iteration["out_of_place"] == [2.0, 4.0]
     assert found.wrong == {"out_of_place": 7, "in_place": None}
     written = to_json_document([found], 2, False, RUN_METADATA, DEVICES)
     assert written["out_of_bounds"] == {"count": 7, "okay": "false"}

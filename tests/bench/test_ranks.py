@@ -33,7 +33,7 @@ def groups_of_this_rank(run: RunSpec) -> Groups:
     for way in collective_kinds_of_run(run, traffic_by_group(run, world_size)):
         group = process_group_for(run, mesh, way)
         assert isinstance(group, dist.ProcessGroup)
-        found[way.operation, way.among] = tuple(sorted(dist.get_process_group_ranks(group)))
+        found[way.operation, way.group_kind] = tuple(sorted(dist.get_process_group_ranks(group)))
     return found
 
 

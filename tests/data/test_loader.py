@@ -73,7 +73,10 @@ def test_token_loader_epoch_yields_each_token_once_except_remainder(tmp_path_fac
     batch = loader.step(epoch)
     order = shuffle_epoch(dataset.offsets, sequence, 0, epoch)
     stream = np.concatenate(
-        [dataset.tokens[b + s : e + s] for b, e, s in zip(order.begins, order.begins[1:], order.shifts, strict=False)]
+        [
+            dataset.tokens[b + s : e + s]
+            for b, e, s in zip(order.document_starts, order.document_starts[1:], order.shifts, strict=False)
+        ]
     )
     kept = per_epoch * sequence
     assert sorted(batch.tokens.ravel()) == sorted(stream[:kept])

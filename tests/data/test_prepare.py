@@ -167,7 +167,7 @@ def test_prepare_leaves_cache_empty_on_failure(make_data_spec, corpus, tmp_path)
 
 def test_prepare_rewrites_deleted_cache_entry(make_data_spec, tmp_path):
     first = prepare(make_data_spec())
-    Path(first.train).with_name(prepare_module.MARK).unlink()
+    Path(first.train).with_name(prepare_module.COMPLETE_FILE).unlink()
     shutil.rmtree(Path(first.train).parent)
     assert prepare(make_data_spec()) == first
     assert len(IndexedDataset(first.train)) > 0
@@ -277,7 +277,7 @@ def test_prepare_and_check_sources_reject_invalid_data_before_writing(
 
 
 def test_check_vocabulary_samples_large_dataset_for_invalid_ids(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "WHOLE_CHECK_TOKENS", 100_000)
+    monkeypatch.setattr(prepare_module, "MAX_FULL_CHECK_TOKENS", 100_000)
     ids = np.ones(300_000, np.int64)
     ids[-1] = 999
     dataset = IndexedDataset(write_indexed_pair(tmp_path / "tokens", [ids]))

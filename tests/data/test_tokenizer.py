@@ -14,7 +14,14 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
 from phalanx.data.sources import documents, is_held_out
-from phalanx.data.tokenizer import END_NAMES, SAMPLE_CHARACTERS, _sample, byte_tokenizer, load_tokenizer, train_bpe
+from phalanx.data.tokenizer import (
+    END_TOKENS,
+    SAMPLE_CHARACTERS,
+    _sample_texts,
+    byte_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from phalanx.spec.errors import UserError
 
 # Any code point at all: lone surrogates too, which JSON can spell.
@@ -116,7 +123,7 @@ def test_train_bpe_learns_from_beginning_and_end_of_long_text():
 @pytest.mark.parametrize("length", [7, 1000, 3000, 5_000_000])
 def test_train_bpe_sample_is_bounded_and_evenly_distributed(length):
     count = 5_000_000 // length
-    sample = _sample(f"{number:07}" + "x" * (length - 7) for number in range(count))
+    sample = _sample_texts(f"{number:07}" + "x" * (length - 7) for number in range(count))
     assert sum(map(len, sample)) == pytest.approx(SAMPLE_CHARACTERS, rel=0.01)
     numbers = [int(number) for piece in sample for number in re.findall(r"\d{7}", piece)]
     if length <= 3000:
@@ -140,7 +147,7 @@ def write_external_tokenizer(path: Path, words: list[str], special: list[str], b
     return path
 
 
-@pytest.mark.parametrize("name", END_NAMES)
+@pytest.mark.parametrize("name", END_TOKENS)
 def test_load_tokenizer_finds_end_token_of_external_file(tmp_path, name):
     tokenizer = load_tokenizer(write_external_tokenizer(tmp_path / "tokenizer.json", ["a", "b"], ["<pad>", name]))
     assert (tokenizer.end, tokenizer.vocab) == (3, 4)

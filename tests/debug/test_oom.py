@@ -27,8 +27,8 @@ def fake_cgroup(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: 
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    monkeypatch.setattr(oom, "OWN", folder / "cgroup")
-    monkeypatch.setattr(oom, "CGROUPS", folder)
+    monkeypatch.setattr(oom, "PROCESS_CGROUP", folder / "cgroup")
+    monkeypatch.setattr(oom, "CGROUP_ROOT", folder)
 
 
 def test_cgroup_oom_kills_and_memory_limit_are_read_from_v2_files(

@@ -385,16 +385,16 @@ def test_round_robin_pairs_contain_every_pair_once(nodes: int) -> None:
 def test_collective_findings_are_read_from_shared_directory(tmp_path: Path) -> None:
     assert [each.severity for each in compare_nodes.collective_findings(tmp_path)] == ["SKIP"]
     finding = cross_node_bandwidth.PAIR.violation("network", 50, host="node3")
-    (tmp_path / compare_nodes.COLLECTIVES).write_text(json.dumps([finding.__dict__]))
+    (tmp_path / compare_nodes.COLLECTIVES_FILE).write_text(json.dumps([finding.__dict__]))
     assert filter_problems(compare_nodes.collective_findings(tmp_path)) == [finding]
-    (tmp_path / compare_nodes.COLLECTIVES).write_text("{")
+    (tmp_path / compare_nodes.COLLECTIVES_FILE).write_text("{")
     with pytest.raises(UserError, match="is not what"):
         compare_nodes.collective_findings(tmp_path)
 
 
 def test_stale_collective_findings_fail(nodes: list[NodeReport], tmp_path: Path) -> None:
     compare_nodes.write_node_report(tmp_path, nodes[0])
-    file = tmp_path / compare_nodes.COLLECTIVES
+    file = tmp_path / compare_nodes.COLLECTIVES_FILE
     file.write_text(json.dumps([cross_node_bandwidth.WRONG.ok(0).__dict__]))
     assert filter_problems(compare_nodes.collective_findings(tmp_path)) == []
     os.utime(file, (time.time() - 7200, time.time() - 7200))

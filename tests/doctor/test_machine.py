@@ -135,7 +135,7 @@ def test_doctor_torch_probe_reports_cuda_initialization_error(capsys: pytest.Cap
     torch = SimpleNamespace(
         cuda=cuda, zeros=lambda _: Tensor(), __version__="2.7.0", version=SimpleNamespace(cuda="12.8")
     )
-    exec(software.PROGRAM.replace("import json, torch", "import json"), {"torch": torch})
+    exec(software.PROBE_PROGRAM.replace("import json, torch", "import json"), {"torch": torch})
     known = json.loads(capsys.readouterr().out)
     assert (known["gpus"], known["error"]) == (8, "RuntimeError: Error 802: system not yet initialized")
 
@@ -296,7 +296,9 @@ def test_disk_write_probe_finishes_in_time_on_slow_disk(
 ) -> None:
     """10 MB/s, by a clock that moves when the file is synced: 256 MiB would take longer than the probe may."""
     passed = [0.0]
-    monkeypatch.setattr(os, "fsync", lambda _: passed.append(passed[-1] + disk_write_probe.SYNCED * 2**20 / 10e6))
+    monkeypatch.setattr(
+        os, "fsync", lambda _: passed.append(passed[-1] + disk_write_probe.BLOCKS_PER_SYNC * 2**20 / 10e6)
+    )
     monkeypatch.setattr(time, "perf_counter", lambda: passed[-1])
     monkeypatch.setattr(sys, "argv", ["write", str(tmp_path), "256"])
     disk_write_probe.main()

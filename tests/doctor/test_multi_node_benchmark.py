@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.doctor import multi_node_benchmark
-from phalanx.doctor.compare_nodes import COLLECTIVES
+from phalanx.doctor.compare_nodes import COLLECTIVES_FILE
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
 from phalanx.runs import hang_dumps
@@ -94,7 +94,7 @@ def test_check_nodes_reports_no_failures_on_a_single_node() -> None:
 
 def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -> None:
     """One that fails now must not be taken for one that went well."""
-    (tmp_path / COLLECTIVES).write_text("[]")
+    (tmp_path / COLLECTIVES_FILE).write_text("[]")
     for rank in (0, 7):
         hang_dumps.write_failure(tmp_path, {"rank": rank, "time": 1.0, "reason": "of yesterday"})
     run = tmp_path / "run.toml"
@@ -102,7 +102,7 @@ def test_multi_node_benchmark_removes_results_of_earlier_start(tmp_path: Path) -
     assert (
         multi_node_benchmark.rank_main(argparse.Namespace(run=run, out=tmp_path)) == 2
     )  # one rank, which sends nothing
-    assert not (tmp_path / COLLECTIVES).exists()
+    assert not (tmp_path / COLLECTIVES_FILE).exists()
     ((rank, word),) = hang_dumps.read_failures(tmp_path).items()
     assert (rank, word["host"]) == (0, Machine().host)
     assert "sends nothing" in word["reason"]
@@ -145,7 +145,7 @@ def test_multi_node_benchmark_finds_host_with_slow_link(tmp_path: Path) -> None:
                     process.kill()
     except NamespacesUnavailable as error:
         pytest.skip(f"no hosts can be made here: {error}")
-    found = [DoctorFinding(**each) for each in json.loads((tmp_path / "out" / COLLECTIVES).read_text())]
+    found = [DoctorFinding(**each) for each in json.loads((tmp_path / "out" / COLLECTIVES_FILE).read_text())]
     failed = [(each.id, each.host) for each in found if each.severity == "FAIL"]
     assert failed == [("between.slow_node", "n3")]
     assert {each.host for each in found if each.id == "counters.tcp"} == {"n1", "n2", "n3"}

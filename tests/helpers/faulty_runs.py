@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.launch.elastic_agent import launch_ranks
 from phalanx.launch.failures import report_and_exit_code
 from phalanx.launch.process import set_worker_environment
-from phalanx.testing.processes import SECONDS
+from phalanx.testing.processes import WAIT_SECONDS
 from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import small_run
 
@@ -52,7 +52,7 @@ def launch(directory: str, nproc: str, fault: str) -> None:
 def wait_for_failure(process: subprocess.Popen[str]) -> str:
     """What the launcher said; every process of the run is gone then."""
     try:
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -94,8 +94,8 @@ class LocalSwarm:
     def joined_client(self, node: str, capacity: float = 4, text: str = "text") -> SwarmClient:
         """A link of a node that has joined."""
         client = self.client(node)
-        client.place = {"capacity": capacity, "text": text}
-        client.join(**client.place)
+        client.join_message = {"capacity": capacity, "text": text}
+        client.join(**client.join_message)
         return client
 
     def events(self, what: str) -> list[dict[str, Any]]:

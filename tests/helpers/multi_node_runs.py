@@ -17,7 +17,7 @@ import pytest
 from phalanx.data.prepare import prepare
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
-from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 
 NODE_NAMES = ("first", "second")
@@ -62,14 +62,14 @@ class MultiNodeRun:
     def kill(self, name: str) -> None:
         """A whole node: its launcher, and with it its ranks."""
         os.kill(self.processes[name].pid, signal.SIGKILL)  # ip netns exec has become the launcher
-        self.processes[name].wait(timeout=SECONDS)
+        self.processes[name].wait(timeout=WAIT_SECONDS)
 
     def log_text(self, name: str) -> str:
         return (self.run.parent / f"{name}.log").read_text()
 
     def wait_for_exit(self, name: str) -> int:
         try:
-            return self.processes[name].wait(timeout=SECONDS)
+            return self.processes[name].wait(timeout=WAIT_SECONDS)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{name} does not end: {self.log_text(name)}") from None
 
@@ -89,7 +89,7 @@ def multi_node_run(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") 
                 for process in found.processes.values():
                     with suppress(ProcessLookupError):
                         process.kill()
-                    process.wait(timeout=SECONDS)
+                    process.wait(timeout=WAIT_SECONDS)
                 wait_until(lambda: not rank_pids(tmp_path / "parity"), "no rank is left")
     except NamespacesUnavailable as none:
         pytest.skip(f"this process may not make networks: {none}")

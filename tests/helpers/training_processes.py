@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.runs.events import read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
-from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
 from tests.helpers.small_runs import small_run
 
 STEPS = 24
@@ -35,7 +35,7 @@ def training_run(
         yield process
     finally:
         process.kill()
-        process.wait(timeout=SECONDS)
+        process.wait(timeout=WAIT_SECONDS)
         wait_until(lambda: not rank_pids(folder / "parity"), "no rank is left")
 
 

@@ -22,7 +22,7 @@ from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
-from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 from tests.helpers.training_processes import LONG, events_of_kind, has_reached_step, recorded_losses, training_run
 
@@ -38,7 +38,7 @@ def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> 
 def stop_gracefully(process: subprocess.Popen[str]) -> str:
     """End a run in order; returns what it said."""
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=SECONDS)
+    _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == EXIT_STOPPED, said
     return said
 
@@ -64,7 +64,7 @@ def test_full_disk_stops_run_and_resume_continues_when_space_is_freed(small_disk
         wait_until(lambda: checkpoints(directory / "checkpoints"), "it saves")
         others = fill_disk(small_disk_path, spare_bytes=300_000)
         newest = step_of(checkpoints(directory / "checkpoints")[0])
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 2 or "starting again from step-" in said, said
     assert "No space left on device" in said
     assert "free space" in said
@@ -87,7 +87,7 @@ def test_full_disk_fails_run_without_checkpoints_after_failed_restart(small_disk
     with training_run(TEXT, small_disk_path, changes, 2) as process:
         wait_until(has_reached_step(directory, 3), "it trains")
         fill_disk(small_disk_path)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1, said
     assert "starting again from the beginning" in said
     assert f"and {directory} cannot be written to: No space left on device; free space" in said
@@ -211,7 +211,7 @@ def test_killed_launcher_leaves_no_processes_ports_or_files(
         taken, files = listening_ports([process.pid, *left]), shared_memory_files([process.pid, *left])
         assert taken
         process.kill()
-        process.wait(timeout=SECONDS)
+        process.wait(timeout=WAIT_SECONDS)
         wait_until(lambda: not launched_processes(process.pid), "no process is left")
         wait_until(lambda: not taken & {port for port, _ in listening_sockets()}, "nobody listens any longer")
         assert [name for name in files if Path(name).exists()] == []
@@ -236,7 +236,9 @@ def test_sigterm_during_restart_stops_run(when: str, temporary_directory: Path, 
 
 def test_sigterm_during_rendezvous_stops_run(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(to_toml(small_run(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": SECONDS}})))
+    file.write_text(
+        to_toml(small_run(TEXT, tmp_path, {**LONG, "recovery": {"rendezvous_timeout_seconds": WAIT_SECONDS}}))
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -19,7 +19,7 @@ from phalanx.runs.hang_dumps import read_failures
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.testing.fault_injection import NotAllowed, memory_limited
-from phalanx.testing.processes import SECONDS, rank_pids
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids
 from tests.helpers.faulty_runs import TIMEOUT_SECONDS, create_run_directory, start_faulty_run, wait_for_failure
 from tests.helpers.training_processes import wait_for_steps
 
@@ -42,7 +42,7 @@ def test_hang_diagnosis_names_stopped_rank_within_timeout(text: Path, tmp_path: 
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
         begun = time.monotonic()
         while not list((directory / "hangs").glob("rank-00000.json")):
-            assert time.monotonic() < begun + SECONDS
+            assert time.monotonic() < begun + WAIT_SECONDS
             time.sleep(0.02)
         print(f"named after {time.monotonic() - begun:.1f} s of {TIMEOUT_SECONDS}")
         found = explain_run(directory).verdict
@@ -73,12 +73,12 @@ def test_watchdog_discards_hang_dumps_when_run_continues(text: Path, tmp_path: P
     directory = create_run_directory(text, tmp_path, 2, {"training.steps": 6})
     process = start_faulty_run(directory, 2, "pause")
     try:
-        seen, deadline = False, time.monotonic() + SECONDS
+        seen, deadline = False, time.monotonic() + WAIT_SECONDS
         while process.poll() is None and time.monotonic() < deadline:
             seen = seen or bool(list((directory / "hangs").glob("*.json")))
             time.sleep(0.02)
     finally:
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert seen, "it was longer than the watchdog's patience"
     assert process.returncode == 0, said
     assert not list((directory / "hangs").iterdir())
@@ -111,7 +111,7 @@ def test_sigterm_waits_for_slow_checkpoint_beyond_collective_timeout(text: Path,
     try:
         wait_for_steps(process, directory, 5)
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     finally:
         process.kill()
     assert process.returncode == EXIT_STOPPED, said
@@ -126,7 +126,7 @@ def test_sigterm_during_resume_stops_rank_after_first_step(text: Path, tmp_path:
     one = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=one, cwd=Path(__file__).parents[2]) as process:
         try:
-            assert process.wait(timeout=SECONDS) == EXIT_STOPPED
+            assert process.wait(timeout=WAIT_SECONDS) == EXIT_STOPPED
         finally:
             process.kill()
     assert [path.name for path in checkpoints(directory / "checkpoints")] == ["step-00000001"]

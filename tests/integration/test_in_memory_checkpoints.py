@@ -18,7 +18,7 @@ from phalanx.data.prepare import prepare
 from phalanx.launch.shared_memory import SLOTS_ENV, allocate_slots
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
 from phalanx.train.checkpoint.in_memory import latest_common_step
 from phalanx.train.guards.divergence import record_rollback
 from tests.helpers.multi_node_runs import multi_node_run, single_process_losses
@@ -56,9 +56,9 @@ def train_and_restore(run: RunSpec, memory: str, lost: int | None, last: int) ->
     for step in range(1, last + 1):
         found += train_until(under_way, step)
         under_way.save_in_memory()
-    assert under_way.copies is not None
+    assert under_way.in_memory_checkpointer is not None
     if lost is not None and under_way.mesh.rank == lost:
-        for place in under_way.copies._places:
+        for place in under_way.in_memory_checkpointer._slots:
             place.invalidate()
     again = make_trainer(run)
     again.resume()
@@ -105,13 +105,13 @@ def test_in_memory_checkpoint_loses_at_most_one_step_per_killed_rank(tmp_path: P
             wait_until(has_reached_step(directory, began + kills.randint(4, 9)), "some steps")
             os.kill(rank_pids(directory)[kills.randint(0, 1)], signal.SIGKILL)
             wait_until(lambda number=number: len(events_of_kind(directory, "started")) > number + 1, "a start")
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     failed, (_, *again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
     assert len(failed) == len(again) == NUM_KILLS
     assert all(0 <= before["step"] - after["step"] <= 1 for before, after in zip(failed, again, strict=True))
     with training_run(TEXT, tmp_path / "whole", {**SHORT, "training.steps": 60}) as process:
-        process.communicate(timeout=SECONDS)
+        process.communicate(timeout=WAIT_SECONDS)
     assert recorded_losses(directory) == recorded_losses(tmp_path / "whole" / "parity")
 
 
@@ -140,7 +140,7 @@ def test_in_memory_checkpoint_recovers_single_rank_run_after_sigkill(tmp_path: P
     with training_run(TEXT, tmp_path, {**SHORT, **IN_MEMORY_CHECKPOINTS_ONLY}, 1) as process:
         wait_until(has_reached_step(directory, 4), "some steps")
         os.kill(rank_pids(directory)[0], signal.SIGKILL)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     assert "rank 0 was killed by SIGKILL" in said
     [failed], (_, again) = events_of_kind(directory, "failed"), events_of_kind(directory, "started")
@@ -155,7 +155,7 @@ def test_in_memory_checkpoint_works_with_one_rank_and_no_restarts(tmp_path: Path
     with training_run(
         TEXT, tmp_path, {**IN_MEMORY_CHECKPOINTS_ONLY, "training.steps": 4, "recovery.max_restarts": 0}, 1
     ) as process:
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     assert len(recorded_losses(tmp_path / "parity")) == 4
 

@@ -17,7 +17,7 @@ from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import LAYOUT_FILE
-from phalanx.testing.processes import SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 from tests.helpers.training_processes import (
     LONG,
@@ -35,7 +35,7 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     """Loss and gradient norm of the run that never failed."""
     folder = tmp_path_factory.mktemp("whole")
     with training_run(text, folder, SHORT) as process:
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     return recorded_losses(folder / "parity")
 
@@ -49,7 +49,7 @@ def test_recovery_restarts_killed_rank_with_bit_exact_losses(
     with training_run(text, tmp_path, SHORT) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         os.kill(rank_pids(directory)[1], sent_signal)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     assert f"rank 1 was killed by {sent_signal.name}" in said
     assert "starting again from step-" in said
@@ -67,7 +67,7 @@ def test_recovery_restarts_rank_stopped_by_sigstop(
     with training_run(text, tmp_path, {**SHORT, "training.collective_timeout_seconds": 3}) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         os.kill(rank_pids(directory)[1], signal.SIGSTOP)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     assert "starting again from step-" in said
     assert recorded_losses(directory) == uninterrupted
@@ -81,7 +81,7 @@ def test_sigterm_to_launcher_or_rank_saves_checkpoint_and_stops_run(target: str,
         wait_until(has_reached_step(directory, 3), "step 3")
         assert (directory / "lock").read_text().split()[0] == str(process.pid)
         os.kill(process.pid if target == "the launcher" else rank_pids(directory)[1], signal.SIGTERM)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == EXIT_STOPPED, said
     last = read_metrics(directory)[-1]["step"]
     assert checkpoints(directory / "checkpoints")[0].name == f"step-{last:08d}"
@@ -98,13 +98,13 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
         os.kill(rank_pids(directory)[1], signal.SIGKILL)
         other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
         other += ["--set", "optimizer.learning_rate=1"]
-        refused = subprocess.run(other, capture_output=True, text=True, timeout=SECONDS)
+        refused = subprocess.run(other, capture_output=True, text=True, timeout=WAIT_SECONDS)
         assert refused.returncode == 2, refused.stderr
         assert f"is in use: process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as
         wait_until(lambda: len(events_of_kind(directory, "started")) == 2, "ranks begin anew")
         process.terminate()
-        assert process.wait(timeout=SECONDS) == EXIT_STOPPED
+        assert process.wait(timeout=WAIT_SECONDS) == EXIT_STOPPED
 
 
 def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_
     with training_run(text, tmp_path, LONG) as process:
         wait_until((directory / "run.toml").exists, "ranks are about to start")
         process.terminate()
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == EXIT_STOPPED, said
     assert "nothing new is saved" in said
     assert not checkpoints(directory / "checkpoints")
@@ -120,7 +120,7 @@ def test_sigterm_before_first_step_stops_run_without_checkpoint(text: Path, tmp_
 
 def test_run_lock_admits_one_of_two_simultaneous_launchers(text: Path, tmp_path: Path) -> None:
     with training_run(text, tmp_path, SHORT) as one, training_run(text, tmp_path, SHORT) as other:
-        said = [process.communicate(timeout=SECONDS)[1] for process in (one, other)]
+        said = [process.communicate(timeout=WAIT_SECONDS)[1] for process in (one, other)]
     codes = [one.returncode, other.returncode]
     assert sorted(codes) == [0, 2], said
     assert "is in use: process" in said[codes.index(2)]
@@ -154,7 +154,7 @@ def test_recovery_drops_rank_that_fails_repeatedly(text: Path, tmp_path: Path) -
     with training_run(text, tmp_path, changes, 3) as process:
         wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
         with killing_ranks(directory, lambda rank: rank == 2):
-            _, said = process.communicate(timeout=SECONDS)
+            _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 0, said
     assert "going on without rank 2, which failed again and again: with 2 of 3" in said
     assert "continue with: " not in said, "there is nothing to do"
@@ -169,7 +169,7 @@ def test_recovery_gives_up_when_every_start_fails(text: Path, tmp_path: Path) ->
     """Fewer ranks do not help either: nobody starts them for ever."""
     directory, changes = tmp_path / "parity", {**SHORT, "recovery.max_restarts": 1}
     with killing_ranks(directory, lambda rank: rank == 0), training_run(text, tmp_path, changes) as process:
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1
     assert said.count("rank 0 was killed by SIGKILL") == 4
     assert f"there is no checkpoint yet; continue with: phalanx train {directory} --resume" in said
@@ -179,7 +179,7 @@ def test_recovery_does_not_restart_after_divergence(text: Path, tmp_path: Path) 
     """A loss that is not finite: all ranks go back together, as often as is allowed."""
     changes = {**SHORT, "optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": 0.0, "optimizer.name": "sgd"}
     with training_run(text, tmp_path, {**changes, "recovery.max_rollbacks": 1}) as process:
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 1
     assert "starting again" not in said
     assert said.count("going back to step 0") == 1  # nothing is saved of a streak

@@ -73,7 +73,7 @@ def write_batch_script(
 @contextmanager
 def mounted_shared_memory(cluster: LocalSlurm, node: str, size: str) -> Iterator[list[str]]:
     """Another /dev/shm for what a node runs, which its daemon alone sees; yields what to put before a command there."""
-    there = ["nsenter", "--mount", "--target", (cluster.place / f"slurmd-{node}.pid").read_text().strip()]
+    there = ["nsenter", "--mount", "--target", (cluster.directory / f"slurmd-{node}.pid").read_text().strip()]
     subprocess.run([*there, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
     try:
         yield there

@@ -41,5 +41,5 @@ def test_swarm_balance_loss_ratio_follows_step_number_across_rounds(tmp_path, sw
         assert [record["step"] for record in steps] == list(range(1, 13))
         for record in steps:
             ratio = min(1.0, 0.4 + 0.6 * (record["step"] - 1) / 6)
-            counts = [pytest.approx(ratio) if expert in node.exchange.own else 1.0 for expert in range(4)]
+            counts = [pytest.approx(ratio) if expert in node.exchange.local_experts else 1.0 for expert in range(4)]
             assert record["relief"] == [counts if ratio < 1 else None] * 2

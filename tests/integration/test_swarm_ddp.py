@@ -98,8 +98,8 @@ def run_worker_rank(run: RunSpec, folder: Path, port: int, certificate: Path) ->
     link = None
     if dist.get_rank() == 0:
         link = SwarmClient(f"127.0.0.1:{port}", certificate)
-        link.place = {"capacity": 4, "text": "text"}
-        link.join(**link.place)
+        link.join_message = {"capacity": 4, "text": "text"}
+        link.join(**link.join_message)
     node = SwarmWorker(run, open_training_data(run, prepare(run.data)), folder, torch.device("cpu"), "ann", link)
     node.participate([], None, lambda said: None)
     return [tensor.numel() for tensor in optimizer_state_tensors(node.trainer.optimizers)]
@@ -129,11 +129,11 @@ def test_swarm_ddp_traffic_equals_round_bytes_formula(tmp_path):
     run = swarm_ddp_run(tmp_path, 2)
     _, members = train_local_swarm(run, tmp_path, NODES[:2])
     expected = round_bytes(node_share(run.model, "ddp"), "ddp")
-    assert expected.up == expected.down == 4 * sum(item.numbers for item in model_pieces(run.model))
+    assert expected.up == expected.down == 4 * sum(item.num_elements for item in model_pieces(run.model))
     for name, node in members.nodes.items():
         path = node.directory / "update"
         with TensorFile(path) as update:
-            assert sum(update.place(key)[1] for key in update.shapes) == expected.up
+            assert sum(update.locate(key)[1] for key in update.shapes) == expected.up
         for spent in members.rounds[name][1:]:  # before the first the whole model comes
             assert (spent["sent_bytes"], spent["received_bytes"]) == (path.stat().st_size, expected.down)
 
@@ -179,7 +179,7 @@ def test_swarm_ddp_skips_optimizer_step_when_all_nodes_report_zero_tokens(tmp_pa
             for name, link in links.items():
                 link.wait(round=number)
                 path, value = tmp_path / f"{name}.told", float(tokens[name])
-                with TensorFile.create(path, {item.key: (4 * item.numbers,) for item in items}, "U8") as file:
+                with TensorFile.create(path, {item.key: (4 * item.num_elements,) for item in items}, "U8") as file:
                     for item in items:
                         file.write_raw(item.key, encode(torch.full(item.shape, value), "fp32"))
                 link.upload_update(path, number, tokens[name], 1)

@@ -54,7 +54,7 @@ def test_coordinator_rejects_update_of_experts_owned_by_another_node(tmp_path):
 def _write_nan_piece(path: Path) -> Path:
     item = model_pieces(TINY_RUN.model)[0]
     with TensorFile(path, writable=True) as file:
-        file.write_raw(item.key, b"\xff" * encoded_bytes(item.numbers, "fp32"))
+        file.write_raw(item.key, b"\xff" * encoded_bytes(item.num_elements, "fp32"))
     return path
 
 
@@ -80,7 +80,7 @@ def _write_raw_file(folder: Path, content: bytes) -> Path:
 
 def _write_single_piece(folder: Path) -> Path:
     item = model_pieces(TINY_RUN.model)[0]
-    TensorFile.create(folder / "lie", {item.key: (encoded_bytes(item.numbers, "fp32"),)}, "U8").close()
+    TensorFile.create(folder / "lie", {item.key: (encoded_bytes(item.num_elements, "fp32"),)}, "U8").close()
     return folder / "lie"
 
 
@@ -179,7 +179,7 @@ def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path
         for item in model_pieces(run.model):
             moved = 0.0 if item.expert is not None and "ann" in current_owners(swarm)[item.expert] else 0.01
             torch.testing.assert_close(swarm.base()[item.key], before[item.key] + moved, rtol=0, atol=1e-6)
-        sizes = {item.key: (4 * item.numbers,) for item in model_pieces(run.model)}
+        sizes = {item.key: (4 * item.num_elements,) for item in model_pieces(run.model)}
         for name in ("ann", "bob"):
             own = [
                 item.key
@@ -187,7 +187,7 @@ def test_coordinator_excludes_first_update_when_outlying_at_round_close(tmp_path
                 if item.expert is not None
             ]
             links[name].download_round(tmp_path / f"{name}-down", 0, own, sizes.__getitem__)
-            assert links[name].counted == (name != "ann")
+            assert links[name].was_included == (name != "ann")
             with TensorFile(tmp_path / f"{name}-down") as down:
                 assert not set(own) & set(down.shapes)
 
@@ -407,7 +407,7 @@ def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
         before, shapes = swarm.base(), parameter_shapes(run.model)
-        into, came = SwarmClient._into, list[str]()
+        into, came = SwarmClient._receive_tensor, list[str]()
 
         def breaks(self: SwarmClient, file: TensorFile, key: str, *rest: Any) -> memoryview:
             came.append(key)
@@ -418,7 +418,7 @@ def test_swarm_client_resumes_interrupted_model_download(tmp_path, monkeypatch):
                 raise UnavailableRpcError
             return into(self, file, key, *rest)
 
-        monkeypatch.setattr(SwarmClient, "_into", breaks)
+        monkeypatch.setattr(SwarmClient, "_receive_tensor", breaks)
         newcomer = swarm.client("cid")
         assert newcomer.download_round(tmp_path / "weights", None, (), shapes.__getitem__) == 0
         assert sorted(came) == sorted([*shapes, came[3]])
@@ -441,7 +441,7 @@ class UnavailableRpcError(grpc.RpcError):
 
 
 def test_swarm_server_rejects_clients_without_certificate_of_its_authority(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_CONNECT_SECONDS", 0.5)
     create_certificate_authority(tmp_path / "others")
     issue_certificate(tmp_path / "others", "ann", [])
     run = tiny_swarm_run(tmp_path)
@@ -468,7 +468,7 @@ def test_certificate_member_rejects_expired_certificate(tmp_path, monkeypatch):
 
 
 def test_swarm_client_reports_address_without_listener(monkeypatch):
-    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_SECONDS", 0.5)
+    monkeypatch.setattr("phalanx.swarm.rpc.client.FIRST_CONNECT_SECONDS", 0.5)
     with pytest.raises(UserError, match="cannot be reached: nobody listens there"):
         SwarmClient("127.0.0.1:9", certificates() / "ann").status()
 

@@ -78,7 +78,7 @@ def test_read_weights_blends_local_weights_with_base_by_factor(tmp_path, trained
                 torch.testing.assert_close(now[item.key], of_mine * mine + (1 - of_mine) * taken)
         for name, part in partially_trained_layers(under_way.module):
             for kind, resting in part.frozen.items():
-                assert torch.equal(resting.numbers, base.whole(f"{name}.{kind}")[list(part.others)])
+                assert torch.equal(resting.numbers, base.read_tensor(f"{name}.{kind}")[list(part.frozen_on_rank)])
 
 
 def test_read_weights_adds_training_progress_since_last_update_to_base(tmp_path):
@@ -144,7 +144,7 @@ class RoundRecorder:
 
     def write(self, record: MetricsRecord) -> None:
         node, run = self.node, self.node.run
-        now = read_trained_pieces(run, node.trainer, node.exchange.own)
+        now = read_trained_pieces(run, node.trainer, node.exchange.local_experts)
         if "round" in record:
             live, base = (read_pieces(run, node.directory / f"{kind}.safetensors") for kind in ("live", "base"))
             with TensorFile(node.directory / "update") as update:

@@ -16,7 +16,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml
 from phalanx.swarm.coordinator.swarm_state import SwarmState
 from phalanx.testing.network_namespaces import NamespacesUnavailable, star_network
-from phalanx.testing.swarm_processes import LEAD, SwarmProcesses, swarm_processes
+from phalanx.testing.swarm_processes import COORDINATOR, SwarmProcesses, swarm_processes
 from tests.helpers.local_swarm import NODES, tiny_swarm_run
 
 TIMEOUT_SECONDS, MBIT = 120, 20
@@ -57,7 +57,7 @@ def multi_host_swarm(tmp_path: Path) -> Iterator[SwarmProcesses]:
 @pytest.mark.timeout(600)
 def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(multi_host_swarm: SwarmProcesses) -> None:
     def until(true: Callable[[], bool], what: str) -> None:
-        multi_host_swarm.until(true, what, TIMEOUT_SECONDS)
+        multi_host_swarm.wait_until(true, what, TIMEOUT_SECONDS)
 
     def rounds(more: int) -> None:
         wanted = multi_host_swarm.committed_rounds() + more
@@ -69,7 +69,9 @@ def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(multi_
     def coming(name: str) -> bool:
         """Whether some of a node's update is there, and not all."""
         with suppress(FileNotFoundError):  # a round that is over meanwhile is removed
-            return any(path.stat().st_size for path in multi_host_swarm.lead.glob(f"rounds/*/{name}.*.part"))
+            return any(
+                path.stat().st_size for path in multi_host_swarm.coordinator_folder.glob(f"rounds/*/{name}.*.part")
+            )
         return False
 
     multi_host_swarm.start_all()
@@ -92,9 +94,9 @@ def test_swarm_survives_node_and_coordinator_crash_link_cut_and_slow_node(multi_
 
     # The coordinator dies while an update comes, and goes on with the same round.
     until(lambda: any(map(coming, NODES)), "an update under way")
-    multi_host_swarm.kill(LEAD)
+    multi_host_swarm.kill(COORDINATOR)
     before = multi_host_swarm.events()
-    multi_host_swarm.start(LEAD)
+    multi_host_swarm.start(COORDINATOR)
     rounds(2)
     assert multi_host_swarm.events()[: len(before)] == before
 

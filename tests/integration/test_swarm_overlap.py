@@ -20,13 +20,13 @@ def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
 ) -> None:
     """Once, and by whom tells; but for the last round, after which nothing is learned."""
     received: list[tuple[str, int, str]] = []
-    get = RoundExchange._get
+    get = RoundExchange._download_round
 
     def noted(exchange: RoundExchange, number: int, told: bool, spent: RoundRecord) -> None:
         received.append((exchange.name, number, threading.current_thread().name.partition("_")[0]))
         get(exchange, number, told, spent)
 
-    monkeypatch.setattr(RoundExchange, "_get", noted)
+    monkeypatch.setattr(RoundExchange, "_download_round", noted)
     train_local_swarm(tiny_swarm_run(tmp_path, delay=delay), tmp_path, NODES[:2])
     assert sorted(place[:2] for place in received) == [(node, number) for node in NODES[:2] for number in range(4)]
     beside = {number for _, number, thread in received if thread == "telling"}
@@ -35,14 +35,14 @@ def test_swarm_worker_overlaps_round_downloads_with_training_when_delay_set(
 
 def test_swarm_worker_raises_training_error_without_waiting_for_open_round(tmp_path: Path, monkeypatch: Any) -> None:
     """The round that it told of stays open for a minute."""
-    learn = SwarmWorker._learn
+    learn = SwarmWorker._train_steps
 
     def fails(node: SwarmWorker, steps: int, spent: RoundRecord, logs: Any, in_time: bool = False) -> int:
         if not in_time:
             raise MemoryError("no room")
         return learn(node, steps, spent, logs, in_time)
 
-    monkeypatch.setattr(SwarmWorker, "_learn", fails)
+    monkeypatch.setattr(SwarmWorker, "_train_steps", fails)
     with serve_local_swarm(tiny_swarm_run(tmp_path, delay=2), tmp_path) as swarm:
         swarm.joined_client(NODES[1])  # and never tells
         members = WorkerThreads(swarm, tmp_path, NODES[:1])

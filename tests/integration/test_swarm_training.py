@@ -66,7 +66,7 @@ def test_spes_experts_equal_last_update_of_their_owner(tmp_path):
     for node in members.nodes.values():
         with TensorFile(node.directory / "live.safetensors") as live:
             for item in model_pieces(run.model):
-                if item.expert in node.exchange.own:
+                if item.expert in node.exchange.local_experts:
                     assert torch.equal(live.read(item), base[item.key])
                     seen.add(item.expert)
     assert seen == {0, 1, 2, 3}

@@ -17,7 +17,7 @@ from phalanx.launch import rendezvous as places
 from phalanx.launch.elastic_agent import ElasticAgent, FailureAction, run_until_done
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous, RendezvousError, interface_of, local_address
 from phalanx.spec.errors import UserError
-from phalanx.testing.processes import SECONDS
+from phalanx.testing.processes import WAIT_SECONDS
 
 NOOP_WORKER_COMMAND = ("platform",)
 """A module that ends well as a rank."""
@@ -40,7 +40,7 @@ def launch(who: str, port: str) -> None:
 
     ElasticAgent._assign_worker_ranks = lost  # type: ignore[method-assign]
     meeting = kind("run", "127.0.0.1", int(port), 1, 2, join_seconds=60, last_call_seconds=5)
-    sys.exit(0 if run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.END, meeting) else 1)
+    sys.exit(0 if run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting) else 1)
 
 
 def test_local_address_is_not_loopback_for_host_name_mapped_to_loopback() -> None:
@@ -59,10 +59,10 @@ def test_elastic_agent_rejects_endpoint_that_is_not_a_rendezvous(monkeypatch: py
             "run", "127.0.0.1", silent.getsockname()[1], 1, 2, join_seconds=1, last_call_seconds=1
         )
         with pytest.raises(UserError, match="is no place where nodes meet") as other:
-            run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.END, meeting)
+            run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting)
     assert not isinstance(other.value, RendezvousError)
     with pytest.raises(RendezvousError, match="nobody answered in 1 s"):
-        run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.END, meeting)
+        run_until_done(1, lambda _: NOOP_WORKER_COMMAND, lambda *_: FailureAction.STOP, meeting)
 
 
 def test_elastic_agent_starts_without_node_lost_after_rendezvous() -> None:
@@ -75,7 +75,7 @@ def test_elastic_agent_starts_without_node_lost_after_rendezvous() -> None:
         for who in ("first", "second")
     ]
     try:
-        first, second = (launcher.communicate(timeout=SECONDS)[1] for launcher in launchers)
+        first, second = (launcher.communicate(timeout=WAIT_SECONDS)[1] for launcher in launchers)
     finally:
         for launcher in launchers:
             launcher.kill()
@@ -104,7 +104,7 @@ def test_elastic_agent_stop_returns_when_a_rank_was_killed_by_the_signal() -> No
         agent._stop(signal.SIGTERM)  # STOP_SECONDS are more than a test may take
         assert waits.stdout is not None
         assert waits.stdout.read(5) == b"heard"
-        assert (ended.wait(timeout=SECONDS), waits.poll()) == (-signal.SIGTERM, None)
+        assert (ended.wait(timeout=WAIT_SECONDS), waits.poll()) == (-signal.SIGTERM, None)
     finally:
         waits.kill()
         ended.kill()

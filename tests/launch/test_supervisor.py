@@ -51,20 +51,21 @@ def test_failure_policy_restarts_when_steps_progress_without_failure_records(tmp
     recovery = make_failure_policy(tmp_path)
     for step in range(0, 60, 15):
         append_event(tmp_path, STARTED, ranks=2, step=step)
-        assert recovery.decide({0: FakeProcessFailure(-9), 1: FakeProcessFailure(-9)}) is FailureAction.AGAIN
-    assert recovery.decide({0: FakeProcessFailure(-9), 1: FakeProcessFailure(-9)}) is FailureAction.END
+        assert recovery.decide({0: FakeProcessFailure(-9), 1: FakeProcessFailure(-9)}) is FailureAction.RESTART
+    assert recovery.decide({0: FakeProcessFailure(-9), 1: FakeProcessFailure(-9)}) is FailureAction.STOP
 
 
 def test_failure_policy_ends_run_of_stopped_ranks_on_single_node_only(tmp_path: Path) -> None:
     """On several, one node may have been told, and the others go on."""
     recovery = make_failure_policy(tmp_path)
     assert (
-        recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)}) is FailureAction.END
+        recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)})
+        is FailureAction.STOP
     )
     assert recovery.code == EXIT_STOPPED
     assert (
         make_failure_policy(tmp_path, REMOTE_RENDEZVOUS).decide({0: FakeProcessFailure(EXIT_STOPPED)})
-        is FailureAction.AGAIN
+        is FailureAction.RESTART
     )
 
 
@@ -73,7 +74,7 @@ def test_failure_policy_ignores_records_of_earlier_failures(tmp_path: Path) -> N
     write_failure_record(tmp_path, 5, "ValueError: of another day", final=True, time=time.time() + 1000)
     recovery = make_failure_policy(tmp_path)
     write_failure_record(tmp_path, 0, "RuntimeError: first", time=100.0)
-    assert recovery.decide({0: FakeProcessFailure(1)}) is FailureAction.AGAIN
+    assert recovery.decide({0: FakeProcessFailure(1)}) is FailureAction.RESTART
     write_failure_record(tmp_path, 1, "RuntimeError: second", time=50.0)
     recovery.decide({1: FakeProcessFailure(1)})
     assert [event["reason"] for event in read_events(tmp_path)] == ["RuntimeError: first", "RuntimeError: second"]
@@ -82,7 +83,7 @@ def test_failure_policy_ignores_records_of_earlier_failures(tmp_path: Path) -> N
 def test_failure_policy_ends_run_when_failure_is_a_user_error(tmp_path: Path) -> None:
     recovery = make_failure_policy(tmp_path, restarts=9)
     write_failure_record(tmp_path, 1, "training.steps: is wrong", code=2)
-    assert recovery.decide({1: FakeProcessFailure(2)}) is FailureAction.END
+    assert recovery.decide({1: FakeProcessFailure(2)}) is FailureAction.STOP
     assert recovery.code == 2
 
 
@@ -90,7 +91,7 @@ def test_failure_policy_blames_failed_rank_not_rank_aborted_by_nccl(tmp_path: Pa
     """NCCL aborts ranks whose peers are gone."""
     recovery = make_failure_policy(tmp_path, restarts=9)
     write_failure_record(tmp_path, 1, "DivergenceError: step 7: loss nan", final=True)
-    assert recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(1)}) is FailureAction.END
+    assert recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(1)}) is FailureAction.STOP
     assert [(event["rank"], event["reason"][:15]) for event in read_events(tmp_path)] == [(1, "DivergenceError")]
 
 
@@ -101,7 +102,7 @@ def test_failure_policy_blames_first_killed_rank_not_aborted_rank(tmp_path: Path
         recovery.decide(
             {0: FakeProcessFailure(-6, 2.0), 5: FakeProcessFailure(-9, 1.0), 4: FakeProcessFailure(-9, 3.0)}
         )
-        is FailureAction.AGAIN
+        is FailureAction.RESTART
     )
     (failed,) = read_events(tmp_path)
     assert (failed["rank"], failed["here"]) == (5, True)
@@ -121,9 +122,9 @@ def test_failure_policy_does_not_blame_ranks_that_lost_peers(reason: str, tmp_pa
     recovery = make_failure_policy(tmp_path, REMOTE_RENDEZVOUS)
     for _ in range(2):
         write_failure_record(tmp_path, 0, reason, code=2 if "checkpoint" in reason else 1)
-        assert recovery.decide({0: FakeProcessFailure(1)}) is FailureAction.AGAIN
+        assert recovery.decide({0: FakeProcessFailure(1)}) is FailureAction.RESTART
     assert (
-        recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(-6)}) is FailureAction.END
+        recovery.decide({0: FakeProcessFailure(-6), 1: FakeProcessFailure(-6)}) is FailureAction.STOP
     )  # NCCL aborts; and it was often enough
     assert {event["here"] for event in read_events(tmp_path) if event["what"] == FAILED} == {False}
 
@@ -134,10 +135,10 @@ def test_failure_policy_makes_node_leave_after_repeated_failures(tmp_path: Path)
         (
             replace(REMOTE_RENDEZVOUS, host="127.0.0.1"),
             1,
-            FailureAction.END,
+            FailureAction.STOP,
         ),  # the others meet here, and cannot go on without it
-        (REMOTE_RENDEZVOUS, 0, FailureAction.END),
-        (SINGLE_NODE, 1, FailureAction.END),
+        (REMOTE_RENDEZVOUS, 0, FailureAction.STOP),
+        (SINGLE_NODE, 1, FailureAction.STOP),
     ):
         recovery = make_failure_policy(tmp_path, meeting, restarts)
         for number in range(restarts + 1):
@@ -160,7 +161,7 @@ def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(has_hang_dump: boo
             tmp_path, 0, f"RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting {number}ms", traceback="..."
         )
         then = recovery.decide({0: FakeProcessFailure(1)})
-    assert then is FailureAction.END
+    assert then is FailureAction.STOP
     assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if has_hang_dump else None)
     assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "rank_dropped"] == (
         [1] if has_hang_dump else []
@@ -171,6 +172,6 @@ def test_failure_policy_does_not_count_stopped_ranks_as_failures(tmp_path: Path)
     recovery = make_failure_policy(tmp_path, REMOTE_RENDEZVOUS)
     assert (
         recovery.decide({0: FakeProcessFailure(EXIT_STOPPED), 1: FakeProcessFailure(EXIT_STOPPED)})
-        is FailureAction.AGAIN
+        is FailureAction.RESTART
     )
     assert recovery.consecutive_failures == recovery.consecutive_remote_failures == 0

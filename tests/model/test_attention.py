@@ -58,7 +58,7 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, 
     fused = computed()
     calls = []
     attend = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(attention, "GROUPS_UNDER_A_MASK", ())
+    monkeypatch.setattr(attention, "GQA_MASK_DEVICES", ())
     monkeypatch.setattr(
         attention.F,
         "scaled_dot_product_attention",

@@ -144,7 +144,7 @@ def test_swarm_initial_pieces_equal_upcycled_weights(dense_checkpoint):
     for item in model_pieces(run.model):
         tensor = whole[item.name]
         tensor = tensor if item.expert is None else tensor[item.expert]
-        rows = slice(None) if item.first is None else slice(item.first, item.first + item.shape[0])
+        rows = slice(None) if item.first_row is None else slice(item.first_row, item.first_row + item.shape[0])
         assert torch.equal(pieces(item), tensor[rows]), item.key
     assert torch.equal(whole[router], initial_weight(run.model, router, whole[router].shape, run.training.seed))
     corpus = make_trainer(run).corpus

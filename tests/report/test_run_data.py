@@ -238,7 +238,7 @@ def test_read_run_detects_running_state_from_lock(tmp_path, monkeypatch):
         acquire_run_lock(directory)
     held.close()
     (directory / "lock").write_text("1 on another-host")
-    assert read_run(directory).under_way is None
+    assert read_run(directory).in_progress is None
     for name in ("lock", "launcher.lock"):
         (directory / name).unlink()
     assert "it is still under way, or was ended" in read_run(directory).problems[0]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.exact.swarm import encoded_bytes
-from phalanx.spec.swarm import BLOCK, Codec
-from phalanx.swarm.codec import TOP, CodecError, decode, encode
+from phalanx.spec.swarm import CODEC_BLOCK_SIZE, Codec
+from phalanx.swarm.codec import MAX_CODE, CodecError, decode, encode
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 
@@ -36,22 +36,22 @@ def test_bf16_codec_equals_torch_bfloat16_rounding():
 
 
 @given(
-    numbers=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=3 * BLOCK),
+    numbers=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=3 * CODEC_BLOCK_SIZE),
     codec=st.sampled_from(["int8", "int4"]),
 )
 @settings(deadline=None)
 def test_int_codec_error_is_at_most_half_a_quantization_step(numbers, codec):
     tensor = torch.tensor(numbers)
     found = decode(encode(tensor, codec), tensor.shape, codec)
-    for block, coded in zip(tensor.split(BLOCK), found.split(BLOCK), strict=True):
-        step = block.abs().max().double() / TOP[codec]
+    for block, coded in zip(tensor.split(CODEC_BLOCK_SIZE), found.split(CODEC_BLOCK_SIZE), strict=True):
+        step = block.abs().max().double() / MAX_CODE[codec]
         assert float((block.double() - coded.double()).abs().max()) <= float(step) * 0.5001 + 1e-38
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_int_codec_is_idempotent_and_preserves_block_maximum_and_zero(codec):
     """A block's largest number is, and so is zero; coding again what was coded changes nothing."""
-    tensor = random_tensor(4, BLOCK)
+    tensor = random_tensor(4, CODEC_BLOCK_SIZE)
     once = decode(encode(tensor, codec), tensor.shape, codec)
     torch.testing.assert_close(once.abs().amax(1), tensor.abs().amax(1), rtol=1e-6, atol=0)
     torch.testing.assert_close(decode(encode(once, codec), once.shape, codec), once, rtol=1e-6, atol=0)

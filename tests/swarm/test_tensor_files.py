@@ -47,14 +47,14 @@ def test_tensor_file_recreate_retains_data_only_when_tensors_match(tmp_path):
     with TensorFile.recreate(path, {"a": (4,)}) as file:
         file.write(ModelPiece("a", (4,)), torch.ones(4))
     with TensorFile.recreate(path, {"a": (4,)}) as file:
-        assert file.whole("a").tolist() == [1.0] * 4
+        assert file.read_tensor("a").tolist() == [1.0] * 4
     with TensorFile.recreate(path, {"b": (4,)}) as file:
-        assert file.whole("b").tolist() == [0.0] * 4
+        assert file.read_tensor("b").tolist() == [0.0] * 4
     with TensorFile.recreate(path, {"b": (5,)}) as file:
-        assert file.whole("b").tolist() == [0.0] * 5
+        assert file.read_tensor("b").tolist() == [0.0] * 5
     path.write_bytes(path.read_bytes()[:-4])
     with TensorFile.recreate(path, {"b": (5,)}) as file:
-        assert file.whole("b").tolist() == [0.0] * 5
+        assert file.read_tensor("b").tolist() == [0.0] * 5
 
 
 def test_tensor_file_rejects_truncated_file(tmp_path):

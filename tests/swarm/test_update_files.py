@@ -78,7 +78,7 @@ class BroadcastState:
         self.number += 1
         new, stands = self._fresh(), {} if change is None else {PIECE.key: ""}
         new.base.write(PIECE, self.base if change is None else self.base + change)
-        shapes = {key: (encoded_bytes(PIECE.numbers, self.codec),) for key in stands}
+        shapes = {key: (encoded_bytes(PIECE.num_elements, self.codec),) for key in stands}
         with TensorFile.create(self.folder / "down", shapes, "U8") as down:
             encode_broadcast([PIECE], [], stands, self.codec, self.state, new, down)
             self.state = new

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from phalanx.spec.errors import UserError
 from phalanx.testing import rank_pool
 from phalanx.testing.rank_failure import RankError
-from phalanx.testing.rank_pool import GROWN_BYTES
+from phalanx.testing.rank_pool import MAX_GROWTH_BYTES
 
 RETAINED_BUFFERS = []
 
@@ -111,7 +111,7 @@ def test_rank_error_reports_raising_rank_first():
 def test_rank_pool_replaces_ranks_when_memory_grows():
     before = rank_pool(2).run(rank_and_pid)
     assert rank_pool(2).run(retain_bytes_on_rank_1, 1000) == before
-    assert rank_pool(2).run(retain_bytes_on_rank_1, GROWN_BYTES + 2**26) == before
+    assert rank_pool(2).run(retain_bytes_on_rank_1, MAX_GROWTH_BYTES + 2**26) == before
     assert not set(rank_pool(2).run(rank_and_pid)) & set(before)
 
 

@@ -19,7 +19,7 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
     """The group of this rank by which training sends so. All ranks must ask for the same ways in the same order: some
     groups are made for it."""
     hybrid = run.layout.data_parallel == "hsdp"
-    match kind.among:
+    match kind.group_kind:
         case "data":
             shards = mesh.submesh("dp_shard")
             group = (
@@ -34,7 +34,7 @@ def process_group_for(run: RunSpec, mesh: Mesh, kind: CollectiveKind) -> dist.Pr
             group = mesh.expert_dp_group
         case "same_experts" | "expert_replicas":
             assert mesh.ep_mesh is not None
-            group = mesh.ep_mesh["dp_shard" if kind.among == "same_experts" else "dp_replicate"].get_group()
+            group = mesh.ep_mesh["dp_shard" if kind.group_kind == "same_experts" else "dp_replicate"].get_group()
         case "tp":
             group = mesh.tp_group
         case "copies":

@@ -25,16 +25,16 @@ from phalanx.spec.run import RunSpec
 Call = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
 """An operation: out, sent, among whom. `out` may be `sent`, or a part of it, or it of `out`, where that is in place."""
 BufferMode = Literal["out_of_place", "in_place"]
-PLACES: tuple[BufferMode, BufferMode] = ("out_of_place", "in_place")
-SCATTERED = ("reduce_scatter", "all_to_all")
-SUMMED = ("all_reduce", "reduce_scatter")
-UNCHECKED_IN_PLACE = ("all_to_all", "send")
+BUFFER_MODES: tuple[BufferMode, BufferMode] = ("out_of_place", "in_place")
+SCATTER_OPERATIONS = ("reduce_scatter", "all_to_all")
+REDUCE_OPERATIONS = ("all_reduce", "reduce_scatter")
+UNVERIFIABLE_IN_PLACE = ("all_to_all", "send")
 """Whose results nobody can predict where they overwrite what is yet to be sent."""
-OF_MODELS = ("data", "replicas", "same_experts", "expert_replicas", "servers")
+MODEL_STATE_GROUPS = ("data", "replicas", "same_experts", "expert_replicas", "servers")
 """Who exchange parameters and gradients, and not activations."""
-MARKS = 61
+NUM_TEST_VALUES = 61
 """Different numbers in what is sent to be checked: bf16 has all of them exactly."""
-AT_ONCE = 2**20
+CHECK_CHUNK_ELEMENTS = 2**20
 """Numbers that are checked at a time: whole tensors of what they should be would take more memory than they."""
 
 
@@ -43,20 +43,20 @@ class CollectiveKind:
     """An operation of torch.distributed among some of a run's ranks, in numbers of some kind."""
 
     operation: Operation
-    among: GroupKind
+    group_kind: GroupKind
     precision: Precision
 
     @property
     def name(self) -> str:
         """For people and files."""
-        return f"{self.operation} among {self.among}"
+        return f"{self.operation} among {self.group_kind}"
 
 
 @dataclass(frozen=True)
 class BenchmarkCase:
     """A way, and a size for it."""
 
-    way: CollectiveKind
+    kind: CollectiveKind
     ranks: int
     """n, of each group."""
     size_bytes: int
@@ -105,7 +105,11 @@ def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
     """What it is sent in. Gradients are summed in what an optimizer trains, but where a layout says otherwise."""
     precision, layout = run.training.precision, run.layout
     narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
-    wide = row.group_kind in OF_MODELS and row.operation in (*SUMMED, "broadcast", "send") and not narrow
+    wide = (
+        row.group_kind in MODEL_STATE_GROUPS
+        and row.operation in (*REDUCE_OPERATIONS, "broadcast", "send")
+        and not narrow
+    )
     return "fp32" if precision == "bf16" and wide else precision
 
 
@@ -138,13 +142,13 @@ def _bus_factor(operation: Operation, ranks: int) -> float:
 def bandwidths(case: BenchmarkCase, seconds: float) -> tuple[float, float]:
     """algbw = S / t and busbw = algbw x f(n), in bytes per second."""
     algorithm = case.size_bytes / seconds
-    return algorithm, algorithm * _bus_factor(case.way.operation, case.ranks)
+    return algorithm, algorithm * _bus_factor(case.kind.operation, case.ranks)
 
 
 def element_count(case: BenchmarkCase) -> int:
     """nccl-tests' count: numbers of the whole, or of one rank's part of it where each has one."""
-    numbers = case.size_bytes // TORCH_DTYPES[case.way.precision].itemsize
-    return numbers // case.ranks if case.way.operation in (*SCATTERED, "all_gather") else numbers
+    numbers = case.size_bytes // TORCH_DTYPES[case.kind.precision].itemsize
+    return numbers // case.ranks if case.kind.operation in (*SCATTER_OPERATIONS, "all_gather") else numbers
 
 
 # -- how long, and whether it is right ---------------------------------------------------------------------------------
@@ -156,22 +160,22 @@ def time_case(
     """Run a case on this rank; all of the group's ranks do at once."""
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
-    for mode in PLACES:
-        out, sent = _buffers(case, mode, group.rank(), device)
-        _fill(case, group.rank(), sent)
+    for mode in BUFFER_MODES:
+        out, sent = _make_buffers(case, mode, group.rank(), device)
+        _fill_test_values(case, group.rank(), sent)
         dist.barrier(group)
         seconds[mode] = time_calls(partial(call, out, sent, group), device, iterations)
-        wrong_counts[mode] = _wrong(case, call, out, sent, group)
-        if mode == "in_place" and case.way.operation in UNCHECKED_IN_PLACE:
+        wrong_counts[mode] = _count_wrong(case, call, out, sent, group)
+        if mode == "in_place" and case.kind.operation in UNVERIFIABLE_IN_PLACE:
             wrong_counts[mode] = None
     return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong_counts)
 
 
-def _buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _make_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Out and sent. In place one is the other, or this rank's part of it."""
-    make = partial(torch.zeros, dtype=TORCH_DTYPES[case.way.precision], device=device)
-    count, operation = element_count(case), case.way.operation
-    full = make(count * (case.ranks if operation in (*SCATTERED, "all_gather") else 1))
+    make = partial(torch.zeros, dtype=TORCH_DTYPES[case.kind.precision], device=device)
+    count, operation = element_count(case), case.kind.operation
+    full = make(count * (case.ranks if operation in (*SCATTER_OPERATIONS, "all_gather") else 1))
     part = full[rank * count : (rank + 1) * count]
     if operation == "all_gather":
         return full, part if mode == "in_place" else make(count)
@@ -180,48 +184,48 @@ def _buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.dev
     return full, full if mode == "in_place" else torch.zeros_like(full)
 
 
-def _fill(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
+def _fill_test_values(case: BenchmarkCase, rank: int, sent: Tensor) -> None:
     """What a rank sends to be checked: marks at every n-th place, from its own on, and zeros between, so that sums are
     exact in any arithmetic and order."""
-    for begin in range(0, len(sent), AT_ONCE):
-        part = sent[begin : begin + AT_ONCE]
-        part.copy_(_marks(_places(part, begin), rank, case.ranks))
+    for begin in range(0, len(sent), CHECK_CHUNK_ELEMENTS):
+        part = sent[begin : begin + CHECK_CHUNK_ELEMENTS]
+        part.copy_(_test_values(_element_indices(part, begin), rank, case.ranks))
 
 
-def _wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
+def _count_wrong(case: BenchmarkCase, call: Call, out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> int:
     """Numbers of one call's result that are not as they should be."""
     rank = group.rank()
     out.fill_(-1)
-    _fill(case, rank, sent)
+    _fill_test_values(case, rank, sent)
     call(out, sent, group)
     num_wrong = 0
-    for begin in range(0, len(out), AT_ONCE):
-        part = out[begin : begin + AT_ONCE]
-        num_wrong += int((part != _expected(case, rank, _places(part, begin)).to(part.dtype)).sum())
+    for begin in range(0, len(out), CHECK_CHUNK_ELEMENTS):
+        part = out[begin : begin + CHECK_CHUNK_ELEMENTS]
+        num_wrong += int((part != _expected_values(case, rank, _element_indices(part, begin)).to(part.dtype)).sum())
     return num_wrong
 
 
-def _places(part: Tensor, begin: int) -> Tensor:
+def _element_indices(part: Tensor, begin: int) -> Tensor:
     return torch.arange(begin, begin + len(part), device=part.device)
 
 
-def _marks(indices: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
-    return torch.where(indices % ranks == rank, 1 + indices % MARKS, 0)
+def _test_values(indices: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
+    return torch.where(indices % ranks == rank, 1 + indices % NUM_TEST_VALUES, 0)
 
 
-def _expected(case: BenchmarkCase, rank: int, indices: Tensor) -> Tensor:
+def _expected_values(case: BenchmarkCase, rank: int, indices: Tensor) -> Tensor:
     """What this rank should have at some places of its result."""
     n, count = case.ranks, element_count(case)
-    match case.way.operation:
+    match case.kind.operation:
         case "all_reduce":
-            return 1 + indices % MARKS
+            return 1 + indices % NUM_TEST_VALUES
         case "reduce_scatter":
-            return 1 + (indices + rank * count) % MARKS
+            return 1 + (indices + rank * count) % NUM_TEST_VALUES
         case "all_gather":
-            return _marks(indices % count, indices // count, n)
+            return _test_values(indices % count, indices // count, n)
         case "all_to_all":
-            return _marks(indices % count + rank * count, indices // count, n)
+            return _test_values(indices % count + rank * count, indices // count, n)
         case "broadcast":
-            return _marks(indices, 0, n)
+            return _test_values(indices, 0, n)
         case _:
-            return _marks(indices, (rank - 1) % n, n)
+            return _test_values(indices, (rank - 1) % n, n)

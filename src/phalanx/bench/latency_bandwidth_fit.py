@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 WARN_ABOVE = 0.15
 """A relative error above which a fit is doubtful."""
-LEAST = 3
+MIN_SIZES_PER_PIECE = 3
 """Sizes in a piece: any two lie on a line."""
-EXACT = 1e-12
+ROUNDING_ERROR = 1e-12
 """A relative error that is rounding's."""
 
 
@@ -72,16 +72,16 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
         return None
     order = np.argsort(x, kind="stable")
     x, t = x[order], t[order]
-    fits = [_fit("max", (_line(x, t),), x, t)]
-    for split in range(LEAST, len(x) - LEAST + 1):
+    fits = [_make_fit("max", (_fit_line(x, t),), x, t)]
+    for split in range(MIN_SIZES_PER_PIECE, len(x) - MIN_SIZES_PER_PIECE + 1):
         if x[split - 1] < x[split]:
-            left, right = _line(x[:split], t[:split]), _line(x[split:], t[split:])
+            left, right = _fit_line(x[:split], t[:split]), _fit_line(x[split:], t[split:])
             bends_up = right.seconds_per_byte > left.seconds_per_byte
-            fits.append(_fit("max" if bends_up else "min", (left, right), x, t))
-    return min(fits, key=_information)
+            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t))
+    return min(fits, key=_information_criterion)
 
 
-def _line(x: Numbers, t: Numbers) -> LinearPiece:
+def _fit_line(x: Numbers, t: Numbers) -> LinearPiece:
     """The line of least relative squares; neither of its numbers is below 0."""
     scale = x.max()
     matrix, ones = np.stack([1 / t, x / scale / t], axis=1), np.ones_like(t)
@@ -93,19 +93,21 @@ def _line(x: Numbers, t: Numbers) -> LinearPiece:
     return LinearPiece(float(latency), float(slope / scale))
 
 
-def _fit(combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers) -> PiecewiseFit:
-    residuals = _joined(combination, pieces, x) / t - 1
+def _make_fit(
+    combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers
+) -> PiecewiseFit:
+    residuals = _evaluate_pieces(combination, pieces, x) / t - 1
     return PiecewiseFit(pieces, combination, tuple(x.tolist()), tuple(residuals.tolist()))
 
 
-def _joined(combination: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
+def _evaluate_pieces(combination: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
     lines = np.stack([piece.latency_seconds + piece.seconds_per_byte * x for piece in pieces])
     chosen: Numbers = lines.max(axis=0) if combination == "max" else lines.min(axis=0)
     return chosen
 
 
-def _information(fit: PiecewiseFit) -> float:
+def _information_criterion(fit: PiecewiseFit) -> float:
     """n ln(mean square) + k ln n."""
     count, parameters = len(fit.residuals), 3 * len(fit.pieces) - 1
-    mean_square = max(float(np.mean(np.square(fit.residuals))), EXACT**2)
+    mean_square = max(float(np.mean(np.square(fit.residuals))), ROUNDING_ERROR**2)
     return count * float(np.log(mean_square)) + parameters * float(np.log(count))

@@ -65,22 +65,22 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     layers_by_shape: dict[MatmulShape, tuple[tuple[str, ...], int]] = {}
     for stage, tensors in enumerate(rank_tensors(run, world_size)):
         stage_layers: dict[MatmulShape, list[str]] = {}
-        for name, shape in _weights(run, tensors, stage):
-            stage_layers.setdefault(_product(run, name, shape, tokens), []).append(_layer(name))
+        for name, shape in _matmul_weights(run, tensors, stage):
+            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens), []).append(_layer_name(name))
         for product, names in stage_layers.items():
             layers, count = layers_by_shape.get(product, ((), 0))
             layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
     return layers_by_shape
 
 
-def _weights(run: RunSpec, tensors: RankTensors, stage: int) -> list[tuple[str, Shape]]:
+def _matmul_weights(run: RunSpec, tensors: RankTensors, stage: int) -> list[tuple[str, Shape]]:
     """What multiplies at one place of the pipeline: matrices in blocks, and the head, which may be the embedding."""
     matrices = [(name, shape) for name, shape in tensors.all.items() if name.startswith("blocks.") and len(shape) > 1]
     head = lm_head_shape(run, tensors, stage)
     return matrices if head is None else [*matrices, ("head.weight", head)]
 
 
-def _product(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShape:
+def _to_matmul_shape(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShape:
     rows = int(tokens_through_parameter(name, run, tokens))
     if len(shape) == 3:
         experts, n, k = shape
@@ -88,7 +88,7 @@ def _product(run: RunSpec, name: str, shape: Shape, tokens: float) -> MatmulShap
     return MatmulShape(1, rows, *shape)
 
 
-def _layer(name: str) -> str:
+def _layer_name(name: str) -> str:
     """A parameter's name without what all have: "wq", "experts.gate"."""
     inner = strip_block_index(name).removeprefix("blocks.").removesuffix(".weight")
     return inner.removeprefix("attention.").removeprefix("mlp.")

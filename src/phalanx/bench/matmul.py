@@ -26,12 +26,12 @@ def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterat
     rows: list[Row] = []
     for product, (names, count) in matmul_shapes(run, world_size).items():
         row = {"layers": names, "count": count, **asdict(product), "flops": product.flops}
-        pass_seconds = _timed(_product_calls(product, dtype, device), device, iterations)
+        pass_seconds = _time_passes(_matmul_calls(product, dtype, device), device, iterations)
         rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
     return rows
 
 
-def _product_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     batch = (product.batch,) if product.batch > 1 else ()
     make = partial(torch.randn, device=device, dtype=dtype)
     x, weight = make(*batch, product.m, product.k), make(*batch, product.n, product.k)
@@ -48,13 +48,13 @@ def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, ite
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():
-        pass_seconds = _timed(_core_calls(core, dtype, device), device, iterations)
+        pass_seconds = _time_passes(_attention_calls(core, dtype, device), device, iterations)
         row = {"count": count, **asdict(core), "flops": core.flops}
         rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
     return rows
 
 
-def _core_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
     make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     q = make(core.batch, core.heads, core.queries, core.head_dim)
     k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
@@ -78,7 +78,7 @@ def _core_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) 
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}
 
 
-def _timed(
+def _time_passes(
     calls: dict[str, Callable[[], Tensor]] | dict[str, Callable[[], object]], device: torch.device, iterations: int
 ) -> dict[str, float]:
     return {pass_name: median(time_calls(call, device, iterations)) for pass_name, call in calls.items()}

@@ -10,8 +10,8 @@ import torch
 
 from phalanx.bench.timing import time_calls
 
-CACHES = Path("/sys/devices/system/cpu")
-AT_LEAST_BYTES = 16 * 2**20
+CPU_SYSFS = Path("/sys/devices/system/cpu")
+MIN_ARRAY_BYTES = 16 * 2**20
 """Of an array, where no cache is known, or it is small."""
 
 
@@ -21,14 +21,14 @@ def cache_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = {
         (cache / "shared_cpu_list").read_text(): int((cache / "size").read_text().strip().removesuffix("K")) * 2**10
-        for cache in CACHES.glob("cpu[0-9]*/cache/index3")
+        for cache in CPU_SYSFS.glob("cpu[0-9]*/cache/index3")
     }
     return sum(sizes.values())
 
 
 def array_bytes(cache: int, ranks: int) -> int:
     """Of each array on one of `ranks` that share caches: together four times as large as these (STREAM's own rule)."""
-    return max(AT_LEAST_BYTES, 4 * cache // ranks)
+    return max(MIN_ARRAY_BYTES, 4 * cache // ranks)
 
 
 def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[dict[str, Any]]:

@@ -10,12 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bench.collectives import PLACES, SUMMED, BenchmarkCase, BufferMode, CaseTiming, bandwidths, element_count
+from phalanx.bench.collectives import (
+    BUFFER_MODES,
+    REDUCE_OPERATIONS,
+    BenchmarkCase,
+    BufferMode,
+    CaseTiming,
+    bandwidths,
+    element_count,
+)
 from phalanx.spec.formatting import GB
 
 VERSION = 3
-TYPES = {"bf16": "bfloat16", "fp32": "float", "fp64": "double"}
-US = 1e6
+NCCL_TYPE_NAMES = {"bf16": "bfloat16", "fp32": "float", "fp64": "double"}
+US_PER_SECOND = 1e6
 """Microseconds in a second."""
 
 
@@ -24,7 +32,7 @@ class CaseResult:
     """A case over all ranks."""
 
     case: BenchmarkCase
-    each: dict[BufferMode, list[float]]
+    seconds_per_iteration: dict[BufferMode, list[float]]
     """Seconds of each iteration on the rank that took longest."""
     seconds: dict[BufferMode, float]
     """Of one call: the mean over iterations and ranks, as nccl-tests has it by default."""
@@ -34,13 +42,15 @@ class CaseResult:
 
 def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResult:
     """What all ranks saw of a case as one result."""
-    iteration_seconds = {mode: np.max([timing.seconds[mode] for timing in timings], axis=0).tolist() for mode in PLACES}
-    seconds = {mode: mean(mean(timing.seconds[mode]) for timing in timings) for mode in PLACES}
-    wrong = {mode: _added([timing.wrong[mode] for timing in timings]) for mode in PLACES}
+    iteration_seconds = {
+        mode: np.max([timing.seconds[mode] for timing in timings], axis=0).tolist() for mode in BUFFER_MODES
+    }
+    seconds = {mode: mean(mean(timing.seconds[mode]) for timing in timings) for mode in BUFFER_MODES}
+    wrong = {mode: _sum_known([timing.wrong[mode] for timing in timings]) for mode in BUFFER_MODES}
     return CaseResult(case, iteration_seconds, seconds, wrong)
 
 
-def _added(wrong_counts: list[int | None]) -> int | None:
+def _sum_known(wrong_counts: list[int | None]) -> int | None:
     counts = [count for count in wrong_counts if count is not None]
     return sum(counts) if counts else None
 
@@ -50,10 +60,12 @@ def _added(wrong_counts: list[int | None]) -> int | None:
 
 def format_table(document: dict[str, Any]) -> str:
     """A `document` as nccl-tests prints it, header to average."""
-    return "\n".join([*_header(document["config"]), *map(_row, document["results"]), *_footer(document), "#"])
+    return "\n".join(
+        [*_format_header(document["config"]), *map(_format_row, document["results"]), *_format_footer(document), "#"]
+    )
 
 
-def _header(config: dict[str, Any]) -> list[str]:
+def _format_header(config: dict[str, Any]) -> list[str]:
     step = f"{config['step_factor']}(factor)" if "step_factor" in config else f"{config['step_bytes']}(bytes)"
     devices = [
         f"#  Rank {device['rank']:2d} Group {device['group']:2d} Pid {device['pid']:6d} on {device['hostname']:>10} "
@@ -78,19 +90,19 @@ def _header(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _row(result: dict[str, Any]) -> str:
+def _format_row(result: dict[str, Any]) -> str:
     size = f"{result['size']:12d}  {result['count']:12d}"
     kind = f"  {result['type']:>8}  {result['redop']:>6}  {result['root']:>6}"
-    return size + kind + "".join(_body(result[mode]) for mode in PLACES)
+    return size + kind + "".join(_format_timing(result[mode]) for mode in BUFFER_MODES)
 
 
-def _body(timing: dict[str, Any]) -> str:
+def _format_timing(timing: dict[str, Any]) -> str:
     wrong = "   N/A" if timing["nwrong"] is None else f"{timing['nwrong']:6g}"
     numbers = ((timing["time"], 7), (timing["alg_bw"], 6), (timing["bus_bw"], 6))
-    return "".join(f"  {_number(value, width)}" for value, width in numbers) + f"  {wrong}"
+    return "".join(f"  {_format_number(value, width)}" for value, width in numbers) + f"  {wrong}"
 
 
-def _number(value: float, width: int) -> str:
+def _format_number(value: float, width: int) -> str:
     """As many decimals as there is room for, two at most."""
     digits = len(str(int(value))) if value >= 1 else 0
     decimals = 2 if digits < width - 2 else 1 if digits < width - 1 else 0
@@ -99,7 +111,7 @@ def _number(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def _footer(document: dict[str, Any]) -> list[str]:
+def _format_footer(document: dict[str, Any]) -> list[str]:
     num_wrong = document["out_of_bounds"]["count"]
     return [
         f"# {'Out of bounds values':20} : {num_wrong} {'FAILED' if num_wrong else 'OK'}",
@@ -122,7 +134,9 @@ def to_json_document(
     every rank."""
     sizes = [result.case.size_bytes for result in results]
     num_wrong = sum(sum(filter(None, result.wrong.values())) for result in results)
-    bus_bandwidths = [bandwidths(result.case, result.seconds[mode])[1] / GB for result in results for mode in PLACES]
+    bus_bandwidths = [
+        bandwidths(result.case, result.seconds[mode])[1] / GB for result in results for mode in BUFFER_MODES
+    ]
     config = {
         "nthreads": 1,
         "ngpus": 1,
@@ -143,7 +157,7 @@ def to_json_document(
         "version": VERSION,
         **{key: environment[key] for key in ("start_time", "args", "env", "nccl_version")},
         "config": config,
-        "results": [_result(result, iterations) for result in results],
+        "results": [_result_to_json(result, iterations) for result in results],
         "out_of_bounds": {"count": num_wrong, "okay": "false" if num_wrong else "true"},
         "average_bus_bandwidth": {"bandwidth": mean(bus_bandwidths), "okay": "unchecked"},
         "errors": [],
@@ -151,26 +165,26 @@ def to_json_document(
     }
 
 
-def _result(case_result: CaseResult, iterations: int) -> dict[str, Any]:
-    case, operation = case_result.case, case_result.case.way.operation
+def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
+    case, operation = case_result.case, case_result.case.kind.operation
     result: dict[str, Any] = {
         "size": case.size_bytes,
         "count": element_count(case),
-        "type": TYPES[case.way.precision],
-        "redop": "sum" if operation in (*SUMMED, "send") else "none",  # as sendrecv_perf has it
+        "type": NCCL_TYPE_NAMES[case.kind.precision],
+        "redop": "sum" if operation in (*REDUCE_OPERATIONS, "send") else "none",  # as sendrecv_perf has it
         "root": f"{0 if operation == 'broadcast' else -1:6d}",
     }
-    for mode in PLACES:
+    for mode in BUFFER_MODES:
         algorithm, bus = bandwidths(case, case_result.seconds[mode])
         num_wrong = case_result.wrong[mode]
         result[mode] = {
-            "time": case_result.seconds[mode] * US,
+            "time": case_result.seconds[mode] * US_PER_SECOND,
             "alg_bw": algorithm / GB,
             "bus_bw": bus / GB,
             "nwrong": None if num_wrong is None else float(num_wrong),
         }
-        result[f"{mode}_per_iter"] = _statistics(np.array(case_result.each[mode]) * US)
-    return result | {"actual_iterations": iterations, "experiment_name": case.way.name}
+        result[f"{mode}_per_iter"] = _statistics(np.array(case_result.seconds_per_iteration[mode]) * US_PER_SECOND)
+    return result | {"actual_iterations": iterations, "experiment_name": case.kind.name}
 
 
 def _statistics(us: Any) -> dict[str, Any]:

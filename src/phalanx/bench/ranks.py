@@ -53,9 +53,9 @@ from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
-VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+RECORDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Of the environment, what may say why a figure is as it is."""
-IN_PLACE = ("all_reduce", "broadcast")
+IN_PLACE_OPERATIONS = ("all_reduce", "broadcast")
 """Operations that training calls in place."""
 Rows = list[dict[str, Any]]
 
@@ -83,7 +83,7 @@ def run_benchmarks(
         "world_size": world_size,
         "layout": run.layout.model_dump(mode="json", exclude_defaults=True),
         "precision": run.training.precision,
-        "device": _described(device),
+        "device": _describe_device(device),
         "iterations": iterations,
         **{part: benchmarks[part]() for part in PARTS if part in parts},
     }
@@ -91,10 +91,10 @@ def run_benchmarks(
 
 def _slowest_rank_rows(rows: Rows) -> Rows:
     """Each time is that of the rank that takes longest, and each speed its."""
-    return [_of_slowest(rank_rows) for rank_rows in zip(*all_gather_objects(rows), strict=True)]
+    return [_slowest_rank_row(rank_rows) for rank_rows in zip(*all_gather_objects(rows), strict=True)]
 
 
-def _of_slowest(rank_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _slowest_rank_row(rank_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     times = {name: max(row[name] for row in rank_rows) for name in rank_rows[0] if name.endswith("seconds")}
     slowest = rank_rows[0] | times
     return (
@@ -115,7 +115,7 @@ def benchmark_collectives(
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
     results = []
     for kind, rows in roles.items():
-        started_at, group = _now(), process_group_for(run, mesh, kind)
+        started_at, group = _timestamp(), process_group_for(run, mesh, kind)
         # A server belongs to no group of other servers.
         local_group = group if isinstance(group, dist.ProcessGroup) else None
         ranks = max(all_gather_objects(local_group.size() if local_group else 0))
@@ -127,7 +127,7 @@ def benchmark_collectives(
             timings: list[CaseTiming] = [timing for timing in all_gather_objects(local_timing) if timing is not None]
             case_results.append(nccl_tests_format.merge_ranks(case, timings))
         groups = sorted({timing.group for timing in timings})
-        environment = {**_environment_info(device), "start_time": started_at, "end_time": _now()}
+        environment = {**_environment_info(device), "start_time": started_at, "end_time": _timestamp()}
         document = nccl_tests_format.to_json_document(
             case_results, iterations, bool(sweep), environment, _device_list(device, groups)
         )
@@ -141,12 +141,12 @@ def _kind_result(
     results: list[nccl_tests_format.CaseResult],
     document: dict[str, Any],
 ) -> dict[str, Any]:
-    mode: BufferMode = "in_place" if kind.operation in IN_PLACE else "out_of_place"
+    mode: BufferMode = "in_place" if kind.operation in IN_PLACE_OPERATIONS else "out_of_place"
     sizes = [result.case.size_bytes for result in results]
-    median_seconds = [median(result.each[mode]) for result in results]
+    median_seconds = [median(result.seconds_per_iteration[mode]) for result in results]
     return {
         "operation": kind.operation,
-        "among": kind.among,
+        "among": kind.group_kind,
         "ranks": len(groups[0]),
         "groups": groups,
         "sizes": [
@@ -188,7 +188,7 @@ def fit_to_dict(fit: PiecewiseFit | None, seconds: Sequence[float], mode: Buffer
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
-def _described(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} of {os.cpu_count()} cores"
@@ -208,18 +208,18 @@ def _device_list(device: torch.device, groups: list[tuple[int, ...]]) -> list[di
         "hostname": socket.gethostname(),
         "device": device.index or 0,
         "device_hex": address,
-        "device_info": _described(device),
+        "device_info": _describe_device(device),
     }
     return all_gather_objects(local_device)
 
 
 def _environment_info(device: torch.device) -> dict[str, Any]:
     major, minor, patch = torch.cuda.nccl.version()[:3] if device.type == "cuda" else (0, 0, 0)
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(RECORDED_VARIABLES)]
     return {"args": sys.argv, "env": variables, "nccl_version": 10_000 * major + 100 * minor + patch}
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return datetime.now().strftime("%Y-%m-%d %H:%M:%S")
 
 

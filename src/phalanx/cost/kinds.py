@@ -36,7 +36,7 @@ class ActivationCheckpointing(IntEnum):
     ATTENTION = 4
 
 
-RECOMPUTED = (
+RECOMPUTING_METHODS = (
     ActivationCheckpointing.FULL,
     ActivationCheckpointing.SELECTIVE,
     ActivationCheckpointing.OPERATIONS,

@@ -51,15 +51,15 @@ class IndexedWriter:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype)
         self.lengths = array.array("i")
         self.tokens = 0
-        self._largest = int(np.iinfo(self.dtype).max)
-        self._aside = f"{self.prefix}.{os.getpid()}.partial"
-        self._bin = open(f"{self._aside}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
+        self._max_token_id = int(np.iinfo(self.dtype).max)
+        self._partial_prefix = f"{self.prefix}.{os.getpid()}.partial"
+        self._bin_file = open(f"{self._partial_prefix}.bin", "wb", buffering=1 << 20)  # noqa: SIM115 -- closed by __exit__
 
     def add(self, ids: np.ndarray) -> None:
         """Append a document's ids [tokens]. Raises ValueError if one does not fit the type of the file."""
-        if ids.size and (int(ids.max()) > self._largest or int(ids.min()) < 0):
+        if ids.size and (int(ids.max()) > self._max_token_id or int(ids.min()) < 0):
             raise ValueError(f"token ids {ids.min()}..{ids.max()} do not fit {self.dtype}")
-        self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+        self._bin_file.write(np.ascontiguousarray(ids, self.dtype).data)
         self.lengths.append(ids.size)
         self.tokens += ids.size
 
@@ -70,15 +70,15 @@ class IndexedWriter:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._bin.close()
+            self._bin_file.close()
             if error_type is None:
                 lengths = np.frombuffer(self.lengths, np.int32) if self.lengths else np.empty(0, np.int32)
-                write_index(f"{self._aside}.idx", lengths, self.dtype)
-                os.replace(f"{self._aside}.bin", f"{self.prefix}.bin")
-                os.replace(f"{self._aside}.idx", f"{self.prefix}.idx")
+                write_index(f"{self._partial_prefix}.idx", lengths, self.dtype)
+                os.replace(f"{self._partial_prefix}.bin", f"{self.prefix}.bin")
+                os.replace(f"{self._partial_prefix}.idx", f"{self.prefix}.idx")
         finally:
             for suffix in (".bin", ".idx"):
-                Path(self._aside + suffix).unlink(missing_ok=True)
+                Path(self._partial_prefix + suffix).unlink(missing_ok=True)
 
 
 def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: int = 0) -> None:
@@ -137,17 +137,21 @@ def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarr
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
-        raise _broken(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
+        raise _damaged_pair_error(field, path, "is not a Megatron index: its first bytes are not MMIDIDX")
     if len(header) < HEADER.size:
-        raise _broken(field, path, f"is truncated: {size} bytes, and the header alone has {HEADER.size}")
+        raise _damaged_pair_error(field, path, f"is truncated: {size} bytes, and the header alone has {HEADER.size}")
     _, version, code, sequences, entries = HEADER.unpack(header)
     if version != VERSION:
-        raise _broken(field, path, f"is version {version} of the format; version {VERSION} is known")
+        raise _damaged_pair_error(field, path, f"is version {version} of the format; version {VERSION} is known")
     if code not in DTYPES:
-        raise _broken(field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}")
+        raise _damaged_pair_error(
+            field, path, f"has tokens of unknown type code {code}; known: {', '.join(map(str, DTYPES))}"
+        )
     required_bytes = HEADER.size + 12 * sequences + 8 * entries
     if size < required_bytes:
-        raise _broken(field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {required_bytes:,}")
+        raise _damaged_pair_error(
+            field, path, f"is truncated: {size:,} bytes, and {sequences:,} sequences need {required_bytes:,}"
+        )
     raw = np.memmap(path, np.uint8, "r")
     bounds = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
     lengths, pointers, documents = (
@@ -163,13 +167,13 @@ def _offsets(
     """Where each document begins in the flat file, in tokens: int64 [documents + 1]."""
     path, sequences = f"{prefix}.idx", len(lengths)
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise _broken(field, path, f"has no rising list of documents from 0 to its {sequences:,} sequences")
+        raise _damaged_pair_error(field, path, f"has no rising list of documents from 0 to its {sequences:,} sequences")
     starts = np.empty(sequences + 1, np.int64)
     starts[0] = pointers[0] // dtype.itemsize if sequences else 0
     np.cumsum(lengths, out=starts[1:])
     starts[1:] += starts[0]
     if (lengths < 0).any() or not np.array_equal(starts[:-1] * dtype.itemsize, pointers):
-        raise _broken(field, path, "has sequences that do not lie one after the other in the .bin file")
+        raise _damaged_pair_error(field, path, "has sequences that do not lie one after the other in the .bin file")
     offsets: np.ndarray = starts[documents]
     return offsets
 
@@ -177,13 +181,15 @@ def _offsets(
 def _map_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
     path, size = f"{prefix}.bin", os.path.getsize(f"{prefix}.bin")
     if size < num_tokens * dtype.itemsize:
-        raise _broken(field, path, f"is truncated: {size:,} bytes, and the index needs {num_tokens * dtype.itemsize:,}")
+        raise _damaged_pair_error(
+            field, path, f"is truncated: {size:,} bytes, and the index needs {num_tokens * dtype.itemsize:,}"
+        )
     if not num_tokens:
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # memmap's own indexing is slow
 
 
-def _broken(field: str, path: str, problem: str) -> UserError:
+def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
     return UserError(
         field, path, problem, "write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py"
     )
@@ -202,9 +208,9 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     for prefix, lower, upper in ((head, start, split), (tail, split, end)):
         bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])
         write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, lower)
-        os.symlink(_target(f"{dataset.prefix}.bin", Path(prefix).parent), f"{prefix}.bin")
+        os.symlink(_link_target(f"{dataset.prefix}.bin", Path(prefix).parent), f"{prefix}.bin")
 
 
-def _target(path: str, folder: Path) -> str:
+def _link_target(path: str, folder: Path) -> str:
     """What a link in `folder` says: a name alone if the file is there too, so that the folder can be renamed."""
     return os.path.basename(path) if os.path.dirname(path) == str(folder) else os.path.abspath(path)

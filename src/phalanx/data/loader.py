@@ -69,23 +69,23 @@ class TokenLoader:
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
-        sequence_indices = self._first(number) + self.rows
+        sequence_indices = self._first_sequence(number) + self.rows
         epochs, index = np.divmod(sequence_indices, self.sequences_per_epoch)
         return concat_batches([self._rows(int(epoch), index[epochs == epoch]) for epoch in np.unique(epochs)])
 
-    def _first(self, step: int) -> int:
+    def _first_sequence(self, step: int) -> int:
         origin_step, origin_sequence = self._origin
         return origin_sequence + (step - origin_step) * self.sequences_per_step
 
     def _rows(self, epoch_number: int, indices: np.ndarray) -> Batch:
         epoch = self._epoch(epoch_number)
         starts = epoch.order[indices] * self.sequence
-        return pack_rows(self.dataset.tokens, epoch.begins, epoch.shifts, starts, self.sequence, self.mask)
+        return pack_rows(self.dataset.tokens, epoch.document_starts, epoch.shifts, starts, self.sequence, self.mask)
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the run is before step `step`, for a checkpoint (JSON-able)."""
-        epoch, position = divmod(self._first(step), self.sequences_per_epoch)
-        tokens = self._first(step) * self.sequence
+        epoch, position = divmod(self._first_sequence(step), self.sequences_per_epoch)
+        tokens = self._first_sequence(step) * self.sequence
         return {"step": step, "epoch": epoch, "position": position, "tokens": tokens, **self._identity}
 
     def resume(self, state: dict[str, Any], resized: bool = False) -> None:

@@ -42,7 +42,7 @@ def pack_rows(
 class EpochOrder:
     """The order of one epoch."""
 
-    begins: np.ndarray
+    document_starts: np.ndarray
     """Where each document of the shuffled stream begins, int64 [documents + 1]."""
     shifts: np.ndarray
     """What leads from a position in the stream to one in the file, int64 [documents]."""

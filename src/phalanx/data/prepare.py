@@ -21,10 +21,10 @@ from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, tr
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
-RECIPE = 2
+RECIPE_VERSION = 2
 """Raise it when the same text would be written otherwise: it is part of the cache's key."""
-MARK = "complete.json"
-WHOLE_CHECK_TOKENS = 20_000_000
+COMPLETE_FILE = "complete.json"
+MAX_FULL_CHECK_TOKENS = 20_000_000
 STREAMING_HELD_OUT_DOCUMENTS = 1000
 
 
@@ -49,7 +49,7 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     cache = Path(data.cache).expanduser()
     final_folder = cache / _fingerprint(data)
     try:
-        if not (final_folder / MARK).is_file():
+        if not (final_folder / COMPLETE_FILE).is_file():
             cache.mkdir(parents=True, exist_ok=True)
             temp_folder = Path(tempfile.mkdtemp(prefix=f"{final_folder.name}.", suffix=".partial", dir=cache))
             try:
@@ -92,7 +92,7 @@ def check_sources(data: DataSpec) -> None:
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
     """Raise UserError if a token is no id of the tokenizer; of a large dataset, samples are looked at."""
     tokens = dataset.tokens
-    if len(tokens) > WHOLE_CHECK_TOKENS:
+    if len(tokens) > MAX_FULL_CHECK_TOKENS:
         sample_starts = np.linspace(0, len(tokens) - 65_536, num=128, dtype=np.int64)
         tokens = np.concatenate([tokens[start : start + 65_536] for start in sample_starts])
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
@@ -155,14 +155,14 @@ def _training_texts(data: DataSpec) -> Iterator[str]:
         all_documents = (
             document for source_file in source_files for document in read_documents(source_file, data.text_key)
         )
-        return (document.text for document in all_documents if include_held_out or not _held_out(data, document))
+        return (document.text for document in all_documents if include_held_out or not _is_held_out(data, document))
 
     train_texts = iter_texts(include_held_out=False)
     first_text = next(train_texts, None)
     return iter_texts(include_held_out=True) if first_text is None else chain([first_text], train_texts)
 
 
-def _held_out(data: DataSpec, document: Document) -> bool:
+def _is_held_out(data: DataSpec, document: Document) -> bool:
     return not data.held_out and is_held_out(document.name, data.held_out_fraction)
 
 
@@ -185,7 +185,7 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
         _write_first_held_out(data, tokenizer, held_out, progress)
     else:
         _write_split(data, tokenizer, folder, progress)
-    (folder / MARK).write_text(data.model_dump_json(indent=1))
+    (folder / COMPLETE_FILE).write_text(data.model_dump_json(indent=1))
 
 
 def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
@@ -193,7 +193,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     prefixes = [folder / "train", folder / "held_out"]
     train_documents = documents(data.train, data.text_key)
     counts = write_indexed_pairs(
-        train_documents, tokenizer, prefixes, lambda document: int(_held_out(data, document)), progress=progress
+        train_documents, tokenizer, prefixes, lambda document: int(_is_held_out(data, document)), progress=progress
     )
     if not all(count.documents for count in counts):
         for prefix in prefixes:
@@ -204,7 +204,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
 
 def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:
     """The first held-out documents only: a stream may be endless."""
-    held_out = (document for document in documents(data.train, data.text_key) if _held_out(data, document))
+    held_out = (document for document in documents(data.train, data.text_key) if _is_held_out(data, document))
     (counts,) = write_indexed_pairs(
         islice(held_out, STREAMING_HELD_OUT_DOCUMENTS), tokenizer, [prefix], progress=progress
     )
@@ -218,7 +218,7 @@ def _publish(temp_folder: Path, final_folder: Path) -> None:
     try:
         temp_folder.rename(final_folder)
     except OSError:
-        if not (final_folder / MARK).is_file():
+        if not (final_folder / COMPLETE_FILE).is_file():
             raise
 
 
@@ -235,10 +235,10 @@ def _fingerprint(data: DataSpec) -> str:
                 os.path.abspath(source_file.path),
                 source_file.name,
                 source_file.size,
-                source_file.changed,
+                source_file.mtime_ns,
             )
             for source_file in source_files
         ]
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()
-    return hashlib.sha256(json.dumps([RECIPE, key]).encode("utf-8", "replace")).hexdigest()[:20]
+    return hashlib.sha256(json.dumps([RECIPE_VERSION, key]).encode("utf-8", "replace")).hexdigest()[:20]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from phalanx.spec.errors import UserError
 
 FIELD = "data.train"
-NOT_OURS = {"site-packages", "dist-packages", "__pycache__"}
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 BINARY_PROBE_BYTES = 8192
 Kind = Literal["text", "jsonl", "parquet", "hf"]
 
@@ -38,9 +38,9 @@ class SourceFile:
     """The path as the user wrote it, or for "stdlib" relative to the library."""
     size: int = 0
     """Bytes of the file or files; 0 for a dataset on the hub."""
-    changed: int = 0
+    mtime_ns: int = 0
     """When it was changed, in ns."""
-    named: bool = False
+    is_explicit: bool = False
     """Whether the user named this very file; one that a directory or glob brought is skipped if binary."""
 
 
@@ -69,18 +69,20 @@ def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[Source
     """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
     if not sources:
         raise UserError(field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"')
-    return [source_file for source in sources for source_file in _parts(source, field)]
+    return [source_file for source in sources for source_file in _expand_source(source, field)]
 
 
-def _parts(source: str, field: str) -> list[SourceFile]:
+def _expand_source(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
-        return [_file(path, os.path.relpath(path, library), field) for path in _walk(library) if path.endswith(".py")]
+        return [
+            _source_file(path, os.path.relpath(path, library), field) for path in _walk(library) if path.endswith(".py")
+        ]
     if source.startswith("hf:"):
-        return [_dataset(source)]
+        return [_hf_source(source)]
     path = os.path.normpath(os.path.expanduser(source))
     if os.path.isfile(path):
-        return [_file(path, path, field, named=True)]
+        return [_source_file(path, path, field, named=True)]
     if os.path.isdir(path):
         paths = _walk(path)
     elif glob.has_magic(source):
@@ -89,10 +91,10 @@ def _parts(source: str, field: str) -> list[SourceFile]:
         raise UserError(field, source, "no such file or directory", "check the path; a pattern needs * or ?")
     if not paths:
         raise UserError(field, source, "matches no file", "check the path")
-    return [_file(match, match, field) for match in paths]
+    return [_source_file(match, match, field) for match in paths]
 
 
-def _dataset(source: str) -> SourceFile:
+def _hf_source(source: str) -> SourceFile:
     """A dataset on disk changes when one of its files does; of one on the hub only the name is known."""
     files = [os.stat(path) for path in _walk(os.path.expanduser(source[3:]))]
     size, changed = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
@@ -102,17 +104,17 @@ def _dataset(source: str) -> SourceFile:
 def _walk(root: str) -> list[str]:
     paths = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in NOT_OURS and not name.startswith("."))
+        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
         paths += [os.path.join(folder, name) for name in sorted(files) if not name.startswith(".")]
     return paths
 
 
-def _file(path: str, name: str, field: str, named: bool = False) -> SourceFile:
+def _source_file(path: str, name: str, field: str, named: bool = False) -> SourceFile:
     kind_by_suffix: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
     try:
         status = os.stat(path)
     except OSError as error:
-        raise _unreadable(field, path, error) from None
+        raise _unreadable_error(field, path, error) from None
     kind = kind_by_suffix.get(Path(path).suffix, "text")
     return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, named)
 
@@ -122,17 +124,17 @@ def read_documents(source_file: SourceFile, text_key: str = "text", field: str =
 
     Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
     """
-    readers = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "hf": _hf}
+    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}
     try:
         yield from readers[source_file.kind](source_file, text_key, field)
     except OSError as error:
-        raise _unreadable(field, source_file.path, error) from None
+        raise _unreadable_error(field, source_file.path, error) from None
 
 
-def _text(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     raw = Path(source_file.path).read_bytes()
     if b"\0" in raw[:BINARY_PROBE_BYTES]:
-        if source_file.named:
+        if source_file.is_explicit:
             raise UserError(
                 field, source_file.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files"
             )
@@ -147,7 +149,7 @@ def _decode(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def _jsonl(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+def _read_jsonl(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
     with open(source_file.path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -157,10 +159,10 @@ def _jsonl(source_file: SourceFile, text_key: str, field: str) -> Iterator[Docum
             except ValueError as error:
                 location = f"{source_file.path}:{number}"
                 raise UserError(field, location, f"is not JSON: {error}", "give one JSON object per line") from None
-            yield Document(f"{source_file.name}:{number}", _field(row, text_key, f"{source_file.path}:{number}"))
+            yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
-def _field(row: Any, text_key: str, location: str) -> str:
+def _text_field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(row, dict):
         raise UserError("data.text_key", text_key, f"{location} is not a JSON object", "give one JSON object per line")
     if text_key not in row:
@@ -173,8 +175,8 @@ def _field(row: Any, text_key: str, location: str) -> str:
     return text
 
 
-def _parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    parquet = _extra("pyarrow.parquet", field, source_file.path)
+def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    parquet = _import_extra("pyarrow.parquet", field, source_file.path)
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # ArrowInvalid is one
@@ -189,12 +191,13 @@ def _parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             for text in batch.column(0).to_pylist():
                 number += 1
                 yield Document(
-                    f"{source_file.name}:{number}", _field({text_key: text}, text_key, f"{source_file.path}:{number}")
+                    f"{source_file.name}:{number}",
+                    _text_field({text_key: text}, text_key, f"{source_file.path}:{number}"),
                 )
 
 
-def _hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    datasets = _extra("datasets", field, source_file.name)
+def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    datasets = _import_extra("datasets", field, source_file.name)
     path = os.path.expanduser(source_file.path)
     try:
         if os.path.isdir(path):
@@ -207,10 +210,10 @@ def _hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document
             field, source_file.name, f"cannot be loaded: {error}", "check the name, and that it has a train split"
         ) from None
     for number, row in enumerate(rows, 1):
-        yield Document(f"{source_file.name}:{number}", _field(row, text_key, f"{source_file.name}:{number}"))
+        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.name}:{number}"))
 
 
-def _extra(module: str, field: str, source: str) -> Any:
+def _import_extra(module: str, field: str, source: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -218,5 +221,5 @@ def _extra(module: str, field: str, source: str) -> Any:
         raise UserError(field, source, f"needs {package}, which is not installed", "pip install -e '.[data]'") from None
 
 
-def _unreadable(field: str, path: str, error: OSError) -> UserError:
+def _unreadable_error(field: str, path: str, error: OSError) -> UserError:
     return UserError(field, path, f"cannot be read: {error.strerror or error}", "check the path and its permissions")

@@ -26,7 +26,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
 CHUNK_CHARACTERS = 250_000
-KEPT_STATES = 64
+MAX_SAVED_STATES = 64
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,24 @@ class StreamingLoader:
         self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, seq_len, seed
         self.sequences_per_step = sequences_per_step
         self.rows = rank_rows(sequences_per_step, rank, ranks)
-        self._parts = list_source_files(data.train)
+        self._source_files = list_source_files(data.train)
         self._states: dict[int, dict[str, Any]] = {}
         self._origin = (0, 0)
-        self._go_to(0, StreamPosition())
+        self._seek(0, StreamPosition())
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T].
 
         Raises ValueError if it is not the next step.
         """
-        if number != self._next:
-            raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next}")
+        if number != self._next_step:
+            raise ValueError(f"step {number} was asked for, and a stream can only give the next, {self._next_step}")
         local_rows = set(self.rows.tolist())
-        rows = [row for i in range(self.sequences_per_step) if (row := self._sequence(i in local_rows)) is not None]
-        self._next += 1
-        self._remember()
+        rows = [
+            row for i in range(self.sequences_per_step) if (row := self._next_sequence(i in local_rows)) is not None
+        ]
+        self._next_step += 1
+        self._save_state()
         return _batch(rows, self.sequence, self.data.mask_documents)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -98,28 +100,28 @@ class StreamingLoader:
         """
         check_resumable(self._identity, state, resized)
         cursor = StreamPosition(**{name: int(state[name]) for name in StreamPosition.__dataclass_fields__})
-        self._go_to(int(state["step"]), cursor, int(state["tokens"]))
+        self._seek(int(state["step"]), cursor, int(state["tokens"]))
 
     def skip_steps(self, steps: int) -> None:
         """Leave out the sequences of so many steps, from where the run goes on."""
         sequences = steps * self.sequences_per_step
         for _ in range(sequences):
-            self._sequence(False)
+            self._next_sequence(False)
         origin_step, tokens = self._origin
         self._origin = (origin_step, tokens + sequences * self.sequence)
-        self._remember()
+        self._save_state()
 
-    def _go_to(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
+    def _seek(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
         self._origin = (step, tokens)
-        self._next, self._skip, self._position = step, cursor.offset, cursor.position
+        self._next_step, self._skip, self._position = step, cursor.offset, cursor.position
         self._buffer: deque[DocumentPiece] = deque()
-        self._buffered = -cursor.offset
+        self._num_buffered_tokens = -cursor.offset
         self._start = cursor
         self._pieces = self._read(cursor)
         self._states.clear()
-        self._remember()
+        self._save_state()
 
-    def _remember(self) -> None:
+    def _save_state(self) -> None:
         position = self._start
         if self._buffer:
             first_piece = self._buffer[0]
@@ -127,30 +129,30 @@ class StreamingLoader:
                 self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
             )
         origin_step, tokens = self._origin
-        tokens += (self._next - origin_step) * self.sequences_per_step * self.sequence
-        self._states[self._next] = {"step": self._next, **vars(position), "tokens": tokens, **self._identity}
-        self._states.pop(self._next - KEPT_STATES, None)
+        tokens += (self._next_step - origin_step) * self.sequences_per_step * self.sequence
+        self._states[self._next_step] = {"step": self._next_step, **vars(position), "tokens": tokens, **self._identity}
+        self._states.pop(self._next_step - MAX_SAVED_STATES, None)
 
-    def _sequence(self, wanted: bool) -> list[np.ndarray] | None:
+    def _next_sequence(self, wanted: bool) -> list[np.ndarray] | None:
         """The next T + 1 tokens of the stream, one array per document; None if not `wanted`."""
         num_tokens = self.sequence + 1
-        while self._buffered < num_tokens:
+        while self._num_buffered_tokens < num_tokens:
             piece = next(self._pieces, None)
             if piece is None:
                 self._next_epoch()
             else:
                 self._buffer.append(piece)
-                self._buffered += len(piece.ids)
-        row = self._cut(num_tokens) if wanted else None
+                self._num_buffered_tokens += len(piece.ids)
+        row = self._slice_row(num_tokens) if wanted else None
         self._position += 1
-        self._buffered -= self.sequence
+        self._num_buffered_tokens -= self.sequence
         self._skip += self.sequence
         # The last target is the next sequence's first input, so its document stays.
         while self._skip >= len(self._buffer[0].ids):
             self._skip -= len(self._buffer.popleft().ids)
         return row
 
-    def _cut(self, num_tokens: int) -> list[np.ndarray]:
+    def _slice_row(self, num_tokens: int) -> list[np.ndarray]:
         row = []
         start = self._skip
         for piece in self._buffer:
@@ -166,24 +168,24 @@ class StreamingLoader:
             raise UserError(
                 "data.train",
                 self.data.train,
-                f"has {self._buffered:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
+                f"has {self._num_buffered_tokens:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
                 "give more text, or lower training.seq_len",
             )
         self._start = StreamPosition(self._start.epoch + 1)
         self._buffer.clear()
-        self._buffered = self._skip = self._position = 0
+        self._num_buffered_tokens = self._skip = self._position = 0
         self._pieces = self._read(self._start)
 
     def _read(self, cursor: StreamPosition) -> Iterator[DocumentPiece]:
         """The documents from the cursor's on, tokenized and ended, to the end of its epoch."""
-        order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._parts))
+        order = np.random.Generator(np.random.PCG64([self.seed, cursor.epoch])).permutation(len(self._source_files))
         locations: deque[tuple[int, int]] = deque()
 
         def iter_documents() -> Iterator[Document]:
             for part in range(cursor.part, len(order)):
                 first_document = cursor.document if part == cursor.part else 0
-                for index, document in enumerate(read_documents(self._parts[order[part]], self.data.text_key)):
-                    if index >= first_document and document.text and not self._held_out(document):
+                for index, document in enumerate(read_documents(self._source_files[order[part]], self.data.text_key)):
+                    if index >= first_document and document.text and not self._is_held_out(document):
                         locations.append((part, index))
                         yield document
 
@@ -191,7 +193,7 @@ class StreamingLoader:
         for _, ids in tokenize_documents(iter_documents(), self.tokenizer, CHUNK_CHARACTERS):
             yield DocumentPiece(*locations.popleft(), np.concatenate([ids, end_token]))
 
-    def _held_out(self, document: Document) -> bool:
+    def _is_held_out(self, document: Document) -> bool:
         return not self.data.held_out and is_held_out(document.name, self.data.held_out_fraction)
 
     @cached_property
@@ -200,7 +202,7 @@ class StreamingLoader:
             "seed": self.seed,
             "sequence": self.sequence,
             "sequences_per_step": self.sequences_per_step,
-            "fingerprint": _fingerprint(self._parts, self.tokenizer, self.data),
+            "fingerprint": _fingerprint(self._source_files, self.tokenizer, self.data),
         }
 
 

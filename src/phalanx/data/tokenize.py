@@ -27,7 +27,7 @@ PIECE_CHARACTERS = 1_000_000
 
 # One for the process. With its own, a generator that nobody finished would join a thread when it is collected, and
 # the collector may run where a thread is being started, whose locks that join needs.
-BACKGROUND = ThreadPoolExecutor(1, "phalanx-encode")
+ENCODE_POOL = ThreadPoolExecutor(1, "phalanx-encode")
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def tokenize_documents(
 ) -> Iterator[tuple[Document, np.ndarray]]:
     """Each document with its ids, int32 [tokens], no end token; in order, and `chunk` characters at once."""
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
-    for group in _groups(documents, chunk):
-        pending.append((group, BACKGROUND.submit(_encode, group, tokenizer)))
+    for group in _group_documents(documents, chunk):
+        pending.append((group, ENCODE_POOL.submit(_encode_group, group, tokenizer)))
         if len(pending) > 1:
             encoded_group, future = pending.popleft()
             yield from zip(encoded_group, future.result(), strict=True)
@@ -83,9 +83,9 @@ def write_indexed_pairs(
         for document, ids in tokenize_documents(documents, tokenizer):
             index = choose(document)
             writers[index].add(np.concatenate([ids, end_tokens]))
-            counts[index] = _plus(counts[index], document, ids.size + end_tokens.size)
+            counts[index] = _add_document(counts[index], document, ids.size + end_tokens.size)
             if progress is not None:
-                progress(_sum(counts))
+                progress(_sum_counts(counts))
     return counts
 
 
@@ -98,19 +98,19 @@ def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
     return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "name another directory")
 
 
-def _plus(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:
+def _add_document(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:
     text = document.text
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     return TokenizationCounts(counts.documents + 1, counts.tokens + tokens, counts.text_bytes + size)
 
 
-def _sum(counts: Sequence[TokenizationCounts]) -> TokenizationCounts:
+def _sum_counts(counts: Sequence[TokenizationCounts]) -> TokenizationCounts:
     return TokenizationCounts(
         *(sum(getattr(c, name) for c in counts) for name in ("documents", "tokens", "text_bytes"))
     )
 
 
-def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document]]:
+def _group_documents(documents: Iterable[Document], chunk: int) -> Iterator[list[Document]]:
     group: list[Document] = []
     size = 0
     for document in documents:
@@ -123,7 +123,7 @@ def _groups(documents: Iterable[Document], chunk: int) -> Iterator[list[Document
         yield group
 
 
-def _encode(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+def _encode_group(group: Sequence[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     pieces = [split_text(document.text) for document in group]
     ids = iter(tokenizer.encode_batch([piece for text_pieces in pieces for piece in text_pieces]))
     return [

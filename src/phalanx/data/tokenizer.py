@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import BYTES_TOKENIZER, BYTES_VOCAB, END_OF_TEXT
 
-END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 FIELD = "data.tokenizer"
 
 # A pretoken is a line with the indent of the next, so that merges reach over words ("if not ", "):\n        "), as in
@@ -22,7 +22,7 @@ FIELD = "data.tokenizer"
 PATTERN = r"[^\n]{0,100}\n\s{0,100}|[^\n]{1,100}"
 SAMPLE_CHARACTERS = 1_000_000
 PIECE_CHARACTERS = 2048
-READ_CHARACTERS = 64_000_000
+MAX_READ_CHARACTERS = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
-    text = _read(file, str(path))
+    text = _read_file(file, str(path))
     try:
         table = json.loads(text)
     except ValueError:
-        raise _not_a_tokenizer(path, "is not JSON") from None
+        raise _invalid_tokenizer_error(path, "is not JSON") from None
     if table == BYTES_TOKENIZER:
         return byte_tokenizer()
     if not isinstance(table, dict) or "model" not in table:
-        raise _not_a_tokenizer(path, "is not a tokenizer: it has no model")
+        raise _invalid_tokenizer_error(path, "is not a tokenizer: it has no model")
     import tokenizers
 
     try:
         model = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the bindings raise bare Exception
-        raise _not_a_tokenizer(path, f"is not a tokenizer that this version reads: {error}") from None
-    return _of_model(model, str(path))
+        raise _invalid_tokenizer_error(path, f"is not a tokenizer that this version reads: {error}") from None
+    return _wrap_model(model, str(path))
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -119,7 +119,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Model
 
-    sample = _sample(texts)
+    sample = _sample_texts(texts)
     if not any(sample):
         raise UserError("data.train", None, "has no text to train a tokenizer on", "give files with text in them")
     model = Model(models.BPE())
@@ -131,16 +131,16 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
         vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator(sample, trainer)
-    return _of_model(model, "bpe")
+    return _wrap_model(model, "bpe")
 
 
-def _sample(texts: Iterable[str]) -> list[str]:
+def _sample_texts(texts: Iterable[str]) -> list[str]:
     parts: list[str] = []
     total = 0
     for text in texts:
-        parts.append(_without_surrogates(text[: READ_CHARACTERS - total]))
+        parts.append(_without_surrogates(text[: MAX_READ_CHARACTERS - total]))
         total += len(parts[-1])
-        if total >= READ_CHARACTERS:
+        if total >= MAX_READ_CHARACTERS:
             break
     if total <= SAMPLE_CHARACTERS:
         return parts
@@ -150,12 +150,12 @@ def _sample(texts: Iterable[str]) -> list[str]:
     return [joined[start : start + PIECE_CHARACTERS] for start in range(0, len(joined), stride)]
 
 
-def _of_model(model: Any, name: str) -> Tokenizer:
+def _wrap_model(model: Any, name: str) -> Tokenizer:
     vocabulary = model.get_vocab()
-    end = next((vocabulary[token] for token in END_NAMES if token in vocabulary), None)
+    end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None)
     if end is None:
         raise UserError(
-            FIELD, name, "has no end-of-text token", f"add one of {', '.join(END_NAMES)} to it as a special token"
+            FIELD, name, "has no end-of-text token", f"add one of {', '.join(END_TOKENS)} to it as a special token"
         )
     # A document that spells out <|endoftext|> must not end there.
     model.encode_special_tokens = True
@@ -164,18 +164,18 @@ def _of_model(model: Any, name: str) -> Tokenizer:
     return Tokenizer(vocab=max(vocabulary.values()) + 1, end=end, model=model)
 
 
-def _read(file: Path, name: str) -> str:
+def _read_file(file: Path, name: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(FIELD, name, "no such file", 'give a tokenizer.json, or write "bpe" or "bytes"') from None
     except UnicodeDecodeError:
-        raise _not_a_tokenizer(name, "is not text") from None
+        raise _invalid_tokenizer_error(name, "is not text") from None
     except OSError as error:
         raise UserError(FIELD, name, f"cannot be read: {error.strerror}", "check its permissions") from None
 
 
-def _not_a_tokenizer(path: str | Path, problem: str) -> UserError:
+def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
     return UserError(FIELD, str(path), problem, "give the tokenizer.json that Hugging Face `tokenizers` saves")
 
 

@@ -15,7 +15,7 @@ Key = tuple[str, tuple[int, ...]]
 Calls = dict[int, dict[int, RecordedCollective]]
 """Of a group: by rank, and by number."""
 
-SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+SAME_SIZE_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 """Collectives to which every rank gives as many numbers (of the others each rank may have its own share)."""
 AUTOGRAD_FILE = "torch/autograd/graph.py"
 """In which it computes, or waits in a hook that is not Python's (DDP's)."""
@@ -44,7 +44,9 @@ def collectives_by_group(dumps: Mapping[int, HangDump]) -> dict[Key, Calls]:
 def call_signature(call: RecordedCollective) -> tuple[Hashable, ...]:
     """What must be the same on all ranks."""
     operation = call["operation"]
-    if operation.lstrip("_").removesuffix("_base") not in SAME_SIZE:  # NCCL: _all_gather_base, _reduce_scatter_base
+    if (
+        operation.lstrip("_").removesuffix("_base") not in SAME_SIZE_COLLECTIVES
+    ):  # NCCL: _all_gather_base, _reduce_scatter_base
         return (operation,)
     return operation, tuple(prod(shape) for shape in call["inputs"]), tuple(call["dtypes"])
 

@@ -15,8 +15,8 @@ from phalanx.debug.collective_log import (
     was_waiting,
 )
 from phalanx.debug.hang_evidence import (
-    STATES,
-    STOPPED,
+    PROCESS_STATES,
+    STOPPED_STATES,
     Evidence,
     Explanation,
     Verdict,
@@ -35,11 +35,21 @@ def diagnose_hang(
 ) -> Explanation:
     """Hold the ranks' words against each other. `sizes` is the layout on the ranks of the run."""
     evidence = Evidence(dumps, failures, sizes)
-    checks = _killed, _collective_decision, _own_error, _mismatch, _aborted, _stopped, _absent, _lost, _standing_still
+    checks = (
+        _find_killed_rank,
+        _find_collective_decision,
+        _find_rank_error,
+        _find_mismatch,
+        _find_aborted_rank,
+        _find_stopped_rank,
+        _find_absent_rank,
+        _find_stuck_collective,
+        _find_stalled_rank,
+    )
     verdicts = (check(evidence) for check in checks)
     verdict = next((candidate for candidate in verdicts if candidate is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
-    lines = {rank: evidence.line(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
+    lines = {rank: evidence.describe_rank(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
     fallback = Verdict("nothing", (), "no rank left word of a collective that it waited for", "read failures/")
     return Explanation(verdict or fallback, min(steps, default=None), lines)
 
@@ -47,7 +57,7 @@ def diagnose_hang(
 # -- what it may have been, the surest first ---------------------------------------------------------------------------
 
 
-def _killed(evidence: Evidence) -> Verdict | None:
+def _find_killed_rank(evidence: Evidence) -> Verdict | None:
     """A rank that a signal ended, other than one that a mismatch aborts."""
     killed = {rank: record for rank, record in evidence.failures.items() if "traceback" not in record}
     killed = {rank: record for rank, record in killed.items() if "SIGABRT" not in str(record["reason"])}
@@ -60,7 +70,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _collective_decision(evidence: Evidence) -> Verdict | None:
+def _find_collective_decision(evidence: Evidence) -> Verdict | None:
     """What all ranks found together, and ended for: a loss that is not finite, or ranks that hold other numbers."""
     for record in evidence.failures.values():
         if "suspect_ranks" in record:
@@ -69,7 +79,7 @@ def _collective_decision(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _own_error(evidence: Evidence) -> Verdict | None:
+def _find_rank_error(evidence: Evidence) -> Verdict | None:
     """A rank that failed in its own work, and not because others were gone or late."""
     errors = {rank: record for rank, record in evidence.failures.items() if "traceback" in record}
     errors = {rank: record for rank, record in errors.items() if not is_peer_loss(str(record["reason"]))}
@@ -81,7 +91,7 @@ def _own_error(evidence: Evidence) -> Verdict | None:
     return Verdict("error", (rank,), summary, "its traceback is in failures/")
 
 
-def _mismatch(evidence: Evidence) -> Verdict | None:
+def _find_mismatch(evidence: Evidence) -> Verdict | None:
     """Ranks that called other collectives, or with other sizes, where they should have called the same."""
     for key, calls in evidence.groups.items():
         number = first_difference(calls, call_signature)
@@ -137,16 +147,16 @@ def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ran
         or _mismatch_kind({0: deviating_calls[number], 1: other_calls[number]}) == "shape"
     ):
         return ""
-    if _alike(deviating_pair[0], other_pair[1]) and _alike(deviating_pair[1], other_pair[0]):
+    if _is_same_call(deviating_pair[0], other_pair[1]) and _is_same_call(deviating_pair[1], other_pair[0]):
         return ": the two are in another order there"
-    return ": it left that one out" if _alike(deviating_pair[0], other_pair[1]) else ""
+    return ": it left that one out" if _is_same_call(deviating_pair[0], other_pair[1]) else ""
 
 
-def _alike(a: RecordedCollective | None, b: RecordedCollective | None) -> bool:
+def _is_same_call(a: RecordedCollective | None, b: RecordedCollective | None) -> bool:
     return a is not None and b is not None and (call_signature(a), a["at"]) == (call_signature(b), b["at"])
 
 
-def _aborted(evidence: Evidence) -> Verdict | None:
+def _find_aborted_rank(evidence: Evidence) -> Verdict | None:
     """A rank that a library ended, and not because it waited too long or for other numbers than came."""
     aborted_ranks = [rank for rank, dump in evidence.dumps.items() if dump["why"] == ABORTED and not was_waiting(dump)]
     reason_by_rank = {
@@ -167,22 +177,24 @@ def _aborted(evidence: Evidence) -> Verdict | None:
     return Verdict("killed", (rank,), f"{evidence.name(rank)} {reason_by_rank[rank]}; the others lost it", fix)
 
 
-def _stopped(evidence: Evidence) -> Verdict | None:
+def _find_stopped_rank(evidence: Evidence) -> Verdict | None:
     """A process that stands still by a signal, or is gone."""
-    stopped_ranks = [rank for rank in evidence.silent if evidence.states.get(rank) in (*STOPPED, "Z", "X", "gone")]
+    stopped_ranks = [
+        rank for rank in evidence.silent if evidence.states.get(rank) in (*STOPPED_STATES, "Z", "X", "gone")
+    ]
     if not stopped_ranks:
         return None
-    rank = min(stopped_ranks, key=lambda rank: (evidence.states[rank] not in STOPPED, rank))
+    rank = min(stopped_ranks, key=lambda rank: (evidence.states[rank] not in STOPPED_STATES, rank))
     state = evidence.states[rank]
-    summary = f"{evidence.name(rank)} {STATES[state]}{missed_collective(evidence, [rank])}"
-    if state in STOPPED:
+    summary = f"{evidence.name(rank)} {PROCESS_STATES[state]}{missed_collective(evidence, [rank])}"
+    if state in STOPPED_STATES:
         return Verdict(
             "stopped", (rank,), summary, "find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT"
         )
     return Verdict("killed", (rank,), summary, "see the node's log (dmesg), and continue with --resume")
 
 
-def _absent(evidence: Evidence) -> Verdict | None:
+def _find_absent_rank(evidence: Evidence) -> Verdict | None:
     """A rank that never came to what others wait for in, for another reason than that it waits itself."""
     is_waiting = {rank: was_waiting(dump) for rank, dump in evidence.dumps.items()}
     lagging = ranks_waited_for(evidence)
@@ -196,7 +208,7 @@ def _absent(evidence: Evidence) -> Verdict | None:
     if not roots and any(is_waiting.values()):  # messages of a pipeline are in no recorder
         roots = busy or evidence.silent
     if not roots:
-        return _crossed(evidence, lagging)
+        return _find_crossed_collectives(evidence, lagging)
     if roots[0] in evidence.silent:
         summary = f"{evidence.names(roots)} left no word{missed_collective(evidence, roots)}"
         fix = "its process or host is gone or frozen: look there (ps, dmesg, the network), and continue with --resume"
@@ -211,7 +223,7 @@ def _absent(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _crossed(evidence: Evidence, lagging: Mapping[int, set[int]]) -> Verdict | None:
+def _find_crossed_collectives(evidence: Evidence, lagging: Mapping[int, set[int]]) -> Verdict | None:
     """Ranks that all wait for each other, in different collectives."""
     if not lagging:
         return None
@@ -236,14 +248,14 @@ def _crossed(evidence: Evidence, lagging: Mapping[int, set[int]]) -> Verdict | N
     )
 
 
-def _lost(evidence: Evidence) -> Verdict | None:
+def _find_stuck_collective(evidence: Evidence) -> Verdict | None:
     """Every rank came, and it did not end."""
     for key, calls in reversed(evidence.groups.items()):
         last_number = max((max(rank_calls, default=0) for rank_calls in calls.values()), default=0)
         ranks_inside = [
             rank
             for rank, rank_calls in calls.items()
-            if last_number in rank_calls and evidence.under_way(rank, rank_calls[last_number])
+            if last_number in rank_calls and evidence.is_in_collective(rank, rank_calls[last_number])
         ]
         if ranks_inside:
             call = calls[ranks_inside[0]][last_number]
@@ -253,7 +265,7 @@ def _lost(evidence: Evidence) -> Verdict | None:
     return None
 
 
-def _standing_still(evidence: Evidence) -> Verdict | None:
+def _find_stalled_rank(evidence: Evidence) -> Verdict | None:
     """Ranks that stand still in what no recorder has: messages of a pipeline; or one alone."""
     stalled_ranks = [rank for rank, dump in evidence.dumps.items() if dump["why"] == STALLED]
     if not stalled_ranks:

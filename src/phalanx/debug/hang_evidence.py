@@ -26,7 +26,7 @@ from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups
 Kind = Literal["mismatch", "killed", "stopped", "error", "silent", "absent", "crossed", "lost", "nothing"]
 
 
-STATES = {
+PROCESS_STATES = {
     "T": "was stopped (SIGSTOP)",
     "t": "was stopped by a debugger",
     "Z": "had died",
@@ -37,7 +37,7 @@ STATES = {
 """Of a process, as its neighbours saw it."""
 
 
-STOPPED = ("T", "t")
+STOPPED_STATES = ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Evidence:
         """Of processes that others looked at: the worst that one saw."""
         for dump in dumps.values():
             for rank, state in dump["sibling_states"].items():
-                if state in STOPPED or int(rank) not in self.states:
+                if state in STOPPED_STATES or int(rank) not in self.states:
                     self.states[int(rank)] = state
         # A rank that was stopped tells only what it did when it was woken, to end.
-        self.dumps = {rank: dump for rank, dump in dumps.items() if self.states.get(rank) not in STOPPED}
+        self.dumps = {rank: dump for rank, dump in dumps.items() if self.states.get(rank) not in STOPPED_STATES}
         self.silent = [rank for rank in range(sizes.world_size) if rank not in self.dumps]
         self.groups = collectives_by_group(self.dumps)
         self.expert_groups = set(expert_parallel_groups(sizes))
@@ -124,7 +124,7 @@ class Evidence:
     def where(self, rank: int) -> str:
         return innermost_user_frame(self.dumps[rank]["stack"]) if rank in self.dumps else ""
 
-    def under_way(self, rank: int, call: RecordedCollective) -> bool:
+    def is_in_collective(self, rank: int, call: RecordedCollective) -> bool:
         """Whether this rank was in it. Gloo takes a collective that failed for one that is over; a message that failed
         says nothing of collectives before it."""
         dump = self.dumps[rank]
@@ -135,37 +135,40 @@ class Evidence:
         """The collective that a rank waited in; "" if it was in none that is known."""
         dump = self.dumps[rank]
         call = dump["calls"][-1] if dump["calls"] else None
-        if call is None or not self.under_way(rank, call):
+        if call is None or not self.is_in_collective(rank, call):
             return ""
         key = call["group"], tuple(dump["groups"].get(call["group"], ()))
         return f"{describe_call(call)}, number {call['number']} of {self.group(key)}"
 
-    def line(self, rank: int) -> str:
+    def describe_rank(self, rank: int) -> str:
         """Of one rank: what it did, and where."""
-        return f"{self.name(rank)}: {self._did(rank)}"
+        return f"{self.name(rank)}: {self._describe_state(rank)}"
 
-    def _did(self, rank: int) -> str:
+    def _describe_state(self, rank: int) -> str:
         state, failure = self.states.get(rank), self.failures.get(rank)
         if rank not in self.dumps:
-            description = STATES.get(state or "", "left no word")
+            description = PROCESS_STATES.get(state or "", "left no word")
             failed_itself = failure is not None and not is_peer_loss(str(failure["reason"]))
             return f"{description}; {failure['reason']}" if failure and failed_itself else description
         dump = self.dumps[rank]
         call = self.last_call(rank)
         stall_note = f", still for {dump['stalled_seconds']:.0f} s" if dump["why"] == STALLED else ""
         parts = [f"after step {dump['step']}{stall_note}: {self.where(rank)}", *([f"in {call}"] if call else [])]
-        if state in (*STOPPED, "D"):  # one that has died did so after its word
-            parts.append(STATES[state or ""])
+        if state in (*STOPPED_STATES, "D"):  # one that has died did so after its word
+            parts.append(PROCESS_STATES[state or ""])
         return "; ".join(parts)
 
 
-def _waiting_fronts(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollective, list[int], list[int]]]:
+def _incomplete_collectives(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollective, list[int], list[int]]]:
     """Of each group in which ranks wait for others: the group, the first collective that some did not come to, who came
     and waits, and who did not come."""
     for key, calls in evidence.groups.items():
         last_numbers = {rank: max(rank_calls, default=0) for rank, rank_calls in calls.items()}
         waited_numbers = {
-            n for rank, rank_calls in calls.items() for n, call in rank_calls.items() if evidence.under_way(rank, call)
+            n
+            for rank, rank_calls in calls.items()
+            for n, call in rank_calls.items()
+            if evidence.is_in_collective(rank, call)
         }
         for number in sorted(waited_numbers):
             missing = [rank for rank in key[1] if last_numbers.get(rank, 0) < number]
@@ -173,7 +176,7 @@ def _waiting_fronts(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollectiv
                 waiters = [
                     rank
                     for rank, rank_calls in calls.items()
-                    if number in rank_calls and evidence.under_way(rank, rank_calls[number])
+                    if number in rank_calls and evidence.is_in_collective(rank, rank_calls[number])
                 ]
                 yield key, calls[waiters[0]][number], waiters, missing
                 break
@@ -182,7 +185,7 @@ def _waiting_fronts(evidence: Evidence) -> Iterator[tuple[Key, RecordedCollectiv
 def ranks_waited_for(evidence: Evidence) -> dict[int, set[int]]:
     """By rank that had not come as far as others of a group: who had."""
     ranks_ahead: dict[int, set[int]] = defaultdict(set)
-    for _, _, waiters, missing in _waiting_fronts(evidence):
+    for _, _, waiters, missing in _incomplete_collectives(evidence):
         for rank in missing:
             ranks_ahead[rank].update(waiters)
     return dict(ranks_ahead)
@@ -190,7 +193,7 @@ def ranks_waited_for(evidence: Evidence) -> dict[int, set[int]]:
 
 def missed_collective(evidence: Evidence, ranks: Sequence[int]) -> str:
     """What they never came to."""
-    for key, call, waiters, missing in _waiting_fronts(evidence):
+    for key, call, waiters, missing in _incomplete_collectives(evidence):
         if set(ranks) & set(missing):
             other_missing = [rank for rank in missing if rank not in ranks and rank in evidence.dumps]
             waiting = describe_other_ranks(evidence, waiters, key)

@@ -12,7 +12,7 @@ from phalanx.runs.jsonl import read_jsonl
 from phalanx.runs.step_records import rank_record_file
 from phalanx.spec.formatting import format_gb_or_mb
 
-CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_ROOT, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_oom_kills() -> int | None:
@@ -21,7 +21,7 @@ def cgroup_oom_kills() -> int | None:
     cgroup v2 counts in memory.events, v1 in memory.oom_control (Documentation/admin-guide/cgroup-v2.rst, and
     cgroup-v1/memory.rst).
     """
-    for file in _files("memory.events", "memory.oom_control"):
+    for file in _find_cgroup_files("memory.events", "memory.oom_control"):
         for line in file.read_text().splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill":
@@ -31,7 +31,7 @@ def cgroup_oom_kills() -> int | None:
 
 def cgroup_memory_limit() -> int | None:
     """The most that the group may hold; None where there is no limit, or nobody says so."""
-    for file in _files("memory.max", "memory.limit_in_bytes"):
+    for file in _find_cgroup_files("memory.max", "memory.limit_in_bytes"):
         text = file.read_text().strip()
         if text.isdecimal() and int(text) < 2**62:  # v1 writes the largest number of pages where there is none
             return int(text)
@@ -62,11 +62,11 @@ def describe_kill(directory: Path, rank: int, exit_reason: str, oom_kills: int =
     if oom_kills or any(dump.get("oom_kills") for dump in read_dumps(directory).values()):
         limit = cgroup_memory_limit()
         limit_text = f" (limit of its group: {format_gb_or_mb(limit)})" if limit else ""
-        return f"{exit_reason}, by the kernel, for want of memory{limit_text}{_last_peak(directory, rank)}"
+        return f"{exit_reason}, by the kernel, for want of memory{limit_text}{_describe_last_peak(directory, rank)}"
     return f"{exit_reason} without a word; out of memory?"
 
 
-def _last_peak(directory: Path, rank: int) -> str:
+def _describe_last_peak(directory: Path, rank: int) -> str:
     """Return the peak memory that the rank recorded last: it writes about once a second."""
     with suppress(OSError):
         for record in reversed(read_jsonl(rank_record_file(directory, rank))):
@@ -76,13 +76,13 @@ def _last_peak(directory: Path, rank: int) -> str:
     return ""
 
 
-def _files(version_2: str, version_1: str) -> Iterator[Path]:
+def _find_cgroup_files(version_2: str, version_1: str) -> Iterator[Path]:
     """The file of this process's group, under its path or, in a container that sees its own as the root, there."""
     with suppress(OSError):
-        for line in OWN.read_text().splitlines():
+        for line in PROCESS_CGROUP.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             is_v1 = "memory" in controllers.split(",")
-            root, name = (CGROUPS / "memory", version_1) if is_v1 else (CGROUPS, version_2)
+            root, name = (CGROUP_ROOT / "memory", version_1) if is_v1 else (CGROUP_ROOT, version_2)
             for file in (root / path.lstrip("/") / name, root / name):
                 if (is_v1 or not controllers) and file.is_file():
                     yield file

@@ -14,14 +14,14 @@ from statistics import median
 from typing import Any
 
 from phalanx.debug.collective_log import is_peer_loss
-from phalanx.doctor.checks.clock import OFFSET_SECONDS
+from phalanx.doctor.checks.clock import MAX_OFFSET_SECONDS
 from phalanx.doctor.cross_node_bandwidth import FAILED
 from phalanx.doctor.finding import CheckRule, DoctorFinding, most_common
 from phalanx.doctor.node_facts import Facts
-from phalanx.runs.hang_dumps import FAILURES, read_failures
+from phalanx.runs.hang_dumps import FAILURES_DIR, read_failures
 from phalanx.spec.errors import UserError
 
-MUST_AGREE = (
+CRITICAL_FACTS = (
     "NVIDIA driver",
     "NCCL",
     "PyTorch",
@@ -32,11 +32,11 @@ MUST_AGREE = (
     "RDMA rate",
 )
 """Runs fail, or slow down, where nodes differ in these."""
-ENDING = ".node.json"
-OLD_MINUTES = 60
-COLLECTIVES = "collectives.json"
+REPORT_SUFFIX = ".node.json"
+MAX_REPORT_AGE_MINUTES = 60
+COLLECTIVES_FILE = "collectives.json"
 """What the ranks of a run found together (`phalanx.doctor.multi_node_benchmark`)."""
-USERS_MISTAKE = 2
+USER_ERROR_CODE = 2
 """The code of a failure that is the user's to mend, and no host's."""
 NODES = CheckRule(
     "nodes.missing",
@@ -50,7 +50,7 @@ NODES = CheckRule(
 )
 BREAKS = CheckRule(
     "nodes.drift_breaks",
-    f"{', '.join(MUST_AGREE)}",
+    f"{', '.join(CRITICAL_FACTS)}",
     "FAIL",
     "that of most nodes",
     "",
@@ -72,23 +72,23 @@ CLOCK = CheckRule(
     "nodes.clock",
     "clock beside that of the shared storage, against the median node's",
     "FAIL",
-    f"at most {OFFSET_SECONDS}",
+    f"at most {MAX_OFFSET_SECONDS}",
     "s",
     "Primus (clock skew 30 s)",
     "set the clock of the node",
     "chronyc makestep",
 )
-OLD = CheckRule(
+STALE = CheckRule(
     "nodes.old",
     "age of a node's word beside the newest",
     "FAIL",
-    f"at most {OLD_MINUTES}",
+    f"at most {MAX_REPORT_AGE_MINUTES}",
     "min",
     "ours: of a node that hangs now an old word would stand for it",
     "see whether the node answers now; give each check a directory of its own",
     "phalanx doctor RUN.toml --save-report DIR",
 )
-RULES = (NODES, OLD, BREAKS, DRIFT, CLOCK)
+RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def storage_clock(directory: Path) -> float:
 
 def write_node_report(directory: Path, node: NodeReport) -> Path:
     """Write what a node found; returns the file."""
-    file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{ENDING}"
+    file = directory / f"{re.sub(r'[^A-Za-z0-9._-]', '_', node.host)}{REPORT_SUFFIX}"
     partial_file = file.with_suffix(".part")
     partial_file.write_text(json.dumps(asdict(node), indent=1))
     partial_file.replace(file)
@@ -126,35 +126,35 @@ def write_node_report(directory: Path, node: NodeReport) -> Path:
 
 def read_node_reports(directory: Path) -> list[NodeReport]:
     """What nodes left. Raises UserError where there is nothing, or where a file is none of theirs."""
-    files = sorted(directory.glob(f"*{ENDING}"))
+    files = sorted(directory.glob(f"*{REPORT_SUFFIX}"))
     if not files:
         raise UserError(
             "--compare-reports",
             str(directory),
-            f"has no *{ENDING}",
+            f"has no *{REPORT_SUFFIX}",
             "run `phalanx doctor --save-report` there on every node",
         )
-    return [_node(file) for file in files]
+    return [_read_node_report(file) for file in files]
 
 
 def stale_report_findings(directory: Path) -> list[DoctorFinding]:
     """Nodes that left word long before the last one did."""
-    written_at = {_node(file).host: file.stat().st_mtime for file in directory.glob(f"*{ENDING}")}
+    written_at = {_read_node_report(file).host: file.stat().st_mtime for file in directory.glob(f"*{REPORT_SUFFIX}")}
     minutes = {host: round((max(written_at.values()) - seconds) / 60) for host, seconds in written_at.items()}
-    stale = [OLD.violation("", age, host=host) for host, age in minutes.items() if age > OLD_MINUTES]
-    return stale or [OLD.ok(max(minutes.values()))]
+    stale = [STALE.violation("", age, host=host) for host, age in minutes.items() if age > MAX_REPORT_AGE_MINUTES]
+    return stale or [STALE.ok(max(minutes.values()))]
 
 
 def collective_findings(directory: Path) -> list[DoctorFinding]:
     """What ranks found together and left there, or that they failed; of an old word only that it is old."""
-    files = [*directory.glob(COLLECTIVES), *(directory / FAILURES).glob("rank-*.json")]
+    files = [*directory.glob(COLLECTIVES_FILE), *(directory / FAILURES_DIR).glob("rank-*.json")]
     if not files:
         return [FAILED.skip("no collectives were measured (phalanx.doctor.multi_node_benchmark)")]
-    nodes = [file.stat().st_mtime for file in directory.glob(f"*{ENDING}")]
+    nodes = [file.stat().st_mtime for file in directory.glob(f"*{REPORT_SUFFIX}")]
     minutes = round((max(nodes, default=0) - max(file.stat().st_mtime for file in files)) / 60)
-    if minutes > OLD_MINUTES:
-        return [OLD.violation(files[-1].name, minutes)]
-    return [*(failed_rank_findings(directory) or [FAILED.ok("all")]), *_found_together(directory)]
+    if minutes > MAX_REPORT_AGE_MINUTES:
+        return [STALE.violation(files[-1].name, minutes)]
+    return [*(failed_rank_findings(directory) or [FAILED.ok("all")]), *_read_collective_findings(directory)]
 
 
 def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
@@ -164,18 +164,19 @@ def failed_rank_findings(directory: Path) -> list[DoctorFinding]:
     primary = [failure for failure in failures if not is_peer_loss(str(failure.get("reason")))]
     last_first = reversed(primary or failures[:1])
     ranks = {
-        (_blamed(failure) if primary else "", str(failure.get("reason"))): failure["rank"] for failure in last_first
+        (_blamed_host(failure) if primary else "", str(failure.get("reason"))): failure["rank"]
+        for failure in last_first
     }
     return [FAILED.violation(f"rank {rank}", reason, host=host) for (host, reason), rank in reversed(ranks.items())]
 
 
-def _blamed(failure: Mapping[str, Any]) -> str:
-    return "" if failure.get("code") == USERS_MISTAKE else str(failure.get("host", ""))
+def _blamed_host(failure: Mapping[str, Any]) -> str:
+    return "" if failure.get("code") == USER_ERROR_CODE else str(failure.get("host", ""))
 
 
-def _found_together(directory: Path) -> list[DoctorFinding]:
+def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
     """Raises UserError for another file of that name."""
-    file = directory / COLLECTIVES
+    file = directory / COLLECTIVES_FILE
     try:
         return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
     except (OSError, ValueError, TypeError) as error:
@@ -183,7 +184,7 @@ def _found_together(directory: Path) -> list[DoctorFinding]:
         raise UserError("--compare-reports", str(file), problem, "remove it, and measure again") from None
 
 
-def _node(file: Path) -> NodeReport:
+def _read_node_report(file: Path) -> NodeReport:
     try:
         report = json.loads(file.read_text())
         findings = tuple(DoctorFinding(**finding) for finding in report["findings"])
@@ -200,9 +201,9 @@ def _node(file: Path) -> NodeReport:
 
 def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[DoctorFinding]:
     """In which nodes differ from most, by facts and clocks. `expected_nodes` nodes should have written a report."""
-    missing = _missing(nodes, expected_nodes)
+    missing = _missing_node_findings(nodes, expected_nodes)
     names = sorted({name for node in nodes for name in node.facts})
-    drift = [finding for name in names for finding in _drift(name, nodes)]
+    drift = [finding for name in names for finding in _drift_findings(name, nodes)]
     return [
         *(missing or [NODES.ok(len(nodes))]),
         *(drift or [DRIFT.ok(f"{len(nodes)} nodes agree in {len(names)} facts")]),
@@ -210,7 +211,7 @@ def compare_nodes(nodes: Sequence[NodeReport], expected_nodes: int = 0) -> list[
     ]
 
 
-def _missing(nodes: Sequence[NodeReport], expected_nodes: int) -> list[DoctorFinding]:
+def _missing_node_findings(nodes: Sequence[NodeReport], expected_nodes: int) -> list[DoctorFinding]:
     """Each node of the job that left no word; where their names are not known, how many did."""
     missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
     if missing_hosts:
@@ -225,15 +226,15 @@ def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[Doct
     findings = [
         CLOCK.violation("clock", seconds, host=host)
         for host, seconds in deviations.items()
-        if abs(seconds) > OFFSET_SECONDS
+        if abs(seconds) > MAX_OFFSET_SECONDS
     ]
     return findings or [CLOCK.ok(max(map(abs, deviations.values())))]
 
 
-def _drift(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
+def _drift_findings(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
     """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
     values = {node.host: node.facts.get(name, "none") for node in nodes}
-    rule, majority = BREAKS if name in MUST_AGREE else DRIFT, most_common(values.values())
+    rule, majority = BREAKS if name in CRITICAL_FACTS else DRIFT, most_common(values.values())
     if len(set(values.values())) == 1 or majority is None:
         return []
     if 2 * list(values.values()).count(majority) <= len(nodes):

@@ -11,11 +11,11 @@ from phalanx.spec.formatting import GB, GIB, MIB
 
 LARGE_BYTES = 64 * MIB
 """From which size on a collective is judged by bandwidth (Primus: 64 MB and 1 GB): smaller ones by latency."""
-HUGE_BYTES, SHARE, HUGE_SHARE = GIB, 0.55, 0.7
+HUGE_BYTES, MIN_BANDWIDTH_SHARE, MIN_HUGE_BANDWIDTH_SHARE = GIB, 0.55, 0.7
 """Of what links carry that collectives reach, and from which size on it is more. Healthy nodes of 8 A100 and 8 H200
 reach 0.60 (all-to-all) to 0.77 of it at 64 MiB, and 0.73 and more from 1 GiB on (stas00/ml-engineering's and SimuMax's
 sweeps of nccl-tests)."""
-SLOW = 0.75
+SLOW_RATIO = 0.75
 """NVRx takes a rank for a straggler below 0.75 of the median."""
 WRONG = CheckRule(
     "between.wrong",
@@ -31,7 +31,8 @@ BANDWIDTH = CheckRule(
     "between.busbw",
     f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
     "WARN",
-    f"at least {SHARE:.0%} of what the links carry, from {HUGE_BYTES // GIB} GiB on {HUGE_SHARE:.0%}",
+    f"at least {MIN_BANDWIDTH_SHARE:.0%} of what the links carry, from {HUGE_BYTES // GIB} GiB on "
+    f"{MIN_HUGE_BANDWIDTH_SHARE:.0%}",
     "GB/s",
     "stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
     "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
@@ -41,7 +42,7 @@ PAIR = CheckRule(
     "between.slow_node",
     "bandwidth of a node with its best partner, of the median node's",
     "FAIL",
-    f"at least {SLOW:.0%}",
+    f"at least {SLOW_RATIO:.0%}",
     "%",
     "NVRx (straggler below 0.75 of the median)",
     "leave the node out, and look at its cards, cables and counters",
@@ -51,7 +52,7 @@ LINK = CheckRule(
     "between.slow_pair",
     "bandwidth between two nodes, of the same",
     "WARN",
-    f"at least {SLOW:.0%}",
+    f"at least {SLOW_RATIO:.0%}",
     "%",
     "NVRx (straggler below 0.75 of the median)",
     "look at what lies between these two: cables, leaf switches, routing",
@@ -91,7 +92,11 @@ def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding
     large_results = [
         result for result in largest.values() if result.size_bytes >= LARGE_BYTES and result.link_bytes_per_second
     ]
-    slow = [_slow(result) for result in large_results if result.bus_bytes_per_second < _wanted_bytes_per_second(result)]
+    slow = [
+        _slow_finding(result)
+        for result in large_results
+        if result.bus_bytes_per_second < _required_bytes_per_second(result)
+    ]
     if not large_results:
         slow = [BANDWIDTH.skip("nothing so large is sent over links whose speed is known")]
     elif not slow:
@@ -99,16 +104,16 @@ def check_collectives(results: Sequence[CollectiveResult]) -> list[DoctorFinding
     return [*(wrong or [WRONG.ok(0)]), *slow]
 
 
-def _slow(result: CollectiveResult) -> DoctorFinding:
-    expected_gb_per_second = _wanted_bytes_per_second(result) / GB
+def _slow_finding(result: CollectiveResult) -> DoctorFinding:
+    expected_gb_per_second = _required_bytes_per_second(result) / GB
     device = f"{result.name}, {result.ranks} ranks, {result.size_bytes:,} B"
     return BANDWIDTH.violation(
         device, round(result.bus_bytes_per_second / GB, 2), f"at least {expected_gb_per_second:.3g}"
     )
 
 
-def _wanted_bytes_per_second(result: CollectiveResult) -> float:
-    share = HUGE_SHARE if result.size_bytes >= HUGE_BYTES else SHARE
+def _required_bytes_per_second(result: CollectiveResult) -> float:
+    share = MIN_HUGE_BANDWIDTH_SHARE if result.size_bytes >= HUGE_BYTES else MIN_BANDWIDTH_SHARE
     return share * (result.link_bytes_per_second or 0)
 
 
@@ -123,9 +128,9 @@ def check_node_pairs(bytes_per_second: Mapping[tuple[str, str], float]) -> list[
     typical_speed = median_high(best_speed.values())
     host_percent = {host: round(100 * speed / typical_speed, 1) for host, speed in best_speed.items()}
     pair_percent = {pair: round(100 * speed / typical_speed, 1) for pair, speed in bytes_per_second.items()}
-    slow_hosts = [host for host, percent in host_percent.items() if percent < 100 * SLOW]
+    slow_hosts = [host for host, percent in host_percent.items() if percent < 100 * SLOW_RATIO]
     slow_pairs = [
-        pair for pair, percent in pair_percent.items() if percent < 100 * SLOW and not set(pair) & set(slow_hosts)
+        pair for pair, percent in pair_percent.items() if percent < 100 * SLOW_RATIO and not set(pair) & set(slow_hosts)
     ]
     return [
         *(

@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 
-PIECE = os.urandom(1 << 20)
+BLOCK = os.urandom(1 << 20)
 """Zeros are not written at all by some file systems."""
-SYNCED, ENOUGH_SECONDS = 16, 5
+BLOCKS_PER_SYNC, MAX_SECONDS = 16, 5
 """After so many pieces it is synced, and after so long it ends: a slow disk is told from one that hangs."""
 
 
@@ -20,14 +20,14 @@ def main() -> None:
     with tempfile.TemporaryFile(dir=directory) as file:
         start = time.perf_counter()
         written, seconds = 0, 0.0
-        while written < pieces and seconds < ENOUGH_SECONDS:
-            count = min(SYNCED, pieces - written)
+        while written < pieces and seconds < MAX_SECONDS:
+            count = min(BLOCKS_PER_SYNC, pieces - written)
             for _ in range(count):
-                file.write(PIECE)
+                file.write(BLOCK)
             file.flush()
             os.fsync(file.fileno())
             written, seconds = written + count, time.perf_counter() - start
-        print(f"{written * len(PIECE)} bytes in {seconds:.4f} s")
+        print(f"{written * len(BLOCK)} bytes in {seconds:.4f} s")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from phalanx.doctor.probes import nvidia_smi, pci
 
 CounterSnapshot = dict[str, dict[str, int]]
 """Of each rule, by device and counter: "mlx5_0 symbol_error"."""
-MARKED_SHARE = 1e-3
-RESENT_SHARE = 1e-2
+MAX_MARKED_SHARE = 1e-3
+MAX_RESENT_SHARE = 1e-2
 LINK = CheckRule(
     "counters.link",
     "errors of RDMA links in the benchmark",
@@ -39,7 +39,7 @@ MARKED = CheckRule(
     "counters.ecn",
     "share of packets that came marked by ECN in the benchmark",
     "WARN",
-    f"at most {MARKED_SHARE:g}",
+    f"at most {MAX_MARKED_SHARE:g}",
     "of packets",
     "ours: senders slow down by each (DCQCN)",
     "look for a congested link: many to one, or rails that cross the spine",
@@ -100,14 +100,14 @@ TCP = CheckRule(
     "counters.tcp",
     "share of TCP's segments that were sent again in the benchmark",
     "WARN",
-    f"at most {RESENT_SHARE:g}",
+    f"at most {MAX_RESENT_SHARE:g}",
     "of segments",
     "ours: TCP halves its speed at each loss",
     "the network drops packets: check cables, MTU and the switch",
     "nstat -az TcpRetransSegs",
 )
 RULES = (LINK, RESENT, MARKED, PAUSED, DROPPED, PCIE, NVLINK, ECC, TCP)
-OF_LINKS = (
+LINK_COUNTERS = (
     "symbol_error",
     "link_error_recovery",
     "link_downed",
@@ -115,7 +115,7 @@ OF_LINKS = (
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
 )
-OF_LOSS = (
+LOSS_COUNTERS = (
     "out_of_sequence",
     "packet_seq_err",
     "local_ack_timeout_err",
@@ -123,17 +123,17 @@ OF_LOSS = (
     "implied_nak_seq_err",
     "roce_adp_retrans",
 )
-OF_INTERFACES = ("rx_errors", "tx_errors", "rx_crc_errors")
-OF_CARD = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
+INTERFACE_COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors")
+ETHTOOL_PATTERN = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
 PACKETS, SEGMENTS = "packets", "segments"
 """Not errors: what shares are of."""
-UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
+UNCORRECTED_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 
 
 def read_counters(machine: Machine) -> CounterSnapshot:
     """All counters that a machine shows."""
     counters: CounterSnapshot = {}
-    for rule, device, count in _all(machine):
+    for rule, device, count in _read_all(machine):
         counters.setdefault(rule, {})[device] = count
     return counters
 
@@ -155,68 +155,70 @@ def counter_findings(before: CounterSnapshot, after: CounterSnapshot) -> list[Do
         if not counts:
             findings.append(rule.skip("no such counters here"))
         elif rule in (MARKED, TCP):
-            findings += _shares(rule, counts, differences)
+            findings += _check_shares(rule, counts, differences)
         else:
             findings += [rule.violation(name, count) for name, count in counts.items() if count > 0] or [rule.ok(0)]
     return findings
 
 
-def _shares(
+def _check_shares(
     rule: CheckRule, counts: Mapping[str, int], all_counts: Mapping[str, Mapping[str, int]]
 ) -> Iterable[DoctorFinding]:
-    denominator, max_share = (PACKETS, MARKED_SHARE) if rule is MARKED else (SEGMENTS, RESENT_SHARE)
+    denominator, max_share = (PACKETS, MAX_MARKED_SHARE) if rule is MARKED else (SEGMENTS, MAX_RESENT_SHARE)
     shares = {name: count / max(1, all_counts.get(denominator, {}).get(name, 0)) for name, count in counts.items()}
     wrong = [rule.violation(name, float(f"{share:.2g}")) for name, share in shares.items() if share > max_share]
     return wrong or [rule.ok(float(f"{max(shares.values()):.2g}"))]
 
 
-def _all(machine: Machine) -> Iterator[tuple[str, str, int]]:
+def _read_all(machine: Machine) -> Iterator[tuple[str, str, int]]:
     for name, port in rdma_ports.rdma_ports(machine).items():
-        for rule, directory, counters in ((LINK, "counters", OF_LINKS), (RESENT, "hw_counters", OF_LOSS)):
+        for rule, directory, counters in ((LINK, "counters", LINK_COUNTERS), (RESENT, "hw_counters", LOSS_COUNTERS)):
             for counter in counters:
-                yield from _one(machine, rule.id, f"{name} {counter}", f"{port.path}/{directory}/{counter}")
-        yield from _one(machine, MARKED.id, name, f"{port.path}/hw_counters/np_ecn_marked_roce_packets")
-        yield from _one(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
+                yield from _read_counter(machine, rule.id, f"{name} {counter}", f"{port.path}/{directory}/{counter}")
+        yield from _read_counter(machine, MARKED.id, name, f"{port.path}/hw_counters/np_ecn_marked_roce_packets")
+        yield from _read_counter(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
         if port.roce and port.interface:
-            yield from _of_card(machine, port.interface)
+            yield from _read_ethtool_counters(machine, port.interface)
     for path in machine.glob("/sys/class/net/*/device"):  # of hardware, or a virtual machine's
         name = path.split("/")[4]
-        for counter in OF_INTERFACES:
-            yield from _one(machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}")
+        for counter in INTERFACE_COUNTERS:
+            yield from _read_counter(
+                machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}"
+            )
     for address in [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
         errors = pcie.errors(machine, address)
         if errors is not None:
             yield PCIE.id, address, errors
-    yield from _of_gpus(machine)
-    yield from _of_tcp(machine)
+    yield from _read_gpu_counters(machine)
+    yield from _read_tcp_counters(machine)
 
 
-def _one(machine: Machine, rule: str, name: str, path: str) -> Iterator[tuple[str, str, int]]:
+def _read_counter(machine: Machine, rule: str, name: str, path: str) -> Iterator[tuple[str, str, int]]:
     text = machine.read(path)
     if text is not None and text.isdecimal():
         yield rule, name, int(text)
 
 
-def _of_card(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
+def _read_ethtool_counters(machine: Machine, interface: str) -> Iterator[tuple[str, str, int]]:
     try:
         output = machine.run(f"ethtool_{interface}", "ethtool", "-S", interface)
     except CommandTimeout:  # before or after: then it has grown by nothing that is known
         return
-    for pause, dropped, count in OF_CARD.findall(output.text if output else ""):
+    for pause, dropped, count in ETHTOOL_PATTERN.findall(output.text if output else ""):
         yield (PAUSED if pause else DROPPED).id, f"{interface} {pause or dropped}", int(count)
 
 
-def _of_gpus(machine: Machine) -> Iterator[tuple[str, str, int]]:
+def _read_gpu_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
     with suppress(CheckSkipped):
         for link, count in nvlink.errors(machine).items():
             yield NVLINK.id, link, count
     with suppress(CheckSkipped):
-        rows = nvidia_smi.query_gpus(machine, "smi_uncorrected", "gpu", "index", UNCORRECTED)
-        for gpu, errors in nvidia_smi.numeric_field(rows, UNCORRECTED).items():
+        rows = nvidia_smi.query_gpus(machine, "smi_uncorrected", "gpu", "index", UNCORRECTED_ECC_FIELD)
+        for gpu, errors in nvidia_smi.numeric_field(rows, UNCORRECTED_ECC_FIELD).items():
             yield ECC.id, gpu, int(errors)
 
 
-def _of_tcp(machine: Machine) -> Iterator[tuple[str, str, int]]:
+def _read_tcp_counters(machine: Machine) -> Iterator[tuple[str, str, int]]:
     """Of this host's, or its network namespace's, as a whole."""
     lines = [line.split() for line in (machine.read("/proc/net/snmp") or "").splitlines() if line.startswith("Tcp:")]
     if len(lines) == 2:

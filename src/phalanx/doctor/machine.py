@@ -16,23 +16,23 @@ from typing import IO
 from phalanx.doctor.subprocesses import CommandOutput, run_command
 from phalanx.runs.host import host_name
 
-COMMANDS, ENVIRONMENT = "commands", "environment"
-VARIABLES = re.compile(
+COMMANDS_FOLDER, ENVIRONMENT_FILE = "commands", "environment"
+RECORDED_VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|"
     r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
 )
 """Of the environment, what checks may know and a record may hold."""
-SYSTEMS_FILE, USERS_FILE = "/etc/nccl.conf", "~/.nccl.conf"
+SYSTEM_NCCL_CONF, USER_NCCL_CONF = "/etc/nccl.conf", "~/.nccl.conf"
 """In which NCCL looks for variables; NCCL_CONF_FILE names another for the user's."""
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
 """Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
-PIECE_BYTES, MOST_PIECES = 1 << 16, 1024
+PIECE_BYTES, MAX_PIECES = 1 << 16, 1024
 """Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
 at once."""
 CANNOT_RUN = 126
 """A shell's exit code for a program that is there, and cannot be run."""
-ENDED = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
+STATUS_PATTERN = re.compile(r"\n?\[(exit (-?\d+)|no answer)\]\s*$")
 """The last line of a recorded answer that was not well."""
 
 
@@ -49,80 +49,82 @@ class Machine:
 
     def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
         self.root, self.record = root, record
-        variables = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
-        self.started_with: Mapping[str, str] = variables if root is None else _variables(self.read(f"/{ENVIRONMENT}"))
+        variables = {name: value for name, value in os.environ.items() if RECORDED_VARIABLES.fullmatch(name)}
+        self.process_environment: Mapping[str, str] = (
+            variables if root is None else _parse_variables(self.read(f"/{ENVIRONMENT_FILE}"))
+        )
         """Variables of the environment, without those of NCCL's files."""
         if record is not None:
             lines = [f"{name}={value}\n" for name, value in sorted(variables.items())]
-            self._keep(ENVIRONMENT, "".join(lines))
+            self._record_file(ENVIRONMENT_FILE, "".join(lines))
 
     @property
     def host(self) -> str:
         """Its name: Slurm's where that started us, since srun --exclude takes no other."""
-        slurm = self.started_with.get("SLURMD_NODENAME")
+        slurm = self.process_environment.get("SLURMD_NODENAME")
         return slurm or self.read(HOSTNAME) or (host_name() if self.root is None else "unknown")
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
         """Variables, with those of NCCL's files that the environment does not set: NCCL lets the user's file go before
         the system's (its src/misc/param.cc)."""
-        files = SYSTEMS_FILE, self.started_with.get("NCCL_CONF_FILE") or USERS_FILE
-        file_variables = {name: value for file in files for name, value in _variables(self.read(file)).items()}
+        files = SYSTEM_NCCL_CONF, self.process_environment.get("NCCL_CONF_FILE") or USER_NCCL_CONF
+        file_variables = {name: value for file in files for name, value in _parse_variables(self.read(file)).items()}
         return {
-            **{name: value for name, value in file_variables.items() if VARIABLES.fullmatch(name)},
-            **self.started_with,
+            **{name: value for name, value in file_variables.items() if RECORDED_VARIABLES.fullmatch(name)},
+            **self.process_environment,
         }
 
     def read(self, path: str) -> str | None:
         """The text of a file, without white space around it; None where it is not there or cannot be read. `~` is the
         user's home, in a record too. While it is recorded it is as when it was read first, for all checks."""
-        if (recorded := self._read_before(path)) is not None:
+        if (recorded := self._read_record(path)) is not None:
             return recorded
         try:
-            with self._place(path).open("rb") as file:
-                text = b"".join(_pieces(file)).decode(errors="replace").replace("\0", "").strip()
+            with self._resolve_path(path).open("rb") as file:
+                text = b"".join(_read_pieces(file)).decode(errors="replace").replace("\0", "").strip()
         except OSError:
             return None
-        self._keep(path, text + "\n")
+        self._record_file(path, text + "\n")
         return text
 
     def glob(self, pattern: str) -> list[str]:
         """Paths by a pattern of the shell, in order."""
         paths = sorted(f"/{path}" for path in glob(pattern.lstrip("/"), root_dir=self.root or "/"))
         for path in paths if self.record else []:
-            self._keep(path, None if self._place(path).is_dir() else "")
+            self._record_file(path, None if self._resolve_path(path).is_dir() else "")
         return paths
 
     def run(self, name: str, *argv: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
         """What a program answers; None where it is not installed. `name` is that of its record. Raises Stuck if it
         gives no answer in time."""
-        answer = self._recorded(name) if self.root else _asked(argv, seconds)
+        answer = self._recorded_output(name) if self.root else _try_command(argv, seconds)
         if answer is None:
             return None
         status_line = "" if answer.code == 0 else "[no answer]\n" if answer.code is None else f"[exit {answer.code}]\n"
-        self._keep(f"{COMMANDS}/{name}.txt", f"{answer.text.rstrip()}\n{status_line}")
+        self._record_file(f"{COMMANDS_FOLDER}/{name}.txt", f"{answer.text.rstrip()}\n{status_line}")
         if answer.code is None:
             raise CommandTimeout(" ".join(argv), seconds)
         return answer
 
-    def _recorded(self, name: str) -> CommandOutput | None:
-        text = self.read(f"/{COMMANDS}/{name}.txt")
+    def _recorded_output(self, name: str) -> CommandOutput | None:
+        text = self.read(f"/{COMMANDS_FOLDER}/{name}.txt")
         if text is None:
             return None
-        status = ENDED.search(text)
+        status = STATUS_PATTERN.search(text)
         if status is None:
             return CommandOutput(text)
         return CommandOutput(text[: status.start()], int(status[2]) if status[2] else None)
 
-    def _read_before(self, path: str) -> str | None:
+    def _read_record(self, path: str) -> str | None:
         with suppress(OSError):
             return (self.record / path.lstrip("/")).read_text().strip() or None if self.record else None
         return None
 
-    def _place(self, path: str) -> Path:
+    def _resolve_path(self, path: str) -> Path:
         return Path(os.path.expanduser(path)) if self.root is None else self.root / path.lstrip("/")
 
-    def _keep(self, path: str, text: str | None) -> None:
+    def _record_file(self, path: str, text: str | None) -> None:
         """Record a file, or a directory. What was read is not replaced by what was only listed."""
         if self.record is None:
             return
@@ -136,15 +138,15 @@ class Machine:
             temporary.replace(target)
 
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    for _ in range(MOST_PIECES):
+def _read_pieces(file: IO[bytes]) -> Iterator[bytes]:
+    for _ in range(MAX_PIECES):
         piece = file.read(PIECE_BYTES)
         if not piece:
             return
         yield piece
 
 
-def _asked(argv: tuple[str, ...], seconds: float) -> CommandOutput | None:
+def _try_command(argv: tuple[str, ...], seconds: float) -> CommandOutput | None:
     try:
         return run_command(argv, seconds)
     except OSError as error:
@@ -152,6 +154,6 @@ def _asked(argv: tuple[str, ...], seconds: float) -> CommandOutput | None:
         return CommandOutput(f"{argv[0]}: {error.strerror or error}", CANNOT_RUN) if executable else None
 
 
-def _variables(text: str | None) -> dict[str, str]:
+def _parse_variables(text: str | None) -> dict[str, str]:
     lines = [line for line in (text or "").splitlines() if not line.startswith("#")]
     return {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}

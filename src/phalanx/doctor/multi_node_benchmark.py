@@ -28,7 +28,7 @@ from phalanx.bench.ranks import benchmark_collectives
 from phalanx.bench.timing import time_calls
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.doctor import cross_node_bandwidth, error_counters
-from phalanx.doctor.compare_nodes import COLLECTIVES, clock_skew_findings, failed_rank_findings
+from phalanx.doctor.compare_nodes import COLLECTIVES_FILE, clock_skew_findings, failed_rank_findings
 from phalanx.doctor.cross_node_bandwidth import LARGE_BYTES, CollectiveResult, round_robin_pairs
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
@@ -65,10 +65,10 @@ def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
     world_size, machine = dist.get_world_size(), Machine()
     hosts: list[str] = all_gather_objects(machine.host)
     is_host_reporter = dist.get_rank() == hosts.index(machine.host)  # one rank of a host speaks for it
-    times: list[float] = _gathered_at_once()
+    times: list[float] = _gather_clocks()
     before = error_counters.read_counters(machine) if is_host_reporter else {}
     benchmarks = benchmark_collectives(
-        run, build_mesh(run.layout, world_size, device.type), device, ITERATIONS, _sizes(run.cluster)
+        run, build_mesh(run.layout, world_size, device.type), device, ITERATIONS, _extra_sizes(run.cluster)
     )
     speeds = measure_node_pairs(hosts, device)
     dist.barrier()
@@ -92,7 +92,7 @@ def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
     ]
 
 
-def _sizes(cluster: ClusterSpec) -> list[int]:
+def _extra_sizes(cluster: ClusterSpec) -> list[int]:
     """Beside those that the run sends one that is judged by bandwidth, where that of the links is known."""
     known = cluster.link_bytes_per_second or cluster.network_bytes_per_second
     return [LARGE_BYTES] if known else []
@@ -143,15 +143,17 @@ def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], clus
 
 def measure_node_pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], float]:
     """Bytes per second that each two hosts exchange each way, all of their ranks at once."""
-    warmup = _exchanges(hosts, device, WARMUP_BYTES)
+    warmup = _measure_exchanges(hosts, device, WARMUP_BYTES)
     if not warmup:
         return {}
     slowest = WARMUP_BYTES / min(speed / ranks for speed, ranks in warmup.values())
     size = int(min(PAIR_BYTES, WARMUP_BYTES * max(1.0, PAIR_SECONDS / slowest)))
-    return {pair: speed for pair, (speed, _) in _exchanges(hosts, device, size).items()}
+    return {pair: speed for pair, (speed, _) in _measure_exchanges(hosts, device, size).items()}
 
 
-def _exchanges(hosts: Sequence[str], device: torch.device, size_bytes: int) -> dict[tuple[str, str], tuple[float, int]]:
+def _measure_exchanges(
+    hosts: Sequence[str], device: torch.device, size_bytes: int
+) -> dict[tuple[str, str], tuple[float, int]]:
     """The same for messages of a size, and how many ranks of a host took part; pairs that share no host at once."""
     names = list(dict.fromkeys(hosts))
     ranks = {name: [rank for rank, host in enumerate(hosts) if host == name] for name in names}
@@ -179,7 +181,7 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
         work.wait()
 
 
-def _gathered_at_once() -> list[float]:
+def _gather_clocks() -> list[float]:
     """What every rank's clock says after a barrier, which takes less than clocks may differ."""
     dist.barrier()
     return all_gather_objects(time.time())
@@ -197,7 +199,7 @@ def launch_check(run: RunSpec, nproc: int) -> list[DoctorFinding]:
             return failed_rank_findings(directory) or [
                 cross_node_bandwidth.FAILED.violation("ranks", f"exit code {code}")
             ]
-        return [DoctorFinding(**fields) for fields in json.loads((directory / COLLECTIVES).read_text())]
+        return [DoctorFinding(**fields) for fields in json.loads((directory / COLLECTIVES_FILE).read_text())]
 
 
 def main() -> None:
@@ -205,7 +207,9 @@ def main() -> None:
         "phalanx.doctor.multi_node_benchmark", description="Check the nodes of a run, on this rank."
     )
     parser.add_argument("run", type=Path, help="a run file")
-    parser.add_argument("--out", type=Path, required=True, help=f"the directory in which rank 0 writes {COLLECTIVES}")
+    parser.add_argument(
+        "--out", type=Path, required=True, help=f"the directory in which rank 0 writes {COLLECTIVES_FILE}"
+    )
     exit_rank(rank_main(parser.parse_args()))
 
 
@@ -216,7 +220,7 @@ def rank_main(args: argparse.Namespace) -> int:
     hang_dumps.remove_dumps(args.out, rank)
     if rank == 0:  # what an earlier start left would be taken for this one's
         hang_dumps.remove_dumps_from_rank(args.out, ranks)
-        (args.out / COLLECTIVES).unlink(missing_ok=True)
+        (args.out / COLLECTIVES_FILE).unlink(missing_ok=True)
     try:
         run = load_run(args.run, environment={})
         if ranks == 1:
@@ -228,7 +232,7 @@ def rank_main(args: argparse.Namespace) -> int:
             run, init_distributed(select_device(run), min(TIMEOUT_SECONDS, run.training.collective_timeout_seconds))
         )
         if rank == 0:
-            (args.out / COLLECTIVES).write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
+            (args.out / COLLECTIVES_FILE).write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     except Exception as error:
         write_failure(args.out, rank, 0, error)
         if LAUNCHER_PID_ENV not in os.environ:

@@ -20,18 +20,20 @@ def node_facts(machine: Machine) -> Facts:
     facts = {
         "phalanx": __version__,
         "kernel": machine.read("/proc/sys/kernel/osrelease"),
-        "system": _match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
-        "CPU": _match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
-        "memory GiB": _gib(machine),
+        "system": _first_match(r'^PRETTY_NAME="?([^"\n]*)', machine.read("/etc/os-release")),
+        "CPU": _first_match(r"^model name\s*: (.*)$", machine.read("/proc/cpuinfo")),
+        "memory GiB": _memory_gib(machine),
         "GPUs on the bus": str(len(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))),
         "RDMA devices": str(len(rdma_ports.rdma_devices(machine))),
-        "RDMA firmware": _each(machine.read(f"{rdma_ports.ROOT}/{port.device}/fw_ver") for port in ports.values()),
-        "RDMA rate": _each(machine.read(f"{port.path}/rate") for port in ports.values()),
-        "RDMA MTU": _each(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
+        "RDMA firmware": _join_distinct(
+            machine.read(f"{rdma_ports.ROOT}/{port.device}/fw_ver") for port in ports.values()
+        ),
+        "RDMA rate": _join_distinct(machine.read(f"{port.path}/rate") for port in ports.values()),
+        "RDMA MTU": _join_distinct(machine.read(f"/sys/class/net/{name}/mtu") for name in interfaces),
         "RDMA driver": machine.read("/sys/module/mlx5_core/version"),
         "clock source": machine.read("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
-        **_of_gpus(machine),
-        **_of_torch(machine),
+        **_gpu_facts(machine),
+        **_torch_facts(machine),
         **{name: value for name, value in machine.environment.items() if name.startswith(("NCCL_", "TORCH_NCCL_"))},
     }
     return {name: value for name, value in facts.items() if value}
@@ -39,7 +41,7 @@ def node_facts(machine: Machine) -> Facts:
 
 def job_nodes(machine: Machine) -> tuple[str, ...]:
     """The nodes that Slurm started this step on; none where it did not start us."""
-    node_lists = (machine.started_with.get(f"SLURM_{scope}_NODELIST") for scope in ("STEP", "JOB"))
+    node_lists = (machine.process_environment.get(f"SLURM_{scope}_NODELIST") for scope in ("STEP", "JOB"))
     nodes = next(filter(None, node_lists), None)
     try:
         output = machine.run("job_nodes", "scontrol", "show", "hostnames", nodes) if nodes else None
@@ -48,7 +50,7 @@ def job_nodes(machine: Machine) -> tuple[str, ...]:
     return tuple(output.text.split()) if output and not output.code else ()
 
 
-def _of_gpus(machine: Machine) -> dict[str, str | None]:
+def _gpu_facts(machine: Machine) -> dict[str, str | None]:
     fields = {
         "driver_version": "NVIDIA driver",
         "vbios_version": "VBIOS",
@@ -59,10 +61,10 @@ def _of_gpus(machine: Machine) -> dict[str, str | None]:
         rows = nvidia_smi.query_gpus(machine, "smi_facts", "gpu", "index", *fields)
     except CheckSkipped:
         return {}
-    return {name: _each(row.get(field) for row in rows.values()) for field, name in fields.items()}
+    return {name: _join_distinct(row.get(field) for row in rows.values()) for field, name in fields.items()}
 
 
-def _of_torch(machine: Machine) -> dict[str, str | None]:
+def _torch_facts(machine: Machine) -> dict[str, str | None]:
     try:
         facts = software.torch_facts(machine)
     except (CheckSkipped, CommandTimeout, software.NotImportedError):
@@ -70,17 +72,17 @@ def _of_torch(machine: Machine) -> dict[str, str | None]:
     return {"PyTorch": facts["torch"], "CUDA of PyTorch": facts["cuda"], "NCCL": facts["nccl"]}
 
 
-def _match(pattern: str, text: str | None) -> str | None:
+def _first_match(pattern: str, text: str | None) -> str | None:
     match = re.search(pattern, text or "", re.MULTILINE)
     return match[1] if match else None
 
 
-def _gib(machine: Machine) -> str | None:
+def _memory_gib(machine: Machine) -> str | None:
     """Rounded: nodes differ in what the kernel keeps for itself."""
-    size = _match(r"^MemTotal:\s+(\d+) kB", machine.read("/proc/meminfo"))
+    size = _first_match(r"^MemTotal:\s+(\d+) kB", machine.read("/proc/meminfo"))
     return str(round(int(size) / 2**20)) if size else None
 
 
-def _each(values: object) -> str | None:
+def _join_distinct(values: object) -> str | None:
     """Different ones, in order."""
     return ", ".join(sorted({str(value) for value in values if value})) or None  # type: ignore[attr-defined]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from phalanx.doctor.finding import DoctorFinding
 
-ORDER = ("FAIL", "WARN", "SKIP", "OK")
-FAILING = "failing_nodes.txt"
+SEVERITY_ORDER = ("FAIL", "WARN", "SKIP", "OK")
+FAILING_NODES_FILE = "failing_nodes.txt"
 """For `srun --exclude=$(cat failing_nodes.txt)`."""
 
 
@@ -20,9 +20,9 @@ def exit_code(findings: Iterable[DoctorFinding]) -> int:
     return 2 if "FAIL" in severities else 1 if "WARN" in severities else 0 if "OK" in severities else 3
 
 
-def by_severity(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
+def sort_by_severity(findings: Iterable[DoctorFinding]) -> list[DoctorFinding]:
     """The worst first."""
-    return sorted(findings, key=lambda finding: ORDER.index(finding.severity))
+    return sorted(findings, key=lambda finding: SEVERITY_ORDER.index(finding.severity))
 
 
 def failing_hosts(findings: Iterable[DoctorFinding]) -> list[str]:
@@ -32,27 +32,27 @@ def failing_hosts(findings: Iterable[DoctorFinding]) -> list[str]:
 
 def to_markdown(findings: Sequence[DoctorFinding], title: str) -> str:
     """A page: what is wrong first, with what to do; then what was skipped; what is well is counted."""
-    wrong = [finding for finding in by_severity(findings) if finding.severity in ("FAIL", "WARN")]
+    wrong = [finding for finding in sort_by_severity(findings) if finding.severity in ("FAIL", "WARN")]
     skipped = [finding for finding in findings if finding.severity == "SKIP"]
-    lines = [f"# {title}", "", _counts(findings), ""]
+    lines = [f"# {title}", "", _count_severities(findings), ""]
     if wrong:
         lines += [
             "| | finding | host | device | measured | should be | remedy | command |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        lines += [_row(finding) for finding in wrong] + [""]
+        lines += [_format_row(finding) for finding in wrong] + [""]
     if skipped:
         lines += ["Not checked:", ""]
-        lines += [f"- {_cell(f'{finding.host} {finding.id}: {finding.measured}')}" for finding in skipped] + [""]
+        lines += [f"- {_escape_cell(f'{finding.host} {finding.id}: {finding.measured}')}" for finding in skipped] + [""]
     return "\n".join(lines)
 
 
-def _counts(findings: Sequence[DoctorFinding]) -> str:
-    counted = [(severity, sum(finding.severity == severity for finding in findings)) for severity in ORDER]
+def _count_severities(findings: Sequence[DoctorFinding]) -> str:
+    counted = [(severity, sum(finding.severity == severity for finding in findings)) for severity in SEVERITY_ORDER]
     return ", ".join(f"{count} {severity}" for severity, count in counted)
 
 
-def _row(finding: DoctorFinding) -> str:
+def _format_row(finding: DoctorFinding) -> str:
     measured = f"{finding.measured} {finding.unit}".strip()
     cells = (
         finding.severity,
@@ -64,17 +64,17 @@ def _row(finding: DoctorFinding) -> str:
         finding.remedy,
         f"`{finding.command}`",
     )
-    return f"| {' | '.join(map(_cell, cells))} |"
+    return f"| {' | '.join(map(_escape_cell, cells))} |"
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str) -> None:
     """findings.json, findings.md and failing_nodes.txt."""
     directory.mkdir(parents=True, exist_ok=True)
-    listed = [asdict(finding) for finding in by_severity(findings)]
+    listed = [asdict(finding) for finding in sort_by_severity(findings)]
     (directory / "findings.json").write_text(json.dumps(listed, indent=1) + "\n")
     (directory / "findings.md").write_text(to_markdown(findings, title))
-    (directory / FAILING).write_text(",".join(failing_hosts(findings)) + "\n")
+    (directory / FAILING_NODES_FILE).write_text(",".join(failing_hosts(findings)) + "\n")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-MOST_BYTES = 4 << 20
+MAX_OUTPUT_BYTES = 4 << 20
 """Of an answer that are read."""
 
 
@@ -29,11 +29,11 @@ class TimedProcess:
 
     def __init__(self, argv: Sequence[str]) -> None:
         """Raises OSError if it cannot be started."""
-        self._said = _file_of_no_disk()
+        self._output_file = _memory_file()
         self._process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
+            stdout=self._output_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, "LC_ALL": "C"},
@@ -49,12 +49,12 @@ class TimedProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1)
-        self._said.seek(0)
-        with self._said:
-            return CommandOutput(self._said.read(MOST_BYTES).decode(errors="replace"), code)
+        self._output_file.seek(0)
+        with self._output_file:
+            return CommandOutput(self._output_file.read(MAX_OUTPUT_BYTES).decode(errors="replace"), code)
 
 
-def _file_of_no_disk() -> IO[bytes]:
+def _memory_file() -> IO[bytes]:
     """In memory where the system has that: a full or read-only disk is for a check to find."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("answer"), "w+b")

@@ -45,9 +45,9 @@ STOP_SECONDS = 600
 FAILURE_GRACE_SECONDS = 3.0
 """For ranks to say why they failed too, once one has."""
 MONITOR_SECONDS = 0.1
-MET_SECONDS = 30.0
+MIN_CONNECTED_SECONDS = 30.0
 """Who was so long in touch with the place where nodes meet had met others there."""
-COMMAND_KEY, CHOOSING_SECONDS = "phalanx/words", 300
+COMMAND_KEY, COMMAND_TIMEOUT_SECONDS = "phalanx/words", 300
 """Where the first node says what all start, and how long that may take."""
 
 WorkerCommand = Callable[[int], Sequence[str]]
@@ -59,9 +59,9 @@ ProcessFailures = Mapping[int, ProcessFailure]
 class FailureAction(Enum):
     """What follows a failure on this node."""
 
-    AGAIN = "ranks are started again"
+    RESTART = "ranks are started again"
     LEAVE = "this node goes, and the others may go on without it"
-    END = "the run is ended, on all nodes"
+    STOP = "the run is ended, on all nodes"
 
 
 FailureHandler = Callable[[ProcessFailures, int], FailureAction]
@@ -89,10 +89,10 @@ class ElasticAgent(LocalElasticAgent):
         self, spec: WorkerSpec, worker_command: WorkerCommand, on_failure: FailureHandler, num_nodes: int
     ) -> None:
         super().__init__(spec, InheritedOutput())
-        self._words, self._judge, self._nodes = worker_command, on_failure, num_nodes
-        self.then = FailureAction.END
-        self._kills_before = 0
-        self._killed: set[int] = set()
+        self._worker_command, self._on_failure, self._num_nodes = worker_command, on_failure, num_nodes
+        self.failure_action = FailureAction.STOP
+        self._oom_kills_at_start = 0
+        self._killed_pids: set[int] = set()
         """Processes that did not end by themselves, which is not their failure."""
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
@@ -105,10 +105,10 @@ class ElasticAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = ("-m", *self._agree_on_command(worker_group))
-        if self._nodes > 1:
-            joined_nodes = f"{worker_group.group_world_size} of {plural(self._nodes, 'node')}"
+        if self._num_nodes > 1:
+            joined_nodes = f"{worker_group.group_world_size} of {plural(self._num_nodes, 'node')}"
             print(f"phalanx: {joined_nodes} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
-        self._kills_before = cgroup_oom_kills() or 0
+        self._oom_kills_at_start = cgroup_oom_kills() or 0
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
@@ -116,17 +116,17 @@ class ElasticAgent(LocalElasticAgent):
         """What all nodes start: the first of them says so, for a layout may be chosen by what the moment shows."""
         world_size = group.workers[0].world_size
         if group.group_world_size == 1:
-            return self._words(world_size)
+            return self._worker_command(world_size)
         assert group.store is not None
         if group.group_rank == 0:
             try:
-                command = list(self._words(world_size))
+                command = list(self._worker_command(world_size))
             except UserError as error:
                 group.store.set(COMMAND_KEY, json.dumps({"error": [error.field, None, error.problem, error.fix]}))
                 raise
             group.store.set(COMMAND_KEY, json.dumps({"words": command}))
             return command
-        group.store.wait([COMMAND_KEY], timedelta(seconds=CHOOSING_SECONDS))
+        group.store.wait([COMMAND_KEY], timedelta(seconds=COMMAND_TIMEOUT_SECONDS))
         message = json.loads(group.store.get(COMMAND_KEY))
         if "error" in message:
             raise UserError(*message["error"])
@@ -138,10 +138,12 @@ class ElasticAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             genuine_failures = {
-                rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed
+                rank: failure for rank, failure in result.failures.items() if failure.pid not in self._killed_pids
             }
-            self.then = self._judge(genuine_failures or result.failures, (cgroup_oom_kills() or 0) - self._kills_before)
-            self._remaining_restarts = int(self.then is FailureAction.AGAIN)
+            self.failure_action = self._on_failure(
+                genuine_failures or result.failures, (cgroup_oom_kills() or 0) - self._oom_kills_at_start
+            )
+            self._remaining_restarts = int(self.failure_action is FailureAction.RESTART)
         return result
 
     def _has_failed(self) -> bool:
@@ -157,7 +159,7 @@ class ElasticAgent(LocalElasticAgent):
             time.sleep(MONITOR_SECONDS / 2)
         for pid in running_pids:
             os.kill(pid, signal.SIGKILL)
-        self._killed |= set(running_pids)
+        self._killed_pids |= set(running_pids)
 
     def _pids(self) -> list[int]:
         return list(self._pcontext.pids().values()) if self._pcontext else []
@@ -244,7 +246,7 @@ def run_until_done(
                 fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
                 problem = f"nodes cannot meet here: {error.__cause__}"
                 raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
-            if time.monotonic() - started_at > MET_SECONDS:  # that node may be about to start again
+            if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to start again
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"nodes cannot meet there: {error}"
@@ -269,7 +271,7 @@ def _run_once(nproc: int, worker_command: WorkerCommand, on_failure: FailureHand
     )
     agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes)
     result = agent.run()
-    if agent.then is not FailureAction.LEAVE:
+    if agent.failure_action is not FailureAction.LEAVE:
         handler.shutdown()  # nobody can join any more
     return result is not None and not result.is_failed()
 
@@ -295,7 +297,7 @@ def launch_ranks(nproc: int, worker_args: Sequence[str], report: Callable[[Proce
     def on_failure(failures: ProcessFailures, kills: int) -> FailureAction:
         nonlocal code
         code = report(failures, kills)
-        return FailureAction.END
+        return FailureAction.STOP
 
     with stop_signals_as_exit():
         run_until_done(nproc, lambda _: worker_args, on_failure)

@@ -149,8 +149,8 @@ def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 def enable_flight_recorder() -> None:
     """Have them remembered: before there is a process group. What the user has set stays."""
-    os.environ.setdefault(BUFFER, str(REMEMBERED))
+    os.environ.setdefault(BUFFER_VARIABLE, str(MAX_RECORDED_COLLECTIVES))
 
 
-BUFFER, REMEMBERED = "TORCH_FR_BUFFER_SIZE", 2000
+BUFFER_VARIABLE, MAX_RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 2000
 """Collectives that a rank remembers."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 SLOTS_ENV = "PHALANX_COPIES"
 """Names to ranks the launcher's process, and its memory: four places of each of its ranks, one rank after the other."""
-OWN_SLOTS, NEIGHBOUR_SLOTS = (0, 1), (2, 3)
+LOCAL_SLOTS, NEIGHBOR_SLOTS = (0, 1), (2, 3)
 """Two places of each kind, in turn: while one is written the other is whole."""
 HEADER = struct.Struct("<qqq")
 """The step, -1 while the copy is not whole; the rank whose state it is; and the length of what describes it."""
@@ -23,7 +23,7 @@ HEADER = struct.Struct("<qqq")
 
 def allocate_slots(num_ranks: int) -> None:
     """Give the ranks that this process is about to start places for their copies. They take memory when written."""
-    fds = [os.memfd_create(f"phalanx-copy-{index}") for index in range(len(OWN_SLOTS + NEIGHBOUR_SLOTS) * num_ranks)]
+    fds = [os.memfd_create(f"phalanx-copy-{index}") for index in range(len(LOCAL_SLOTS + NEIGHBOR_SLOTS) * num_ranks)]
     os.environ[SLOTS_ENV] = f"{os.getpid()}:{','.join(map(str, fds))}"
 
 

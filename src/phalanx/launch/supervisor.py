@@ -131,11 +131,15 @@ class FailurePolicy:
     """
 
     def __init__(self, directory: Path, spec: RecoverySpec, rendezvous: Rendezvous) -> None:
-        self.directory, self.restarts, self.copied = directory, spec.max_restarts, spec.in_memory_checkpoint_every > 0
+        self.directory, self.restart_limit, self.has_memory_copies = (
+            directory,
+            spec.max_restarts,
+            spec.in_memory_checkpoint_every > 0,
+        )
         self.nodes = rendezvous.max_nodes
-        self.alone = rendezvous.max_nodes == 1 or rendezvous.is_host
+        self.is_essential = rendezvous.max_nodes == 1 or rendezvous.is_host
         """Whether the others cannot go on without this node: there are none, or they meet here."""
-        self._seen = {_failure_id(record) for record in read_failures(directory)}
+        self._seen_failures = {_failure_id(record) for record in read_failures(directory)}
         self.last_step_reached = -1
         """The last step that was finished before a failure."""
         self.consecutive_failures = 0
@@ -146,9 +150,9 @@ class FailurePolicy:
         """The ranks by which those of this node began; NOBODY where that is not known."""
         self.code = 1
         """Of the last failure."""
-        self.final = False
+        self.is_permanent = False
         """Whether whoever failed last would fail again."""
-        self.left_out_after = -1
+        self.last_drop_step = -1
         """`last_step_reached` when a rank was last left out."""
 
     def decide(self, failures: ProcessFailures, kills: int = 0) -> FailureAction:
@@ -157,10 +161,10 @@ class FailurePolicy:
         if all(failure.exitcode == EXIT_STOPPED for failure in failures.values()):
             self.code = EXIT_STOPPED
             # Where one was told to stop, or has come, others go on.
-            return FailureAction.END if self.nodes == 1 else FailureAction.AGAIN
+            return FailureAction.STOP if self.nodes == 1 else FailureAction.RESTART
         records = self.new_failure_records()
         first_failure = find_first_failure(self.directory, failures, kills, records)
-        self._seen.add(_failure_id(first_failure))  # of one without a word it was written down just now
+        self._seen_failures.add(_failure_id(first_failure))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         start_steps = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
         record_steps = [record.get("step", 0) for record in records]
@@ -177,16 +181,16 @@ class FailurePolicy:
         rank = [*first_failure.get("suspect_ranks", ()), first_failure["rank"]][0]
         append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=headline, here=is_local)
         cannot_recover = first_failure["code"] == 2 or first_failure.get("final", False)
-        self.final = "lost_peer" not in first_failure and cannot_recover
-        if self.final or self._has_used_up_restarts():
+        self.is_permanent = "lost_peer" not in first_failure and cannot_recover
+        if self.is_permanent or self._has_used_up_restarts():
             print_failure(self.directory, first_failure)
-            should_leave = is_local and not self.final and self.restarts > 0 and not self.alone
-            return FailureAction.LEAVE if should_leave else FailureAction.END
-        count_text = f" ({self.consecutive_failures} of {self.restarts} in a row)" if is_local else ""
+            should_leave = is_local and not self.is_permanent and self.restart_limit > 0 and not self.is_essential
+            return FailureAction.LEAVE if should_leave else FailureAction.STOP
+        count_text = f" ({self.consecutive_failures} of {self.restart_limit} in a row)" if is_local else ""
         restart = f"starting again from {self._resume_source(saved, step)}{count_text}"
         lines = (f"phalanx: {describe_failure(first_failure)}", *headline, restart)
         print("\n  ".join(lines), file=sys.stderr)
-        return FailureAction.AGAIN
+        return FailureAction.RESTART
 
     def _count_failure(self, step: int, is_local: bool, suspects: set[int]) -> None:
         """Count a failure in a row; a run that came further than at the last one begins anew."""
@@ -202,32 +206,33 @@ class FailurePolicy:
 
     def _has_used_up_restarts(self) -> bool:
         return (
-            self.consecutive_failures > self.restarts or self.consecutive_remote_failures > self.restarts * self.nodes
+            self.consecutive_failures > self.restart_limit
+            or self.consecutive_remote_failures > self.restart_limit * self.nodes
         )
 
     def _resume_source(self, saved: list[Path], step: int) -> str:
         """Where the ranks start again, in words."""
         source = saved[0].name if saved else "the beginning"
-        if self.copied:
+        if self.has_memory_copies:
             return source + ", or copies that are newer"
         steps_back = step - step_of(saved[0]) if saved else 0
         return source + (f", {steps_back} steps before" if steps_back > 0 else "")
 
     def new_failure_records(self) -> list[dict[str, Any]]:
         """What ranks left word of since this was asked before. (Not by their clocks, which may differ.)"""
-        records = [record for record in read_failures(self.directory) if _failure_id(record) not in self._seen]
-        self._seen |= {_failure_id(record) for record in records}
+        records = [record for record in read_failures(self.directory) if _failure_id(record) not in self._seen_failures]
+        self._seen_failures |= {_failure_id(record) for record in records}
         return records
 
     def drop_failing_rank(self, nproc: int, choose_layout: LayoutChooser) -> int | None:
         """So many ranks to go on with, where it was always the same that was to blame and fewer can train; None where
         that cannot help, or did not the last time. On a GPU, the device of that rank is left out."""
-        fails_repeatedly = len(self.suspect_ranks) == 1 and self.consecutive_failures > self.restarts > 0
+        fails_repeatedly = len(self.suspect_ranks) == 1 and self.consecutive_failures > self.restart_limit > 0
         if (
-            self.final
+            self.is_permanent
             or not fails_repeatedly
             or UNKNOWN_RANK in self.suspect_ranks
-            or self.left_out_after == self.last_step_reached
+            or self.last_drop_step == self.last_step_reached
         ):
             return None
         (failing_rank,) = self.suspect_ranks
@@ -238,7 +243,7 @@ class FailurePolicy:
         else:
             return None
         hide_gpu(failing_rank)
-        self.left_out_after, self.consecutive_failures, self.suspect_ranks = self.last_step_reached, 0, set()
+        self.last_drop_step, self.consecutive_failures, self.suspect_ranks = self.last_step_reached, 0, set()
         append_event(self.directory, "rank_dropped", rank=failing_rank)
         print(
             f"phalanx: going on without rank {failing_rank}, which failed again and again: with {ranks} of {nproc}",

@@ -13,7 +13,7 @@ from phalanx.spec.model import ModelSpec
 
 # Devices whose fused kernels take grouped heads together with a mask. On CUDA flash takes no mask and the others no
 # groups, which leaves the kernel that holds all T x T scores.
-GROUPS_UNDER_A_MASK = ("cpu",)
+GQA_MASK_DEVICES = ("cpu",)
 
 
 class Attention(nn.Module):
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         q, k, v = self.project_in(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK, k_BTHK, v_BTHK = self._heads(q), self._heads(k), self._heads(v)
+        q_BTHK, k_BTHK, v_BTHK = self._split_heads(q), self._split_heads(k), self._split_heads(v)
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask_B1TT: Tensor | None) -> Tensor:
         """Each query's mean of the values, [B, T, H, K]."""
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
-        if grouped and mask_B1TT is not None and v_BTHK.device.type not in GROUPS_UNDER_A_MASK:
+        if grouped and mask_B1TT is not None and v_BTHK.device.type not in GQA_MASK_DEVICES:
             k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))
             grouped = False
         out_BHTK = F.scaled_dot_product_attention(
@@ -68,5 +68,5 @@ class Attention(nn.Module):
         )
         return out_BHTK.transpose(1, 2)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

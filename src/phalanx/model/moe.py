@@ -142,7 +142,7 @@ class Experts(nn.Module):
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     """Each expert's rows times its own weight, transposed: [N, O]."""
-    return (_grouped if supports_grouped_mm(x_NI, weight_EOI) else _looped)(x_NI, weight_EOI, offsets_E)
+    return (_grouped_mm if supports_grouped_mm(x_NI, weight_EOI) else _looped_mm)(x_NI, weight_EOI, offsets_E)
 
 
 def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
@@ -153,11 +153,11 @@ def supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     return hasattr(F, "grouped_mm") and x.dtype in dtypes and aligned
 
 
-def _grouped(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+def _grouped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     return F.grouped_mm(x, weight_EOI.transpose(1, 2), offs=offsets_E.to(torch.int32))
 
 
-def _looped(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+def _looped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     sizes = to_host_list(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), len(x))
     return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
 

@@ -83,22 +83,24 @@ def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> N
     """Let a model that is given its rank's tokens of every row (and where all of the row's documents start) attend to
     those of the others."""
     inner = model.local_positions
-    model.local_positions = lambda x_BT: _attended(inner, ranks, x_BT)  # type: ignore[method-assign]
+    model.local_positions = lambda x_BT: _attended_indices(inner, ranks, x_BT)  # type: ignore[method-assign]
     if ranks.kind == "ring":
         model.attention_mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
-            attend = _ring if ranks.kind == "ring" else _ulysses
+            attend = _ring_attention if ranks.kind == "ring" else _ulysses_attention
             part.attend = partial(attend, part.attend, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router):
-            part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
 
 
-def _attended(inner: Callable[[Tensor], Tensor], ranks: ContextParallelGroup, x_BT: Tensor) -> Tensor:
+def _attended_indices(inner: Callable[[Tensor], Tensor], ranks: ContextParallelGroup, x_BT: Tensor) -> Tensor:
     return ranks.local_token_indices(len(inner(x_BT)) * ranks.size, x_BT.device)
 
 
-def _count(count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+def _count_choices(
+    count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Tensor, dtype: torch.dtype
+) -> Tensor:
     """The balance of experts is that of whole sequences."""
     counts = count(chosen, dtype)
     with ranks.exposed.measure():
@@ -109,7 +111,7 @@ def _count(count: Callable[..., Tensor], ranks: ContextParallelGroup, chosen: Te
 # -- ulysses -----------------------------------------------------------------------------------------------------------
 
 
-def _ulysses(
+def _ulysses_attention(
     attend: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     """Attention [B, t, H, K] of all tokens' heads, by ranks that each have some of the heads of all tokens."""
@@ -139,7 +141,9 @@ class _AllToAll(torch.autograd.Function):
 # -- ring --------------------------------------------------------------------------------------------------------------
 
 
-def _ring(_: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None) -> Tensor:
+def _ring_attention(
+    _: Attend, ranks: ContextParallelGroup, q: Tensor, k: Tensor, v: Tensor, starts_BT: Tensor | None
+) -> Tensor:
     q, k = q.to(v.dtype), k.to(v.dtype)  # norms may have lifted them to fp32
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     return cast(Tensor, _RingAttention.apply(q, k, v, starts_BT, ranks)).transpose(1, 2)
@@ -160,7 +164,7 @@ class _RingAttention(torch.autograd.Function):
             source = (ranks.rank - step) % ranks.size
             next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
             query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _mask(ranks, source, starts_BT, query_slice, key_slice)
+            mask = _block_mask(ranks, source, starts_BT, query_slice, key_slice)
             k, v = kv[:, :, :, key_slice].unbind()
             partial_out, partial_lse = attention_with_lse(q[:, :, query_slice], k, v, step == 0, mask)
             _merge_partial_attention(out[:, :, query_slice], lse[:, :, query_slice], partial_out, partial_lse)
@@ -182,7 +186,7 @@ class _RingAttention(torch.autograd.Function):
             source = (ranks.rank - step) % ranks.size
             next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
             query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _mask(ranks, source, ctx.starts, query_slice, key_slice)
+            mask = _block_mask(ranks, source, ctx.starts, query_slice, key_slice)
             k, v = kv[:, :, :, key_slice].unbind()
             g, local_q, o, local_lse = (x[:, :, query_slice] for x in (gradient, q, out, lse))
             grads = attention_backward(g, local_q, k, v, o, local_lse, step == 0, mask)
@@ -207,7 +211,7 @@ def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     return (all_tokens if source == rank else slice(half, tokens)), all_tokens
 
 
-def _mask(
+def _block_mask(
     ranks: ContextParallelGroup, source: int, starts_BT: Tensor | None, query_slice: slice, key_slice: slice
 ) -> Tensor | None:
     """Which token sees which, [B, 1, ., .] bool; None where documents do not matter."""
@@ -230,11 +234,11 @@ def _merge_partial_attention(out: Tensor, lse: Tensor, partial_out: Tensor, part
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention [B, H, t, K] to some keys, and the log of what its softmax was divided by, [B, H, t]."""
     if q.device.type == "cpu":
-        out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive(mask, q))
+        out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q))
     else:
-        scores = _scores(q, k, causal, mask)
+        scores = _attention_scores(q, k, causal, mask)
         lse = scores.logsumexp(-1)
-        out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeated(v, q)
+        out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeat_kv_heads(v, q)
     if mask is not None:  # who sees none of these keys
         lse = lse.masked_fill(~mask.any(-1), float("-inf"))
     return out, lse
@@ -249,32 +253,32 @@ def attention_backward(
         operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
         return cast(
             tuple[Tensor, Tensor, Tensor],
-            CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive(mask, q)),
+            CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q)),
         )
-    probs = (_scores(q, k, causal, mask) - lse[..., None]).exp()
-    grad_probs = gradient @ _repeated(v, q).mT
+    probs = (_attention_scores(q, k, causal, mask) - lse[..., None]).exp()
+    grad_probs = gradient @ _repeat_kv_heads(v, q).mT
     grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     grad_k, grad_v = grad_scores.mT.to(q.dtype) @ q, probs.mT.to(q.dtype) @ gradient
     shape = (k.shape[1], -1)
     return (
-        grad_scores.to(q.dtype) @ _repeated(k, q),
+        grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q),
         grad_k.unflatten(1, shape).sum(2),
         grad_v.unflatten(1, shape).sum(2),
     )
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+def _attention_scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
     accumulate_dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(accumulate_dtype) @ _repeated(k, q).to(accumulate_dtype).mT * q.shape[-1] ** -0.5
+    scores = q.to(accumulate_dtype) @ _repeat_kv_heads(k, q).to(accumulate_dtype).mT * q.shape[-1] ** -0.5
     if causal and mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_kv_heads(x: Tensor, q: Tensor) -> Tensor:
     """Key/value heads, one for each head of the queries."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return None if mask is None else torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, float("-inf"))

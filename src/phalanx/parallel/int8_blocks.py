@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.spec.swarm import BLOCK
+from phalanx.spec.swarm import CODEC_BLOCK_SIZE
 
 
 def quantize_blocks(flat: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
     """Whole numbers, int8 [..., blocks, 256] (the last filled with zeros), and scales, fp32 [..., blocks], of numbers
     [..., n]. The scale of a block that is not finite is not."""
-    missing = -flat.shape[-1] % BLOCK
-    blocks = (F.pad(flat, (0, missing)) if missing else flat).unflatten(-1, (-1, BLOCK))
+    missing = -flat.shape[-1] % CODEC_BLOCK_SIZE
+    blocks = (F.pad(flat, (0, missing)) if missing else flat).unflatten(-1, (-1, CODEC_BLOCK_SIZE))
     scale = blocks.abs().amax(dim=-1) / max_code
     codes = (blocks / torch.where(scale > 0, scale, 1.0)[..., None]).round().clamp(-max_code, max_code)
     return codes.nan_to_num().to(torch.int8), scale

@@ -81,16 +81,16 @@ class Mesh:
         """The ranks that read different data, or other tokens of it, for the same share of the model; and servers."""
         if self.dims.servers:
             return dist.group.WORLD
-        return self._flat("dp", "dp_replicate", "dp_shard")
+        return self._flatten_group("dp", "dp_replicate", "dp_shard")
 
     @cached_property
     def loss_group(self) -> dist.ProcessGroup | None:
         """The ranks that each compute a part of what is summed up to the loss."""
         if self.dims.pp == 1:
             return self.dp_group
-        return self._flat("loss", "dp_replicate", "dp_shard", "pp")
+        return self._flatten_group("loss", "dp_replicate", "dp_shard", "pp")
 
-    def _flat(self, name: str, *axes: str) -> dist.ProcessGroup | None:
+    def _flatten_group(self, name: str, *axes: str) -> dist.ProcessGroup | None:
         """One group over these axes."""
         mesh = self.submesh(*axes)
         if mesh is None:

@@ -50,7 +50,7 @@ def estimate_training_cost(
     """What it takes to train on `tokens` (by default as many as the run has)."""
     cluster = run.cluster
     tokens = tokens or run.training.steps * run.training.tokens_per_step
-    rate, (saved, write) = failure_rate(run), _checkpoint(run)
+    rate, (saved, write) = failure_rate(run), _checkpoint_cost(run)
     availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
     hours, watts, mtbf = 24 * days, cluster.watts_per_device, mtbf_seconds(rate, world_size)
@@ -75,7 +75,7 @@ def estimate_training_cost(
 def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -> float | None:
     """The part of the time that ends up in the model with the run's own interval between checkpoints; None where it
     writes none on the way, or nobody knows how fast they are written."""
-    _, write = _checkpoint(run)
+    _, write = _checkpoint_cost(run)
     every = run.checkpoint.every
     if not every or write is None:
         return None
@@ -89,7 +89,7 @@ def failure_rate(run: RunSpec) -> float:
     return run.cluster.failures_per_device_hour or LLAMA3.per_device_hour
 
 
-def _checkpoint(run: RunSpec) -> tuple[int, float | None]:
+def _checkpoint_cost(run: RunSpec) -> tuple[int, float | None]:
     """Bytes of parameters and optimizer state, and seconds to write them where the storage's speed is known."""
     state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
     saved, speed = state.parameters + state.optimizer, run.cluster.storage_bytes_per_second

@@ -57,25 +57,25 @@ class Bottleneck:
 def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
     """What costs time, the dearest first; the first is the verdict."""
     run, timeline = run_data.run, None
-    bottlenecks = [*_data_loading(times)]
+    bottlenecks = [*_find_data_loading(times)]
     if run is not None:
-        stragglers = [*_straggler(run_data, run, times)]
-        bottlenecks += [*stragglers, *_memory(run, times)]
+        stragglers = [*_find_straggler(run_data, run, times)]
+        bottlenecks += [*stragglers, *_find_memory_pressure(run, times)]
         if run.layout.pp > 1:
             stages = stage_times(run_data, times.steps)
             timeline = simulate_measured(run, run_data.world_size, stages)
             balanced_timeline = simulate_measured(run, run_data.world_size, stages, balanced=True)
-            bottlenecks += _pipeline(run, times, stages, timeline, balanced_timeline, bool(stragglers))
-    bottlenecks += _communication(run_data, times, timeline)
+            bottlenecks += _find_pipeline_waits(run, times, stages, timeline, balanced_timeline, bool(stragglers))
+    bottlenecks += _find_communication_wait(run_data, times, timeline)
     bottlenecks.sort(key=lambda finding: -finding.share)
-    compute_bottleneck = _compute(run_data, times)
+    compute_bottleneck = _describe_compute(run_data, times)
     significant = [finding for finding in bottlenecks if finding.share >= MIN_SHARE]
     return [*significant, compute_bottleneck, *(finding for finding in bottlenecks if finding.share < MIN_SHARE)]
 
 
-def _data_loading(times: StepTimes) -> Iterator[Bottleneck]:
+def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
     wait_seconds = times.data.max(1)
-    start = change_point(wait_seconds / times.whole.max(1), 0.05)
+    start = change_point(wait_seconds / times.total.max(1), 0.05)
     rank = times.ranks[int(np.median(times.data[start:], 0).argmax())]
     yield Bottleneck(
         "input",
@@ -87,7 +87,7 @@ def _data_loading(times: StepTimes) -> Iterator[Bottleneck]:
     )
 
 
-def _straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
+def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
     """The rank that takes longest for its work, and why."""
     if len(times.ranks) < 2:
         return
@@ -116,7 +116,7 @@ def _straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterator[Bo
     share = times.share(times.compute[:, index] * (1 - 1 / ratio), start)
     row_ratio = _relative_expert_rows(times, index, start)
     if row_ratio > IMBALANCE_RATIO and slowdown < row_ratio * STRAGGLER_RATIO:
-        layer, expert, hot_share = _hottest(run_data, run, rank, step)
+        layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step)
         detail = f"; expert {expert} of layer {layer} has {hot_share:.1f} times its share" if hot_share else ""
         yield Bottleneck(
             "expert",
@@ -149,7 +149,7 @@ def _relative_expert_rows(times: StepTimes, index: int, start: int) -> float:
     return float(np.median((times.rows[:, index] / np.maximum(other_rows, 1))[start:]))
 
 
-def _hottest(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
+def _find_hot_expert(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int, int, float]:
     """Of the experts that are hottest of all in steps from this one on, the one of this rank that is so most often, and
     its median share of the layer's tokens times their number: 0 where it is always another rank's."""
     assert run.model.moe is not None
@@ -165,7 +165,7 @@ def _hottest(run_data: RunData, run: RunSpec, rank: int, step: int) -> tuple[int
     return layer, expert, float(np.median([share for *key, share in local_hot if key == [layer, expert]]))
 
 
-def _memory(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
+def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
     """What is done for want of memory: computed again, or brought from where it rests."""
     recomputed_flops = recomputed_flops_per_token(
         run.model, run.training.seq_len, PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
@@ -189,7 +189,7 @@ def _memory(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck]:
         )
 
 
-def _pipeline(
+def _find_pipeline_waits(
     run: RunSpec,
     times: StepTimes,
     stages: dict[int, dict[str, float]],
@@ -223,12 +223,12 @@ def _pipeline(
         )
 
 
-def _communication(run_data: RunData, times: StepTimes, timeline: Timeline | None) -> Iterator[Bottleneck]:
+def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Timeline | None) -> Iterator[Bottleneck]:
     """What is waited for messages; `real` is the schedule of a pipeline in which these take no time."""
-    if not times.waits_are_known or len(times.ranks) < 2:
+    if not times.has_wait_times or len(times.ranks) < 2:
         return
     seconds = times.communication.min(1)
-    start = change_point(seconds / times.whole.max(1), 0.05)
+    start = change_point(seconds / times.total.max(1), 0.05)
     share, send_note = times.share(seconds, start), ""
     if timeline is not None:
         send_share = max(0.0, times.share(times.idle) - float(timeline.bubble * timeline.makespan) / times.step_seconds)
@@ -240,14 +240,14 @@ def _communication(run_data: RunData, times: StepTimes, timeline: Timeline | Non
         "communication",
         share,
         f"even the rank that waits least waits {np.median(seconds[start:]):.3g} s of a step for collectives"
-        f"{most_waited_collective(run_data)}{send_note}",
+        f"{describe_longest_wait(run_data)}{send_note}",
         "look at the link with phalanx bench collectives; keep the axis that sends most on the fastest links, send "
         "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
         since=times.steps[start],
     )
 
 
-def most_waited_collective(run_data: RunData) -> str:
+def describe_longest_wait(run_data: RunData) -> str:
     """The collective that ranks waited for most, where steps were looked at closely; said after a comma."""
     wait_seconds: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for record in run_data.ranks.values():
@@ -261,7 +261,7 @@ def most_waited_collective(run_data: RunData) -> str:
     return f", most for {operation} among ranks {shown}"
 
 
-def _compute(run_data: RunData, times: StepTimes) -> Bottleneck:
+def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     mfus = [line["mfu"] for line in run_data.step_metrics if line["step"] in set(times.steps) and line.get("mfu")]
     mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = times.computing.mean(1)

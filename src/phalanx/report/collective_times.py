@@ -9,7 +9,7 @@ from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.run_data import RunData
 from phalanx.report.run_files import Line
 
-WAITED_FOR = 0.9
+MIN_EXPOSED_FRACTION = 0.9
 """Of a collective's time, where nothing ran beside it: what does takes longer for it on a CPU, and may have stood in a
 queue."""
 Kind = tuple[str, tuple[int, ...], int]
@@ -26,7 +26,7 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
                 occurrences: dict[Kind, int] = defaultdict(int)
                 for call in line.get("collectives", ()):
                     kind = call["operation"], tuple(call["group"]), call["bytes"]
-                    calls[kind, line["step"], occurrences[kind]].append(_alone(call))
+                    calls[kind, line["step"], occurrences[kind]].append(_blocking_seconds(call))
                     occurrences[kind] += 1
     durations: dict[Kind, list[float]] = defaultdict(list)
     for (kind, _, _), per_rank in calls.items():
@@ -39,9 +39,9 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
     )
 
 
-def _alone(call: Line) -> float | None:
+def _blocking_seconds(call: Line) -> float | None:
     """Seconds of a collective that a rank stood still for; None of one that it did not, or whose end nobody knows."""
     if call["end"] is None:
         return None
     seconds = call["end"] - call["start"]
-    return seconds if 0 < WAITED_FOR * seconds <= call["exposed"] else None
+    return seconds if 0 < MIN_EXPOSED_FRACTION * seconds <= call["exposed"] else None

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.report import formatting
 from phalanx.report.profiled_steps import Facts
 
-SETTINGS = {
+COMPARED_SETTINGS = {
     "layout": "layouts",
     "ranks": "numbers of ranks",
     "device": "devices",
@@ -39,11 +39,11 @@ def compare_runs(runs: Sequence[Facts]) -> Facts:
         "names": names,
         "same_model": same_model,
         "said": [
-            *_said_of_models(names, models, same_model),
-            *_said_of_settings(names, [facts["run"] for facts in runs]),
+            *_describe_models(names, models, same_model),
+            *_describe_settings(names, [facts["run"] for facts in runs]),
         ],
-        "rows": list(_rows(runs)),
-        "loss_apart": _loss_apart(runs) if same_model else None,
+        "rows": list(_compare_measures(runs)),
+        "loss_apart": _max_loss_difference(runs) if same_model else None,
     }
 
 
@@ -60,14 +60,16 @@ def run_labels(runs: Sequence[Facts]) -> list[str]:
     return names
 
 
-def _said_of_models(names: Sequence[str], models: Sequence[Facts | None], same_model: bool | None) -> Iterator[str]:
+def _describe_models(names: Sequence[str], models: Sequence[Facts | None], same_model: bool | None) -> Iterator[str]:
     unknown = [name for name, model in zip(names, models, strict=True) if model is None]
     if unknown:
         yield f"Whether these are runs of one model is not known: {', '.join(unknown)} has no usable run.toml."
     elif not same_model:
         known = [model for model in models if model is not None]
         fields = [field for field in dict.fromkeys(name for model in known for name in model) if _differ(known, field)]
-        differences = "; ".join(f"{field} {_listed([model.get(field) for model in known])}" for field in fields[:6])
+        differences = "; ".join(
+            f"{field} {_join_values([model.get(field) for model in known])}" for field in fields[:6]
+        )
         yield f"These are different models ({differences}): their losses, times and bytes are not of the same work."
 
 
@@ -75,12 +77,12 @@ def _differ(models: Sequence[Facts], field: str) -> bool:
     return any(model.get(field) != models[0].get(field) for model in models)
 
 
-def _said_of_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[str]:
-    for setting, plural in SETTINGS.items():
+def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[str]:
+    for setting, plural in COMPARED_SETTINGS.items():
         values = [run.get(setting) for run in runs]
         if None in values or all(value == values[0] for value in values):
             continue
-        shown = [formatting.format_layout(value) if setting == "layout" else _told(value) for value in values]
+        shown = [formatting.format_layout(value) if setting == "layout" else _format_value(value) for value in values]
         pairs = "; ".join(f"{name} {value}" for name, value in zip(names, shown, strict=True))
         yield f"They have different {plural}: {pairs}."
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
@@ -89,43 +91,43 @@ def _said_of_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[s
         yield f"Their MFU is of different peaks, found anew at each start (FLOP/s of a rank): {pairs}."
 
 
-def _listed(values: Sequence[Any]) -> str:
-    return " and ".join(map(_told, values))
+def _join_values(values: Sequence[Any]) -> str:
+    return " and ".join(map(_format_value, values))
 
 
-def _told(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items())
     return "the default" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _rows(runs: Sequence[Facts]) -> Iterator[Facts]:
+def _compare_measures(runs: Sequence[Facts]) -> Iterator[Facts]:
     """Measures of each run in turn, None where it has none."""
     for name, unit in dict.fromkeys(
         (row["what"], row["unit"]) for facts in runs for row in facts["comparison"] if not row["role"]
     ):
         rows = [formatting.measured_row(facts, name) for facts in runs]
-        measure_row = _row(name, unit, [row["measured"] if row else None for row in rows])
+        measure_row = _comparison_row(name, unit, [row["measured"] if row else None for row in rows])
         if name == "mfu" and _differ([facts["run"] for facts in runs], "peak_flops"):
             measure_row["ratio"] = [None] * len(runs)  # shares of different peaks
         yield measure_row
-    yield _row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
+    yield _comparison_row("loss", "loss", [formatting.last_value(facts["curves"].get("loss")) for facts in runs])
     held_out = [[loss for _, loss in facts["curves"]["held_out"]] for facts in runs]
-    yield _row("held-out loss", "loss", [formatting.last_value(losses) for losses in held_out])
+    yield _comparison_row("held-out loss", "loss", [formatting.last_value(losses) for losses in held_out])
     peaks = [[rank["peak_memory_bytes"] for rank in facts["ranks"]] for facts in runs]
-    yield _row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
+    yield _comparison_row("peak memory of a rank", "B", [max(run_peaks, default=None) for run_peaks in peaks])
 
 
-def _row(name: str, unit: str, values: list[float | None]) -> Facts:
+def _comparison_row(name: str, unit: str, values: list[float | None]) -> Facts:
     first = values[0]
     ratios = [value / first if first and value is not None else None for value in values]
     return {"what": name, "unit": unit, "measured": values, "ratio": ratios}
 
 
-def _loss_apart(runs: Sequence[Facts]) -> Facts | None:
+def _max_loss_difference(runs: Sequence[Facts]) -> Facts | None:
     """Over the steps that all runs did: how many these are, and the most that a run's loss differs from the first's,
     relative to it."""
-    curves = [_losses(facts["curves"]) for facts in runs]
+    curves = [_loss_by_step(facts["curves"]) for facts in runs]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         return None
@@ -133,7 +135,7 @@ def _loss_apart(runs: Sequence[Facts]) -> Facts | None:
     return {"steps": len(steps), "largest_relative": largest_difference}
 
 
-def _losses(curves: Facts) -> dict[int, float]:
+def _loss_by_step(curves: Facts) -> dict[int, float]:
     """By step."""
     steps = curves["step"] if "loss" in curves else []
     return {step: loss for step, loss in zip(steps, curves.get("loss", []), strict=True) if loss is not None}

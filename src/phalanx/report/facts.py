@@ -57,7 +57,7 @@ def report_facts(run_data: RunData) -> Facts:
         except UserError as error:
             first_line = str(error).partition("\n")[0]
             problems.append(f"the time of a step is not predicted: {first_line}")
-    planned_timeline = _planned(run, run_data.world_size) if run is not None and option is not None else None
+    planned_timeline = _planned_timeline(run, run_data.world_size) if run is not None and option is not None else None
     bottlenecks = []
     simulation_problem = _missing_for_simulation(run_data)
     if times is not None and simulation_problem is None:
@@ -69,12 +69,12 @@ def report_facts(run_data: RunData) -> Facts:
         *_rank_rows(run_data),
         *swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds),
     ]
-    facts: Facts = _finite(
+    facts: Facts = _replace_non_finite(
         {
             "run": _run_summary(run_data),
             "verdict": asdict(bottlenecks[0]) if bottlenecks else None,
             "findings": [asdict(finding) for finding in bottlenecks],
-            "comparison": [_row(row) for row in rows],
+            "comparison": [_comparison_row(row) for row in rows],
             "measures": _measures(run_data, times),
             "ranks": _ranks(run_data, times),
             "curves": _curves(run_data),
@@ -84,12 +84,12 @@ def report_facts(run_data: RunData) -> Facts:
             "experts": profiled_steps.expert_loads(run_data),
             "problems": problems,
         }
-        | ({"swarm": _in_swarm(run_data)} if is_swarm else {})
+        | ({"swarm": _swarm_facts(run_data)} if is_swarm else {})
     )
     return facts
 
 
-def _in_swarm(run_data: RunData) -> Facts:
+def _swarm_facts(run_data: RunData) -> Facts:
     """How many rounds are planned, and of a node its own, of a coordinator what it was told in each."""
     run, is_coordinator = run_data.run, run_data.swarm_journal is not None
     return {
@@ -111,12 +111,12 @@ def _missing_for_simulation(run_data: RunData) -> str | None:
     return None if len(known) == stages else f"no rank left a record of {stages - len(known)} of {stages} stages"
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """The same without NaN and infinity, which JSON does not have: they are None."""
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: _replace_non_finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [_replace_non_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -132,7 +132,7 @@ def _run_summary(run_data: RunData) -> Facts:
         "device": next((record.device for record in records), None),
         "step": run_data.step,
         "failed": run_data.failure is not None,
-        "under_way": run_data.under_way,
+        "under_way": run_data.in_progress,
         "clock_error_seconds": max((record.error_seconds for record in records), default=0.0),
     }
     if run is not None:
@@ -151,7 +151,7 @@ def _run_summary(run_data: RunData) -> Facts:
     return summary
 
 
-def _row(row: Comparison) -> Facts:
+def _comparison_row(row: Comparison) -> Facts:
     interval = {} if row.interval is None else {"low": row.interval[0], "high": row.interval[1]}
     return {"what": row.quantity, "unit": row.unit, **row.to_json(), "ratio": row.ratio, **interval}
 
@@ -175,7 +175,7 @@ def step_rows(
     yield Comparison(
         "", "compute", "s", sum_predicted("compute", exclude="exchange"), table_median(times.compute.max(1))
     )
-    if times.waits_are_known:
+    if times.has_wait_times:
         exposed = table_median(times.communication.min(1))
         yield Comparison("", "exposed communication", "s", sum_predicted("exchange", "data_parallel"), exposed)
     yield Comparison("", "update", "s", sum_predicted("update", "offload"), table_median(times.optimizer.max(1)))
@@ -201,7 +201,7 @@ def _rank_rows(run_data: RunData) -> list[Comparison]:
     return compare_with_prediction(run_data.run, run_data.world_size, run_data.measured)
 
 
-def _planned(run: RunSpec, world_size: int) -> Timeline | None:
+def _planned_timeline(run: RunSpec, world_size: int) -> Timeline | None:
     """The passes of a step as the plan has them, of a pipeline."""
     if run.layout.pp == 1:
         return None
@@ -219,7 +219,7 @@ def _goodput(run_data: RunData) -> float | None:
         return None
     first_record = records[0]
     lines = [*first_record.steps, *first_record.pauses]
-    ends = [line["start"] + _seconds(line) for line in lines]
+    ends = [line["start"] + _sum_seconds(line) for line in lines]
     total_seconds = (
         max(ends) - min(line["start"] for line in lines) + active_seconds_until(run_data.run_events, STARTED)
     )
@@ -229,13 +229,13 @@ def _goodput(run_data: RunData) -> float | None:
         line["step_seconds"] * metrics_interval for line in earlier_metrics if line["step"] <= run_data.began_after
     )
     return (
-        (earlier_seconds + sum(_seconds(line) for line in first_record.steps)) / total_seconds
+        (earlier_seconds + sum(_sum_seconds(line) for line in first_record.steps)) / total_seconds
         if total_seconds
         else None
     )
 
 
-def _seconds(line: Line) -> float:
+def _sum_seconds(line: Line) -> float:
     seconds = line["seconds"]
     return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
 
@@ -244,7 +244,7 @@ def _measures(run_data: RunData, times: StepTimes | None) -> Facts:
     """What has no prediction: how much steps and ranks differ, and how much of the collectives was hidden."""
     if times is None:
         return {}
-    steps = times.whole.max(1)
+    steps = times.total.max(1)
     rank_seconds = np.median(times.computing, 0)
     return {
         "steps": len(times.steps),

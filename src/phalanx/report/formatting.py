@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from phalanx.report.swarm_rounds import ALL, EACH
+from phalanx.report.swarm_rounds import ALL_ROUNDS, PER_ROUND
 from phalanx.spec.formatting import UNKNOWN, format_bytes, format_count, format_percent, format_seconds, plural
 
-NAMES = {
+DISPLAY_NAMES = {
     "tokens_per_second": "tokens per second",
     "mfu": "MFU",
     "all_reduce": "all-reduce",
@@ -52,10 +52,10 @@ def format_number(value: float | None, unit: str) -> str:
 def row_label(row: Mapping[str, Any]) -> str:
     """What a row of `beside` is about."""
     name = str(row["what"])
-    return name if row["role"] and name in STATE else NAMES.get(name, name)
+    return name if row["role"] and name in STATE else DISPLAY_NAMES.get(name, name)
 
 
-TITLES = {"": "of a step", EACH: "of a round of the swarm", ALL: "of all rounds"}
+TITLES = {"": "of a step", PER_ROUND: "of a round of the swarm", ALL_ROUNDS: "of all rounds"}
 """Of rows that are of no rank."""
 
 
@@ -171,10 +171,14 @@ def round_lines(facts: Mapping[str, Any]) -> list[str]:
     swarm = facts.get("swarm")
     if swarm is None:
         return []
-    return [_round(*row) for row in _columns(swarm["rounds"])] if swarm["rounds"] else _told(swarm["told"])
+    return (
+        [_format_round(*row) for row in _round_columns(swarm["rounds"])]
+        if swarm["rounds"]
+        else _format_coordinator_rounds(swarm["told"])
+    )
 
 
-def _columns(rounds: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+def _round_columns(rounds: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     traffic = rounds["bytes"]["sent"], rounds["bytes"]["received"]
     return zip(
         rounds["round"],
@@ -187,7 +191,7 @@ def _columns(rounds: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     )
 
 
-def _round(
+def _format_round(
     index: int, num_steps: int, sent: int, received: int, training_seconds: float, total_seconds: float, refused: str
 ) -> str:
     traffic = f"{format_number(sent, 'B')} sent, {format_number(received, 'B')} received"
@@ -197,7 +201,7 @@ def _round(
     return f"round {index}: {num_steps} steps, {traffic}, {training}{refusal}"
 
 
-def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_coordinator_rounds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"round {row['round']}: {len(row['bytes'])} of {row['nodes']} nodes told "
         f"{format_number(sum(row['bytes'].values()), 'B')} of {sum(row['tokens'].values()):,} tokens in "

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.cost.exact.flops import training_flops_per_token
-from phalanx.plan.calibrate.measured_run import LEAST_STEPS, WARM_UP, MeasuredRun
+from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS, MeasuredRun
 from phalanx.report.collective_times import collective_times
 from phalanx.report.run_data import read_run
 from phalanx.report.step_breakdown import step_times
@@ -33,7 +33,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     records = []
     for line, record in parse_jsonl(file.read_bytes()):
         if record is None:
-            raise _not_json(file, line.decode(errors="replace"))
+            raise _invalid_json_error(file, line.decode(errors="replace"))
         if "step_seconds" in record:
             records.append(record)
     world_size = records[-1].get("ranks") if records else None
@@ -44,15 +44,17 @@ def read_measured_run(directory: Path) -> MeasuredRun:
         if (record.get("ranks"), record.get("resumed_at_step")) != (world_size, records[-1].get("resumed_at_step")):
             break
         last_start.append(record)
-    measured = _measured_step(directory)
+    measured = _read_measured_step(directory)
     measured_step = measured.get("step")  # and those that were looked at closely
     steady = [
-        record for record in last_start[::-1][WARM_UP:] if record["step"] != measured_step and "profiled" not in record
+        record
+        for record in last_start[::-1][WARM_UP_STEPS:]
+        if record["step"] != measured_step and "profiled" not in record
     ]
-    if len(steady) < LEAST_STEPS:
+    if len(steady) < MIN_STEPS:
         problem = (
-            f"has {len(last_start)} steps; the first {WARM_UP} do not count, nor those that were looked at closely, "
-            f"and {LEAST_STEPS} more are needed"
+            f"has {len(last_start)} steps; the first {WARM_UP_STEPS} do not count, nor those that were looked at "
+            f"closely, and {MIN_STEPS} more are needed"
         )
         raise UserError("run directory", str(directory), problem, "raise training.steps")
     run = load_run(directory / RUN_FILE, environment={})
@@ -71,7 +73,7 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
     run_data = read_run(directory)
     device = next((record.device for record in run_data.ranks.values()), None)
     measured, times = replace(measured, device=device, exchanges=collective_times(run_data)), step_times(run_data)
-    if times is None or not times.waits_are_known:
+    if times is None or not times.has_wait_times:
         return measured
     return replace(
         measured,
@@ -80,14 +82,14 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
     )
 
 
-def _measured_step(directory: Path) -> JsonRecord:
+def _read_measured_step(directory: Path) -> JsonRecord:
     """Return what rank 0 measured (`--profile-memory`), in one step that took longer for it; {} if it did not."""
     file = measured_file(directory, 0)
     try:
         return dict(json.loads(file.read_text())) if file.is_file() else {}
     except (ValueError, TypeError):
-        raise _not_json(file, file.read_text()) from None
+        raise _invalid_json_error(file, file.read_text()) from None
 
 
-def _not_json(file: Path, text: str) -> UserError:
+def _invalid_json_error(file: Path, text: str) -> UserError:
     return UserError("run directory", str(file), f"is not JSON: {text[:40]}", "fix it")

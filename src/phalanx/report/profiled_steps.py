@@ -20,7 +20,7 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
     """Passes of one step: rank, kind, stage, micro-batch, begin and end in seconds, as the plan has them, as the
     schedule has them with the times that were measured, and as they were."""
     profiled_steps = [
-        step for step in run_data.profiled_steps if not _metered(run_data, step)
+        step for step in run_data.profiled_steps if not _has_memory_samples(run_data, step)
     ] or run_data.profiled_steps
     run = run_data.run
     if not profiled_steps:
@@ -36,12 +36,12 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
     origin = min((start for *_, start, _ in spans), default=0.0)
     timeline: Facts = {
         "step": step,
-        "metered": _metered(run_data, step),
+        "metered": _has_memory_samples(run_data, step),
         "measured": [[*labels, a - origin, b - origin] for *labels, a, b in spans],
     }
     if run is not None and run.layout.pp > 1 and can_simulate and len(run_data.ranks) == run_data.world_size:
-        timeline["simulated"] = _drawn(simulate_measured(run, run_data.world_size, stage_times(run_data, [step])))
-        timeline["planned"] = _drawn(planned) if planned else None
+        timeline["simulated"] = _span_rows(simulate_measured(run, run_data.world_size, stage_times(run_data, [step])))
+        timeline["planned"] = _span_rows(planned) if planned else None
     return timeline
 
 
@@ -52,11 +52,11 @@ def on_rank0_clock(line: Line, offset_seconds: float) -> Iterator[tuple[str, int
         yield kind, stage, micro, start + offset, end + offset
 
 
-def _drawn(timeline: Timeline) -> list[list[Any]]:
+def _span_rows(timeline: Timeline) -> list[list[Any]]:
     return [[rank, action.kind, action.stage, action.micro, a, b] for rank, action, a, b in executed_spans(timeline)]
 
 
-def _metered(run_data: RunData, step: int) -> bool:
+def _has_memory_samples(run_data: RunData, step: int) -> bool:
     return any(line["step"] == step and "memory" in line for record in run_data.ranks.values() for line in record.steps)
 
 

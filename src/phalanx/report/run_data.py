@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.plan.calibrate.measured_run import LEAST_STEPS, WARM_UP
+from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
 from phalanx.report.run_files import (
     Line,
     RankRecord,
@@ -60,7 +60,7 @@ class RunData:
     """What is missing or cannot be read."""
     failure: str | None = None
     """What the rank that failed first left word of."""
-    under_way: bool | None = None
+    in_progress: bool | None = None
     """Whether it goes on; None where nobody can tell."""
     rounds: list[RoundRecord] = field(default_factory=list)
     """Of a swarm's node."""
@@ -120,14 +120,14 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("resumed_at_step", 0)
-    run = _run(directory / RUN_FILE, world_size, problems)
+    run = _read_run(directory / RUN_FILE, world_size, problems)
     if run is not None and run.swarm is not None and not rounds:
         problems.append(f"no round has been written to {ROUNDS_FILE} yet")
     if run is not None and machine is not None:
         run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
-        run = run.model_copy(update={"cluster": _machine(run.cluster, world_size, peak, ranks)})
+        run = run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks)})
     failure, is_active = read_first_failure(directory), is_running(directory)
     if failure:
         problems.append(failure)
@@ -163,14 +163,14 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     events = read_json_lines(directory / JOURNAL_FILE, problems, {"what", "at"})
-    run, is_active = _run(directory / RUN_FILE, 0, problems), is_running(directory)
+    run, is_active = _read_run(directory / RUN_FILE, 0, problems), is_running(directory)
     run_data = RunData(directory, run, 0, 0, {}, [], {}, problems, None, is_active, swarm_journal=events)
     if run is not None and run_data.step < run.training.steps:
         problems.append(f"step {run_data.step} of {run.training.steps}: {STATE_DESCRIPTIONS[is_active]}")
     return run_data
 
 
-def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
+def _read_run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
     problem = "is not of this version"
     try:
         run = with_last_used_layout(load_run(file, environment={}), file.parent)
@@ -187,7 +187,7 @@ def _run(file: Path, world_size: int, problems: list[str]) -> RunSpec | None:
     return run
 
 
-def _machine(
+def _measured_machine(
     cluster: ClusterSpec, world_size: int, peak_flops: float | None, ranks: dict[int, RankRecord]
 ) -> ClusterSpec:
     """The run's, with what was found of it; of a CPU that nobody described, what is known of any. Ranks that share
@@ -220,10 +220,10 @@ def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float
 def steady_steps(records: Iterable[RankRecord], began_after: int) -> list[int]:
     """The steps that count: noted by every rank, not the first of the start, and not looked at closely, which takes
     longer; where those are too few, not metered."""
-    lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP] for record in records]
+    lines = [[line for line in record.steps if line["step"] > began_after + WARM_UP_STEPS] for record in records]
     for slow_key in ("spans", "memory"):
         steps_per_rank = [{line["step"] for line in rank_lines if slow_key not in line} for rank_lines in lines]
         steps = sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
-        if len(steps) >= LEAST_STEPS:
+        if len(steps) >= MIN_STEPS:
             break
     return steps

@@ -15,7 +15,7 @@ from phalanx.runs.step_records import FORMAT
 from phalanx.runs.swarm_records import RoundRecord
 
 Line = JsonRecord
-LATE = 2
+MAX_STEP_LAG = 2
 """Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
 
 
@@ -86,12 +86,12 @@ def read_rank_records(folder: Path, problems: list[str]) -> tuple[dict[int, Rank
     first = starts.get(0, next(iter(starts.values())))[0]
     began_after, world_size = (first["step"], first["ranks"]) if 0 in starts else newest
     records = {
-        rank: _rank_record(lines)
+        rank: _parse_rank_record(lines)
         for rank, lines in starts.items()
         if (lines[0]["step"], lines[0]["ranks"]) == (began_after, world_size)
     }
     ended = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
-    behind = [rank for rank, step in ended.items() if step < max(ended.values()) - LATE]
+    behind = [rank for rank, step in ended.items() if step < max(ended.values()) - MAX_STEP_LAG]
     if behind:
         problems.append(f"the record of rank {behind[0]} ends before others do, at step {ended[behind[0]]}")
     missing = sorted(set(range(world_size)) - set(records))
@@ -101,7 +101,7 @@ def read_rank_records(folder: Path, problems: list[str]) -> tuple[dict[int, Rank
     return records, world_size, began_after
 
 
-def _rank_record(lines: Sequence[Line]) -> RankRecord:
+def _parse_rank_record(lines: Sequence[Line]) -> RankRecord:
     opening = lines[0]
     steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
     pauses = [line for line in lines[1:] if "pause" in line]

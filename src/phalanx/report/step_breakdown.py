@@ -28,7 +28,7 @@ class StepTimes:
 
     steps: list[int]
     ranks: list[int]
-    whole: Table
+    total: Table
     data: Table
     """Until this rank had its tokens."""
     compute: Table
@@ -45,16 +45,16 @@ class StepTimes:
     optimizer: Table
     rows: Table | None
     """Not seconds: rows of tokens that a rank's experts computed, where ranks have different ones."""
-    waits_are_known: bool
+    has_wait_times: bool
 
     @cached_property
     def step_seconds(self) -> float:
         """Of a step, which is over when the last rank's is: the median."""
-        return float(np.median(self.whole.max(1)))
+        return float(np.median(self.total.max(1)))
 
     def share(self, seconds: Table, start: int = 0) -> float:
         """Of a step, where there is a number of seconds for each: the median of those from a row on."""
-        return float(np.median(seconds[start:]) / np.median(self.whole.max(1)[start:]))
+        return float(np.median(seconds[start:]) / np.median(self.total.max(1)[start:]))
 
     @property
     def computing(self) -> Table:
@@ -74,7 +74,7 @@ class StepTimes:
     @property
     def unattributed(self) -> Table:
         """What is none of the named."""
-        return self.whole - self.data - self.compute - self.communication - self.pipeline - self.optimizer
+        return self.total - self.data - self.compute - self.communication - self.pipeline - self.optimizer
 
 
 def step_times(run_data: RunData) -> StepTimes | None:
@@ -83,7 +83,7 @@ def step_times(run_data: RunData) -> StepTimes | None:
     steps = steady_steps(records, run_data.began_after)
     if not steps:
         return None
-    lines = [_by_step(record, steps) for record in records]
+    lines = [_select_steps(record, steps) for record in records]
 
     def collect(value: Callable[[Line], float]) -> Table:
         return np.array([[value(line) for line in rank] for rank in lines], float).T
@@ -92,34 +92,34 @@ def step_times(run_data: RunData) -> StepTimes | None:
     return StepTimes(
         steps=steps,
         ranks=[record.rank for record in records],
-        whole=collect(lambda line: sum(line["seconds"].values())),
+        total=collect(lambda line: sum(line["seconds"].values())),
         data=collect(lambda line: line["seconds"]["data"]),
         compute=collect(computed_seconds),
-        communication=collect(lambda line: sum(_waited(line, phase) for phase in PHASES)),
-        pipeline=collect(lambda line: _waited(line, "pipeline")),
+        communication=collect(lambda line: sum(_wait_seconds(line, phase) for phase in PHASES)),
+        pipeline=collect(lambda line: _wait_seconds(line, "pipeline")),
         passes=collect(lambda line: line["seconds"]["passes"]),
-        busy=collect(_passes),
-        optimizer=collect(lambda line: line["seconds"]["optimizer"] - _waited(line, "optimizer")),
+        busy=collect(_pass_seconds),
+        optimizer=collect(lambda line: line["seconds"]["optimizer"] - _wait_seconds(line, "optimizer")),
         rows=rows,
-        waits_are_known=all("wait_seconds" in rank[0] for rank in lines),
+        has_wait_times=all("wait_seconds" in rank[0] for rank in lines),
     )
 
 
 def computed_seconds(line: Line) -> float:
     """Of a step's passes, without waits for collectives in them, as far as these are known."""
-    return max(0.0, _passes(line) - _waited(line, "passes"))
+    return max(0.0, _pass_seconds(line) - _wait_seconds(line, "passes"))
 
 
-def _by_step(record: RankRecord, steps: Sequence[int]) -> list[Line]:
+def _select_steps(record: RankRecord, steps: Sequence[int]) -> list[Line]:
     line_by_step = {line["step"]: line for line in record.steps}
     return [line_by_step[step] for step in steps]
 
 
-def _passes(line: Line) -> float:
+def _pass_seconds(line: Line) -> float:
     return sum(sum(kinds.values()) for kinds in line["stages"].values())
 
 
-def _waited(line: Line, phase: str) -> float:
+def _wait_seconds(line: Line, phase: str) -> float:
     return float(line.get("wait_seconds", {}).get(phase, 0.0))
 
 
@@ -132,7 +132,7 @@ def stage_times(run_data: RunData, steps: Sequence[int]) -> dict[int, dict[str, 
     """Seconds of each kind of pass of each stage in a step: the median over steps of the mean over copies of it."""
     samples: dict[int, dict[str, list[list[float]]]] = {}
     for record in run_data.ranks.values():
-        for line in _by_step(record, steps):
+        for line in _select_steps(record, steps):
             for stage, kinds in line["stages"].items():
                 for kind, seconds in kinds.items():
                     samples.setdefault(int(stage), {}).setdefault(kind, []).append(seconds)

@@ -18,7 +18,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SwarmSpec
 
 Facts = dict[str, Any]
-EACH, ALL = "round", "rounds"
+PER_ROUND, ALL_ROUNDS = "round", "rounds"
 """Roles of rows: means over rounds, and sums of them."""
 SECONDS = {
     "training": "train_seconds",
@@ -37,33 +37,35 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     """
     if not rounds:
         return
-    predictions = _predicted(run, run.swarm, rounds, world_size) if run is not None and run.swarm is not None else {}
-    for role, name, unit, value in _measured(rounds):
+    predictions = (
+        _predicted_rows(run, run.swarm, rounds, world_size) if run is not None and run.swarm is not None else {}
+    )
+    for role, name, unit, value in _measured_rows(rounds):
         yield Comparison(role, name, unit, predictions.get((role, name)), value)
 
 
-def _measured(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:
-    total, count = _summed(rounds), len(rounds)
+def _measured_rows(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:
+    total, count = _sum_rounds(rounds), len(rounds)
     update_bytes = total.received_bytes - total.whole_bytes
-    yield EACH, "sent", "B", total.sent_bytes / count
-    yield EACH, "received", "B", update_bytes / count
-    yield EACH, "whole round", "s", total.seconds / count
+    yield PER_ROUND, "sent", "B", total.sent_bytes / count
+    yield PER_ROUND, "received", "B", update_bytes / count
+    yield PER_ROUND, "whole round", "s", total.seconds / count
     for name, field in SECONDS.items():
-        yield EACH, name, "s", getattr(total, field) / count
-    yield EACH, "utilisation", "", total.train_seconds / total.seconds
-    yield EACH, "state held", "B", rounds[-1].held_bytes
-    yield ALL, "sent", "B", total.sent_bytes
-    yield ALL, "received", "B", update_bytes
-    yield ALL, "all weights, to begin with", "B", total.whole_bytes
-    yield ALL, "communication", "B", total.sent_bytes + total.received_bytes
+        yield PER_ROUND, name, "s", getattr(total, field) / count
+    yield PER_ROUND, "utilisation", "", total.train_seconds / total.seconds
+    yield PER_ROUND, "state held", "B", rounds[-1].held_bytes
+    yield ALL_ROUNDS, "sent", "B", total.sent_bytes
+    yield ALL_ROUNDS, "received", "B", update_bytes
+    yield ALL_ROUNDS, "all weights, to begin with", "B", total.whole_bytes
+    yield ALL_ROUNDS, "communication", "B", total.sent_bytes + total.received_bytes
 
 
-def _predicted(
+def _predicted_rows(
     run: RunSpec, swarm: SwarmSpec, rounds: Sequence[RoundRecord], world_size: int
 ) -> dict[tuple[str, str], float]:
     """What formulas say of these rounds, by role and name. A node's experts may change from one to the next; fragments
     of the model come in turn, and are alike here. What several ranks of a node hold is the layout's affair."""
-    total, count = _summed(rounds), len(rounds)
+    total, count = _sum_rounds(rounds), len(rounds)
     nodes = [node_share(run.model, swarm.method, record.experts) for record in rounds]
     bytes_per_round = [round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication) for node in nodes]
     up, down = (
@@ -74,26 +76,26 @@ def _predicted(
         sum(record.whole_bytes > 0 for record in rounds) * WEIGHT_BYTES * count_parameters(run.model).total
     )
     predictions = {
-        (EACH, "sent"): up / count,
-        (EACH, "received"): down / count,
-        (ALL, "sent"): up,
-        (ALL, "received"): down,
+        (PER_ROUND, "sent"): up / count,
+        (PER_ROUND, "received"): down / count,
+        (ALL_ROUNDS, "sent"): up,
+        (ALL_ROUNDS, "received"): down,
     }
     predictions |= {
-        (ALL, "all weights, to begin with"): full_model_bytes,
-        (ALL, "communication"): up + down + full_model_bytes,
+        (ALL_ROUNDS, "all weights, to begin with"): full_model_bytes,
+        (ALL_ROUNDS, "communication"): up + down + full_model_bytes,
     }
     if world_size == 1:
-        predictions[EACH, "state held"] = state_bytes(nodes[-1], swarm.frozen_expert_codec)
+        predictions[PER_ROUND, "state held"] = state_bytes(nodes[-1], swarm.frozen_expert_codec)
     if total.steps and total.sent_bytes and total.received_bytes:
         speeds = total.sent_bytes / total.send_seconds, total.received_bytes / total.receive_seconds
         mean = RoundBytes(up / count, down / count)
         estimate = round_time(mean, *speeds, swarm.steps_per_round, total.train_seconds / total.steps, swarm.delay)
-        predictions |= {(EACH, "whole round"): estimate.total, (EACH, "utilisation"): estimate.utilisation}
+        predictions |= {(PER_ROUND, "whole round"): estimate.total, (PER_ROUND, "utilisation"): estimate.utilisation}
     return predictions
 
 
-def _summed(rounds: Sequence[RoundRecord]) -> RoundRecord:
+def _sum_rounds(rounds: Sequence[RoundRecord]) -> RoundRecord:
     """What rounds come to together, but for what is of each."""
     names = ("steps", "tokens", "seconds", "whole_bytes", *SECONDS.values(), *BYTES.values())
     return RoundRecord(rounds[-1].round, **{name: sum(getattr(record, name) for record in rounds) for name in names})
@@ -101,7 +103,7 @@ def _summed(rounds: Sequence[RoundRecord]) -> RoundRecord:
 
 def node_rounds(rounds: Sequence[RoundRecord]) -> Facts:
     """A node's rounds one by one, and what they come to so far."""
-    total = _summed(rounds)
+    total = _sum_rounds(rounds)
     return {
         "round": [record.round for record in rounds],
         "steps": [record.steps for record in rounds],

@@ -28,10 +28,10 @@ from phalanx.spec.run import RunSpec
 
 CHECKPOINTS_DIR = "checkpoints"
 FORMAT = "phalanx-checkpoint"
-SUMS = "SHA256SUMS"
-LATEST = "latest"
+CHECKSUMS_FILE = "SHA256SUMS"
+LATEST_FILE = "latest"
 PREVIOUS_SUFFIX, DAMAGED_SUFFIX = ".before", ".damaged"
-SHAPE = (
+SHAPE_FIELDS = (
     "vocab_size",
     "hidden_size",
     "num_layers",
@@ -46,7 +46,7 @@ SHAPE = (
     "qk_norm",
     "tie_embeddings",
 )
-EXPERTS_SHAPE = (
+EXPERT_SHAPE_FIELDS = (
     "num_experts",
     "top_k",
     "expert_ffn_size",
@@ -55,8 +55,8 @@ EXPERTS_SHAPE = (
     "router_score",
     "bias_update_rate",
 )
-_NAME = re.compile(r"step-(\d{8})")
-_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
+_CHECKSUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
 
 def step_name(step: int) -> str:
@@ -71,7 +71,7 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints in a directory, newest first; unfinished ones (.tmp) do not count."""
-    paths = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    paths = [path for path in directory.glob("step-*") if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, reverse=True)
 
 
@@ -101,16 +101,16 @@ def read_checksums(checkpoint: Path) -> dict[str, str]:
     Raises ValueError if they cannot be read, or the files are others.
     """
     try:
-        lines = (checkpoint / SUMS).read_text().split("\n")
+        lines = (checkpoint / CHECKSUMS_FILE).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{SUMS} cannot be read ({error})") from None
-    matches = [_LINE.fullmatch(line) for line in lines[:-1]]
+        raise ValueError(f"{CHECKSUMS_FILE} cannot be read ({error})") from None
+    matches = [_CHECKSUM_LINE.fullmatch(line) for line in lines[:-1]]
     if lines[-1] or not matches or not all(matches):
-        raise ValueError(f"{SUMS} is not in its format")
+        raise ValueError(f"{CHECKSUMS_FILE} is not in its format")
     checksums = {match[2]: match[1] for match in matches if match}
-    present = {path.name for path in checkpoint.iterdir()} - {SUMS}
+    present = {path.name for path in checkpoint.iterdir()} - {CHECKSUMS_FILE}
     if present != set(checksums):
-        raise ValueError(f"files differ from {SUMS}: {', '.join(sorted(present ^ set(checksums)))}")
+        raise ValueError(f"files differ from {CHECKSUMS_FILE}: {', '.join(sorted(present ^ set(checksums)))}")
     return checksums
 
 
@@ -218,7 +218,9 @@ def sync(path: Path) -> None:
 def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
     """Turn a complete step-*.tmp into a checkpoint: checksums, rename, `latest`. One that is in its place is kept
     beside it, as step-*.before."""
-    write_synced(unfinished / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items())))
+    write_synced(
+        unfinished / CHECKSUMS_FILE, "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items()))
+    )
     sync(unfinished)
     final, backup = unfinished.with_suffix(""), unfinished.with_suffix(PREVIOUS_SUFFIX)
     if final.exists():
@@ -232,9 +234,9 @@ def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
 
 def _update_latest(checkpoint: Path) -> None:
     """Let `latest` name a checkpoint."""
-    latest = checkpoint.parent / f"{LATEST}.tmp"
+    latest = checkpoint.parent / f"{LATEST_FILE}.tmp"
     write_synced(latest, checkpoint.name + "\n")
-    latest.rename(checkpoint.parent / LATEST)
+    latest.rename(checkpoint.parent / LATEST_FILE)
     sync(checkpoint.parent)
 
 
@@ -249,8 +251,8 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
         )
     saved_model, current_model = manifest["model"], run.model.model_dump(mode="json")
     saved_moe, current_moe = saved_model["moe"] or {}, current_model["moe"] or {}
-    pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE]
-    pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERTS_SHAPE]
+    pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
+    pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     for field, saved, configured in pairs:
         if saved != configured:

@@ -21,7 +21,7 @@ from typing import Any
 
 from phalanx.data.prepare import PreparedData
 from phalanx.runs.checkpoints import read_manifest
-from phalanx.runs.hang_dumps import FAILURES, HANGS
+from phalanx.runs.hang_dumps import FAILURES_DIR, HANGS_DIR
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
@@ -48,7 +48,7 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
-    for subdirectory in (FAILURES, HANGS):  # by an earlier start
+    for subdirectory in (FAILURES_DIR, HANGS_DIR):  # by an earlier start
         shutil.rmtree(directory / subdirectory, ignore_errors=True)
     return directory
 

@@ -56,16 +56,16 @@ def active_seconds_until(events: Sequence[Mapping[str, Any]], event_type: str) -
     last_index = max((index for index, event in enumerate(events) if event["what"] == event_type), default=0)
     total, launcher = 0.0, None
     for before, after in pairwise(events[: last_index + 1]):
-        launcher = _launcher(before) if before["what"] == STARTED else launcher
+        launcher = _launcher_id(before) if before["what"] == STARTED else launcher
         end = float(after["time"])
-        if after["what"] == STARTED and after.get("alive_until") is not None and _launcher(after) != launcher:
+        if after["what"] == STARTED and after.get("alive_until") is not None and _launcher_id(after) != launcher:
             end = min(end, float(after["alive_until"]))
         if before["what"] != FINISHED:
             total += max(0.0, end - float(before["time"]))
     return total
 
 
-def _launcher(start_event: Mapping[str, Any]) -> tuple[Any, Any]:
+def _launcher_id(start_event: Mapping[str, Any]) -> tuple[Any, Any]:
     return start_event.get("host"), start_event.get("launcher")
 
 
@@ -92,29 +92,32 @@ def describe_failures(events: Sequence[Mapping[str, Any]], exclude_last: bool) -
     for before, event in pairwise([{"what": STARTED}, *starts_and_failures]):
         if event["what"] != FAILED:
             continue
-        if before["what"] == FAILED and not (_is_here(before) and _is_here(event)):  # one, noted on several nodes
-            failures[-1] = max(failures[-1], event, key=_is_here)
+        if before["what"] == FAILED and not (
+            _is_local_failure(before) and _is_local_failure(event)
+        ):  # one, noted on several nodes
+            failures[-1] = max(failures[-1], event, key=_is_local_failure)
         else:
             failures.append(event)
     ends_with_failure = bool(starts_and_failures) and starts_and_failures[-1]["what"] == FAILED
-    return [_told(event) for event in (failures[:-1] if exclude_last and ends_with_failure else failures)]
+    return [_format_failure(event) for event in (failures[:-1] if exclude_last and ends_with_failure else failures)]
 
 
-def _is_here(failure: Mapping[str, Any]) -> bool:
+def _is_local_failure(failure: Mapping[str, Any]) -> bool:
     """Whether a failure was noted by the node on which it began."""
     return bool(failure.get("here", True))
 
 
-def _told(event: Mapping[str, Any]) -> str:
+def _format_failure(event: Mapping[str, Any]) -> str:
     verdict = [line for line in event.get("verdict", []) if not line.startswith("details: ")]
-    return "; ".join([f"{_when(event)}: rank {event['rank']} {event['reason']}, step {event['step']}", *verdict])
+    return "; ".join([f"{_format_time(event)}: rank {event['rank']} {event['reason']}, step {event['step']}", *verdict])
 
 
 def describe_rollbacks(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line on each time that a run went back: when, why, from which step and to which."""
     rollbacks = [event for event in events if event["what"] == ROLLED_BACK]
     return [
-        f"{_when(event)}: {event['reason']}; from step {event['after']} to step {event['to']}" for event in rollbacks
+        f"{_format_time(event)}: {event['reason']}; from step {event['after']} to step {event['to']}"
+        for event in rollbacks
     ]
 
 
@@ -122,11 +125,12 @@ def describe_damaged_checkpoints(events: Sequence[Mapping[str, Any]]) -> list[st
     """A line on each checkpoint that was set aside: when, and what is wrong with it."""
     quarantined = [event for event in events if event["what"] == QUARANTINED]
     return [
-        f"{_when(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}" for event in quarantined
+        f"{_format_time(event)}: {event['checkpoint']} was set aside, damaged: {event['problem']}"
+        for event in quarantined
     ]
 
 
-def _when(event: Mapping[str, Any]) -> str:
+def _format_time(event: Mapping[str, Any]) -> str:
     return datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
 
 

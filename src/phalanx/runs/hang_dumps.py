@@ -15,7 +15,7 @@ from typing import Any, NotRequired, TypedDict
 
 from phalanx.runs.host import host_name
 
-HANGS, FAILURES = "hangs", "failures"
+HANGS_DIR, FAILURES_DIR = "hangs", "failures"
 FORMAT = 1
 STALLED, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
 """Why a rank left word."""
@@ -78,18 +78,18 @@ class HangDump(TypedDict):
     """Of the other ranks on this host: the state of their process in /proc, or "gone"."""
 
 
-TOLD = frozenset(HangDump.__annotations__) - {"error"}
+REQUIRED_DUMP_FIELDS = frozenset(HangDump.__annotations__) - {"error"}
 """In every dump. (__required_keys__ takes NotRequired for required where annotations are put off.)"""
 
 
 def dump_file(directory: Path, rank: int) -> Path:
     """Where a rank tells where it stood."""
-    return directory / HANGS / f"rank-{rank:05d}.json"
+    return directory / HANGS_DIR / f"rank-{rank:05d}.json"
 
 
 def fault_file(directory: Path, rank: int) -> Path:
     """Where faulthandler writes, of a rank that a signal ends."""
-    return directory / HANGS / f"rank-{rank:05d}.fault"
+    return directory / HANGS_DIR / f"rank-{rank:05d}.fault"
 
 
 def describe_fault(directory: Path, rank: int) -> str | None:
@@ -109,17 +109,17 @@ def describe_fault(directory: Path, rank: int) -> str | None:
 
 def failure_file(directory: Path, rank: int) -> Path:
     """Where a rank, or whoever started it, tells why it failed."""
-    return directory / FAILURES / f"rank-{rank:05d}.json"
+    return directory / FAILURES_DIR / f"rank-{rank:05d}.json"
 
 
 def write_dump(directory: Path, dump: HangDump) -> None:
     """Leave what a rank tells of where it stood."""
-    _write(dump_file(directory, dump["rank"]), json.dumps(dump))
+    _write_atomically(dump_file(directory, dump["rank"]), json.dumps(dump))
 
 
 def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
     """Leave why a rank of this host failed."""
-    _write(failure_file(directory, record["rank"]), json.dumps({"host": host_name(), **record}, indent=1))
+    _write_atomically(failure_file(directory, record["rank"]), json.dumps({"host": host_name(), **record}, indent=1))
 
 
 def remove_dumps(directory: Path, rank: int) -> None:
@@ -130,13 +130,13 @@ def remove_dumps(directory: Path, rank: int) -> None:
 
 def remove_dumps_from_rank(directory: Path, rank: int) -> None:
     """What was left by this rank and those after it, of an earlier start that had them."""
-    for folder in (HANGS, FAILURES):
+    for folder in (HANGS_DIR, FAILURES_DIR):
         for file in (directory / folder).glob("rank-*"):
             if file.stem >= f"rank-{rank:05d}":
                 file.unlink(missing_ok=True)
 
 
-def _write(file: Path, text: str) -> None:
+def _write_atomically(file: Path, text: str) -> None:
     """Where others find it whole or not at all."""
     file.parent.mkdir(exist_ok=True)
     partial_file = file.with_suffix(".partial")
@@ -146,7 +146,11 @@ def _write(file: Path, text: str) -> None:
 
 def read_dumps(directory: Path) -> dict[int, HangDump]:
     """Of every rank that left one."""
-    records = [record for record in _read(directory / HANGS) if record.keys() >= TOLD and record["format"] == FORMAT]
+    records = [
+        record
+        for record in _read_records(directory / HANGS_DIR)
+        if record.keys() >= REQUIRED_DUMP_FIELDS and record["format"] == FORMAT
+    ]
     return {int(record["rank"]): record for record in records}  # type: ignore[misc]
 
 
@@ -155,12 +159,12 @@ def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
     types = {"rank": int, "time": int | float, "reason": str}
     return {
         record["rank"]: dict(record)
-        for record in _read(directory / FAILURES)
+        for record in _read_records(directory / FAILURES_DIR)
         if all(isinstance(record.get(key), type_) for key, type_ in types.items())
     }
 
 
-def _read(folder: Path) -> list[Mapping[str, Any]]:
+def _read_records(folder: Path) -> list[Mapping[str, Any]]:
     records = []
     for file in sorted(folder.glob("rank-*.json")):
         with suppress(ValueError, OSError):  # the disk may have been full

@@ -43,16 +43,20 @@ def acquire_run_lock(
 
 def is_running(directory: Path) -> bool | None:
     """Whether a run is under way there; None where that cannot be known: it runs on another host, or is an old one."""
-    lock_states = _looks(directory)
+    lock_states = _read_locks(directory)
     if any(is_held for is_held, _ in lock_states):
         return True
-    return False if lock_states and all(_holder(owner)[1] == socket.gethostname() for _, owner in lock_states) else None
+    return (
+        False
+        if lock_states and all(_parse_owner(owner)[1] == socket.gethostname() for _, owner in lock_states)
+        else None
+    )
 
 
 def check_not_running(directory: Path, timeout_seconds: float = SHUTDOWN_GRACE_SECONDS) -> None:
     """Raise UserError if somebody is at work in a run directory for longer than `timeout_seconds`."""
     if timeout_seconds > SHUTDOWN_GRACE_SECONDS and is_running(directory):
-        print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_whose(directory)}", file=sys.stderr)
+        print(f"phalanx: waiting for up to {timeout_seconds:g} s: {_describe_owner(directory)}", file=sys.stderr)
     _wait_until(lambda: not is_running(directory), directory, timeout_seconds)
 
 
@@ -70,17 +74,17 @@ def _wait_until(is_free: Callable[[], bool], directory: Path, timeout_seconds: f
     deadline = time.monotonic() + timeout_seconds
     while not is_free():
         if time.monotonic() > deadline:
-            raise _in_use(directory)
+            raise _in_use_error(directory)
         time.sleep(0.1)
 
 
-def _looks(directory: Path) -> list[tuple[bool, str]]:
+def _read_locks(directory: Path) -> list[tuple[bool, str]]:
     """At each lock that somebody ever held."""
-    lock_states = (_look(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
+    lock_states = (_read_lock(directory / name) for name in (LAUNCHER_LOCK_FILE, LOCK_FILE))
     return [state for state in lock_states if state is not None]
 
 
-def _look(file: Path) -> tuple[bool, str] | None:
+def _read_lock(file: Path) -> tuple[bool, str] | None:
     """Whether somebody holds a lock, and who did it last; None where nobody ever did."""
     with suppress(OSError), file.open() as lock_file:
         try:
@@ -91,20 +95,20 @@ def _look(file: Path) -> tuple[bool, str] | None:
     return None
 
 
-def _in_use(directory: Path) -> UserError:
-    process = _at_work(directory)[0]
-    return UserError("name", directory.name, _whose(directory), f"wait for it, or end it: kill {process}")
+def _in_use_error(directory: Path) -> UserError:
+    process = _lock_owner(directory)[0]
+    return UserError("name", directory.name, _describe_owner(directory), f"wait for it, or end it: kill {process}")
 
 
-def _whose(directory: Path) -> str:
-    process, host = _at_work(directory)
+def _describe_owner(directory: Path) -> str:
+    process, host = _lock_owner(directory)
     return f"{directory} is in use: process {process} on {host} works there"
 
 
-def _at_work(directory: Path) -> tuple[str, str]:
-    return _holder(max(_looks(directory), default=(False, ""))[1])
+def _lock_owner(directory: Path) -> tuple[str, str]:
+    return _parse_owner(max(_read_locks(directory), default=(False, ""))[1])
 
 
-def _holder(owner: str) -> tuple[str, str]:
+def _parse_owner(owner: str) -> tuple[str, str]:
     process, _, host = owner.partition(" on ")
     return process, host

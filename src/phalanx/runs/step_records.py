@@ -16,7 +16,7 @@ from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
 FORMAT = 1
-POINTS = 400
+MAX_MEMORY_POINTS = 400
 """Of memory over a step, so many moments are kept."""
 
 
@@ -111,7 +111,7 @@ def rank_record_file(directory: Path, rank: int) -> Path:
 
 
 def downsample_memory(
-    history: Sequence[tuple[float, Mapping[str, int]]], max_points: int = POINTS
+    history: Sequence[tuple[float, Mapping[str, int]]], max_points: int = MAX_MEMORY_POINTS
 ) -> list[dict[str, float]]:
     """Memory over time at no more than so many moments: of each stretch of time the one at which all parts together
     were most."""

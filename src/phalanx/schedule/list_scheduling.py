@@ -58,7 +58,7 @@ def list_schedule(
             order.append(action)
             next_micro[action.stage, action.kind] = action.micro + 1
             num_in_flight[rank] += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind]
-            rank_free_times[rank] = end_times[action] = now + times.of_action(action)
+            rank_free_times[rank] = end_times[action] = now + times.action_time(action)
             for event_time in {rank_free_times[rank], rank_free_times[rank] + times.transfer}:
                 if event_time not in event_times:
                     heapq.heappush(event_times, event_time)

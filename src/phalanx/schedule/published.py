@@ -27,7 +27,9 @@ def gpipe(p: int, m: int) -> Schedule:
 def one_f_one_b(p: int, m: int) -> Schedule:
     """As many forward passes as there are stages after this one, then a forward and a backward pass in turn: no more
     than p micro-batches are held (arXiv 1806.03377; the non-interleaved schedule of 2104.04473, section 2.2.1)."""
-    return Schedule.from_rows(_in_turn(_each(s, "F", m), _each(s, "B", m), p - 1 - s) for s in range(p))
+    return Schedule.from_rows(
+        _alternate(_stage_actions(s, "F", m), _stage_actions(s, "B", m), p - 1 - s) for s in range(p)
+    )
 
 
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
@@ -43,7 +45,7 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     def order(rank: int) -> Iterator[ScheduleStep]:
         forward = [Action(chunk * p + rank, "F", micro) for chunk, micro in chunk_micro_pairs]
         backward = [Action((v - 1 - chunk) * p + rank, "B", micro) for chunk, micro in chunk_micro_pairs]
-        return _in_turn(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
+        return _alternate(forward, backward, (v - 1) * p + 2 * (p - 1 - rank) if v > 1 else p - 1 - rank)
 
     return Schedule.from_rows(map(order, range(p)))
 
@@ -53,7 +55,7 @@ def zb_h1(p: int, m: int) -> Schedule:
     input halves go up without them; no more than p micro-batches are held anywhere (arXiv 2401.10241, section 2.2)."""
 
     def order(s: int) -> Iterator[ScheduleStep]:
-        forward = deque(_each(s, "F", m))
+        forward = deque(_stage_actions(s, "F", m))
         yield from (forward.popleft() for _ in range(min(p - s, m)))
         for i in range(m):
             yield Action(s, "I", i)
@@ -81,8 +83,11 @@ def zb_v(p: int, m: int) -> Schedule:
 
     def order(rank: int) -> Iterator[ScheduleStep]:
         down, up = rank, 2 * p - 1 - rank
-        forward = {down: deque(_each(down, "F", num_micros)), up: deque(_each(up, "F", num_micros))}
-        input_grads = {down: deque(_each(down, "I", num_micros)), up: deque(_each(up, "I", num_micros))}
+        forward = {down: deque(_stage_actions(down, "F", num_micros)), up: deque(_stage_actions(up, "F", num_micros))}
+        input_grads = {
+            down: deque(_stage_actions(down, "I", num_micros)),
+            up: deque(_stage_actions(up, "I", num_micros)),
+        }
         weight_grads: dict[int, deque[Action]] = {down: deque(), up: deque()}
 
         def split_backward(stage: int) -> Iterator[ScheduleStep]:
@@ -114,7 +119,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
     # Written for at least 2p - 1 micro-batches; of fewer, those that are not there are left out.
     num_micros = max(m, 2 * p - 1)
-    return Schedule.from_rows((step for step in order(rank) if _micro(step) < m) for rank in range(p))
+    return Schedule.from_rows((step for step in order(rank) if _micro_batch(step) < m) for rank in range(p))
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
@@ -173,11 +178,11 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     return Schedule.from_rows(map(order, range(p)))
 
 
-def _each(stage: int, kind: ActionKind, m: int) -> list[Action]:
+def _stage_actions(stage: int, kind: ActionKind, m: int) -> list[Action]:
     return [Action(stage, kind, i) for i in range(m)]
 
 
-def _in_turn(forward: list[Action], backward: list[Action], num_ahead: int) -> Iterator[ScheduleStep]:
+def _alternate(forward: list[Action], backward: list[Action], num_ahead: int) -> Iterator[ScheduleStep]:
     """Some forward passes ahead, then one of each in turn while there are both."""
     num_ahead = min(num_ahead, len(forward))
     yield from forward[:num_ahead]
@@ -187,7 +192,7 @@ def _in_turn(forward: list[Action], backward: list[Action], num_ahead: int) -> I
     yield from backward[len(forward) - num_ahead :]
 
 
-def _micro(step: ScheduleStep) -> int:
+def _micro_batch(step: ScheduleStep) -> int:
     return step.micro if isinstance(step, Action) else step.forward.micro
 
 

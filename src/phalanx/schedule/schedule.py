@@ -179,17 +179,19 @@ def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None
     rows: list[list[ScheduleStep | None]] = []
     for cells in csv.reader(io.StringIO(text)):
         stripped = [cell.strip() for cell in cells]
-        rows.append([_step(cell, f"{name}, rank {len(rows)}") for cell in stripped if not COMMUNICATION.match(cell)])
+        rows.append(
+            [_parse_step(cell, f"{name}, rank {len(rows)}") for cell in stripped if not COMMUNICATION.match(cell)]
+        )
     if not any(step for row in rows for step in row):
         raise UserError(name, None, "holds no action", "give a row of actions per rank, such as 0F0,0F1,0B0,0B1")
     return rows
 
 
-def _step(cell: str, location: str) -> ScheduleStep | None:
+def _parse_step(cell: str, location: str) -> ScheduleStep | None:
     if not cell:
         return None
     if pair := OVERLAPPED.match(cell):
-        forward, backward = (_step(part.strip(), location) for part in pair.groups())
+        forward, backward = (_parse_step(part.strip(), location) for part in pair.groups())
         if isinstance(forward, Action) and isinstance(backward, Action):
             return OverlappedPair(forward, backward)
     if parts := ACTION.match(cell):

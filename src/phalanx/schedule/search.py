@@ -29,15 +29,15 @@ def search_schedule(
     """
     if limit < 1:
         raise UserError("memory limit", str(limit), "is less than one micro-batch", "allow 1 or more")
-    published = [split_backward_passes(schedule) for schedule in _published(p, m, chunks)]
+    published = [split_backward_passes(schedule) for schedule in _published_schedules(p, m, chunks)]
     candidates = [
         candidate for candidate in published if max(peak_activations(candidate, rank) for rank in range(p)) <= limit
     ]
     stages = {rank: [rank, 2 * p - 1 - rank][:chunks] for rank in range(p)}
     limits = [math.floor(limit * chunks)] * p
-    candidates += [list_schedule(stages, m, _by(kinds), limits, times) for kinds in ("IFW", "FIW", "IWF")]
+    candidates += [list_schedule(stages, m, _prioritize_kinds(kinds), limits, times) for kinds in ("IFW", "FIW", "IWF")]
     best = min(candidates, key=lambda schedule: simulate(schedule, times).makespan)
-    return _improved(best, times, limits[0], moves)
+    return _improve(best, times, limits[0], moves)
 
 
 def split_backward_passes(schedule: Schedule) -> Schedule:
@@ -49,12 +49,12 @@ def split_backward_passes(schedule: Schedule) -> Schedule:
     )
 
 
-def _by(kinds: str) -> PriorityFunction:
+def _prioritize_kinds(kinds: str) -> PriorityFunction:
     """These kinds before those, and later stages before earlier ones."""
     return lambda action, _: (kinds.index(action.kind), -action.stage)
 
 
-def _published(p: int, m: int, chunks: int) -> Iterator[Schedule]:
+def _published_schedules(p: int, m: int, chunks: int) -> Iterator[Schedule]:
     if chunks == 1:
         yield from (one_f_one_b(p, m), zb_h1(p, m), zb_h2(p, m))
         return
@@ -67,18 +67,18 @@ def _published(p: int, m: int, chunks: int) -> Iterator[Schedule]:
 class _Graph:
     """The actions of a schedule as numbers, so that thousands of orders can be timed."""
 
-    needs: list[list[tuple[int, float]]]
+    prerequisites: list[list[tuple[int, float]]]
     """What must end before each begins, and how long before."""
     seconds: list[float]
-    holds: list[int]
+    in_flight_changes: list[int]
     """1 for an action that begins to hold activations, -1 for one that gives them back."""
 
 
-def _improved(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: int) -> Schedule:
+def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: int) -> Schedule:
     """Move one action of one rank at a time; worse orders are kept with a probability that falls to none."""
     rng = random.Random(0)
     all_actions = [action for rank in range(schedule.ranks) for action in schedule.actions(rank)]
-    graph = _graph(schedule, all_actions, times)
+    graph = _build_graph(schedule, all_actions, times)
     indices = iter(range(len(all_actions)))
     orders = [[next(indices) for _ in order] for order in schedule.orders]
     cost = _cost(graph, orders)
@@ -87,11 +87,11 @@ def _improved(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves:
     for move in range(moves):
         temperature = 0.2 * min_seconds * (1 - move / moves) ** 2
         rank = rng.randrange(len(orders))
-        old_order, orders[rank] = orders[rank], _moved(orders[rank], rng, 2 * len(orders))
+        old_order, orders[rank] = orders[rank], _move_action(orders[rank], rng, 2 * len(orders))
         cost_increase = math.inf
-        if _most_held(graph, orders[rank]) <= max_in_flight:
+        if _peak_in_flight(graph, orders[rank]) <= max_in_flight:
             new_cost = _cost(graph, orders)
-            cost_increase = _difference(new_cost, cost, len(orders))
+            cost_increase = _cost_difference(new_cost, cost, len(orders))
         if cost_increase <= 0 or rng.random() < math.exp(-cost_increase / (temperature + 1e-12)):
             cost = new_cost
             if cost < best_cost:
@@ -101,7 +101,7 @@ def _improved(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves:
     return Schedule.from_rows([all_actions[index] for index in order] for order in best_orders)
 
 
-def _graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _Graph:
+def _build_graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) -> _Graph:
     index_of = {action: index for index, action in enumerate(all_actions)}
     rank_of = schedule.rank_of
 
@@ -113,12 +113,12 @@ def _graph(schedule: Schedule, all_actions: list[Action], times: ActionTimes) ->
 
     return _Graph(
         [list(dependency_edges(action)) for action in all_actions],
-        [float(times.of_action(action)) for action in all_actions],
+        [float(times.action_time(action)) for action in all_actions],
         [{"F": 1, "W": -1}.get(action.kind, 0) for action in all_actions],
     )
 
 
-def _moved(order: list[int], rng: random.Random, max_distance: int) -> list[int]:
+def _move_action(order: list[int], rng: random.Random, max_distance: int) -> list[int]:
     """The order with one action elsewhere, often its neighbour's place."""
     source = rng.randrange(len(order))
     distance = rng.randint(1, max_distance) if rng.random() < 0.5 else 1
@@ -127,8 +127,8 @@ def _moved(order: list[int], rng: random.Random, max_distance: int) -> list[int]
     return [*remaining[:target], order[source], *remaining[target:]]
 
 
-def _most_held(graph: _Graph, order: list[int]) -> int:
-    return max(accumulate(graph.holds[index] for index in order))
+def _peak_in_flight(graph: _Graph, order: list[int]) -> int:
+    return max(accumulate(graph.in_flight_changes[index] for index in order))
 
 
 def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
@@ -142,7 +142,7 @@ def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
         for rank, order in enumerate(orders):
             while next_index[rank] < len(order):
                 action, start = order[next_index[rank]], clocks[rank]
-                for dependency, delay in graph.needs[action]:
+                for dependency, delay in graph.prerequisites[action]:
                     if (end := end_times[dependency]) is None:
                         break
                     start = max(start, end + delay)
@@ -156,5 +156,5 @@ def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
     return (math.inf, math.inf) if is_deadlocked else (max(clocks), sum(clocks))
 
 
-def _difference(new_cost: tuple[float, float], cost: tuple[float, float], ranks: int) -> float:
+def _cost_difference(new_cost: tuple[float, float], cost: tuple[float, float], ranks: int) -> float:
     return new_cost[0] - cost[0] + 0.3 * (new_cost[1] - cost[1]) / ranks

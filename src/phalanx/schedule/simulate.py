@@ -27,21 +27,21 @@ class ActionTimes:
     overlapped: Time | None = None
     """An overlapped forward and backward pass; by default their sum."""
 
-    def of_action(self, action: Action) -> Time:
+    def action_time(self, action: Action) -> Time:
         """What an action takes."""
         forward, input_grad, weight_grad = (
-            _of(times, action.stage) for times in (self.forward, self.input_grad, self.weight_grad)
+            _stage_time(times, action.stage) for times in (self.forward, self.input_grad, self.weight_grad)
         )
         return {"F": forward, "I": input_grad, "W": weight_grad, "B": input_grad + weight_grad}[action.kind]
 
-    def of_step(self, step: ScheduleStep) -> Time:
+    def step_time(self, step: ScheduleStep) -> Time:
         """What a step takes."""
         if isinstance(step, OverlappedPair) and self.overlapped is not None:
             return self.overlapped
-        return sum(self.of_action(action) for action in actions(step))
+        return sum(self.action_time(action) for action in actions(step))
 
 
-def _of(times: Time | Sequence[Time], stage: int) -> Time:
+def _stage_time(times: Time | Sequence[Time], stage: int) -> Time:
     return times[stage] if isinstance(times, Sequence) else times
 
 
@@ -113,7 +113,7 @@ def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
                     break
                 step = steps.pop()
                 start = max(*known_times, spans[rank][-1].end if spans[rank] else 0)
-                spans[rank].append(Span(step, start, start + times.of_step(step)))
+                spans[rank].append(Span(step, start, start + times.step_time(step)))
                 end_times.update(dict.fromkeys(actions(step), spans[rank][-1].end))
     return Timeline(tuple(map(tuple, spans)))
 
@@ -132,7 +132,7 @@ def ready_time(
     return latest
 
 
-def micro_batches_held(schedule: Schedule, rank: int) -> list[int]:
+def micro_batches_in_flight(schedule: Schedule, rank: int) -> list[int]:
     """After each step of a rank, the micro-batches whose activations its stages hold: from the forward pass to the end
     of the backward pass (of its weight half, where it is halved); those of each stage counted."""
     num_in_flight, counts = 0, []
@@ -144,7 +144,7 @@ def micro_batches_held(schedule: Schedule, rank: int) -> list[int]:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> Fraction:
-    """Return the maximum of `micro_batches_held`, in micro-batches of all of the rank's stages together.
+    """Return the maximum of `micro_batches_in_flight`, in micro-batches of all of the rank's stages together.
 
     A rank of 1F1B that holds 4 micro-batches has 4; one that holds 4 micro-batches of one of its two stages has 2."""
-    return Fraction(max(micro_batches_held(schedule, rank), default=0), len(schedule.stages_of(rank)))
+    return Fraction(max(micro_batches_in_flight(schedule, rank), default=0), len(schedule.stages_of(rank)))

@@ -32,7 +32,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 def violations(schedule: Schedule) -> list[Violation]:
     """What keeps ranks from running their orders, each at its own pace: none if the schedule is valid."""
-    return [*_misplaced(schedule), *_counts(schedule)] or list(_stuck(schedule))
+    return [*_find_misplaced_stages(schedule), *_find_wrong_counts(schedule)] or list(_find_deadlock(schedule))
 
 
 def lockstep_violations(grid: Grid) -> list[Violation]:
@@ -44,7 +44,7 @@ def lockstep_violations(grid: Grid) -> list[Violation]:
         for tick, step in enumerate(row):
             for action in actions(step) if step else ():
                 ticks.setdefault(action, tick)
-    problems = [*_misplaced(schedule), *_counts(schedule)]
+    problems = [*_find_misplaced_stages(schedule), *_find_wrong_counts(schedule)]
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             for alternatives in schedule.dependencies(action):
@@ -55,7 +55,7 @@ def lockstep_violations(grid: Grid) -> list[Violation]:
     return problems
 
 
-def _misplaced(schedule: Schedule) -> Iterator[Violation]:
+def _find_misplaced_stages(schedule: Schedule) -> Iterator[Violation]:
     """Stages that more than one rank has."""
     for rank in range(schedule.ranks):
         foreign_actions = {
@@ -65,7 +65,7 @@ def _misplaced(schedule: Schedule) -> Iterator[Violation]:
             yield Violation(rank, action, f"is of a stage that rank {schedule.rank_of[stage]} has")
 
 
-def _counts(schedule: Schedule) -> Iterator[Violation]:
+def _find_wrong_counts(schedule: Schedule) -> Iterator[Violation]:
     """Actions that are missing or done more than once: a forward pass, and a whole backward pass or its two halves."""
     counts = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     for stage in range(schedule.stages):
@@ -81,7 +81,7 @@ def _counts(schedule: Schedule) -> Iterator[Violation]:
                     yield Violation(rank, action, "is missing" if not count else problem)
 
 
-def _stuck(schedule: Schedule) -> Iterator[Violation]:
+def _find_deadlock(schedule: Schedule) -> Iterator[Violation]:
     """Run every rank as far as it comes; what the ranks wait for then."""
     done: set[Action] = set()
     all_actions = {action for rank in range(schedule.ranks) for action in schedule.actions(rank)}

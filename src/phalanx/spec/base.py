@@ -51,14 +51,14 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
         ) from None
 
 
-INNER = "function-", "constrained-", "literal["
+PYDANTIC_INNER_PREFIXES = "function-", "constrained-", "literal["
 """How places begin that pydantic names inside a field."""
 
 
 def _validation_error(
     spec_class: type[Spec], table: dict[str, Any], path_prefix: str, item: dict[str, Any]
 ) -> UserError:
-    path = [str(part) for part in item["loc"] if not str(part).startswith(INNER)]
+    path = [str(part) for part in item["loc"] if not str(part).startswith(PYDANTIC_INNER_PREFIXES)]
     field = ".".join([path_prefix, *path] if path_prefix else path) or path_prefix or spec_class.__name__
     context = item.get("ctx", {})
     cause = context.get("error")

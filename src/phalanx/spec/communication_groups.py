@@ -46,7 +46,7 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
         case "replicas":
             return process_groups(dims, "dp_replicate")
         case "same_experts" | "expert_replicas":
-            stages = _copies_of_stages(dims, dims.dp_replicate if is_hybrid else 1)
+            stages = _stage_copies(dims, dims.dp_replicate if is_hybrid else 1)
             if kind == "same_experts":
                 return [ranks[start :: dims.ep] for copies in stages for ranks in copies for start in range(dims.ep)]
             return [ranks for copies in stages for ranks in zip(*copies, strict=True)]
@@ -66,7 +66,7 @@ def communication_groups(run: RunSpec, dims: ParallelDims, kind: GroupKind) -> l
             return process_groups(dims, kind)
 
 
-def _copies_of_stages(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
+def _stage_copies(dims: ParallelDims, num_copies: int) -> list[list[Group]]:
     """Return, for each stage, the ranks of each of its `num_copies` copies."""
     size = dims.dp_size * dims.cp * dims.tp // num_copies
     return [

@@ -24,14 +24,14 @@ def format_optional(value: float | None) -> str:
 
 def format_si(number: float, prefixes: Sequence[str] = SI_PREFIXES) -> str:
     """Format a number with three digits and the prefix of its power of 1000: "8.03 G", or "8.03 B" for a count."""
-    scaled, prefix = _scale(number, prefixes)
+    scaled, prefix = _split_prefix(number, prefixes)
     digits = format_digits(scaled).replace(",", "") if prefix else f"{scaled:.0f}"
     return f"{digits} {prefix}"
 
 
 def format_bytes(size: float, trailing_zeros: bool = False) -> str:
     """Format bytes with up to three digits: "1.5 GB". With trailing zeros, columns line up: "1.50 GB"."""
-    scaled, prefix = _scale(size, (*SI_PREFIXES, "E"))
+    scaled, prefix = _split_prefix(size, (*SI_PREFIXES, "E"))
     digits = f"{scaled:.3g}"
     return f"{format_digits(float(digits)) if trailing_zeros and prefix else digits} {prefix}B"
 
@@ -103,7 +103,7 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
-def _scale(number: float, prefixes: Sequence[str]) -> tuple[float, str]:
+def _split_prefix(number: float, prefixes: Sequence[str]) -> tuple[float, str]:
     """Divide a number by 1000 until three digits precede its point; return it with the prefix."""
     power = 0
     while number >= 999.5 and power < len(prefixes) - 1:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 Codec = Literal["fp32", "bf16", "int8", "int4"]
 """How numbers are written: whole, in 16 bits, or in 8 or 4 with a scale (fp32) for each block of them."""
 Method = Literal["ddp", "fedavg", "diloco", "spes", "spes+"]
-BLOCK = 256
+CODEC_BLOCK_SIZE = 256
 """Numbers that share a scale."""
-SPLIT: tuple[Method, ...] = ("spes", "spes+")
+EXPERT_SPLIT_METHODS: tuple[Method, ...] = ("spes", "spes+")
 """Methods in which a node trains some of the experts."""
 
 
@@ -176,7 +176,7 @@ class SwarmSpec(Spec):
             f"is no multiple of every ({self.every}), at which experts come together",
             f"use {self.every}",
         )
-        splits_experts = self.method in SPLIT
+        splits_experts = self.method in EXPERT_SPLIT_METHODS
         for field, is_set in {
             "replication": self.replication > 1,
             "rotate_every": self.rotate_every > 0,
@@ -212,7 +212,7 @@ def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
             "set it to 0",
         )
     require(
-        moe is not None or swarm.method not in SPLIT,
+        moe is not None or swarm.method not in EXPERT_SPLIT_METHODS,
         "swarm.method",
         swarm.method,
         "shares out experts, and the model has none",
@@ -245,7 +245,7 @@ def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
 def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
     """Check the layout inside a node, the number of steps, and the data."""
     require(
-        swarm.method not in SPLIT or run.layout.ep == 1 or run.layout.data_parallel == "ddp",
+        swarm.method not in EXPERT_SPLIT_METHODS or run.layout.ep == 1 or run.layout.data_parallel == "ddp",
         "layout.data_parallel",
         run.layout.data_parallel,
         "splits what expert-parallel ranks train, of which some may train no expert in a swarm",

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.cost.exact.swarm import SCALED, encoded_bytes
+from phalanx.cost.exact.swarm import SCALED_CODECS, encoded_bytes
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.int8_blocks import dequantize_blocks, quantize_blocks
-from phalanx.spec.swarm import BLOCK, Codec
+from phalanx.spec.swarm import CODEC_BLOCK_SIZE, Codec
 
-TOP = {"int8": 127, "int4": 7}
+MAX_CODE = {"int8": 127, "int4": 7}
 
 
 class CodecError(ValueError):
@@ -29,11 +29,11 @@ def encode(tensor: Tensor, codec: Codec) -> Buffer:
     """A tensor's bytes; of fp32 they are in its memory. What is not finite stays so in fp32 and bf16, and makes its
     whole block NaN in the others."""
     flat = tensor.detach().to("cpu", torch.float32).reshape(-1)
-    if codec not in SCALED:
-        return _bytes(flat.to(TORCH_DTYPES[codec]))
-    quantized, scale = quantize_blocks(flat, TOP[codec])
+    if codec not in SCALED_CODECS:
+        return _as_bytes(flat.to(TORCH_DTYPES[codec]))
+    quantized, scale = quantize_blocks(flat, MAX_CODE[codec])
     quantized = quantized.reshape(-1)[: flat.numel()]
-    return b"".join([_bytes(scale), _bytes(quantized if codec == "int8" else _in_halves(quantized))])
+    return b"".join([_as_bytes(scale), _as_bytes(quantized if codec == "int8" else _pack_int4(quantized))])
 
 
 def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
@@ -44,25 +44,25 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
         raise CodecError(f"{len(data)} bytes are no {list(shape)} in {codec}: {encoded_bytes(numel, codec)}")
     if not numel:
         return torch.zeros(shape)
-    if codec not in SCALED:
+    if codec not in SCALED_CODECS:
         return torch.frombuffer(data, dtype=TORCH_DTYPES[codec]).float().reshape(shape)
-    num_blocks = -(-numel // BLOCK)
+    num_blocks = -(-numel // CODEC_BLOCK_SIZE)
     raw = torch.frombuffer(data, dtype=torch.uint8)
     scale, quantized = raw[: 4 * num_blocks].view(torch.float32), raw[4 * num_blocks :]
-    values = quantized.view(torch.int8) if codec == "int8" else _of_halves(quantized)[:numel]
-    blocks = F.pad(values, (0, -numel % BLOCK)).view(-1, BLOCK)
+    values = quantized.view(torch.int8) if codec == "int8" else _unpack_int4(quantized)[:numel]
+    blocks = F.pad(values, (0, -numel % CODEC_BLOCK_SIZE)).view(-1, CODEC_BLOCK_SIZE)
     return dequantize_blocks(blocks, scale, numel).reshape(shape)
 
 
-def _in_halves(values: Tensor) -> Tensor:
+def _pack_int4(values: Tensor) -> Tensor:
     pairs = F.pad(values, (0, len(values) % 2)).view(-1, 2).to(torch.uint8)
     return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
 
 
-def _of_halves(packed: Tensor) -> Tensor:
+def _unpack_int4(packed: Tensor) -> Tensor:
     low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
     return torch.stack([low, high], dim=1).reshape(-1)
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _as_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(torch.uint8).numpy().data

@@ -19,10 +19,12 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
     are enough for all slots, no node gets more than its capacity."""
     counts: dict[str, int] = {}
     while saturated := [
-        node for node in capacities if node not in counts and _exact(num_slots, counts, capacities, node) > max_per_node
+        node
+        for node in capacities
+        if node not in counts and _fair_share(num_slots, counts, capacities, node) > max_per_node
     ]:
         counts |= dict.fromkeys(saturated, max_per_node)
-    exact_shares = {node: _exact(num_slots, counts, capacities, node) for node in capacities if node not in counts}
+    exact_shares = {node: _fair_share(num_slots, counts, capacities, node) for node in capacities if node not in counts}
     counts |= {node: int(share) for node, share in exact_shares.items()}
     num_unassigned = num_slots - sum(counts.values())
     for node in sorted(exact_shares, key=lambda node: int(exact_shares[node]) - exact_shares[node])[:num_unassigned]:
@@ -30,7 +32,7 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
     return {node: counts[node] for node in capacities}
 
 
-def _exact(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float], node: str) -> float:
+def _fair_share(num_slots: int, counts: Mapping[str, int], capacities: Mapping[str, float], node: str) -> float:
     """A node's part of what those that have theirs leave."""
     total = sum(weight for other_node, weight in capacities.items() if other_node not in counts)
     return (num_slots - sum(counts.values())) * capacities[node] / total

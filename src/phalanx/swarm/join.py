@@ -41,7 +41,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import SPLIT, SwarmSpec
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS, SwarmSpec
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.rpc.certificates import certificate_member
 from phalanx.swarm.rpc.client import SwarmClient
@@ -75,7 +75,7 @@ def join_swarm(
         ]  # weights come from the coordinator, which alone has that path
         run = load_run(directory / SWARM_RUN_FILE, [*local_overrides, *cleared_overrides, *overrides])
         assert run.swarm is not None
-        _check_same(load_run(directory / SWARM_RUN_FILE, cleared_overrides), run)
+        _check_same_run(load_run(directory / SWARM_RUN_FILE, cleared_overrides), run)
         ranks = select_nproc(run, nproc)
         model_parallel_size = run.layout.tp * run.layout.ep
         capacity = max_trained_experts(
@@ -110,7 +110,7 @@ def join_swarm(
     return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory))
 
 
-def _check_same(coordinator_run: RunSpec, run: RunSpec) -> None:
+def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
     """Raise UserError if this node would learn something else than the others."""
     training_fields = "tokens_per_step", "seq_len", "steps", "seed"
     differing = [
@@ -132,7 +132,7 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
 
     Raises UserError if there is none for a single one.
     """
-    experts = model.moe.num_experts if model.moe is not None and swarm.method in SPLIT else 0
+    experts = model.moe.num_experts if model.moe is not None and swarm.method in EXPERT_SPLIT_METHODS else 0
     state_sizes = [
         state_bytes(node_share(model, swarm.method, num_experts), swarm.frozen_expert_codec)
         for num_experts in range(experts + 1)
@@ -182,8 +182,8 @@ def rank_main(directory: Path) -> int:
         logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if is_first_rank else []
         rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if is_first_rank else None
         if link is not None:
-            link.place = link_record["place"]
-            link.join(**link.place)
+            link.join_message = link_record["place"]
+            link.join(**link.join_message)
         with handling_signals(lambda _: worker.leave()):  # after the round that it is in
             evaluation = worker.participate(logs, rounds, _log)
         if link is not None:

@@ -14,9 +14,9 @@ from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.expert_ownership import Owners
 
-PIECE = 2**18
+MAX_PIECE_ELEMENTS = 2**18
 """Numbers of a part of a tensor, unless a row has more."""
-STACKED = ".experts."
+STACKED_EXPERTS_INFIX = ".experts."
 """In the names of tensors that stack a layer's experts."""
 
 
@@ -28,18 +28,18 @@ class ModelPiece:
     """Of the parameter."""
     shape: Shape
     expert: int | None = None
-    first: int | None = None
+    first_row: int | None = None
     """Of its rows, where it is a part of the tensor."""
 
     @property
     def key(self) -> str:
         """What it is called among pieces."""
-        if self.first is not None:
-            return f"{self.name}[{self.first}:]"
+        if self.first_row is not None:
+            return f"{self.name}[{self.first_row}:]"
         return self.name if self.expert is None else f"{self.name}[{self.expert}]"
 
     @property
-    def numbers(self) -> int:
+    def num_elements(self) -> int:
         """How many it has."""
         return math.prod(self.shape)
 
@@ -55,19 +55,19 @@ def model_pieces(model: ModelSpec) -> tuple[ModelPiece, ...]:
     """All of a model, in the order of its parameters."""
     pieces: list[ModelPiece] = []
     for name, shape in parameter_shapes(model).items():
-        if STACKED in name:
+        if STACKED_EXPERTS_INFIX in name:
             pieces += [ModelPiece(name, shape[1:], expert) for expert in range(shape[0])]
         else:
-            pieces += _parts(name, shape)
+            pieces += _split_rows(name, shape)
     return tuple(pieces)
 
 
-def _parts(name: str, shape: Shape) -> list[ModelPiece]:
-    rows_per_piece = max(1, PIECE // math.prod(shape[1:]))
+def _split_rows(name: str, shape: Shape) -> list[ModelPiece]:
+    rows_per_piece = max(1, MAX_PIECE_ELEMENTS // math.prod(shape[1:]))
     if shape[0] <= rows_per_piece:
         return [ModelPiece(name, shape)]
     return [
-        ModelPiece(name, (min(rows_per_piece, shape[0] - first_row), *shape[1:]), first=first_row)
+        ModelPiece(name, (min(rows_per_piece, shape[0] - first_row), *shape[1:]), first_row=first_row)
         for first_row in range(0, shape[0], rows_per_piece)
     ]
 

@@ -26,8 +26,8 @@ from phalanx.swarm.rpc.server import serve
 from phalanx.swarm.update_files import Weights
 from phalanx.train.training_data import initial_weights
 
-TICK_SECONDS, AGAIN_SECONDS = 0.05, 5.0
-FREE_BYTES, LARGE_BYTES = 2**26, 2**24
+TICK_SECONDS, STATUS_SECONDS = 0.05, 5.0
+TRIM_THRESHOLD_BYTES, MMAP_THRESHOLD_BYTES = 2**26, 2**24
 """Memory that is kept, and what is not taken from it: more than the wire, or a piece of most models, needs at once."""
 
 
@@ -58,8 +58,8 @@ def initial_pieces(run: RunSpec) -> Weights:
         return draw(name, torch.Size(shapes[name]))
 
     def piece_weight(piece: ModelPiece) -> Tensor:
-        if piece.first is not None:
-            return full_weight(piece.name)[piece.first : piece.first + piece.shape[0]]
+        if piece.first_row is not None:
+            return full_weight(piece.name)[piece.first_row : piece.first_row + piece.shape[0]]
         return full_weight(piece.name) if piece.expert is None else full_weight(piece.name)[piece.expert]
 
     return piece_weight
@@ -68,7 +68,7 @@ def initial_pieces(run: RunSpec) -> Weights:
 def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[str], None]) -> int:
     """Serve nodes until the last round is done and they have gone, or a signal; returns the exit code."""
     # Each of the many threads that serve nodes would keep what it freed, and pieces leave gaps: up to two models.
-    tune_malloc(FREE_BYTES, mmap_threshold_bytes=LARGE_BYTES, max_arenas=1)
+    tune_malloc(TRIM_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES, max_arenas=1)
     directory = swarm_directory(run)
     lock = acquire_run_lock(directory)
     coordinator = Coordinator(run, directory, initial_pieces(run))
@@ -82,8 +82,8 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
         try:
             coordinator.tick()
         except OSError as error:  # a disk that is full may not stay so
-            log(f"a round cannot be closed: {error}; once more in {AGAIN_SECONDS:.0f} s")
-            stop.wait(AGAIN_SECONDS)
+            log(f"a round cannot be closed: {error}; once more in {STATUS_SECONDS:.0f} s")
+            stop.wait(STATUS_SECONDS)
         state = coordinator.state
         if state.committed > reported_rounds:
             reported_rounds = state.committed

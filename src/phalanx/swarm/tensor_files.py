@@ -22,7 +22,7 @@ from phalanx.swarm.pieces import ModelPiece
 
 DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 HEADER_BYTES = 8
-ALIGNED = 8
+ALIGNMENT_BYTES = 8
 
 
 class TensorFileError(ValueError):
@@ -44,18 +44,18 @@ class TensorFile:
             raise TensorFileError(f"{path.name} is no safetensors file: {error}") from None
         self.path = path
         header.pop("__metadata__", None)
-        self._begin = HEADER_BYTES + header_bytes
-        self._places = {
+        self._data_offset = HEADER_BYTES + header_bytes
+        self._entries = {
             name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
         }
-        if unknown_dtypes := {dtype for dtype, *_ in self._places.values()} - set(DTYPES):
+        if unknown_dtypes := {dtype for dtype, *_ in self._entries.values()} - set(DTYPES):
             os.close(self._file)
             raise TensorFileError(f"{path.name} has tensors of {', '.join(sorted(unknown_dtypes))}")
 
     @classmethod
     def create(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
         """A new file, of zeros."""
-        header, size = _header(shapes, dtype)
+        header, size = _build_header(shapes, dtype)
         with path.open("wb") as file:
             file.write(header)
             file.truncate(size)
@@ -65,7 +65,7 @@ class TensorFile:
     def recreate(cls, path: Path, shapes: Mapping[str, Shape], dtype: str = "F32") -> Self:
         """A file of these tensors, for a caller that writes all of their numbers: the one that is there with what is in
         it, if it has the same tensors, for its memory need not be found anew; else a new one."""
-        header, size = _header(shapes, dtype)
+        header, size = _build_header(shapes, dtype)
         if path.exists() and path.stat().st_size == size:
             with path.open("rb") as file:
                 if file.read(len(header)) == header:
@@ -91,25 +91,25 @@ class TensorFile:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Of all tensors, by name."""
-        return {name: shape for name, (_, shape, _, _) in self._places.items()}
+        return {name: shape for name, (_, shape, _, _) in self._entries.items()}
 
     def raw(self, name: str) -> bytearray:
         """A whole tensor's bytes."""
-        return self._read(*self.place(name))
+        return self._read_bytes(*self.locate(name))
 
     def read(self, piece: ModelPiece) -> Tensor:
         """A piece of a model, in fp32."""
-        return torch.frombuffer(self._read(*self._piece(piece)), dtype=torch.float32).reshape(piece.shape)
+        return torch.frombuffer(self._read_bytes(*self._locate_piece(piece)), dtype=torch.float32).reshape(piece.shape)
 
-    def whole(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """A whole tensor, in fp32."""
-        shape = self._places[name][1]
+        shape = self._entries[name][1]
         return torch.frombuffer(self.raw(name), dtype=torch.float32).reshape(shape)
 
     def write(self, piece: ModelPiece, tensor: Tensor) -> None:
         """Put a piece of a model in its place."""
-        start, size = self._piece(piece)
-        self._write(start, encode(tensor, "fp32"), size)
+        start, size = self._locate_piece(piece)
+        self._write_bytes(start, encode(tensor, "fp32"), size)
 
     def read_at(self, offset: int, size: int) -> bytes:
         """Bytes of the file, at most 2 GiB; less at its end."""
@@ -117,26 +117,29 @@ class TensorFile:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Put bytes in their place in the file."""
-        self._write(offset, data, len(data))
+        self._write_bytes(offset, data, len(data))
 
     def write_raw(self, name: str, data: Buffer) -> None:
         """Put a whole tensor's bytes in their place."""
-        start, size = self.place(name)
-        self._write(start, data, size)
+        start, size = self.locate(name)
+        self._write_bytes(start, data, size)
 
-    def place(self, name: str) -> tuple[int, int]:
+    def locate(self, name: str) -> tuple[int, int]:
         """Where a tensor begins in the file, and how many bytes it has."""
-        _, _, start, end = self._places[name]
-        return self._begin + start, end - start
+        _, _, start, end = self._entries[name]
+        return self._data_offset + start, end - start
 
-    def _piece(self, piece: ModelPiece) -> tuple[int, int]:
-        start, size = self.place(piece.name)
-        row_bytes, row = size // self._places[piece.name][1][0], piece.expert if piece.first is None else piece.first
+    def _locate_piece(self, piece: ModelPiece) -> tuple[int, int]:
+        start, size = self.locate(piece.name)
+        row_bytes, row = (
+            size // self._entries[piece.name][1][0],
+            piece.expert if piece.first_row is None else piece.first_row,
+        )
         if row is None:
             return start, size
-        return start + row * row_bytes, row_bytes * (piece.shape[0] if piece.first is not None else 1)
+        return start + row * row_bytes, row_bytes * (piece.shape[0] if piece.first_row is not None else 1)
 
-    def _read(self, start: int, size: int) -> bytearray:
+    def _read_bytes(self, start: int, size: int) -> bytearray:
         data, num_read = bytearray(size), 0
         while num_read < size:  # a call reads no more than 2 GiB
             count = os.preadv(self._file, [memoryview(data)[num_read:]], start + num_read)
@@ -145,7 +148,7 @@ class TensorFile:
             num_read += count
         return data
 
-    def _write(self, start: int, data: Buffer, size: int) -> None:
+    def _write_bytes(self, start: int, data: Buffer, size: int) -> None:
         if len(data) != size:
             raise TensorFileError(f"{len(data)} bytes do not fit a place of {size} in {self.path.name}")
         view = memoryview(data)
@@ -154,12 +157,12 @@ class TensorFile:
             start, view = start + written, view[written:]
 
 
-def _header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
+def _build_header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
     """What a file of these tensors begins with, and how many bytes it has."""
     end, entries = 0, {}
     for name, shape in shapes.items():
         start, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNED)
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
     return len(text).to_bytes(HEADER_BYTES, "little") + text, HEADER_BYTES + len(text) + end

@@ -38,7 +38,7 @@ def write_update(
     path: Path, pieces: Sequence[ModelPiece], codec: Codec, weights: Weights, base: Weights, feedback: Feedback
 ) -> TensorFile:
     """Write the pieces to a file. `base` are the values that the round began with; `feedback` is kept up."""
-    shapes = {piece.key: (encoded_bytes(piece.numbers, codec),) for piece in pieces}
+    shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
     file = TensorFile.recreate(path, shapes, "U8")
     for piece in pieces:
         file.write_raw(piece.key, encode_piece(piece, codec, weights, base, feedback))

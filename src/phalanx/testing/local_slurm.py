@@ -51,7 +51,7 @@ class SlurmUnavailable(OSError):  # noqa: N818 - a fact about the machine
 class LocalSlurm:
     """One that runs."""
 
-    place: Path
+    directory: Path
     network: StarNetwork
     environment: dict[str, str] = field(repr=False)
 
@@ -109,20 +109,22 @@ def local_slurm(directory: Path, nodes: int) -> Iterator[LocalSlurm]:
             raise SlurmUnavailable(str(error)) from None
         slurm = LocalSlurm(directory, network, {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")})
         _write_conf(slurm, host)
-        daemons.enter_context(_daemon(slurm, "munge", _munged(directory)))
-        daemons.enter_context(_daemon(slurm, "slurmctld", [*network.hub.prefix, "slurmctld"]))
+        daemons.enter_context(_run_daemon(slurm, "munge", _munged_command(directory)))
+        daemons.enter_context(_run_daemon(slurm, "slurmctld", [*network.hub.prefix, "slurmctld"]))
         for name in names:
             command = [*network.hosts[name].prefix, "slurmd", "-N", name]
-            daemons.enter_context(_daemon(slurm, f"slurmd-{name}", command))
-        _until(lambda: slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", slurm)
+            daemons.enter_context(_run_daemon(slurm, f"slurmd-{name}", command))
+        _wait_until(
+            lambda: slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "its nodes are idle", slurm
+        )
         try:
             yield slurm
         finally:
             slurm.run("scancel", "--user=root")
-            _until(lambda: not slurm.run("squeue", "-h"), "its jobs are gone", slurm)
+            _wait_until(lambda: not slurm.run("squeue", "-h"), "its jobs are gone", slurm)
 
 
-def _munged(directory: Path) -> list[str]:
+def _munged_command(directory: Path) -> list[str]:
     key = directory / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
@@ -144,29 +146,31 @@ def _write_conf(slurm: LocalSlurm, host: str) -> None:
         f"NodeName={name} NodeHostname={host} NodeAddr={node.address} CPUs={os.cpu_count()}"
         for name, node in slurm.network.hosts.items()
     )
-    (slurm.place / "state").mkdir()
+    (slurm.directory / "state").mkdir()
     address = slurm.network.hosts[host].hub
-    (slurm.place / "cgroup.conf").write_text(
+    (slurm.directory / "cgroup.conf").write_text(
         "CgroupPlugin=cgroup/v1\n"
     )  # none is used, or can be seen from a namespace
-    (slurm.place / "slurm.conf").write_text(CONF.format(host=host, address=address, place=slurm.place, nodes=nodes))
+    (slurm.directory / "slurm.conf").write_text(
+        CONF.format(host=host, address=address, place=slurm.directory, nodes=nodes)
+    )
 
 
 @contextmanager
-def _daemon(slurm: LocalSlurm, name: str, command: Sequence[str]) -> Iterator[None]:
+def _run_daemon(slurm: LocalSlurm, name: str, command: Sequence[str]) -> Iterator[None]:
     """A process that puts itself into the background, until it is told to end by its pid file."""
-    pid_file = slurm.place / f"{name}.pid"
+    pid_file = slurm.directory / f"{name}.pid"
     started = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=60)
     if started.returncode:
         raise SlurmUnavailable(f"{' '.join(command)}: {started.stderr.strip()}")
-    _until(lambda: pid_file.is_file() and pid_file.read_text().strip().isdecimal(), f"{name} runs", slurm)
+    _wait_until(lambda: pid_file.is_file() and pid_file.read_text().strip().isdecimal(), f"{name} runs", slurm)
     pid = int(pid_file.read_text())
     try:
         yield
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-            _until(lambda: _has_ended(pid), f"{name} has ended", slurm)
+            _wait_until(lambda: _has_ended(pid), f"{name} has ended", slurm)
 
 
 def _has_ended(pid: int) -> bool:
@@ -178,10 +182,10 @@ def _has_ended(pid: int) -> bool:
     return state in "ZX"
 
 
-def _until(condition: Callable[[], bool], description: str, slurm: LocalSlurm) -> None:
+def _wait_until(condition: Callable[[], bool], description: str, slurm: LocalSlurm) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in sorted(slurm.place.glob("*.log")))
+            logs = "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in sorted(slurm.directory.glob("*.log")))
             raise TimeoutError(f"waited {START_SECONDS:.0f} s until {description}\n{logs}")
         time.sleep(0.1)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-FILES = Path("/etc/netns")
-BUCKET, LONGEST_WAIT = "64kb", "1s"
+NETNS_CONFIG = Path("/etc/netns")
+BUCKET_SIZE, MAX_LATENCY = "64kb", "1s"
 """Of a token bucket: how much goes at once, and for how long the rest waits before it is dropped."""
 
 
@@ -57,7 +57,7 @@ class StarNetwork:
         self._link(name, "up")
 
     def _link(self, name: str, state: str) -> None:
-        _do([*self.hub.prefix, "ip", "link", "set", f"h{self.hosts[name].interface}", state])
+        _run_command([*self.hub.prefix, "ip", "link", "set", f"h{self.hosts[name].interface}", state])
 
     def shape(self, name: str, up_mbit: float, down_mbit: float) -> None:
         """Give a host's link other speeds, in Mbit/s from it and to it."""
@@ -66,8 +66,8 @@ class StarNetwork:
             (host.prefix, host.interface, up_mbit),
             (self.hub.prefix, f"h{host.interface}", down_mbit),
         ):
-            bucket = ["tbf", "rate", f"{speed}mbit", "burst", BUCKET, "latency", LONGEST_WAIT]
-            _do([*prefix, "tc", "qdisc", "replace", "dev", end, "root", *bucket])
+            bucket = ["tbf", "rate", f"{speed}mbit", "burst", BUCKET_SIZE, "latency", MAX_LATENCY]
+            _run_command([*prefix, "tc", "qdisc", "replace", "dev", end, "root", *bucket])
 
 
 @contextmanager
@@ -87,25 +87,25 @@ def star_network(
     }
     network = StarNetwork(hub, hosts)
     try:
-        _do(["ip", "netns", "add", hub.namespace])
-        _do([*hub.prefix, "ip", "link", "set", "lo", "up"])
+        _run_command(["ip", "netns", "add", hub.namespace])
+        _run_command([*hub.prefix, "ip", "link", "set", "lo", "up"])
         for name, host in hosts.items():
             _connect(hub, host)
-            _name(host, hosts.values())
+            _write_host_names(host, hosts.values())
             if up_mbit is not None:
                 network.shape(name, up_mbit, up_mbit if down_mbit is None else down_mbit)
         yield network
     finally:
         for host in (hub, *hosts.values()):
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, check=False)
-            shutil.rmtree(FILES / host.namespace, ignore_errors=True)
+            shutil.rmtree(NETNS_CONFIG / host.namespace, ignore_errors=True)
 
 
 def _connect(hub: Host, host: Host) -> None:
     """A host, and a cable between it and the hub."""
-    _do(["ip", "netns", "add", host.namespace])
+    _run_command(["ip", "netns", "add", host.namespace])
     host_end, hub_end = host.interface, f"h{host.interface}"
-    _do(
+    _run_command(
         [
             "ip",
             "link",
@@ -122,25 +122,25 @@ def _connect(hub: Host, host: Host) -> None:
             hub.namespace,
         ]
     )
-    _do([*host.prefix, "ip", "link", "set", "lo", "up"])
+    _run_command([*host.prefix, "ip", "link", "set", "lo", "up"])
     for prefix, interface, address in ((host.prefix, host_end, host.address), (hub.prefix, hub_end, host.hub)):
-        _do([*prefix, "ip", "address", "add", f"{address}/24", "dev", interface])
-        _do([*prefix, "ip", "link", "set", interface, "up"])
-    _do([*host.prefix, "ip", "route", "add", "default", "via", host.hub])
-    _do([*hub.prefix, "sysctl", "-qw", "net.ipv4.ip_forward=1"])
+        _run_command([*prefix, "ip", "address", "add", f"{address}/24", "dev", interface])
+        _run_command([*prefix, "ip", "link", "set", interface, "up"])
+    _run_command([*host.prefix, "ip", "route", "add", "default", "via", host.hub])
+    _run_command([*hub.prefix, "sysctl", "-qw", "net.ipv4.ip_forward=1"])
 
 
-def _name(host: Host, hosts: Iterable[Host]) -> None:
+def _write_host_names(host: Host, hosts: Iterable[Host]) -> None:
     """Names of hosts that resolve at once, as no name server can be reached: `ip netns exec` shows these files in the
     place of the machine's. A host's own name is its loopback's, as Debian's installer has it."""
-    directory = FILES / host.namespace
+    directory = NETNS_CONFIG / host.namespace
     directory.mkdir(parents=True, exist_ok=True)
     names = [f"{other.address} {other.name}" for other in hosts if other is not host]
     (directory / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names, ""]))
     (directory / "nsswitch.conf").write_text("hosts: files\n")
 
 
-def _do(command: Sequence[str]) -> None:
+def _run_command(command: Sequence[str]) -> None:
     command_text = " ".join(command)
     if not shutil.which(command[0]):
         raise NamespacesUnavailable(f"{command[0]} is not installed (apt-get install iproute2)")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SECONDS = 100.0
+WAIT_SECONDS = 100.0
 """Until something happens, on a machine that does much else."""
 
 
@@ -26,7 +26,7 @@ def rank_pids(directory: Path) -> dict[int, int]:
     return pids
 
 
-def wait_until(condition: Callable[[], object], description: str, seconds: float = SECONDS) -> None:
+def wait_until(condition: Callable[[], object], description: str, seconds: float = WAIT_SECONDS) -> None:
     """Wait until something is true; fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -49,20 +49,20 @@ def cause_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
 def describe(name: str, failures: list[RankFailure]) -> str:
     """The message: the first failure whole, a line for every other rank; of ranks that hang, every stack."""
     cause, *other_failures = failures
-    lines = [f"{name} failed on rank {cause.rank} of {len(failures)}: {_line(cause)}", *_body(cause)]
+    lines = [f"{name} failed on rank {cause.rank} of {len(failures)}: {_format_line(cause)}", *_format_body(cause)]
     for other in other_failures:
-        lines.append(f"rank {other.rank}: {_line(other)}")
+        lines.append(f"rank {other.rank}: {_format_line(other)}")
         if cause.kind == "did not return":
-            lines += _body(other)
+            lines += _format_body(other)
     return "\n".join(lines)
 
 
-def _line(failure: RankFailure) -> str:
+def _format_line(failure: RankFailure) -> str:
     after = f"{failure.kind} after {failure.seconds:.2f} s"
     return f"{after}: {failure.summary}" if failure.summary else after
 
 
-def _body(failure: RankFailure) -> list[str]:
+def _format_body(failure: RankFailure) -> list[str]:
     lines = [f"  | {line}" for line in failure.detail.splitlines()]
     if failure.output:
         lines.append(f"  rank {failure.rank} printed, last of all:")

@@ -25,7 +25,7 @@ GRACE_SECONDS = 1.0
 """How long the other ranks may still report after the first failure; most then hang in a collective."""
 OUTPUT_BYTES = 4_000
 """How much of a rank's output a failure shows."""
-GROWN_BYTES = 3 * 2**28
+MAX_GROWTH_BYTES = 3 * 2**28
 """Ranks that hold so much more together than they did at first make room for others: the kernels that oneDNN compiles
 for every shape stay with a process."""
 
@@ -51,7 +51,7 @@ class RankPool:
         if world_size < 1:
             raise UserError("world_size", world_size, "is not a number of ranks", "use at least 1")
         self.world_size = world_size
-        self._held_at_first = 0
+        self._initial_resident_bytes = 0
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._logs = Path()
@@ -72,8 +72,8 @@ class RankPool:
             if not self._workers:
                 self._start()
             results = self._run(name, call, timeout)
-            self._held_at_first = self._held_at_first or self._held()
-            if self._held() > self._held_at_first + GROWN_BYTES:
+            self._initial_resident_bytes = self._initial_resident_bytes or self._resident_bytes()
+            if self._resident_bytes() > self._initial_resident_bytes + MAX_GROWTH_BYTES:
                 self.close()
             return results
         except BaseException as error:
@@ -92,9 +92,9 @@ class RankPool:
             pipe.close()
         if self._workers:
             shutil.rmtree(self._logs, ignore_errors=True)
-        self._workers, self._pipes, self._held_at_first = [], [], 0
+        self._workers, self._pipes, self._initial_resident_bytes = [], [], 0
 
-    def _held(self) -> int:
+    def _resident_bytes(self) -> int:
         """Bytes of memory that the ranks hold; 0 where /proc does not say."""
         statements = [Path(f"/proc/{worker.pid}/statm") for worker in self._workers]
         pages = (int(file.read_text().split()[1]) for file in statements if file.exists())
@@ -159,8 +159,8 @@ class RankPool:
         if len(results) == self.world_size:
             return [results[rank] for rank in range(self.world_size)]
         missing = [rank for rank in range(self.world_size) if rank not in outcomes]
-        failures = [*outcomes.values(), *self._stuck(missing, time.monotonic() - start)]
-        raise RankError(name, [self._with_output(failure, offsets[failure.rank]) for failure in failures])
+        failures = [*outcomes.values(), *self._collect_stacks(missing, time.monotonic() - start)]
+        raise RankError(name, [self._attach_output(failure, offsets[failure.rank]) for failure in failures])
 
     def _receive(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
         try:
@@ -174,7 +174,7 @@ class RankPool:
             return RankFailure(rank, "returned", finished_at - start)
         return RankFailure(rank, "raised", finished_at - start, summary, content)
 
-    def _stuck(self, missing: list[int], seconds: float) -> list[RankFailure]:
+    def _collect_stacks(self, missing: list[int], seconds: float) -> list[RankFailure]:
         """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
         stacks = {rank: self._logs / f"{rank}.stack" for rank in missing}
         for rank in missing:
@@ -186,7 +186,7 @@ class RankPool:
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
         return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
 
-    def _with_output(self, failure: RankFailure, offset: int) -> RankFailure:
+    def _attach_output(self, failure: RankFailure, offset: int) -> RankFailure:
         with open(self._logs / f"{failure.rank}.output", "rb") as file:
             file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
             output = file.read().decode(errors="replace").strip()

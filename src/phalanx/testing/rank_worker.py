@@ -48,7 +48,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         timeout=GROUP_TIMEOUT,
         master_listen_fd=listener_fd,
     )
-    _answer(pipe, "returned", "", b"")
+    _send_result(pipe, "returned", "", b"")
     count = 0
     while True:
         paths, call, limit = pickle.loads(calls.get())
@@ -57,18 +57,18 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         faulthandler.dump_traceback_later(limit, exit=True)
         count += 1
         try:
-            _new_world(c10d.PrefixStore(str(count), store), rank, world_size)
+            _reset_world(c10d.PrefixStore(str(count), store), rank, world_size)
             function, args, kwargs = pickle.loads(call)
             result = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-            _answer(pipe, "raised", summary, "".join(traceback.format_exception(error)))
+            _send_result(pipe, "raised", summary, "".join(traceback.format_exception(error)))
         else:
-            _answer(pipe, "returned", "", result)
+            _send_result(pipe, "returned", "", result)
         faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:
+def _send_result(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:
     finished_at = time.monotonic()
     sys.stdout.flush()
     pipe.send_bytes(pickle.dumps((kind, finished_at, summary, content)))
@@ -84,7 +84,7 @@ def _listen(pipe: Connection, calls: queue.SimpleQueue[bytes]) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _new_world(store: c10d.Store, rank: int, world_size: int) -> None:
+def _reset_world(store: c10d.Store, rank: int, world_size: int) -> None:
     """Forget the groups, caches and random state of the last call, as a new process would have none."""
     group_count = c10d._world.group_count
     if dist.is_initialized():

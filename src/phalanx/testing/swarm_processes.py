@@ -17,7 +17,7 @@ from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
 from phalanx.testing.network_namespaces import Host, StarNetwork
 
-LEAD, PORT = "lead", 7077
+COORDINATOR, PORT = "lead", 7077
 
 
 class SwarmProcesses:
@@ -27,16 +27,21 @@ class SwarmProcesses:
 
     def __init__(self, network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path) -> None:
         """`coordinator_directory` is the coordinator's directory."""
-        self.network, self.folder, self.run_file, self.lead = network, folder, run_file, coordinator_directory
-        self.under_way: dict[str, subprocess.Popen[bytes]] = {}
+        self.network, self.folder, self.run_file, self.coordinator_folder = (
+            network,
+            folder,
+            run_file,
+            coordinator_directory,
+        )
+        self.process_by_name: dict[str, subprocess.Popen[bytes]] = {}
         create_certificate_authority(folder / "certs")
-        issue_certificate(folder / "certs", LEAD, [host.hub for host in network.hosts.values()])
+        issue_certificate(folder / "certs", COORDINATOR, [host.hub for host in network.hosts.values()])
         for name in network.hosts:
             issue_certificate(folder / "certs", name, [])
 
     def start(self, name: str) -> None:
         """The coordinator or a node; maybe again."""
-        if name == LEAD:
+        if name == COORDINATOR:
             host, args = self.network.hub, ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
         else:
             host = self.network.hosts[name]
@@ -44,7 +49,7 @@ class SwarmProcesses:
         args += ["--certs", str(self.folder / "certs" / name)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.txt").open("ab") as log:
-            self.under_way[name] = subprocess.Popen(
+            self.process_by_name[name] = subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", "phalanx", "swarm", *args],
                 stdout=log,
                 stderr=log,
@@ -54,7 +59,7 @@ class SwarmProcesses:
 
     def start_all(self) -> None:
         """The coordinator, and every node."""
-        for name in (LEAD, *self.network.hosts):
+        for name in (COORDINATOR, *self.network.hosts):
             self.start(name)
 
     def address(self, host: Host) -> str:
@@ -63,13 +68,13 @@ class SwarmProcesses:
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """To all processes of one."""
-        os.killpg(self.under_way[name].pid, number)
+        os.killpg(self.process_by_name[name].pid, number)
 
     def kill(self, name: str) -> None:
         """At once."""
         with suppress(ProcessLookupError):
             self.signal(name, signal.SIGKILL)
-        self.under_way[name].wait()
+        self.process_by_name[name].wait()
 
     def output(self, name: str) -> str:
         """The end of it."""
@@ -77,27 +82,31 @@ class SwarmProcesses:
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         """The coordinator's journal; of these kinds."""
-        events = read_jsonl(self.lead / JOURNAL_FILE)
+        events = read_jsonl(self.coordinator_folder / JOURNAL_FILE)
         return [event for event in events if not kinds or event["what"] in kinds]
 
     def committed_rounds(self) -> int:
         """Rounds that are."""
         return len(self.events("committed"))
 
-    def until(self, condition: Callable[[], bool], description: str, seconds: float) -> None:
+    def wait_until(self, condition: Callable[[], bool], description: str, seconds: float) -> None:
         """Raises AssertionError if it is not so in this time, or a process ends that was not killed."""
         deadline = time.monotonic() + seconds
         while not condition():
-            for name, process in self.under_way.items():
+            for name, process in self.process_by_name.items():
                 if process.poll() not in (None, 0, -signal.SIGKILL):
                     raise AssertionError(f"{name} ended with {process.returncode}: {self.output(name)}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"not in {seconds:g} s: {description}; {self.events()[-8:]}; {self.output(LEAD)}")
+                raise AssertionError(
+                    f"not in {seconds:g} s: {description}; {self.events()[-8:]}; {self.output(COORDINATOR)}"
+                )
             time.sleep(0.02)
 
     def wait_all(self, seconds: float) -> None:
         """Until all have ended by themselves, in this time together."""
-        self.until(lambda: all(process.poll() == 0 for process in self.under_way.values()), "the end", seconds)
+        self.wait_until(
+            lambda: all(process.poll() == 0 for process in self.process_by_name.values()), "the end", seconds
+        )
 
 
 @contextmanager
@@ -109,5 +118,5 @@ def swarm_processes(
     try:
         yield processes
     finally:
-        for name in processes.under_way:
+        for name in processes.process_by_name:
             processes.kill(name)

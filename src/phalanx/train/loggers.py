@@ -33,7 +33,7 @@ class JsonLinesLogger:
     def __init__(self, path: Path, after_step: int, flush_seconds: float = 0.0) -> None:
         """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
         `flush_seconds` with the next."""
-        self._flush_seconds, self._flushed = flush_seconds, time.monotonic()
+        self._flush_seconds, self._flushed_at = flush_seconds, time.monotonic()
         lines = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
         partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         with partial_file.open("w") as file:
@@ -47,9 +47,9 @@ class JsonLinesLogger:
         finite = {name: None if _not_finite(value) else value for name, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         now = time.monotonic()
-        if now - self._flushed >= self._flush_seconds:
+        if now - self._flushed_at >= self._flush_seconds:
             self._file.flush()
-            self._flushed = now
+            self._flushed_at = now
 
     def close(self, failed: bool = False) -> None:
         with suppress(OSError):  # of a write that failed before: every other is flushed

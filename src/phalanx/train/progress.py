@@ -18,7 +18,7 @@ class ProgressDisplay:
     def __init__(self, step: int, steps: int, quiet: bool) -> None:
         self.steps, self.quiet = steps, quiet
         self.console = Console(stderr=True, quiet=quiet)
-        self._begun, self._first, self._shown = time.monotonic(), step, 0.0
+        self._started_at, self._first_step, self._shown_at = time.monotonic(), step, 0.0
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
             columns = (
@@ -48,10 +48,10 @@ class ProgressDisplay:
             self._bar.update(self._task, completed=record["step"], description=text)
             return
         now, is_last = time.monotonic(), record["step"] == self.steps
-        if is_last or now - self._shown >= SECONDS_BETWEEN_LINES:
-            self._shown = now
+        if is_last or now - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._shown_at = now
             remaining_seconds = (
-                (now - self._begun) / max(1, record["step"] - self._first) * (self.steps - record["step"])
+                (now - self._started_at) / max(1, record["step"] - self._first_step) * (self.steps - record["step"])
             )
             minutes, seconds = divmod(int(remaining_seconds), 60)
             self.log(f"step {record['step']}/{self.steps}  {text}  {minutes}:{seconds:02d} left")

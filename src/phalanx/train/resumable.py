@@ -54,14 +54,16 @@ class ResumableLearner(Learner):
         and the one before."""
         self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, self.batch.dp_size)
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
-        self.copies = None
+        self.in_memory_checkpointer = None
         if run.recovery.in_memory_checkpoint_every:
             identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
             num_rollbacks = broadcast_from_rank0(
                 partial(count_rollbacks, directory)
             )  # what was copied before it is not gone on from
             group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-            self.copies = InMemoryCheckpointer({"ranks": world_size, "back": num_rollbacks, **identity}, group)
+            self.in_memory_checkpointer = InMemoryCheckpointer(
+                {"ranks": world_size, "back": num_rollbacks, **identity}, group
+            )
         self.rescaling = LearningRateRescaling(self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, 0)
         self.step = 0
         """Optimizer updates done."""
@@ -74,10 +76,10 @@ class ResumableLearner(Learner):
 
     def save_in_memory(self) -> None:
         """Keep this step's state where it outlives this rank."""
-        if self.copies is not None:
+        if self.in_memory_checkpointer is not None:
             self.strategy.drain_pending_updates()
             manifest = {**self._manifest(), "step": self.step, "random": rng_state()}
-            self.copies.save(self.step, checkpoint_tensors(self.strategy, self.optimizers), manifest)
+            self.in_memory_checkpointer.save(self.step, checkpoint_tensors(self.strategy, self.optimizers), manifest)
 
     def save(self) -> None:
         """Begin a checkpoint of this step."""
@@ -105,7 +107,7 @@ class ResumableLearner(Learner):
         """
         directory, checkpoint = self.checkpointer.directory, None
         damaged: dict[str, str] = {}
-        in_memory = self.copies.load_latest() if self.copies is not None else None
+        in_memory = self.in_memory_checkpointer.load_latest() if self.in_memory_checkpointer is not None else None
         if in_memory is None or in_memory.step < latest_step(directory):
             checkpoint, damaged = latest_valid_checkpoint(directory)
         if in_memory is not None and in_memory.step >= (step_of(checkpoint) if checkpoint else 0):

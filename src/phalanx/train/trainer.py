@@ -55,7 +55,7 @@ class Trainer(ResumableLearner):
     ) -> None:
         super().__init__(run, corpus, directory, device, trained_experts)
         self.peak_flops, ranks = peak_flops, self.mesh.dims.world_size
-        self.pacing = CheckpointScheduler(run, ranks, directory)
+        self.checkpoint_scheduler = CheckpointScheduler(run, ranks, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.seq_len)
         checkpointing = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
         self.recomputed_flops = recomputed_flops_per_token(run.model, run.training.seq_len, checkpointing)
@@ -91,7 +91,7 @@ class Trainer(ResumableLearner):
         run, consecutive_nonfinite, last_seen_step, evaluation = self.run, 0, -1, {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, run.training.steps)
-        self.pacing.start(self.step)
+        self.checkpoint_scheduler.start(self.step)
         try:
             while self.step < run.training.steps and not self.should_stop:
                 record = step(batches)
@@ -99,7 +99,7 @@ class Trainer(ResumableLearner):
                 last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
                 consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
                 if consecutive_nonfinite and is_new_step:
-                    progress.log(f"step {self.step}: skipped, {self._reason(record)}")
+                    progress.log(f"step {self.step}: skipped, {self._describe_step(record)}")
                 self._write(logs, record, run.metrics.every)
                 if rank_log is not None and self.step_record is not None:
                     rank_log.write(dict(self.step_record))
@@ -112,7 +112,7 @@ class Trainer(ResumableLearner):
                     self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
                 self._save_if_due(record, is_finite, progress, rank_log)
                 if should_evaluate:
-                    with self._recorded_pause("evaluation", rank_log):
+                    with self._record_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
         finally:
@@ -220,13 +220,14 @@ class Trainer(ResumableLearner):
         # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
         is_sound = is_finite or self.run.layout.max_staleness is not None
         should_save = (
-            self.pacing.due(self.step, record["step_seconds"], self.checkpointer.is_saving) or self.should_stop
+            self.checkpoint_scheduler.due(self.step, record["step_seconds"], self.checkpointer.is_saving)
+            or self.should_stop
         )
         if (should_save and is_sound) or self.step == self.run.training.steps:
-            with self._recorded_pause("checkpoint", rank_log):
+            with self._record_pause("checkpoint", rank_log):
                 self._save_and_schedule_next(progress)
         if is_due(self.step, self.run.recovery.in_memory_checkpoint_every) and is_sound:
-            with self._recorded_pause("copy", rank_log):
+            with self._record_pause("copy", rank_log):
                 self.save_in_memory()
 
     def _save_and_schedule_next(self, progress: ProgressDisplay) -> None:
@@ -235,12 +236,12 @@ class Trainer(ResumableLearner):
         self.save()
         if self.run.checkpoint.every != "auto":
             return
-        blocked_seconds, write_seconds = time.perf_counter() - started_at, self.checkpointer.seconds
-        self.pacing.next = broadcast_from_rank0(
-            partial(self.pacing.next_due_step, self.step, blocked_seconds, write_seconds)
+        blocked_seconds, write_seconds = time.perf_counter() - started_at, self.checkpointer.save_seconds
+        self.checkpoint_scheduler.next_step = broadcast_from_rank0(
+            partial(self.checkpoint_scheduler.next_due_step, self.step, blocked_seconds, write_seconds)
         )
-        if self.pacing.reason is not None:
-            progress.log(self.pacing.reason)
+        if self.checkpoint_scheduler.reason is not None:
+            progress.log(self.checkpoint_scheduler.reason)
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +271,7 @@ class Trainer(ResumableLearner):
         return record | {"peak_memory_bytes": step_record["peak_memory_bytes"], "skipped_steps": self.skipped}
 
     @contextmanager
-    def _recorded_pause(self, pause: str, rank_log: Logger | None) -> Iterator[None]:
+    def _record_pause(self, pause: str, rank_log: Logger | None) -> Iterator[None]:
         """Around what stands between steps."""
         started_at = time.perf_counter()
         yield
@@ -296,8 +297,9 @@ class Trainer(ResumableLearner):
         if consecutive_nonfinite >= self.run.training.max_nonfinite_steps:
             self.checkpointer.wait()
             raise DivergenceError(
-                f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: {self._reason(record)}; "
-                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
+                f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: "
+                f"{self._describe_step(record)}; lower optimizer.learning_rate or raise optimizer.warmup_steps, and "
+                "--resume"
             )
         if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
             self.checkpointer.wait()
@@ -310,7 +312,7 @@ class Trainer(ResumableLearner):
             for log in logs:
                 log.write(record)
 
-    def _reason(self, record: MetricsRecord) -> str:
+    def _describe_step(self, record: MetricsRecord) -> str:
         return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
 
 

@@ -40,7 +40,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import create_run
-from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, diverged_again, record_rollback
+from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, has_diverged_again, record_rollback
 from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
 from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
@@ -201,7 +201,7 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
     twice. Raises the error where there is none before."""
     directory, checkpoint_directory = trainer.directory, trainer.checkpointer.directory
     newest = latest_step(checkpoint_directory)
-    before_step = newest if broadcast_from_rank0(partial(diverged_again, directory, newest)) else None
+    before_step = newest if broadcast_from_rank0(partial(has_diverged_again, directory, newest)) else None
     checkpoint, _ = latest_valid_checkpoint(checkpoint_directory, before_step)
     if before_step is not None and checkpoint is None:
         raise error
@@ -260,7 +260,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
             if window is not None and not steps_to_profile:
                 progress.log(f"no step is looked at closely: {window[0]} to {window[-1]} are done, or too many")
             profiler = StepProfiler(trainer, steps_to_profile) if steps_to_profile else None
-            if profiler is not None and profiler.metered is None:
+            if profiler is not None and profiler.metered_step is None:
                 progress.log(
                     f"memory is not metered: step {profiler.first_steady_step} is the first that is like all after it"
                 )

@@ -107,9 +107,9 @@ def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with shape_only_tensors():
             learner = Learner(run, mesh, CPU, _empty_weight)
-            for _ in range(_steps_before(learner)):
-                _step(learner, _min_micro_batches(run))
-            _, profile = profile_step(learner, partial(_step, learner))
+            for _ in range(_num_warmup_steps(learner)):
+                _run_step(learner, _min_micro_batches(run))
+            _, profile = profile_step(learner, partial(_run_step, learner))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
@@ -125,7 +125,7 @@ def _empty_weight(_: str, shape: torch.Size) -> Tensor:
     return torch.empty(shape)
 
 
-def _steps_before(learner: Learner) -> int:
+def _num_warmup_steps(learner: Learner) -> int:
     """The first step makes what optimizers keep; DDP settles its buckets in the second."""
     return first_steady_step(learner.run) - 1 if isinstance(learner.strategy, DDP) else 1
 
@@ -141,14 +141,14 @@ def _min_micro_batches(run: RunSpec) -> int:
     return _ALL
 
 
-def _step(learner: Learner, micro_batches: int = _ALL) -> None:
+def _run_step(learner: Learner, micro_batches: int = _ALL) -> None:
     """As `Trainer.train_step`, but that nobody looks at what came out."""
-    micros = _micros(learner)[:micro_batches] if learner.strategy.runs_model else []
+    micros = _make_micro_batches(learner)[:micro_batches] if learner.strategy.runs_model else []
     learner.reduce(learner.forward_backward(micros))
     learner.update(1.0)
 
 
-def _micros(learner: Learner) -> list[MicroBatch]:
+def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
     """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
     run, batch = learner.run, learner.batch
     rows, sequence = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size)), run.training.seq_len
@@ -156,10 +156,14 @@ def _micros(learner: Learner) -> list[MicroBatch]:
     counts = [end - begin for begin, end in pairwise([*range(0, rows, batch.micro_batch_size), rows])]
     masked = run.data.mask_documents
     return [
-        MicroBatch(_ids(n, num_local_tokens), _ids(n, num_local_tokens), _ids(n, sequence) if masked else None)
+        MicroBatch(
+            _empty_ids(n, num_local_tokens),
+            _empty_ids(n, num_local_tokens),
+            _empty_ids(n, sequence) if masked else None,
+        )
         for n in counts
     ]
 
 
-def _ids(rows: int, tokens: int) -> Tensor:
+def _empty_ids(rows: int, tokens: int) -> Tensor:
     return torch.empty(rows, tokens).long()

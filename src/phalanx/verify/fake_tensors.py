@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-WHOLE_NUMBERS = (torch.int32, torch.int64, torch.bool)
-SMALL = 2**20
+INTEGER_DTYPES = (torch.int32, torch.int64, torch.bool)
+MAX_REAL_ELEMENTS = 2**20
 """Elements of a tensor that keeps its numbers, at most."""
 
 
@@ -41,9 +41,9 @@ class ShapeOnlyMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if _stays_real(func, args, kwargs):
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _grouped(*args[:3])
+            return _empty_grouped_mm(*args[:3])
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        return _with_result(args, out) if func.namespace == "c10d" else out
+        return _attach_result(args, out) if func.namespace == "c10d" else out
 
 
 def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -59,25 +59,25 @@ def _stays_real(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     dtypes = [kwargs["dtype"]] if kwargs.get("dtype") is not None else [tensor.dtype for tensor in tensors]
     if not tensors:
         if func._overloadpacket is torch.ops.aten.arange:
-            return all(isinstance(argument, int) and argument <= SMALL for argument in args)
+            return all(isinstance(argument, int) and argument <= MAX_REAL_ELEMENTS for argument in args)
         shape = args[0] if args and isinstance(args[0], list | tuple) else ()
-        return any(dtype in WHOLE_NUMBERS for dtype in dtypes) and prod(shape) <= SMALL
+        return any(dtype in INTEGER_DTYPES for dtype in dtypes) and prod(shape) <= MAX_REAL_ELEMENTS
     if all(tensor.is_meta for tensor in tensors):
         return device is None
     # What comes of several is at most as large as all pairs of their elements, but where it is written into the first.
     sizes = [tensor.numel() for tensor in tensors]
     largest = sizes[0] if func._schema.is_mutable else prod(sizes)
-    all_integer = all(dtype in WHOLE_NUMBERS for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
-    return all_integer and largest <= SMALL
+    all_integer = all(dtype in INTEGER_DTYPES for dtype in [*dtypes, *(tensor.dtype for tensor in tensors)])
+    return all_integer and largest <= MAX_REAL_ELEMENTS
 
 
-def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _empty_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """PyTorch tells the shape of grouped products only in bf16. Rows by group times a matrix of each, or columns by
     group times rows by group."""
     return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(len(offsets), a.shape[0], b.shape[1])
 
 
-def _with_result(args: Any, out: Any) -> Any:
+def _attach_result(args: Any, out: Any) -> Any:
     """What a collective gave, its work one that knows the tensors: the fake group's has none, and DDP asks for them."""
     if not any(isinstance(leaf, torch.ScriptObject) for leaf in tree_leaves(out)):
         return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
-from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, WHY, num_reduced_scalars
+from phalanx.cost.exact.scalar_reductions import NUM_SCALARS, REDUCTION_PURPOSE, num_reduced_scalars
 from phalanx.cost.exact.traffic import server_loads
 from phalanx.cost.formulas.collectives import Traffic
 from phalanx.cost.precision import STATE_BYTES
@@ -26,13 +26,13 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
     traffic: dict[tuple[str, Group], list[Traffic]] = {}
     for server in range(servers) if rank in workers else (rank,):
         rows = [Traffic("broadcast", owned_bytes[server], "weights", "servers")]
-        rows += [Traffic("broadcast", scalar_bytes, WHY, "servers")] if server == 0 else []
+        rows += [Traffic("broadcast", scalar_bytes, REDUCTION_PURPOSE, "servers")] if server == 0 else []
         traffic["broadcast", (server, *workers)] = rows
     if rank in workers:
-        messages = Traffic("send", 8 * (num_reduced_scalars(run) + 1) * servers, WHY, "servers", servers)
+        messages = Traffic("send", 8 * (num_reduced_scalars(run) + 1) * servers, REDUCTION_PURPOSE, "servers", servers)
         all_ranks = tuple(range(world_size))
         traffic["send", all_ranks] = [Traffic("send", sum(owned_bytes), "gradients", "servers", servers), messages]
     elif servers > 1:
-        squared_norm = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, WHY, "servers")
+        squared_norm = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, REDUCTION_PURPOSE, "servers")
         traffic["all_reduce", tuple(range(servers))] = [squared_norm]
     return traffic

@@ -46,13 +46,17 @@ class PlanCheck:
 
 def compare_with_plan(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     """The lines of one traced rank (`verify.dryrun`)."""
-    return [*_collectives(run, world_size, traced), *_memory(run, world_size, traced), _flops(run, world_size, traced)]
+    return [
+        *_compare_collectives(run, world_size, traced),
+        *_compare_memory(run, world_size, traced),
+        _compare_flops(run, world_size, traced),
+    ]
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     planned = planned_collectives(run, world_size, traced["rank"])
     executed: dict[tuple[str, Group], tuple[float, int]] = {}
     for row in traced["collectives"]:
@@ -67,7 +71,7 @@ def _collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[
         expected, expected_calls = sum(row.bytes for row in rows), sum(row.calls for row in rows)
         agrees = abs(expected - size) <= 1e-9 * max(expected, size) and expected_calls == calls
         names = ", ".join(sorted({row.group_kind for row in rows})) or "?"
-        explanation = "" if agrees else _cause(run, operation)
+        explanation = "" if agrees else _explain_difference(run, operation)
         lines.append(
             PlanCheck(
                 "collective", operation, names, len(group), expected, size, expected_calls, calls, agrees, explanation
@@ -88,7 +92,7 @@ def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[
     return dict(rows_by_group)
 
 
-def _cause(run: RunSpec, operation: str) -> str:
+def _explain_difference(run: RunSpec, operation: str) -> str:
     if operation == "all_to_all" and run.optimizer.name == "muon" and uses_model_parallelism(run.layout):
         return "Muon's matrices, of which ranks have shares, are sent to whoever computes them: not planned"
     if run.layout.gradient_compression == "powersgd" and operation == "all_reduce":
@@ -99,7 +103,7 @@ def _cause(run: RunSpec, operation: str) -> str:
 # -- memory and FLOPs --------------------------------------------------------------------------------------------------
 
 
-def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
+def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
     """The plan is that of the fullest rank of each place: the first there. Others may have less."""
     sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
     stage_memory = list(rank_memory(run, world_size).values())
@@ -123,7 +127,7 @@ def _memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanC
     return lines
 
 
-def _flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
+def _compare_flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
     expected, actual = rank_flops(run, world_size, traced["rank"]), traced["flops"]
     return PlanCheck(
         "flops", "step", "", 1, expected, actual, agrees=abs(actual - expected) <= RELATIVE_TOLERANCE * expected

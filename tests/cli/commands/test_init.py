@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
-from phalanx.spec.files.template import WIDTH, run_file_template
+from phalanx.spec.files.template import LINE_WIDTH, run_file_template
 from phalanx.spec.swarm import OuterOptimizerSpec, SwarmSpec
 from tests.helpers import cli_runner
 
@@ -88,4 +88,4 @@ def test_run_file_template_commented_keys_equal_defaults():
 
 
 def test_run_file_template_lines_do_not_exceed_width():
-    assert max(len(line) for line in run_file_template("run.toml", "schema").splitlines()) <= WIDTH
+    assert max(len(line) for line in run_file_template("run.toml", "schema").splitlines()) <= LINE_WIDTH

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.launch.jobs.job import parse_nodes
-from phalanx.launch.jobs.slurm import seconds
+from phalanx.launch.jobs.slurm import parse_time_limit
 from phalanx.spec.errors import UserError
 from tests.helpers import h100_snapshot
 from tests.helpers.cli_runner import command_output
@@ -202,7 +202,7 @@ def test_slurm_script_uses_cpu_count_of_smallest_node(run_file: Path, cpus: str,
     [("90", 5400), ("12:30", 750), ("24:00:00", 86_400), ("2-0", 172_800), ("1-02:03", 93_780), ("1-02:03:04", 93_784)],
 )
 def test_slurm_time_limit_is_parsed_to_seconds(text: str, expected: int) -> None:
-    assert seconds(text) == expected
+    assert parse_time_limit(text) == expected
 
 
 @given(st.integers(1, 99), st.integers(0, 99))

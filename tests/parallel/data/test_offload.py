@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.parallel.data import offload
-from phalanx.parallel.data.offload import SMALL_BYTES, DiskOffload, MappedFile
+from phalanx.parallel.data.offload import MIN_OFFLOAD_BYTES, DiskOffload, MappedFile
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -23,7 +23,7 @@ OPTIMIZERS = {"adamw": {}, "sgd": {"optimizer.name": "sgd"}, "muon": {"optimizer
 
 def train_with_disk_offload(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
     """The trajectory with every tensor in a file, in pieces of a few tensors; and how many files there were."""
-    offload.SMALL_BYTES, DiskOffload.piece_bytes = 1, 20_000
+    offload.MIN_OFFLOAD_BYTES, DiskOffload.piece_bytes = 1, 20_000
     under_way = make_trainer(run)
     result = train_until(under_way, run.training.steps)
     rests = under_way.strategy.offload  # type: ignore[attr-defined]
@@ -100,10 +100,10 @@ def test_disk_offload_raises_user_error_at_open_file_limit(tmp_path: Path, monke
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
         kept = DiskOffload(tmp_path)  # takes what it may
-        assert len([kept.to_host(torch.ones(SMALL_BYTES)) for _ in range(300)]) == 300
+        assert len([kept.to_host(torch.ones(MIN_OFFLOAD_BYTES)) for _ in range(300)]) == 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         with pytest.raises(UserError, match="more open files than this process may have"):
-            kept.to_host(torch.ones(SMALL_BYTES))
+            kept.to_host(torch.ones(MIN_OFFLOAD_BYTES))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

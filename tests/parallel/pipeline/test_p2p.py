@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.parallel.pipeline.p2p import delivered_before
+from phalanx.parallel.pipeline.p2p import count_delivered_before
 from phalanx.schedule.registry import PUBLISHED, build_schedule
 from phalanx.schedule.schedule import Action, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
@@ -13,9 +13,9 @@ from phalanx.schedule.simulate import ActionTimes, simulate
 def test_delivered_before_counts_earlier_messages_of_1f1b() -> None:
     schedule = build_schedule("1f1b", 2, 4)
     # Rank 0: F0 F1 B0 F2 B1 F3 B2 B3. Its F2 comes after the gradient of micro-batch 0, its F3 after that of 1.
-    assert delivered_before(schedule, 1) == {Action(0, "F", micro): had for micro, had in enumerate((0, 0, 1, 2))}
+    assert count_delivered_before(schedule, 1) == {Action(0, "F", micro): had for micro, had in enumerate((0, 0, 1, 2))}
     # Rank 1: F0 B0 F1 B1 ...: the gradient of a micro-batch comes after its activation.
-    assert delivered_before(schedule, 0) == {Action(1, "B", micro): micro + 1 for micro in range(4)}
+    assert count_delivered_before(schedule, 0) == {Action(1, "B", micro): micro + 1 for micro in range(4)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -33,7 +33,7 @@ def test_delivered_before_counts_only_messages_arrived_in_simulation(name: str) 
     told = 0
     for rank in range(4):
         sent = [message for message, _ in schedule.messages(rank)]
-        for message, had in delivered_before(schedule, rank).items():
+        for message, had in count_delivered_before(schedule, rank).items():
             there = [mine for mine in sent if schedule.receiver(mine) == schedule.rank_of[message.stage]][:had]
             assert all(sent_at[mine] + 0.5 <= begun[message] for mine in there), message
             told += had

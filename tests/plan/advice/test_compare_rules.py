@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.cost.formulas.activation_checkpointing import optimal_num_checkpoints, peak_layers_held, recompute_overhead
-from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport, advise
+from phalanx.cost.formulas.activation_checkpointing import (
+    optimal_num_checkpoints,
+    peak_saved_layers,
+    recompute_overhead,
+)
+from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, AdviceReport, advise
 from phalanx.plan.advice.rule_conditions import DegreeRange, RunSituation
-from phalanx.plan.advice.rules_of_thumb import BY_SIZE, RULES, RuleOfThumb
+from phalanx.plan.advice.rules_of_thumb import RULES, SIZE_RULES, RuleOfThumb
 from phalanx.plan.search.candidates import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
@@ -32,7 +36,7 @@ BASELINE_SITUATION = RunSituation(
     activation_bytes=GIB,
     recomputed_bytes=GIB / 4,
     layer_bytes=GIB,
-    alone=True,
+    fits_one_device=True,
 )
 """A model that is no trouble: rules are tried on changes of it."""
 
@@ -52,7 +56,7 @@ def advice_for_rule(advised: AdviceReport, name: str) -> Advice:
 
 
 def requirements_as_text(rule: RuleOfThumb) -> dict[str, Any]:
-    return {field: wanted if isinstance(wanted, tuple) else str(wanted) for field, wanted in rule.wants.items()}
+    return {field: wanted if isinstance(wanted, tuple) else str(wanted) for field, wanted in rule.requirements.items()}
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +84,14 @@ THREE_D = {"dp": "at least 2", "tp": "at least 2", "pp": "at least 2"}
 )
 def test_size_rules_match_published_guide(billions, recommendation, requirements):
     """T25."""
-    found = [rule for rule in BY_SIZE if rule.applies(replace(BASELINE_SITUATION, parameters=int(billions * 1e9)))]
-    assert [(rule.says, requirements_as_text(rule)) for rule in found] == [(recommendation, requirements)]
+    found = [rule for rule in SIZE_RULES if rule.applies(replace(BASELINE_SITUATION, parameters=int(billions * 1e9)))]
+    assert [(rule.recommendation, requirements_as_text(rule)) for rule in found] == [(recommendation, requirements)]
 
 
 @pytest.mark.parametrize("billions", [1, 10, 100])
 def test_size_rule_boundary_belongs_to_larger_class(billions):
     below, at = (
-        [rule.name for rule in BY_SIZE if rule.applies(replace(BASELINE_SITUATION, parameters=size))]
+        [rule.name for rule in SIZE_RULES if rule.applies(replace(BASELINE_SITUATION, parameters=size))]
         for size in (billions * 10**9 - 1, billions * 10**9)
     )
     assert len(below) == len(at) == 1
@@ -98,17 +102,17 @@ def test_size_rule_boundary_belongs_to_larger_class(billions):
 def test_optimal_num_checkpoints_of_64_layers_is_eight():
     """T26: eight checkpoints, sixteen layers' worth, and one forward pass more, a third of a step's compute."""
     assert optimal_num_checkpoints(64) == 8
-    assert peak_layers_held(64, 8) == 16
-    assert all(peak_layers_held(64, other) > 16 for other in range(1, 65) if other != 8)
+    assert peak_saved_layers(64, 8) == 16
+    assert all(peak_saved_layers(64, other) > 16 for other in range(1, 65) if other != 8)
     assert [optimal_num_checkpoints(layers) for layers in (1, 32, 81, 100)] == [1, 6, 9, 10]
     assert recompute_overhead() == pytest.approx(1 / 3)
     assert recompute_overhead(backward=1) == pytest.approx(1 / 2)
 
 
 def test_degree_range_accepts_values_within_limits():
-    assert [value for value in range(1, 20) if DegreeRange(2).holds(value, 8)] == list(range(2, 20))
-    assert [value for value in range(1, 20) if DegreeRange(1, "domain").holds(value, 8)] == list(range(1, 9))
-    assert [value for value in range(1, 20) if DegreeRange("domain").holds(value, 8)] == list(range(8, 20))
+    assert [value for value in range(1, 20) if DegreeRange(2).contains(value, 8)] == list(range(2, 20))
+    assert [value for value in range(1, 20) if DegreeRange(1, "domain").contains(value, 8)] == list(range(1, 9))
+    assert [value for value in range(1, 20) if DegreeRange("domain").contains(value, 8)] == list(range(8, 20))
     assert [
         str(degree) for degree in (DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain"), DegreeRange("domain"))
     ] == [
@@ -166,7 +170,11 @@ def test_exactly_one_pipeline_rule_of_thumb_applies(llama3_8b_report, llama3_70b
         assert (
             len(
                 applicable_rules(situation)
-                & {rule.name for rule in RULES if rule.says in ("no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")}
+                & {
+                    rule.name
+                    for rule in RULES
+                    if rule.recommendation in ("no pipeline; DP or ZeRO", "ZB-H2", "ZB-H1 or 1F1B")
+                }
             )
             == 1
         )
@@ -180,7 +188,7 @@ def test_run_situation_of_llama3_8b_matches_hand_count(llama3_8b_report):
     assert here.state == {"parameters": 4 * m, "gradients": 4 * m, "optimizer": 8 * m}
     assert 16 * block < here.layer_bytes < 16 * block + here.activation_bytes / 32
     assert here.recomputed_bytes < here.activation_bytes / 3
-    assert not here.alone
+    assert not here.fits_one_device
 
 
 def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
@@ -194,7 +202,7 @@ def test_run_situation_has_spare_memory_only_if_zb_h2_fits(llama3_70b_report):
         pipelines = [c for c in enumerate_layouts(run, ranks) if c.pp > 1 and c.schedule == "1f1b"]
         fastest = next(runnable_layouts(run, ranks, rank_fitting(run, ranks, pipelines))).candidate
         other = evaluate(run, ranks, [replace(fastest, schedule="zb-h2")])[0]
-        assert advised.situation.spare == spare == (other.p_oom < MAX_OOM_PROBABILITY)
+        assert advised.situation.fits_with_zb_h2 == spare == (other.p_oom < MAX_OOM_PROBABILITY)
 
 
 def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
@@ -228,7 +236,7 @@ def test_3d_parallelism_rule_agrees_with_planner_for_llama3_70b(llama3_70b_repor
     assert advice.verdict == "agrees"
     assert advice.option is not None
     assert min(advice.option.candidate.dp, advice.option.candidate.tp, advice.option.candidate.pp) >= 2
-    assert advice.option.step_seconds < (1 + ALIKE) * llama3_70b_report.best.step_seconds
+    assert advice.option.step_seconds < (1 + AGREEMENT_TOLERANCE) * llama3_70b_report.best.step_seconds
 
 
 def test_advice_warns_when_tp_leaves_fast_link_domain(llama3_70b_report):
@@ -268,7 +276,7 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
             assert advice.option is not None
             assert advice.rule.is_satisfied_by(advice.option.candidate, 8)
             assert advice.option.p_oom < MAX_OOM_PROBABILITY
-            assert (advice.slower < ALIKE) == (advice.verdict == "agrees")
+            assert (advice.slower < AGREEMENT_TOLERANCE) == (advice.verdict == "agrees")
             # No layout that obeys the rule is faster: of a sample of all.
             others = [c for c in found[::97] if advice.rule.is_satisfied_by(c, 8)]
             fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < MAX_OOM_PROBABILITY]

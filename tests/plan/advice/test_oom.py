@@ -108,33 +108,35 @@ def test_diagnose_steps_fit_when_their_settings_are_applied(run, tmp_path):
     found = diagnose(run)
     assert fits_after(found.steps)
     for effect in (*found.steps, *found.needed):
-        assert effect.held
+        assert effect.new_footprint
         changed = reload_with_settings(run, tmp_path, *effect.settings)
-        assert max_rank_bytes(changed) == effect.held.memory.total
-        assert effect.held.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
+        assert max_rank_bytes(changed) == effect.new_footprint.memory.total
+        assert effect.new_footprint.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
     assert max_rank_bytes(reload_with_settings(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
 
 
 def test_single_remedy_effects_match_memory_of_applied_settings(run, tmp_path):
     cut = plan_batch(run, run.cluster.ranks)
     for effect in evaluate_single_remedies(run):
-        if effect.held:
+        if effect.new_footprint:
             changed = reload_with_settings(
                 run, tmp_path, f"layout.micro_batch_size={cut.micro_batch_size}", *effect.settings
             )
-            assert max_rank_bytes(changed) == effect.held.memory.total, effect.settings
-            assert effect.held.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
+            assert max_rank_bytes(changed) == effect.new_footprint.memory.total, effect.settings
+            assert effect.new_footprint.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
             assert effect.freed_bytes == max_rank_bytes(run) - max_rank_bytes(changed)
 
 
 def test_apply_until_fits_reports_bytes_freed_between_steps(run):
     steps, before = apply_until_fits(run), run_footprint(run).memory
     for effect in steps:
-        assert effect.held
-        assert effect.freed_bytes == before.total - effect.held.memory.total > 0.01 * before.total
-        assert effect.freed["activations"] == before.activations - effect.held.memory.activations
-        before = effect.held.memory
-    assert all(not effect.held.fits for effect in steps[:-1] if effect.held), "it stops when the run fits"
+        assert effect.new_footprint
+        assert effect.freed_bytes == before.total - effect.new_footprint.memory.total > 0.01 * before.total
+        assert effect.freed["activations"] == before.activations - effect.new_footprint.memory.activations
+        before = effect.new_footprint.memory
+    assert all(not effect.new_footprint.fits for effect in steps[:-1] if effect.new_footprint), (
+        "it stops when the run fits"
+    )
     order = [remedy.name for remedy in REMEDIES]
     assert [effect.remedy.name for effect in steps] == sorted((e.remedy.name for e in steps), key=order.index)
 
@@ -159,15 +161,19 @@ def test_minimal_subset_has_no_removable_remedy(run):
 def test_diagnose_ranks_cheapest_sufficient_remedies_first(run):
     """By what they cost in time, those that make it fit before the others, and what costs more than time last."""
     found = diagnose(run)
-    assert found.now.step_seconds
+    assert found.current_footprint.step_seconds
     groups = [0 if fits_after([effect]) else 1 if effect.freed_bytes > 0 else 2 for effect in found.single_remedies]
     assert groups == sorted(groups)
     for group in set(groups):
         mine = [effect for effect, other in zip(found.single_remedies, groups, strict=True) if other == group]
-        assert [effect.remedy.last for effect in mine] == sorted(effect.remedy.last for effect in mine)
-        costs = [relative_slowdown(effect, found.now) for effect in mine if not effect.remedy.last]
+        assert [effect.remedy.is_last_resort for effect in mine] == sorted(
+            effect.remedy.is_last_resort for effect in mine
+        )
+        costs = [
+            relative_slowdown(effect, found.current_footprint) for effect in mine if not effect.remedy.is_last_resort
+        ]
         assert costs == sorted(costs)
-    assert {effect.remedy.name for effect in found.single_remedies if effect.remedy.last} == {
+    assert {effect.remedy.name for effect in found.single_remedies if effect.remedy.is_last_resort} == {
         "bf16",
         "SGD",
         "more devices",
@@ -178,21 +184,25 @@ def test_diagnose_advice_is_no_slower_than_any_single_sufficient_remedy(run):
     found = diagnose(run)
     advised = found.needed[-1]
     for effect in found.single_remedies:
-        if fits_after([effect]) and not effect.remedy.last:
-            assert relative_slowdown(advised, found.now) <= relative_slowdown(effect, found.now)
-    assert relative_slowdown(advised, found.now) <= relative_slowdown(
-        minimal_subset(run, apply_until_fits(run))[-1], found.now
+        if fits_after([effect]) and not effect.remedy.is_last_resort:
+            assert relative_slowdown(advised, found.current_footprint) <= relative_slowdown(
+                effect, found.current_footprint
+            )
+    assert relative_slowdown(advised, found.current_footprint) <= relative_slowdown(
+        minimal_subset(run, apply_until_fits(run))[-1], found.current_footprint
     )
 
 
 def test_diagnose_uses_published_order_when_step_times_are_unknown():
     found = diagnose(make_run_with_memory_limit(7, training={"precision": "fp32"}))
-    assert found.now.step_seconds is None
-    order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.last)]
+    assert found.current_footprint.step_seconds is None
+    order = [remedy.name for remedy in sorted(REMEDIES, key=lambda remedy: remedy.is_last_resort)]
     assert order[-3:] == ["bf16", "SGD", "more devices"]
     for suffices in (True, False):
         names = [
-            effect.remedy.name for effect in found.single_remedies if effect.held and fits_after([effect]) == suffices
+            effect.remedy.name
+            for effect in found.single_remedies
+            if effect.new_footprint and fits_after([effect]) == suffices
         ]
         assert names == sorted(names, key=order.index)
     assert found.steps == apply_until_fits(make_run_with_memory_limit(7, training={"precision": "fp32"}))
@@ -215,7 +225,7 @@ def test_remedies_follow_published_guide_order():
         "SGD",
         "more devices",
     ]
-    assert "+33% compute" in next(remedy.costs for remedy in REMEDIES if remedy.name == "recompute blocks")
+    assert "+33% compute" in next(remedy.cost for remedy in REMEDIES if remedy.name == "recompute blocks")
 
 
 def test_sgd_remedy_frees_half_of_adamw_model_state():
@@ -282,13 +292,13 @@ def test_remedy_step_seconds_equal_planner_times_or_none():
     found = effects_by_name(evaluate_single_remedies(run))
     recomputed = found["recompute blocks"]
     assert recomputed.run is not None
-    assert recomputed.held
+    assert recomputed.new_footprint
     planned = evaluate_layout(run, 8, recomputed.run.layout).step_seconds
-    assert recomputed.held.step_seconds == planned
+    assert recomputed.new_footprint.step_seconds == planned
     before = run_footprint(run).step_seconds
     assert before is not None
     assert 0.2 < planned / before - 1 < 0.4, "about a third"
-    offloaded = found["offload to CPU memory"].held
+    offloaded = found["offload to CPU memory"].new_footprint
     assert offloaded
     assert offloaded.step_seconds == evaluate_layout(run, 8, Layout(data_parallel="zero1", offload="cpu")).step_seconds
     assert offloaded.step_seconds > before
@@ -302,11 +312,11 @@ def test_inapplicable_remedies_report_the_reason():
         )
     )
     for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
-        assert found[name].held is None
+        assert found[name].new_footprint is None
         assert found[name].problem.startswith("done already")
     assert found["smaller micro-batch"].problem == "a micro-batch is one sequence"
     assert "no experts" in found["expert parallelism"].problem
-    assert found["more devices"].held
+    assert found["more devices"].new_footprint
     odd = effects_by_name(
         evaluate_single_remedies(
             make_run({**WIDE, "num_heads": 9, "num_kv_heads": 9, "hidden_size": 1152}, cluster={"nproc_per_node": 2})
@@ -341,7 +351,7 @@ def test_offload_remedy_respects_cpu_memory_limit():
     on_cpu = effects_by_name(evaluate_single_remedies(make_run(cluster={"memory_bytes": 2 * GIB, "device": "cpu"})))[
         "offload to CPU memory"
     ]
-    assert on_cpu.held is None
+    assert on_cpu.new_footprint is None
     assert "CPU memory is what is short" in on_cpu.problem
     run = make_llama3_8b_run(data_parallel="zero3", offload="cpu", activation_checkpointing="full")
     resting = run_footprint(run).memory.host
@@ -369,14 +379,14 @@ def test_offload_remedy_on_one_device_includes_gradients_when_needed():
         assert [effect.settings for effect in found.needed] == [(f"layout.data_parallel={data}", "layout.offload=cpu")]
         assert "a lone device" in effects_by_name(found.single_remedies)["ZeRO-2"].problem
     offloading = effects_by_name(evaluate_single_remedies(one(37, data_parallel="zero1", offload="cpu")))
-    assert offloading["ZeRO-2"].held
-    assert offloading["ZeRO-2"].held.fits
-    assert offloading["ZeRO-3"].held is None
+    assert offloading["ZeRO-2"].new_footprint
+    assert offloading["ZeRO-2"].new_footprint.fits
+    assert offloading["ZeRO-3"].new_footprint is None
 
 
 def test_diagnose_needs_no_steps_when_run_fits():
     found = diagnose(make_run(micro_batch_size=1))
-    assert found.now.fits
+    assert found.current_footprint.fits
     assert (found.steps, found.needed) == ([], [])
     assert len(found.single_remedies) == len(REMEDIES)
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.plan.export.common import NAMES, ExportedConfig, Trainer
+from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, Trainer
 from phalanx.plan.export.export import export
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import to_csv
@@ -348,8 +348,8 @@ def test_export_rejects_options_unsupported_by_the_trainer(
     assert error.value.field == field
     change, others = error.value.fix.split("; as it is the run goes to ")
     assert fix in change
-    named = [other for other in TRAINERS if NAMES[other] in others]
-    assert others == (", ".join(NAMES[other] for other in named) or "none of the four")
+    named = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
+    assert others == (", ".join(TRAINER_NAMES[other] for other in named) or "none of the four")
     for other in TRAINERS:
         if other in named:
             assert export(run, world_size, other).text

@@ -24,8 +24,8 @@ from phalanx.plan.placement.findings import (
 )
 from phalanx.plan.placement.traffic_matrix import (
     TrafficMatrix,
-    _around_rings,
-    _to_all,
+    _all_to_all_transfers,
+    _ring_transfers,
     merge_matrices,
     traffic_matrices,
 )
@@ -224,10 +224,10 @@ def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: in
         away = links["rail"] + links["spine"]
         return away / count, links["fast"] / count, links["spine"] / away if away else 0.0
 
-    ring = TrafficMatrix(count, *_around_rings(members, sent_bytes("all_reduce", size, count), devices))
+    ring = TrafficMatrix(count, *_ring_transfers(members, sent_bytes("all_reduce", size, count), devices))
     expected = flat_ring_all_reduce(size, nodes, devices)
     assert loads(ring) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, 0.0))
-    tokens = TrafficMatrix(count, *_to_all(members, sent_bytes("all_to_all", size, count)))
+    tokens = TrafficMatrix(count, *_all_to_all_transfers(members, sent_bytes("all_to_all", size, count)))
     for pxn, matrix in ((False, tokens), (True, with_pxn(tokens, where))):
         expected = all_to_all(size, nodes, devices, pxn)
         assert loads(matrix) == pytest.approx((expected.nic_bytes, expected.nvlink_bytes, expected.spine_share))
@@ -237,7 +237,7 @@ def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: in
 def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int, stride: int) -> None:
     """Also where a group has different numbers on its islands."""
     members = np.arange(2 * count * stride).reshape(2, count, stride).swapaxes(1, 2).reshape(-1, count)
-    sent = TrafficMatrix(2 * count * stride, *_around_rings(members, 6.0, island))
+    sent = TrafficMatrix(2 * count * stride, *_ring_transfers(members, 6.0, island))
     for ends in (sent.source, sent.target):
         assert np.bincount(ends, sent.bytes) == pytest.approx(6.0)
     group = {int(rank): row for row, ranks in enumerate(members) for rank in ranks}
@@ -246,7 +246,7 @@ def test_ring_traffic_is_equal_in_and_out_of_every_rank(island: int, count: int,
 
 def test_ring_traffic_uses_one_ring_for_uneven_node_groups() -> None:
     """2, 1 and 3 members on nodes of 4."""
-    source, target, sent = _around_rings(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
+    source, target, sent = _ring_transfers(np.array([[2, 3, 7, 8, 9, 10]]), 5.0, 4)
     assert list(zip(source, target, sent, strict=True)) == [
         (2, 3, 5),
         (3, 7, 5),

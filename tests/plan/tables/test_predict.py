@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
-from phalanx.plan.tables.csv_rows import NEEDED, OPTIONAL, read_rows
+from phalanx.plan.tables.csv_rows import OPTIONAL_COLUMNS, REQUIRED_COLUMNS, read_rows
 from phalanx.plan.tables.job_columns import trainer_behaviour
 from phalanx.plan.tables.predict import Prediction, PredictionFailure, predict_rows
 from phalanx.plan.tables.row_to_job import job_from_row
@@ -134,10 +134,14 @@ def test_read_rows_rejects_invalid_files(tmp_path):
         read_rows(tmp_path / "none.csv")
     path = tmp_path / "table.csv"
     path.write_bytes(b"")
-    with pytest.raises(UserError, match=f"--batch = .*table.csv': is empty\n  fix: .*needed are {NEEDED[0]}, "):
+    with pytest.raises(
+        UserError, match=f"--batch = .*table.csv': is empty\n  fix: .*needed are {REQUIRED_COLUMNS[0]}, "
+    ):
         read_rows(path)
     path.write_text('[model]\npreset = "llama3-8b"\n')
-    with pytest.raises(UserError, match=f"lacks the columns {', '.join(NEEDED)}\n  fix: .*also read are id, model, "):
+    with pytest.raises(
+        UserError, match=f"lacks the columns {', '.join(REQUIRED_COLUMNS)}\n  fix: .*also read are id, model, "
+    ):
         read_rows(path)
     path.write_text(",".join(column for column in MEGATRON_22B_ROW if column not in ("tp", "gpu_type")))
     with pytest.raises(UserError, match="lacks the columns gpu_type, tp\n"):
@@ -146,17 +150,20 @@ def test_read_rows_rejects_invalid_files(tmp_path):
 
 def test_read_rows_pads_short_rows_and_truncates_long_rows(tmp_path):
     path = tmp_path / "short.csv"
-    path.write_text("\ufeff" + ",".join(NEEDED) + ",id\n" + "2\n" + "1," * len(NEEDED) + "b,9\n", encoding="utf-8")
-    empty = dict.fromkeys(NEEDED, "")
-    assert read_rows(path) == [{**empty, "layers": "2", "id": ""}, {**dict.fromkeys(NEEDED, "1"), "id": "b"}]
+    path.write_text(
+        "\ufeff" + ",".join(REQUIRED_COLUMNS) + ",id\n" + "2\n" + "1," * len(REQUIRED_COLUMNS) + "b,9\n",
+        encoding="utf-8",
+    )
+    empty = dict.fromkeys(REQUIRED_COLUMNS, "")
+    assert read_rows(path) == [{**empty, "layers": "2", "id": ""}, {**dict.fromkeys(REQUIRED_COLUMNS, "1"), "id": "b"}]
     assert all(isinstance(row, PredictionFailure) for row in predict_rows(read_rows(path)))
 
 
 def test_predict_rows_needs_exactly_the_required_columns():
-    assert {*NEEDED, *OPTIONAL} == {*MEGATRON_22B_ROW, "experts", "topk", "ep"}
+    assert {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS} == {*MEGATRON_22B_ROW, "experts", "topk", "ep"}
     for column in MEGATRON_22B_ROW:
         (found,) = predict_rows([{name: text for name, text in MEGATRON_22B_ROW.items() if name != column}])
-        assert isinstance(found, PredictionFailure) == (column in NEEDED), column
+        assert isinstance(found, PredictionFailure) == (column in REQUIRED_COLUMNS), column
 
 
 def test_job_from_row_recognizes_device_names():

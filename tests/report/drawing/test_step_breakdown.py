@@ -14,9 +14,9 @@ from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.report.drawing import canvas
 from phalanx.report.drawing.canvas import Label, Region, check_picture_file
 from phalanx.report.drawing.step_breakdown import (
-    BARS,
     COLOURS,
     LEFT,
+    MAX_BAR_WIDTH,
     Bar,
     Breakdown,
     axis_ticks,
@@ -79,7 +79,7 @@ def test_step_breakdown_draws_memory_against_device_limit(tmp_path):
     assert texts_of_class(text, "limit")[-1] == "80.0 GiB that the device has for a rank"
     assert texts_of_class(text, "counted")[-1] == "60.0 GiB on the fullest rank, counted tensor by tensor"
     middle = {name: float(elements_of_class(text, name)[0].attrib["x"]) + 1 for name in ("limit", "counted")}
-    assert middle == {"limit": LEFT + BARS, "counted": LEFT + 0.75 * BARS}
+    assert middle == {"limit": LEFT + MAX_BAR_WIDTH, "counted": LEFT + 0.75 * MAX_BAR_WIDTH}
 
 
 def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
@@ -87,9 +87,9 @@ def test_step_breakdown_bar_lengths_are_proportional_to_seconds():
     own, other = bars[: len(STEP_SECONDS)], bars[len(STEP_SECONDS) :]
     for drawn, parts in ((own, STEP_SECONDS), (other, SLOWER_STEP_SECONDS)):
         assert [mark.fill for mark in drawn] == [COLOURS[part] for part in parts]
-        starts = [mark.x for mark in drawn] + [LEFT + sum(parts.values()) / 12.75 * BARS]
+        starts = [mark.x for mark in drawn] + [LEFT + sum(parts.values()) / 12.75 * MAX_BAR_WIDTH]
         assert [after - start for start, after in pairwise(starts)] == pytest.approx(
-            [value / 12.75 * BARS for value in parts.values()]
+            [value / 12.75 * MAX_BAR_WIDTH for value in parts.values()]
         )
 
 
@@ -100,7 +100,7 @@ def test_step_breakdown_colors_are_unique_and_cover_all_parts():
 
 def test_step_breakdown_uses_milliseconds_for_short_steps(tmp_path):
     short = {part: value / 1e3 for part, value in STEP_SECONDS.items()}
-    text = render_svg(replace(BREAKDOWN, seconds=short, others={}), tmp_path)
+    text = render_svg(replace(BREAKDOWN, seconds=short, other_layouts={}), tmp_path)
     assert texts_of_class(text, "total") == ["10.000 ms"]
     assert tooltips_of_class(text, "time")[0] == "the compute: 6.000 ms, 60.0%"
     assert texts_of_class(text, "column")[:3] == ["ms", "share", "first stage"]
@@ -112,15 +112,17 @@ def test_step_breakdown_labels_stay_inside_and_do_not_overlap():
     long = "hsdp of 128 dp 1024, tp 8, cp 16 ulysses, ep 8, pp 16 interleaved x 8, micro-batch 1 x 4096, recompute full"
     many = {place: Bar(long, SLOWER_STEP_SECONDS) for place in (102, 103, 104, 105)}
     for counted in (1, 20, 79):
-        shown = replace(BREAKDOWN, layout=long, meaning=PART_DESCRIPTIONS, others=many, counted_bytes=counted * GIB)
+        shown = replace(
+            BREAKDOWN, layout=long, meaning=PART_DESCRIPTIONS, other_layouts=many, counted_bytes=counted * GIB
+        )
         boxes = []
         for mark in layout_shapes(shown):
             if isinstance(mark, Label):
                 weight = "bold" if mark.bold else "normal"
-                width = textpath.TextPath((0, 0), mark.said, mark.size, prop={"weight": weight}).get_extents().width
+                width = textpath.TextPath((0, 0), mark.content, mark.size, prop={"weight": weight}).get_extents().width
                 left = mark.x - {"start": 0, "middle": width / 2, "end": width}[mark.anchor]
                 assert left >= 0, mark
-                assert left + width <= BARS + 2 * LEFT, mark
+                assert left + width <= MAX_BAR_WIDTH + 2 * LEFT, mark
                 boxes.append((mark.y, left, left + width, mark))
         for at, (y, left, right, mark) in enumerate(boxes):
             for other, begin, end, cover in boxes[:at]:

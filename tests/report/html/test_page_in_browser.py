@@ -88,11 +88,11 @@ def test_report_page_figures_in_browser_equal_report_json(opened_page):
         parts = [
             part
             for part in facts["ranks"][0]
-            if any(trace["name"] == formatting.NAMES.get(part, part) for trace in bars)
+            if any(trace["name"] == formatting.DISPLAY_NAMES.get(part, part) for trace in bars)
         ]
         assert {"compute", "communication"} <= set(parts)
         for part in parts:
-            (trace,) = [trace for trace in bars if trace["name"] == formatting.NAMES.get(part, part)]
+            (trace,) = [trace for trace in bars if trace["name"] == formatting.DISPLAY_NAMES.get(part, part)]
             assert trace["x"] == [rank[part] for rank in facts["ranks"]]
         if facts["timeline"]:
             spans = [

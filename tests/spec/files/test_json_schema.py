@@ -2,13 +2,13 @@ import tomllib
 
 import pytest
 
-from phalanx.spec.files.json_schema import PUBLISHED, run_schema, schema_text
+from phalanx.spec.files.json_schema import SCHEMA_FILE, run_schema, schema_text
 from phalanx.spec.files.load import preset_names
 from phalanx.spec.files.template import run_file_template
 
 
 def test_published_json_schema_is_current():
-    assert PUBLISHED.read_text() == schema_text(), "write it anew: python -m phalanx.spec.files.json_schema"
+    assert SCHEMA_FILE.read_text() == schema_text(), "write it anew: python -m phalanx.spec.files.json_schema"
 
 
 def test_run_schema_contains_run_tables_and_model_presets():

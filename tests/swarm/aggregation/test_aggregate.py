@@ -69,7 +69,9 @@ class AggregationHarness:
         self.number += 1
         new = self.new_state(str(self.number))
         stands = aggregate(ITEMS, told, self.rules, self.state, new)
-        shapes = {item.key: (encoded_bytes(item.numbers, self.rules.codec),) for item in ITEMS if item.key in stands}
+        shapes = {
+            item.key: (encoded_bytes(item.num_elements, self.rules.codec),) for item in ITEMS if item.key in stands
+        }
         down = TensorFile.create(self.folder / f"down-{self.number}", shapes, "U8")
         encode_broadcast(ITEMS, told, stands, self.rules.codec, self.state, new, down)
         self.before, self.state = self.state, new
@@ -120,11 +122,11 @@ def test_update_and_broadcast_sizes_match_round_bytes_formula(tmp_path, codec):
     told = [swarm.send_update(node, random_weights(1)) for node in NODES]
     _, down = swarm.run_round(told)
     expected, node = round_bytes(node_share(TINY_MOE, "spes", 2), "spes", codec), node_share(TINY_MOE, "spes", 2)
-    sizes = [sum(one.file.place(key)[1] for key in one.file.shapes) for one in told]
+    sizes = [sum(one.file.locate(key)[1] for key in one.file.shapes) for one in told]
     skipped = sum(
-        down.place(item.key)[1] for item in pieces_sent_by(ITEMS, swarm.owners, "a") if item.expert is not None
+        down.locate(item.key)[1] for item in pieces_sent_by(ITEMS, swarm.owners, "a") if item.expert is not None
     )
-    whole = sum(down.place(key)[1] for key in down.shapes)
+    whole = sum(down.locate(key)[1] for key in down.shapes)
     if codec == "fp32":
         assert (sizes, whole) == ([660_736] * 4, 1_840_384)
     # The last block of a tensor may be short, and has a scale of its own.

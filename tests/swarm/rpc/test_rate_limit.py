@@ -7,13 +7,13 @@ from contextlib import ExitStack
 import pytest
 
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
-from phalanx.swarm.rpc.rate_limit import A_SECOND, AT_ONCE, UNDER_WAY, RateLimiter
+from phalanx.swarm.rpc.rate_limit import CALLS_PER_SECOND, MAX_BURST, MAX_CONCURRENT_CALLS, RateLimiter
 
 
 def test_rate_limiter_rejects_too_many_concurrent_calls_per_node():
     pace = RateLimiter()
     with ExitStack() as calls:
-        for _ in range(UNDER_WAY):
+        for _ in range(MAX_CONCURRENT_CALLS):
             calls.enter_context(pace.limited("ann"))
         with pytest.raises(UpdateRejected, match="busy: too many calls"):
             calls.enter_context(pace.limited("ann"))
@@ -36,10 +36,10 @@ def test_rate_limiter_allows_burst_then_limits_calls_per_second():
                 return count
         return 1000
 
-    assert begun() == AT_ONCE
+    assert begun() == MAX_BURST
     now = 2.0
-    assert begun() == 2 * A_SECOND
+    assert begun() == 2 * CALLS_PER_SECOND
     now = 1e6
-    assert begun() == AT_ONCE
+    assert begun() == MAX_BURST
     with pace.limited("bob"):
         pass

@@ -42,9 +42,9 @@ def test_checkpoint_scheduler_interval_matches_daly_formula(tmp_path: Path) -> N
     assert pacing.reason is not None
     assert "every 4,653 steps (7.8 minutes)" in pacing.reason
     assert f"expected every {LLAMA3_MTBF_HOURS:.1f} hours" in pacing.reason
-    assert not pacing.due(pacing.next - 1, 0.1)
-    assert pacing.due(pacing.next, 0.1)
-    pacing.next_due_step(pacing.next, blocked_seconds=11, write_seconds=20)
+    assert not pacing.due(pacing.next_step - 1, 0.1)
+    assert pacing.due(pacing.next_step, 0.1)
+    pacing.next_due_step(pacing.next_step, blocked_seconds=11, write_seconds=20)
     assert pacing.reason is None  # much as before
 
 
@@ -58,8 +58,8 @@ def test_checkpoint_scheduler_never_overlaps_saves(tmp_path: Path) -> None:
 def test_checkpoint_scheduler_ignores_one_slow_save(tmp_path: Path) -> None:
     pacing = make_scheduler(tmp_path)
     usual = pacing.next_due_step(FIRST_STEPS, blocked_seconds=1, write_seconds=1) - FIRST_STEPS
-    pacing.next_due_step(pacing.next, blocked_seconds=1, write_seconds=1)
-    before = pacing.next
+    pacing.next_due_step(pacing.next_step, blocked_seconds=1, write_seconds=1)
+    before = pacing.next_step
     assert pacing.next_due_step(before, blocked_seconds=50, write_seconds=1) - before == usual
 
 
@@ -100,7 +100,7 @@ def test_checkpoint_scheduler_follows_fixed_interval(tmp_path: Path) -> None:
 def train_and_get_next_due(run: RunSpec) -> int:
     under_way = make_trainer(run)
     under_way.train([], ProgressDisplay(0, run.training.steps, quiet=True))
-    return under_way.pacing.next
+    return under_way.checkpoint_scheduler.next_step
 
 
 def test_checkpoint_scheduler_agrees_across_ranks(tmp_path: Path) -> None:

@@ -15,7 +15,13 @@ from phalanx.runs.metrics import read_metrics
 from phalanx.spec.run import RunSpec
 from phalanx.train import worker
 from phalanx.train.create_run import create_run
-from phalanx.train.guards.divergence import LEAST, LossSpikeDetector, count_rollbacks, record_rollback, steps_to_skip
+from phalanx.train.guards.divergence import (
+    MIN_HISTORY,
+    LossSpikeDetector,
+    count_rollbacks,
+    record_rollback,
+    steps_to_skip,
+)
 from phalanx.train.learner import MicroBatch
 from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run, train_until
@@ -41,7 +47,7 @@ def replace_targets(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: 
     class Spoiled(Trainer):
         def _micro_batches(self, batch: Any) -> list[MicroBatch]:
             micros = super()._micro_batches(batch)
-            if self.module.training and self.loader._first(self.step) in sequences:  # type: ignore[attr-defined]
+            if self.module.training and self.loader._first_sequence(self.step) in sequences:  # type: ignore[attr-defined]
                 return [replace(micro, targets=targets(micro.targets)) for micro in micros]
             return micros
 
@@ -84,7 +90,7 @@ def test_nonfinite_steps_roll_back_until_max_rollbacks_then_run_fails(
 
     def infinite(self: Trainer, micros: list[MicroBatch], told: Any) -> Any:
         sums = forward(self, micros, told)
-        if self.loader._first(self.step) >= 3 * 8:  # type: ignore[attr-defined]
+        if self.loader._first_sequence(self.step) >= 3 * 8:  # type: ignore[attr-defined]
             for parameter in self.module.parameters():
                 parameter.grad.fill_(torch.inf)
         return sums
@@ -167,8 +173,8 @@ def test_steps_to_skip_accumulates_over_repeated_rollbacks(tmp_path: Path) -> No
 
 def test_loss_spike_detector_compares_loss_with_recent_losses() -> None:
     losses = LossSpikeDetector(max_ratio=2.0)
-    assert all(losses.spike_ratio(9.0 - step / 10) is None for step in range(LEAST))
+    assert all(losses.spike_ratio(9.0 - step / 10) is None for step in range(MIN_HISTORY))
     assert losses.spike_ratio(16.0) is None
     assert losses.spike_ratio(18.0) == pytest.approx(18 / 8.6, rel=0.02)
     assert losses.spike_ratio(float("nan")) is None
-    assert all(LossSpikeDetector(max_ratio=None).spike_ratio(loss) is None for loss in (*[1.0] * LEAST, 100.0))
+    assert all(LossSpikeDetector(max_ratio=None).spike_ratio(loss) is None for loss in (*[1.0] * MIN_HISTORY, 100.0))

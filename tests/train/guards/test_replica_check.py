@@ -16,9 +16,9 @@ from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.testing import rank_pool
 from phalanx.train.checkpoint.state import checkpoint_tensors
 from phalanx.train.guards.replica_check import (
-    CHUNK,
-    _gathered,
-    _held,
+    CHUNK_ELEMENTS,
+    _gather_hashes,
+    _hash_tensors,
     check_replica_consistency,
     describe_mismatch,
     find_mismatch,
@@ -47,9 +47,9 @@ def test_tensor_hash_depends_on_element_order_not_on_strides() -> None:
         tensor = (torch.arange(6) > 2).to(dtype).view(2, 3)
         assert int(tensor_hash(tensor.t())) == int(tensor_hash(tensor.t().contiguous()))
         assert int(tensor_hash(tensor)) != int(tensor_hash(tensor.flip(0)))
-    long = torch.zeros(CHUNK + 3)
+    long = torch.zeros(CHUNK_ELEMENTS + 3)
     before = int(tensor_hash(long))
-    flip_bit(long, 32 * (CHUNK + 1))
+    flip_bit(long, 32 * (CHUNK_ELEMENTS + 1))
     assert int(tensor_hash(long)) != before
     assert int(tensor_hash(torch.empty(0))) == 0
 
@@ -108,8 +108,8 @@ def check_after_corruption(run: Any) -> tuple[str, str, int, list[int]]:
     for step in (1, 2):
         train_until(under_way, step)
         assert replica_check_message(under_way, step) == ""
-    held = list(_held(under_way.strategy, under_way.optimizers))
-    tables = _gathered({key: value for key, _, value in held})
+    held = list(_hash_tensors(under_way.strategy, under_way.optimizers))
+    tables = _gather_hashes({key: value for key, _, value in held})
     last = len(tables) - 1
     key = [key for key in tables[last] if any(key in table for table in tables[:last])][-1 if last == 1 else 0]
     name = next((name for known, name, _ in held if known == key), "")

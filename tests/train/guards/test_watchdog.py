@@ -14,7 +14,7 @@ import torch._C._distributed_c10d as c10d
 from phalanx.debug.hang_analysis import diagnose_hang
 from phalanx.runs.hang_dumps import dump_file, read_dumps
 from phalanx.spec.parallel_dims import ParallelDims
-from phalanx.testing.processes import SECONDS, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, wait_until
 from phalanx.train.guards import flight_recorder, watchdog
 from phalanx.train.guards.watchdog import Watchdog
 from tests.helpers.hang_dumps import BUSY, WAITING, make_dump
@@ -44,7 +44,7 @@ def test_watchdog_preserves_failure_dump_when_collectives_progress(
     under_watch = Watchdog(tmp_path, timeout_seconds=0.1)
 
     def fail() -> None:
-        assert looking.wait(SECONDS), "it stands still"
+        assert looking.wait(WAIT_SECONDS), "it stands still"
         raise RuntimeError("gloo: Timed out waiting for others")
 
     with pytest.raises(RuntimeError), under_watch:

@@ -19,11 +19,11 @@ def test_memory_meter_drops_freed_tensors_and_retains_peaks() -> None:
         view = second[10:]
         del first
         third = torch.zeros(2 * KIB, dtype=torch.uint8)
-        assert meter.held["activations"] == 4 * KIB + 2 * KIB
+        assert meter.bytes_by_part["activations"] == 4 * KIB + 2 * KIB
         del second
-        assert meter.held["activations"] == 4 * KIB + 2 * KIB  # the view still needs it
+        assert meter.bytes_by_part["activations"] == 4 * KIB + 2 * KIB  # the view still needs it
         del view, third
-        assert meter.held["activations"] == 0
+        assert meter.bytes_by_part["activations"] == 0
     assert meter.peaks["activations"] == meter.peak_total == 8 * KIB
 
 
@@ -33,24 +33,24 @@ def test_memory_meter_separates_parameters_gradients_and_activations() -> None:
     with MemoryMeter(lambda: {"parameters": layer.parameters()}) as meter, meter.tracking_gradients(layer.parameters()):
         x = torch.ones(128, 64)
         loss = layer(x).square().sum()
-        kept = meter.held["activations"]
+        kept = meter.bytes_by_part["activations"]
         loss.backward()
-        assert meter.held["gradients"] == weight_bytes
-    assert meter.held["parameters"] == meter.peaks["parameters"] == weight_bytes
+        assert meter.bytes_by_part["gradients"] == weight_bytes
+    assert meter.bytes_by_part["parameters"] == meter.peaks["parameters"] == weight_bytes
     assert 4 * 128 * (64 + 32) <= kept <= 4 * 128 * (64 + 3 * 32) + 64
     del loss, x
     gc.collect()
-    assert meter.held["activations"] == 0
+    assert meter.bytes_by_part["activations"] == 0
 
 
 def test_memory_meter_counts_shared_storage_once() -> None:
     weights = torch.zeros(100, dtype=torch.float64)
     grown = False
     meter = MemoryMeter(lambda: {"parameters": [weights], "optimizer": [weights[:10]] if grown else []})
-    assert meter.held == {"parameters": 800, "communication": 0}
+    assert meter.bytes_by_part == {"parameters": 800, "communication": 0}
     grown = True
     meter.reclassify()
-    assert +meter.held == {"optimizer": 800}
+    assert +meter.bytes_by_part == {"optimizer": 800}
 
 
 def test_memory_meter_counts_resized_storage_as_communication() -> None:
@@ -61,5 +61,5 @@ def test_memory_meter_counts_resized_storage_as_communication() -> None:
         torch.zeros(1)
         gathered.untyped_storage().resize_(0)
         torch.zeros(1)
-    assert meter.held["communication"] == 0
+    assert meter.bytes_by_part["communication"] == 0
     assert meter.peaks["communication"] == 400

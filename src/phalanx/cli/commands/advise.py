@@ -48,14 +48,14 @@ def advise(
 
         phalanx advise oom run.toml --machine h100 --set layout.data_parallel=zero1 --set layout.micro_batch_size=4
     """
-    wants_oom, path = _words(first, second)
+    wants_oom, path = _parse_arguments(first, second)
     if wants_oom:
-        _out_of_memory(path, machine, nodes, nproc, set_ or [], json_)
+        _show_oom_advice(path, machine, nodes, nproc, set_ or [], json_)
     else:
-        _rules(path, machine, nodes, nproc, set_ or [], json_)
+        _show_rules(path, machine, nodes, nproc, set_ or [], json_)
 
 
-def _rules(
+def _show_rules(
     path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
 ) -> None:
     from phalanx.cli.commands.plan import run_on_cluster
@@ -70,7 +70,7 @@ def _rules(
         views.print_advice(run, advised)
 
 
-def _out_of_memory(
+def _show_oom_advice(
     path: Path, machine: str | None, nodes: int | None, nproc: int | None, overrides: list[str], as_json: bool
 ) -> None:
     from phalanx.cli.commands.plan import run_on_cluster
@@ -88,7 +88,7 @@ def _out_of_memory(
         views.print_oom_advice(run, diagnosis)
 
 
-def _words(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:
+def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[bool, Path]:
     """Whether `oom` is asked for, and the run file. A lone word is a file, whatever its name, if there is one."""
     from phalanx.spec.errors import UserError
 

@@ -64,7 +64,7 @@ def bench(
     """
     from phalanx.spec.files.load import load_run
 
-    parts, path = _words(first, second)
+    parts, path = _parse_arguments(first, second)
     sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
         raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", "remove it, or measure collectives")
@@ -72,7 +72,7 @@ def bench(
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    results = _measured(run, nproc, max(sizes, default=0), options)
+    results = _measure(run, nproc, max(sizes, default=0), options)
     if out is not None:
         _write(out, results)
     if json_:
@@ -85,7 +85,7 @@ def bench(
     raise typer.Exit(any(error_counts))
 
 
-def _words(first_argument: str, second_argument: str | None) -> tuple[list[str], Path]:
+def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[list[str], Path]:
     """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
     fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
     if second_argument is not None and first_argument not in PARTS:
@@ -101,20 +101,20 @@ def parse_size_sweep(text: str) -> list[int]:
     Raises UserError if it is no such range.
     """
     start, colon, end = text.partition(":")
-    smallest, largest = _size(start), _size(end)
+    smallest, largest = _parse_size(start), _parse_size(end)
     if not colon or not smallest or not largest or smallest > largest:
         raise UserError("--sweep", text, "is no range of sizes", "write, for example, 4KiB:16MiB")
     return [smallest << doublings for doublings in range((largest // smallest).bit_length())]
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     """Bytes; 0 of what is no size."""
     digits = text.rstrip("KMGiB")
     unit = text[len(digits) :]
     return int(digits) * UNITS[unit] if digits.isdecimal() and unit in UNITS else 0
 
 
-def _measured(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
+def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) -> dict[str, Any]:
     """What its ranks find, of sizes up to `largest` bytes; their errors are printed, and end this process."""
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.spec.torch_compat import check_torch_supports

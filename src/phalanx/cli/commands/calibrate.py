@@ -12,7 +12,7 @@ import typer
 from phalanx.cli.common.options import Json
 from phalanx.spec.formatting import GIB
 
-WIDE = 0.4
+MAX_LOG_HALF_WIDTH = 0.4
 """Half of an interval, as a logarithm, beyond which a calibration says little."""
 
 if TYPE_CHECKING:
@@ -92,7 +92,10 @@ def calibrate(
         print(json.dumps(calibration_to_json(measured, calibration), indent=2))
     else:
         print_calibration(measured, calibration, out)
-    if calibration.machine.calibration is not None and calibration.machine.calibration.log_half_width > WIDE:
+    if (
+        calibration.machine.calibration is not None
+        and calibration.machine.calibration.log_half_width > MAX_LOG_HALF_WIDTH
+    ):
         fix = "add runs, longer ones, while nothing else uses the machine"
         print(f"{out} predicts too widely to choose by: {fix}", file=sys.stderr)
 
@@ -141,7 +144,7 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
     console.print(table)
     if calibration.operations:
         console.print()
-        console.print(_operations(calibration))
+        console.print(_operations_table(calibration))
     measured, published = calibration.machine.calibration, time_constants()
     assert measured is not None
     console.print()
@@ -160,7 +163,7 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _operations(calibration: Calibration) -> Table:
+def _operations_table(calibration: Calibration) -> Table:
     """What was timed apart from steps, and how far off the plan is on it."""
     from rich.table import Table
 

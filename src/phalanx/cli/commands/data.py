@@ -57,18 +57,18 @@ def prepare(
     from phalanx.data.sources import documents
     from phalanx.data.tokenize import disk_error, limit_threads, write_indexed_pairs
 
-    _refuse([Path(f"{out}.bin"), Path(f"{out}.idx")], force)
-    model = _tokenizer(tokenizer)
+    _refuse_existing([Path(f"{out}.bin"), Path(f"{out}.idx")], force)
+    model = _load_tokenizer(tokenizer)
     limit_threads(workers)
     start = time.monotonic()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _progress(_total_bytes(sources)) as progress:
+        with _show_progress(_total_bytes(sources)) as progress:
             text = documents(sources, text_key, "SOURCE")
             (counts,) = write_indexed_pairs(text, model, [out], end=end, progress=progress)
     except OSError as error:
         raise disk_error("--out", out, error) from None
-    _print(_prepared(out, counts, time.monotonic() - start), json_)
+    _print_facts(_summarize_prepared(out, counts, time.monotonic() - start), json_)
 
 
 @app.command()
@@ -92,7 +92,7 @@ def tokenizer(
     from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import train_bpe
 
-    _refuse([out], force)
+    _refuse_existing([out], force)
     start = time.monotonic()
     model = train_bpe((document.text for document in documents(sources, text_key, "SOURCE")), vocab)
     seconds = time.monotonic() - start
@@ -101,7 +101,7 @@ def tokenizer(
         model.save(out)
     except OSError as error:
         raise disk_error("--out", out, error) from None
-    _print({"tokenizer": str(out), "vocab": model.vocab, "end": model.end, "seconds": round(seconds, 3)}, json_)
+    _print_facts({"tokenizer": str(out), "vocab": model.vocab, "end": model.end, "seconds": round(seconds, 3)}, json_)
 
 
 @app.command()
@@ -137,19 +137,19 @@ def inspect(
         "first_tokens": first.tolist(),
     }
     if tokenizer is not None:
-        model = _tokenizer(tokenizer)
+        model = _load_tokenizer(tokenizer)
         check_vocabulary(dataset, model, "PREFIX")
         facts["first_text"] = model.decode(first)
-    _print(facts, json_)
+    _print_facts(facts, json_)
 
 
-def _refuse(paths: list[Path], force: bool) -> None:
+def _refuse_existing(paths: list[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
             raise UserError("--out", str(path), "is there already", "name another, or overwrite it with --force")
 
 
-def _tokenizer(name: str) -> Tokenizer:
+def _load_tokenizer(name: str) -> Tokenizer:
     from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer
 
     return byte_tokenizer() if name == "bytes" else load_tokenizer(name)
@@ -164,14 +164,14 @@ def _total_bytes(sources: list[str]) -> int | None:
 
 
 @contextmanager
-def _progress(total_bytes: int | None) -> Iterator[Progress]:
+def _show_progress(total_bytes: int | None) -> Iterator[Progress]:
     """A bar on a terminal, elsewhere a line now and then; on stderr, so that stdout is only the result."""
     from rich import progress as bar
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(console.print)
+        yield _ProgressLines(console.print)
         return
     columns = (bar.BarColumn(), bar.TextColumn("{task.description}"), bar.FileSizeColumn(), bar.TimeElapsedColumn())
     with bar.Progress(*columns, console=console, transient=True) as shown:
@@ -179,19 +179,19 @@ def _progress(total_bytes: int | None) -> Iterator[Progress]:
         yield lambda counts: shown.update(task, completed=counts.text_bytes, description=format_counts(counts))
 
 
-class _Lines:
+class _ProgressLines:
     """Prints the counts every SECONDS_BETWEEN_LINES."""
 
     def __init__(self, show: Any) -> None:
-        self.show, self.next = show, time.monotonic() + SECONDS_BETWEEN_LINES
+        self.print_line, self.next_print_at = show, time.monotonic() + SECONDS_BETWEEN_LINES
 
     def __call__(self, counts: TokenizationCounts) -> None:
-        if time.monotonic() >= self.next:
-            self.show(format_counts(counts))
-            self.next = time.monotonic() + SECONDS_BETWEEN_LINES
+        if time.monotonic() >= self.next_print_at:
+            self.print_line(format_counts(counts))
+            self.next_print_at = time.monotonic() + SECONDS_BETWEEN_LINES
 
 
-def _prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str, Any]:
+def _summarize_prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str, Any]:
     return {
         "prefix": str(out),
         "documents": counts.documents,
@@ -203,7 +203,7 @@ def _prepared(out: Path, counts: TokenizationCounts, seconds: float) -> dict[str
     }
 
 
-def _print(facts: dict[str, Any], as_json: bool) -> None:
+def _print_facts(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return

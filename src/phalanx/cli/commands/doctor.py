@@ -97,14 +97,16 @@ def doctor(
             "is there already",
             "name a new directory: a snapshot is of one moment",
         )
-    expected = replace(_expected(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None)
+    expected = replace(
+        _load_expectations(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None
+    )
     if compare_reports is not None:
-        findings, out = _gathered(compare_reports, expected.nodes or 0), out or compare_reports
+        findings, out = _compare_reports(compare_reports, expected.nodes or 0), out or compare_reports
     elif collectives:
-        findings = _collectives(run, nproc, set_ or [])
+        findings = _check_collectives(run, nproc, set_ or [])
     else:
-        findings = _examined(expected, from_snapshot, save_snapshot, save_report, topology)
-    _tell(findings, out, json_)
+        findings = _examine(expected, from_snapshot, save_snapshot, save_report, topology)
+    _report_findings(findings, out, json_)
 
 
 def _check_options(run: Path | None, machine_options: dict[str, object], exclusive_options: dict[str, object]) -> None:
@@ -120,7 +122,7 @@ def _is_missing(file: Path) -> bool:
     return run_child(("test", "-e", str(file)), COMMAND_SECONDS).code == 1
 
 
-def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expectations:
+def _load_expectations(run: Path | None, nproc: int | None, overrides: list[str]) -> Expectations:
     if run is None:
         return Expectations(ranks=nproc)
     from phalanx.doctor.expectations_from_run import expectations_from_run
@@ -129,7 +131,7 @@ def _expected(run: Path | None, nproc: int | None, overrides: list[str]) -> Expe
     return expectations_from_run(load_run(run, overrides), nproc)
 
 
-def _examined(
+def _examine(
     expected: Expectations,
     from_snapshot: Path | None,
     save_snapshot: Path | None,
@@ -168,7 +170,7 @@ def _write_topology(machine: Machine, file: Path) -> None:
     print(f"wrote {file}, for phalanx placement RUN.toml --topology {file}", file=sys.stderr)
 
 
-def _gathered(directory: Path, num_nodes: int) -> list[DoctorFinding]:
+def _compare_reports(directory: Path, num_nodes: int) -> list[DoctorFinding]:
     from phalanx.doctor.compare_nodes import (
         collective_findings,
         compare_nodes,
@@ -186,7 +188,7 @@ def _gathered(directory: Path, num_nodes: int) -> list[DoctorFinding]:
     ]
 
 
-def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
+def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> list[DoctorFinding]:
     from phalanx.cli.commands.auto_layout import choose_layout_for
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.spec.files.load import load_run
@@ -212,14 +214,14 @@ def _collectives(run: Path | None, nproc: int | None, overrides: list[str]) -> l
     return launch_check(described, ranks)
 
 
-def _tell(findings: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
-    from phalanx.doctor.report import by_severity, exit_code, write_reports
+def _report_findings(findings: list[DoctorFinding], out: Path | None, as_json: bool) -> None:
+    from phalanx.doctor.report import exit_code, sort_by_severity, write_reports
 
     if out is not None:
         write_reports(out, findings, "phalanx doctor")
         print(f"wrote {out}/findings.json, findings.md and failing_nodes.txt", file=sys.stderr)
     if as_json:
-        rows = [asdict(finding) for finding in by_severity(findings)]
+        rows = [asdict(finding) for finding in sort_by_severity(findings)]
         print(json.dumps({"exit_code": exit_code(findings), "findings": rows}, indent=2))
     else:
         from phalanx.cli.views.doctor import print_findings

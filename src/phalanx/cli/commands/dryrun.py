@@ -53,15 +53,15 @@ def dryrun(
         phalanx dryrun automatic.toml --ranks 0,5 --json
     """
     described = load_run(run, set_ or [], machine=machine)
-    described, world_size = _sized(described, world)
+    described, world_size = _resolve_layout(described, world)
     check_layout(described, world_size)  # before torch is imported, which takes a second
     from phalanx.verify.dry_run import check_traceable, corner_ranks, dry_run
     from phalanx.verify.plan_comparison import compare_with_plan
 
     check_traceable(described, world_size)
-    traced_ranks = _which(ranks, world_size, lambda: corner_ranks(described, world_size))
+    traced_ranks = _parse_ranks(ranks, world_size, lambda: corner_ranks(described, world_size))
     results = []
-    with _tracing(len(traced_ranks), jobs) as done:
+    with _tracing_progress(len(traced_ranks), jobs) as done:
         for traced in dry_run(described, world_size, traced_ranks, jobs):
             results.append((traced, compare_with_plan(described, world_size, traced)))
             done()
@@ -76,7 +76,7 @@ def dryrun(
     raise typer.Exit(not all(check.agrees for _, checks in results for check in checks))
 
 
-def _sized(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
+def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     """The run and how many ranks it has; a layout that is the planner's to choose is chosen for so many."""
     nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
     world_size = world or nodes * (nproc or 1)
@@ -92,7 +92,7 @@ def _sized(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
 
 
-def _which(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:
+def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -> list[int]:
     """The ranks that `--ranks` names."""
     if text == "all":
         return list(range(world_size))
@@ -109,7 +109,7 @@ def _which(text: str, world_size: int, corners: Callable[[], list[int]]) -> list
 
 
 @contextmanager
-def _tracing(ranks: int, jobs: int) -> Iterator[Any]:
+def _tracing_progress(ranks: int, jobs: int) -> Iterator[Any]:
     """A bar on a terminal: ranks traced so far."""
     import sys
 

@@ -55,9 +55,9 @@ def experts(
     require(not (balance and order), "--order", str(order), "does not go with --balance", "remove one of them")
     described = load_run(run / RUN_FILE, environment={})
     ranks = ep or described.layout.ep
-    layers = _layers(run, described.model, ranks)
+    layers = _moe_layers(run, described.model, ranks)
     checkpoint = require_valid_checkpoint(run)
-    loads = _loads(checkpoint, layers)
+    loads = _read_loads(checkpoint, layers)
     if order is None:
         orders = {layer: balanced_expert_order(tokens, ranks) for layer, tokens in loads.items()}
     else:
@@ -83,7 +83,7 @@ def experts(
         _show(rows, ranks, before, "in that order" if order else "balanced")
 
 
-def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
+def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     """Those with experts, which so many ranks can share."""
     if spec.moe is None:
         raise UserError("run directory", str(run), "is of a model without experts", "give one with model.moe")
@@ -93,7 +93,7 @@ def _layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     return [layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)]
 
 
-def _loads(checkpoint: Path, layers: list[int]) -> Loads:
+def _read_loads(checkpoint: Path, layers: list[int]) -> Loads:
     """Tokens that chose each expert between the last two evaluations, or where there were none yet, until now."""
     if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
         raise UserError("checkpoint", str(checkpoint), "counts no tokens of experts", "resume the run, and save again")

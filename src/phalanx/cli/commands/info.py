@@ -21,7 +21,7 @@ from phalanx.spec.formatting import COUNT_PREFIXES, GIB, format_si
 from phalanx.spec.model import ModelSpec
 
 PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head")
-DEVICE = (
+MACHINE_FIELDS = (
     "peak_flops",
     "memory_bytes",
     "hbm_bytes_per_second",
@@ -68,7 +68,7 @@ def info(
     if model is None:
         raise UserError("MODEL", None, "is missing", "name a model, such as phalanx info llama3-8b, or use --list")
     spec = load_model(model)
-    tokens = _sequence(spec, sequence)
+    tokens = _resolve_sequence(spec, sequence)
     if json_:
         _print_json(model_info(spec, tokens))
     else:
@@ -97,7 +97,7 @@ def model_info(spec: ModelSpec, sequence: int) -> dict[str, Any]:
     }
 
 
-def _sequence(spec: ModelSpec, sequence: int | None) -> int:
+def _resolve_sequence(spec: ModelSpec, sequence: int | None) -> int:
     if spec.position_embedding == "learned" and sequence is not None:
         require(
             sequence <= spec.max_seq_len,
@@ -171,13 +171,13 @@ def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
     for name, machine in presets.items():
         table.add_row(
             name,
-            _scaled(machine.peak_flops, 1e12),
-            _scaled(machine.memory_bytes, GIB),
-            _scaled(machine.hbm_bytes_per_second, 1e9),
-            _scaled(machine.link_bytes_per_second, 1e9),
-            _scaled(machine.fast_link_domain, 1),
-            _scaled(machine.network_bytes_per_second, 1e9),
-            _scaled(machine.watts_per_device, 1),
+            _format_scaled(machine.peak_flops, 1e12),
+            _format_scaled(machine.memory_bytes, GIB),
+            _format_scaled(machine.hbm_bytes_per_second, 1e9),
+            _format_scaled(machine.link_bytes_per_second, 1e9),
+            _format_scaled(machine.fast_link_domain, 1),
+            _format_scaled(machine.network_bytes_per_second, 1e9),
+            _format_scaled(machine.watts_per_device, 1),
         )
     return table
 
@@ -188,12 +188,12 @@ def _model_facts(presets: dict[str, ParameterCount]) -> dict[str, Any]:
 
 def _machine_facts(presets: dict[str, ClusterSpec]) -> dict[str, Any]:
     return {
-        name: {key: value for key in DEVICE if (value := getattr(machine, key)) is not None}
+        name: {key: value for key in MACHINE_FIELDS if (value := getattr(machine, key)) is not None}
         for name, machine in presets.items()
     }
 
 
-def _scaled(number: float | None, unit: float) -> str:
+def _format_scaled(number: float | None, unit: float) -> str:
     return "" if number is None else f"{number / unit:.4g}"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.json_schema import PUBLISHED, schema_text
+from phalanx.spec.files.json_schema import SCHEMA_FILE, schema_text
 from phalanx.spec.files.template import run_file_template
 
 
@@ -34,8 +34,8 @@ def init(
         raise UserError("PATH", str(path), "exists already", "choose another name, or overwrite it with --force")
     try:
         if schema:
-            path.with_name(PUBLISHED.name).write_text(schema_text())
-        path.write_text(run_file_template(str(path), f"./{PUBLISHED.name}" if schema else PUBLISHED.as_uri()))
+            path.with_name(SCHEMA_FILE.name).write_text(schema_text())
+        path.write_text(run_file_template(str(path), f"./{SCHEMA_FILE.name}" if schema else SCHEMA_FILE.as_uri()))
     except OSError as error:
         raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", "choose another place") from None
     print(f"wrote {path}; train it with: phalanx train {path}")

@@ -102,9 +102,9 @@ def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
     rows = []
     for data in get_args(Strategy):
         is_own = data == run.layout.data_parallel
-        layout = run.layout if is_own else _layout(run.layout, data, world_size)
+        layout = run.layout if is_own else _layout_with_strategy(run.layout, data, world_size)
         if layout is not None:
-            strategy_rows = _rows(run.model_copy(update={"layout": layout}), world_size, is_own)
+            strategy_rows = _layout_rows(run.model_copy(update={"layout": layout}), world_size, is_own)
             rows += strategy_rows if is_own else [replace(row, dp_shard=layout.dp_shard) for row in strategy_rows]
     return rows
 
@@ -118,7 +118,7 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     ]
 
 
-def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
+def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     """The layout with another strategy, without the choices that mean nothing there; None if there is none."""
     unset = {
         field: Layout.model_fields[field].default
@@ -137,7 +137,7 @@ def _layout(layout: Layout, data: Strategy, world_size: int) -> Layout | None:
     return layout.model_copy(update={**unset, "data_parallel": data})
 
 
-def _rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
+def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
     data, cluster = run.layout.data_parallel, run.cluster
     try:
         memory_by_role, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
@@ -176,18 +176,20 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
     console = Console(width=max(Console().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     console.print(describe(run.model), highlight=False, soft_wrap=True)
-    console.print(_line(run, world_size, ranks_source, rows), highlight=False, soft_wrap=True)
+    console.print(_format_summary(run, world_size, ranks_source, rows), highlight=False, soft_wrap=True)
     console.print()
     console.print(_table(world_size, rows), soft_wrap=True)
     for row in rows:
         if row.problem:
-            console.print(f"{_name(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True)
+            console.print(
+                f"{_row_label(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True
+            )
     console.print()
     for note in NOTES:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _line(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:
+def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:
     """Ranks, arithmetic, micro-batch."""
     sizes = {row.micro_batch for row in rows if row.micro_batch}
     tokens = f"{run.training.seq_len} tokens"
@@ -210,17 +212,17 @@ def _table(world_size: int, rows: list[MemoryRow]) -> Table:
         table.add_column(column, justify="right")
     for row in rows:
         if row.memory is None:
-            table.add_row(_name(row, world_size), *["-"] * len(PARTS))
+            table.add_row(_row_label(row, world_size), *["-"] * len(PARTS))
             continue
         cells = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
         cells += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
         cells += [str(row.micro_batch)] if differs else []
         style = "red" if row.fits is False else "bold" if row.own else ""
-        table.add_row(_name(row, world_size), *cells, "does not fit" if row.fits is False else "", style=style)
+        table.add_row(_row_label(row, world_size), *cells, "does not fit" if row.fits is False else "", style=style)
     return table
 
 
-def _name(row: MemoryRow, world_size: int) -> str:
+def _row_label(row: MemoryRow, world_size: int) -> str:
     """The strategy, and the role where there are two; the run's own is marked."""
     data = "one process" if world_size == 1 and row.data == "ddp" else row.data
     role = "" if row.role == "rank" else f" {row.role}"

@@ -15,7 +15,7 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.formatting import plural
 from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
 
-MEANING = {
+AXIS_MEANINGS = {
     "dp_replicate": "copies of the model",
     "dp_shard": "shards of one copy",
     "pp": "stages that follow each other",
@@ -71,7 +71,7 @@ def _show(facts: dict[str, Any]) -> None:
     console.print(f"{where}{servers}; axes outermost first", highlight=False, soft_wrap=True)
     for axis in facts["axes"]:
         console.print()
-        console.print(Text(axis["axis"], "bold") + f" {axis['ranks']}: {MEANING[axis['axis']]}", soft_wrap=True)
+        console.print(Text(axis["axis"], "bold") + f" {axis['ranks']}: {AXIS_MEANINGS[axis['axis']]}", soft_wrap=True)
         for group in axis["groups"]:
             members = " ".join(map(str, group["ranks"]))
             console.print(f"  {members}" + ("" if group["inside_a_node"] else "   crosses nodes"), highlight=False)

@@ -27,8 +27,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
-IDEALISED = "book-overlap"
-ENDINGS = (".svg", ".png", ".json", ".csv")
+IDEALIZED = "book-overlap"
+OUTPUT_SUFFIXES = (".svg", ".png", ".json", ".csv")
 
 
 @app.command()
@@ -76,17 +76,17 @@ def show(
         phalanx pipeline show mine.csv --times 1,1,1,0.1 --json
     """
     for file in out or []:
-        if file.suffix not in ENDINGS:
-            raise UserError("--out", str(file), "has an unknown ending", f"use one of {', '.join(ENDINGS)}")
-    durations = _times(times)
-    _check_meaning(schedule, stages, microbatches, virtual_stages, memory)
+        if file.suffix not in OUTPUT_SUFFIXES:
+            raise UserError("--out", str(file), "has an unknown ending", f"use one of {', '.join(OUTPUT_SUFFIXES)}")
+    durations = _parse_times(times)
+    _check_options(schedule, stages, microbatches, virtual_stages, memory)
     built: Schedule | None = None
-    if schedule == IDEALISED:
-        timeline = book_overlap(*_sizes(stages, microbatches))
+    if schedule == IDEALIZED:
+        timeline = book_overlap(*_require_sizes(stages, microbatches))
     else:
-        built = _schedule(schedule, stages, microbatches, virtual_stages, memory, durations)
-        timeline = simulate(built, _per_stage(durations, built))
-    facts = _facts(schedule, timeline, built)
+        built = _load_schedule(schedule, stages, microbatches, virtual_stages, memory, durations)
+        timeline = simulate(built, _stage_times(durations, built))
+    facts = _schedule_facts(schedule, timeline, built)
     for file in out or []:
         _write(file, facts["schedule"], timeline, built)
     if json_:
@@ -95,7 +95,7 @@ def show(
         _show(facts, timeline, out or [])
 
 
-def _check_meaning(
+def _check_options(
     name: str, stages: int | None, microbatches: int | None, virtual_stages: int | None, memory: float | None
 ) -> None:
     """Raise UserError for an option that this schedule has no use for."""
@@ -109,14 +109,14 @@ def _check_meaning(
     require(memory is None or name == "searched", "--memory", memory, has_none, "leave it out")
 
 
-def _sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
+def _require_sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
     for option, value in (("--stages", stages), ("--microbatches", microbatches)):
         if value is None:
             raise UserError(option, None, "is missing", f"add {option}, such as {option} 4")
     return stages or 0, microbatches or 0
 
 
-def _times(text: str) -> list[Fraction]:
+def _parse_times(text: str) -> list[Fraction]:
     try:
         values = [Fraction(part.strip()) for part in text.split(",")]
     except (ValueError, ZeroDivisionError):
@@ -126,21 +126,21 @@ def _times(text: str) -> list[Fraction]:
     return [*values, Fraction(0)][:4]
 
 
-def _per_stage(times: list[Fraction], schedule: Schedule) -> ActionTimes:
+def _stage_times(times: list[Fraction], schedule: Schedule) -> ActionTimes:
     """A rank's times shared among its stages."""
     stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     forward, input, weight = (time / stages for time in times[:3])
     return ActionTimes(forward, input, weight, times[3])
 
 
-def _schedule(
+def _load_schedule(
     name: str, stages: int | None, microbatches: int | None, v: int | None, memory: float | None, times: list[Fraction]
 ) -> Schedule:
     if name.endswith(".csv"):
         return Schedule.from_rows(_read(Path(name)))
-    if name not in (known := [*PUBLISHED, "searched", IDEALISED]):
+    if name not in (known := [*PUBLISHED, "searched", IDEALIZED]):
         raise UserError("SCHEDULE", name, "is not known", f"use one of {', '.join(known)}, or a .csv file")
-    p, m = _sizes(stages, microbatches)
+    p, m = _require_sizes(stages, microbatches)
     if name == "searched":
         forward, input, weight, transfer = map(float, times)
         half = ActionTimes(forward / 2, input / 2, weight / 2, transfer)
@@ -155,7 +155,7 @@ def _read(file: Path) -> list[list[Any]]:
         raise UserError("FILE", str(file), f"cannot be read: {error}", "give a CSV file, a row per rank") from None
 
 
-def _facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str, Any]:
+def _schedule_facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str, Any]:
     ranks = range(len(timeline.spans))
     facts: dict[str, Any] = {
         "schedule": name,

@@ -38,7 +38,7 @@ def split(
     costs = layer_flops(described.model, described.training.seq_len)
     layers = balance_stages(costs, number)
     rows = stage_costs(costs, layers)
-    even = _evenly(described.model.num_layers, number)
+    even = _split_evenly(described.model.num_layers, number)
     facts = {
         "stages": number,
         "layers": layers,
@@ -52,7 +52,7 @@ def split(
         _explain(facts, costs)
 
 
-def _evenly(layers: int, stages: int) -> list[int]:
+def _split_evenly(layers: int, stages: int) -> list[int]:
     """Layers shared by number alone, more to the first."""
     boundaries = [-(-layers * stage // stages) for stage in range(stages + 1)]
     return [end - start for start, end in pairwise(boundaries)]

@@ -18,7 +18,7 @@ from phalanx.cli.commands.plan import DEFAULT_DEVICES_PER_NODE
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
 from phalanx.plan.placement.collectives import BUFFER_BYTES, fabric_loads, nccl_latencies
 from phalanx.plan.placement.findings import (
-    LINKS,
+    LINK_KINDS,
     NodeLayout,
     bytes_by_link,
     nic_loads,
@@ -35,9 +35,9 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.read import infer_cluster, read_topology
 
-MOST_CELLS = 128
+MAX_HEATMAP_CELLS = 128
 """Rows of a picture: of more ranks it shows nodes, of more nodes several at once."""
-NODES_SHOWN = 4
+MAX_NODES_SHOWN = 4
 STYLES = {"good": "green", "note": "yellow", "bad": "red"}
 
 
@@ -79,13 +79,13 @@ def placement(
     """
     described = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
-    world_size, per_node = _counts(described, ranks, nproc, node)
+    world_size, per_node = _rank_counts(described, ranks, nproc, node)
     site = node_layout(described.cluster, per_node, node)
     parts = traffic_matrices(described, world_size, site.ranks_per_island)
     if pxn:
         parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
     heat = traffic_heatmap(described, world_size, parts, site)
-    facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _sent(heat)}
+    facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _heatmap_to_json(heat)}
     if out is not None:
         save_picture(heat, out)
         print(f"wrote {out}", file=sys.stderr)
@@ -95,7 +95,7 @@ def placement(
         _show(facts)
 
 
-def _counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
+def _rank_counts(run: RunSpec, ranks: int | None, nproc: int | None, node: NodeTopology | None) -> tuple[int, int]:
     """Ranks of the run, and of a node."""
     default_nproc = len(node.gpus) if node else DEFAULT_DEVICES_PER_NODE
     per_node = nproc or run.cluster.nproc_per_node or min(default_nproc, ranks or default_nproc)
@@ -111,7 +111,7 @@ def placement_to_json(
     network = links["rail"] + links["spine"]
     loads, speed, cluster = nic_loads(total_traffic, site), _network_speed(run, node), run.cluster
     return {
-        "run": _name(run, world_size),
+        "run": _run_label(run, world_size),
         "ranks": world_size,
         "nproc": site.nproc,
         "nodes": -(-world_size // site.nproc),
@@ -119,10 +119,12 @@ def placement_to_json(
         "numa_nodes": node.numa_nodes[: site.nproc] if node else None,
         "seats": seating_by_node(run, world_size, site.nproc),
         "bytes": {axis: bytes_by_link(part, site) for axis, part in parts.items()} | {"total": links},
-        "share_of_all": {link: links[link] / total_traffic.total if total_traffic.total else 0.0 for link in LINKS},
+        "share_of_all": {
+            link: links[link] / total_traffic.total if total_traffic.total else 0.0 for link in LINK_KINDS
+        },
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
-        "busiest_nic_seconds": _seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
+        "busiest_nic_seconds": _min_nic_seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
         "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
         "nccl_latencies": {} if cluster.device == "cpu" else nccl_latencies(world_size, site),
         "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
@@ -149,21 +151,21 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
 def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
     """The matrix of all traffic, of ranks, nodes or groups of nodes."""
     total_traffic, nodes = merge_matrices(world_size, list(parts.values())), -(-world_size // site.nproc)
-    name = f"{_name(run, world_size)}, on {nodes} x {site.nproc}"
-    if world_size <= MOST_CELLS:
+    name = f"{_run_label(run, world_size)}, on {nodes} x {site.nproc}"
+    if world_size <= MAX_HEATMAP_CELLS:
         return Heatmap(name, total_traffic.to_dense(), node=site.nproc if nodes > 1 else 0)
-    nodes_per_cell = -(-nodes // MOST_CELLS)
+    nodes_per_cell = -(-nodes // MAX_HEATMAP_CELLS)
     unit = "node" if nodes_per_cell == 1 else f"block of {nodes_per_cell} nodes"
     return Heatmap(name, total_traffic.aggregated(site.nproc * nodes_per_cell).to_dense(), unit)
 
 
-def _sent(heat: Heatmap) -> dict[str, Any]:
+def _heatmap_to_json(heat: Heatmap) -> dict[str, Any]:
     """The picture's cells, as [from, to, bytes]."""
     pairs = np.argwhere(heat.bytes > 0).tolist()
     return {"unit": heat.unit, "cells": [[a, b, float(heat.bytes[a, b])] for a, b in pairs]}
 
 
-def _name(run: RunSpec, world_size: int) -> str:
+def _run_label(run: RunSpec, world_size: int) -> str:
     layout = run.layout
     axes = [f"{axis} {getattr(layout, axis)}" for axis in MODEL_PARALLEL_AXES if getattr(layout, axis) > 1]
     axes = [
@@ -179,7 +181,7 @@ def _network_speed(run: RunSpec, node: NodeTopology | None) -> float | None:
     return measured or run.cluster.network_bytes_per_second
 
 
-def _seconds(speed: float | None, site: NodeLayout, busiest_bytes: float) -> float | None:
+def _min_nic_seconds(speed: float | None, site: NodeLayout, busiest_bytes: float) -> float | None:
     """What the busiest network device needs at least; None where speeds are not known."""
     devices = len({name for nics in site.nics for name in nics})
     return busiest_bytes * devices / (speed * site.nproc) if speed else None
@@ -194,16 +196,16 @@ def _show(facts: dict[str, Any]) -> None:
     console.print(f"\nrank r is on node r // {facts['nproc']}, device r mod {facts['nproc']}")
     if facts["numa_nodes"] and None not in facts["numa_nodes"]:
         console.print(f"  NUMA node of device 0, 1, ...: {', '.join(map(str, facts['numa_nodes']))}")
-    for node, seat in enumerate(facts["seats"][:NODES_SHOWN]):
+    for node, seat in enumerate(facts["seats"][:MAX_NODES_SHOWN]):
         console.print(f"  node {node}: {seat}")
-    if facts["nodes"] > NODES_SHOWN:
-        console.print(f"  ... and {facts['nodes'] - NODES_SHOWN} more nodes")
+    if facts["nodes"] > MAX_NODES_SHOWN:
+        console.print(f"  ... and {facts['nodes'] - MAX_NODES_SHOWN} more nodes")
     if not sum(facts["bytes"]["total"].values()):
         console.print("\nno rank sends anything")
     else:
         console.print()
         console.print(_table(facts))
-        console.print(_network(facts))
+        console.print(_format_network(facts))
         _show_collectives(console, facts)
     console.print()
     for finding in facts["findings"]:
@@ -213,16 +215,16 @@ def _show(facts: dict[str, Any]) -> None:
 
 def _table(facts: dict[str, Any]) -> Table:
     """Bytes by axis and kind of link."""
-    numbers = [Column(header, justify="right") for header in (*LINKS.values(), "all")]
+    numbers = [Column(header, justify="right") for header in (*LINK_KINDS.values(), "all")]
     table = Table("bytes per step", *numbers, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for axis, links in facts["bytes"].items():
-        cells = [format_bytes(links[link]) if links[link] else "-" for link in LINKS]
+        cells = [format_bytes(links[link]) if links[link] else "-" for link in LINK_KINDS]
         table.add_row(axis, *cells, format_bytes(sum(links.values())), style="bold" if axis == "total" else "")
-    table.add_row("share", *(f"{facts['share_of_all'][link]:.1%}" for link in LINKS), "")
+    table.add_row("share", *(f"{facts['share_of_all'][link]:.1%}" for link in LINK_KINDS), "")
     return table
 
 
-def _network(facts: dict[str, Any]) -> str:
+def _format_network(facts: dict[str, Any]) -> str:
     """The share of the spine, and the busiest network device."""
     total = facts["bytes"]["total"]
     if not total["rail"] + total["spine"]:

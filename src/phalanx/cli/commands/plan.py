@@ -106,7 +106,7 @@ def plan(
     if export is not None:
         _export(described, world_size, search_result.chosen, export)
     elif user_layout is not None:
-        _why_not(described, user_layout, best)
+        _show_why_not(described, user_layout, best)
     elif explain is not None:
         _explain(described, world_size, search_result, explain, picture)
     elif json_:
@@ -145,7 +145,7 @@ def run_on_cluster(
 
     described = load_run(run, overrides, machine=machine)
     if topology is not None:
-        topology_overrides = _fields(topology, described.cluster)
+        topology_overrides = _topology_overrides(topology, described.cluster)
         described = load_run(run, [*topology_overrides, *overrides], machine=machine)
     cluster = described.cluster
     changes = {
@@ -156,7 +156,7 @@ def run_on_cluster(
     return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
 
 
-def _fields(topology: Path, cluster: ClusterSpec) -> list[str]:
+def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
     """What the topology of a node determines of a cluster, as --set takes it."""
     from phalanx.spec.topology.read import infer_cluster, read_topology
 
@@ -232,7 +232,7 @@ def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> Evaluated
     return evaluate_layout(run, world_size, parse_layout(text))
 
 
-def _why_not(run: RunSpec, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
+def _show_why_not(run: RunSpec, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
     from phalanx.cli.views.plan import print_comparison
 
     print_comparison(run, user_layout, best, ("yours", "best"))

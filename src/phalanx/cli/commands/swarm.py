@@ -89,8 +89,8 @@ def serve(
     from phalanx.spec.files.load import load_run
 
     described = load_run(run, set_ or [])
-    _swarm_of(described)
-    _port(listen, "--listen")
+    _require_swarm(described)
+    _check_address(listen, "--listen")
     _check_installed()
     from phalanx.swarm.rpc.certificates import certificate_member
     from phalanx.swarm.serve import serve_swarm
@@ -121,7 +121,7 @@ def join(
 
         phalanx swarm join host:7077 --certs ann --nproc 2 --set layout.data_parallel=zero1 --set 'data.train=["text"]'
     """
-    _port(address, "ADDRESS")
+    _check_address(address, "ADDRESS")
     _check_installed()
     from phalanx.swarm.join import join_swarm as take_part
 
@@ -138,17 +138,17 @@ def status(address: Address, certificates: Certificates, json_: Json = False) ->
 
         phalanx swarm status 203.0.113.7:7077 --certs ann
     """
-    _port(address, "ADDRESS")
+    _check_address(address, "ADDRESS")
     _check_installed()
     from phalanx.swarm.rpc.certificates import certificate_member
     from phalanx.swarm.rpc.client import SwarmClient
 
     certificate_member(certificates)
     swarm_status = SwarmClient(address, certificates).status()
-    print(json.dumps(swarm_status, indent=2) if json_ else _table(swarm_status))
+    print(json.dumps(swarm_status, indent=2) if json_ else _format_status(swarm_status))
 
 
-WAYS: tuple[tuple[Method, Codec], ...] = (
+METHOD_CODECS: tuple[tuple[Method, Codec], ...] = (
     ("ddp", "fp32"),
     ("diloco", "fp32"),
     ("diloco", "int8"),
@@ -187,8 +187,8 @@ def plan(
     from phalanx.spec.files.load import load_run
 
     described = load_run(run, set_ or [])
-    swarm = _swarm_of(described)
-    rows = list(_ways(described, swarm, nodes or swarm.nodes, _link(link), step_seconds))
+    swarm = _require_swarm(described)
+    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, _parse_link(link), step_seconds))
     if json_:
         print(json.dumps(rows, indent=2))
         return
@@ -197,13 +197,13 @@ def plan(
     Console(width=max(Console().width, 100), highlight=False).print(_plan_table(rows, swarm, link))
 
 
-def _swarm_of(run: RunSpec) -> SwarmSpec:
+def _require_swarm(run: RunSpec) -> SwarmSpec:
     if run.swarm is None:
         raise UserError("swarm", None, "is missing", "add a table [swarm] to the run file (phalanx init shows it)")
     return run.swarm
 
 
-def _link(text: str) -> tuple[float, float]:
+def _parse_link(text: str) -> tuple[float, float]:
     """Bytes per second up and down."""
     up, _, down = text.partition(":")
     try:
@@ -215,17 +215,17 @@ def _link(text: str) -> tuple[float, float]:
     return speeds
 
 
-def _ways(
+def _plan_rows(
     run: RunSpec, swarm: SwarmSpec, nodes: int, link: tuple[float, float], step_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
     """A row for each method and codec; of the run file's own too."""
     from phalanx.cost.exact.swarm import RoundBytes, node_share, round_bytes, round_time, state_bytes
-    from phalanx.spec.swarm import SPLIT
+    from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 
     experts = run.model.moe.num_experts if run.model.moe else 0
     configured = swarm.method, swarm.effective_codec
-    for method, codec in [*(combination for combination in WAYS if combination != configured), configured]:
-        if method in SPLIT and not experts:
+    for method, codec in [*(combination for combination in METHOD_CODECS if combination != configured), configured]:
+        if method in EXPERT_SPLIT_METHODS and not experts:
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
         node = node_share(run.model, method, owned)
@@ -239,7 +239,7 @@ def _ways(
             "chosen": (method, codec) == configured,
             "up_bytes": sent.up,
             "down_bytes": sent.down,
-            "state_bytes": state_bytes(node, swarm.frozen_expert_codec if method in SPLIT else "fp32"),
+            "state_bytes": state_bytes(node, swarm.frozen_expert_codec if method in EXPERT_SPLIT_METHODS else "fp32"),
             "wire_seconds": time.wire,
             "round_seconds": time.total if step_seconds else None,
             "utilisation": time.utilisation if step_seconds else None,
@@ -262,7 +262,7 @@ def _plan_table(rows: list[dict[str, Any]], swarm: SwarmSpec, link: str) -> Tabl
     return table
 
 
-def _table(swarm_status: dict[str, Any]) -> str:
+def _format_status(swarm_status: dict[str, Any]) -> str:
     """A swarm in lines."""
     lines = [
         f"round {swarm_status['round']} of {swarm_status['rounds']}, "
@@ -291,7 +291,7 @@ def _check_installed() -> None:
         raise UserError("phalanx swarm", ", ".join(missing), "is not installed", fix)
 
 
-def _port(address: str, field: str) -> None:
+def _check_address(address: str, field: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(field, address, "is no address", "write host and port: 203.0.113.7:7077")

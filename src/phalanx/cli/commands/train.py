@@ -115,7 +115,7 @@ def train(
     if profile_steps is not None:
         check_profiled_steps(described, profile_steps)
     if print_config:
-        print(_config(described, nproc))
+        print(_format_config(described, nproc))
         return
     if nproc is not None:  # the run directory says so, too, for whoever goes on with it
         cluster = described.cluster.model_copy(update={"nproc_per_node": nproc})
@@ -168,7 +168,7 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     )
 
 
-def _config(run: RunSpec, nproc: int | None) -> str:
+def _format_config(run: RunSpec, nproc: int | None) -> str:
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml

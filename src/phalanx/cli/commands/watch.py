@@ -67,9 +67,9 @@ def watch(
 
             serve_page(run, port, every)
         elif sys.stdout.isatty():
-            _live(run, every)
+            _watch_live(run, every)
         else:
-            _lines(run, every)
+            _print_lines(run, every)
 
 
 def _poll_facts(directory: Path, every_seconds: float) -> Iterator[dict[str, Any]]:
@@ -113,7 +113,7 @@ def _in_last_round(facts: dict[str, Any]) -> bool:
     return bool(swarm["rounds"] and facts["run"]["under_way"] and swarm["rounds"]["round"][-1] + 1 < swarm["planned"])
 
 
-def _live(directory: Path, every_seconds: float) -> None:
+def _watch_live(directory: Path, every_seconds: float) -> None:
     from rich.live import Live
 
     from phalanx.cli.views.report import render_live
@@ -123,7 +123,7 @@ def _live(directory: Path, every_seconds: float) -> None:
             screen.update(render_live(facts), refresh=True)
 
 
-def _lines(directory: Path, every_seconds: float) -> None:
+def _print_lines(directory: Path, every_seconds: float) -> None:
     from phalanx.cli.views.report import format_latest_step
     from phalanx.report.formatting import round_lines
 

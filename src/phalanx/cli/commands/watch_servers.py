@@ -79,11 +79,11 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
             return 403, "text/plain", f"open http://{LOCAL_ADDRESS}"
         match path:
             case "/":
-                return 200, "text/html", page(_now(directory), every_seconds)
+                return 200, "text/html", page(_current_facts(directory), every_seconds)
             case "/main.html":
-                return 200, "text/html", main(_now(directory))
+                return 200, "text/html", main(_current_facts(directory))
             case "/facts.json":
-                return 200, "application/json", json.dumps(_now(directory))
+                return 200, "application/json", json.dumps(_current_facts(directory))
         return 404, "text/plain", "there is nothing of this name"
 
     with make_http_server("--port", LOCAL_ADDRESS, port, answer) as server:
@@ -91,7 +91,7 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
         server.serve_forever()
 
 
-def _now(directory: Path) -> Facts:
+def _current_facts(directory: Path) -> Facts:
     return report_data([report_facts(read_run(directory))])
 
 

@@ -32,41 +32,43 @@ def to_user_error(error: Any) -> UserError:
     hint = f"`{command} --help` shows what it takes" if error.ctx else "--help shows what it takes"
     if hasattr(error, "possibilities") and hasattr(error, "option_name"):
         names = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("-")]
-        return _unknown("option", error.option_name, names)
+        return _unknown_name_error("option", error.option_name, names)
     if hasattr(error, "option_name"):
-        return UserError(error.option_name, None, _problem(error.message, f"Option {error.option_name!r}"), hint)
+        return UserError(
+            error.option_name, None, _describe_problem(error.message, f"Option {error.option_name!r}"), hint
+        )
     if getattr(error, "param", None) is not None:
-        name = _name(error.param)
+        name = _parameter_label(error.param)
         if type(error).__name__ == "MissingParameter":
             usage = error.ctx.get_usage().partition(" ")[2].strip()
             option = f" {name} {error.param.metavar or ''}".rstrip() if name.startswith("-") else ""
             return UserError(name, None, "is missing", f"write: {usage}{option}")
-        return UserError(name, _value(error), _problem(error.message), hint)
+        return UserError(name, _offending_value(error), _describe_problem(error.message), hint)
     requested, known = error.message.partition("'")[2].partition("'")[0], getattr(error.ctx.command, "commands", None)
     if known and requested:
-        return _unknown("command", requested, list(known))
-    return UserError(command, None, _problem(error.message), hint)
+        return _unknown_name_error("command", requested, list(known))
+    return UserError(command, None, _describe_problem(error.message), hint)
 
 
-def _unknown(kind: str, requested: str, known: list[str]) -> UserError:
+def _unknown_name_error(kind: str, requested: str, known: list[str]) -> UserError:
     from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
     return UserError(kind, requested, "is not known", did_you_mean(requested, known))
 
 
-def _name(parameter: Any) -> str:
+def _parameter_label(parameter: Any) -> str:
     """As help has it: --explain, RUN.toml."""
     if parameter.param_type_name == "option":
         return str(max(parameter.opts, key=len))
     return re.sub(r"^\[(.*)\]$", r"\1", parameter.metavar or parameter.name)
 
 
-def _value(error: Any) -> object:
+def _offending_value(error: Any) -> object:
     """What was given, where typer says; else it is in the message."""
     return error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
 
 
-def _problem(message: str, subject: str = "") -> str:
+def _describe_problem(message: str, subject: str = "") -> str:
     """A message without its subject and its capital, in the words that errors in run files have."""
     text = message.removeprefix(subject).strip().rstrip(".").partition(", unable to parse")[0]
     text = text[0].lower() + text[1:]

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.plan.advice.compare_rules import ALIKE, Advice, AdviceReport
+from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, AdviceReport
 from phalanx.plan.advice.rules_of_thumb import Kind, RuleOfThumb
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.spec.formatting import GIB, format_gib
@@ -30,12 +30,12 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "device"
     console.print(
         f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}: "
-        f"{advised.agreeing} of {len(advised.advice)} rules that apply agree with the planner",
+        f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner",
         style="bold",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(f"the planner's best: {_option(best)}", highlight=False, soft_wrap=True)
+    console.print(f"the planner's best: {_format_option(best)}", highlight=False, soft_wrap=True)
     for kind, title in TITLES.items():
         kind_advice = [advice for advice in advised.advice if advice.rule.kind == kind]
         if kind_advice:
@@ -44,7 +44,8 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
             _show(console, advice, best)
     console.print()
     for note in (
-        f"agrees: the fastest layout that obeys the rule takes less than {ALIKE:.0%} more time than the planner's best",
+        f"agrees: the fastest layout that obeys the rule takes less than {AGREEMENT_TOLERANCE:.0%} more time than the "
+        "planner's best",
         f"{len(advised.inapplicable_rules)} rules do not apply; --json names them",
     ):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
@@ -54,17 +55,17 @@ def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
     rule, verdict = advice.rule, advice.verdict
     label = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
     console.print(f"  {label:13}", style=STYLES[verdict], end="", highlight=False)
-    partial_note = f" [{rule.partial}]" if rule.partial else ""
-    console.print(f"{rule.name} -> {rule.says}{partial_note}", highlight=False, soft_wrap=True, markup=False)
+    partial_note = f" [{rule.requirements_text}]" if rule.requirements_text else ""
+    console.print(f"{rule.name} -> {rule.recommendation}{partial_note}", highlight=False, soft_wrap=True, markup=False)
     lines = [f"because {advice.why_rule_applies} ({rule.source})"]
     if advice.option is not None and advice.option is not best:
-        lines.append(f"with {_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
-    lines += [advice.reason, *([rule.beyond] if rule.beyond else [])]
+        lines.append(f"with {_format_option(advice.option)} ({advice.more_bytes / GIB:+.1f})")
+    lines += [advice.reason, *([rule.unplanned_part] if rule.unplanned_part else [])]
     for line in lines:
         console.print(f"{'':15}{line}", style="dim" if line == lines[0] else "", highlight=False, soft_wrap=True)
 
 
-def _option(option: EvaluatedLayout) -> str:
+def _format_option(option: EvaluatedLayout) -> str:
     return f"{option.candidate}: {option.step_seconds:.3f} s, {format_gib(option.memory_bytes)}"
 
 
@@ -75,29 +76,35 @@ def advice_to_json(run: RunSpec, advised: AdviceReport) -> dict[str, Any]:
         "model": run.model.preset or run.model.from_hf,
         "parameters": situation.parameters,
         "devices": situation.ranks,
-        "best": _facts(advised.best),
+        "best": _option_to_json(advised.best),
         "advice": [
             {
-                **_rule(advice.rule),
+                **_rule_to_json(advice.rule),
                 "because": advice.why_rule_applies,
                 "verdict": advice.verdict,
-                "layout": advice.option and _facts(advice.option),
+                "layout": advice.option and _option_to_json(advice.option),
                 "slower": advice.slower,
                 "more_bytes": advice.more_bytes,
                 "reason": advice.reason,
             }
             for advice in advised.advice
         ],
-        "silent": [_rule(rule) for rule in advised.inapplicable_rules],
+        "silent": [_rule_to_json(rule) for rule in advised.inapplicable_rules],
     }
 
 
-def _rule(rule: RuleOfThumb) -> dict[str, str]:
-    texts = {"kind": rule.kind, "rule": rule.name, "says": rule.says, "asks": rule.partial, "source": rule.source}
-    return {**texts, "beyond": rule.beyond}
+def _rule_to_json(rule: RuleOfThumb) -> dict[str, str]:
+    texts = {
+        "kind": rule.kind,
+        "rule": rule.name,
+        "says": rule.recommendation,
+        "asks": rule.requirements_text,
+        "source": rule.source,
+    }
+    return {**texts, "beyond": rule.unplanned_part}
 
 
-def _facts(option: EvaluatedLayout) -> dict[str, Any]:
+def _option_to_json(option: EvaluatedLayout) -> dict[str, Any]:
     return {
         "candidate": str(option.candidate),
         "layout": option.candidate.layout().model_dump(exclude_defaults=True),

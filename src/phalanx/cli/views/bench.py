@@ -19,7 +19,7 @@ def print_benchmarks(results: Facts) -> None:
     console = Console(width=max(Console().width, 110), highlight=False)
     ranks_note = f"{results['world_size']} ranks at once, each {results['device']}; the slowest counts"
     ranks = ranks_note if results["world_size"] > 1 else f"1 rank, {results['device']}"
-    parts = {"matmul": _products, "attention": _attention, "bandwidth": _bandwidth}
+    parts = {"matmul": _matmul_table, "attention": _attention_table, "bandwidth": _bandwidth_table}
     print(f"# {results['run']} on {ranks}")
     for part, view in parts.items():
         if part in results:
@@ -29,19 +29,19 @@ def print_benchmarks(results: Facts) -> None:
         print("\n" + collectives(results))
 
 
-def _products(results: Facts) -> Table:
+def _matmul_table(results: Facts) -> Table:
     passes = [column for name in ("forward", "inputs", "weights") for column in (name, "FLOP/s")]
     grid = _grid(f"product, {results['precision']}", "times", "m", "n", "k", *passes)
     for row in results["matmul"]:
         batch = f"{row['batch']} x " if row["batch"] > 1 else ""
         sizes = f"{batch}{row['m']:,}", f"{row['n']:,}", f"{row['k']:,}"
         timed = [row[f"{pass_name}_seconds"] for pass_name in ("forward", "inputs", "weights")]
-        shown = [cell for seconds in timed for cell in _timed(row["flops"], seconds)]
+        shown = [cell for seconds in timed for cell in _format_timing(row["flops"], seconds)]
         grid.add_row(", ".join(row["layers"]), f"{row['count']}", *sizes, *shown)
     return grid
 
 
-def _attention(results: Facts) -> Table:
+def _attention_table(results: Facts) -> Table:
     passes = "forward", "FLOP/s", "backward", "FLOP/s"
     grid = _grid(f"attention, {results['precision']}", "times", "heads", "tokens", *passes)
     for row in results["attention"]:
@@ -49,12 +49,15 @@ def _attention(results: Facts) -> Table:
         kind = kind if row["causal"] else "of others' tokens"
         heads = f"{row['heads']}" + (f" ({row['kv_heads']} kv)" if row["kv_heads"] < row["heads"] else "")
         tokens = f"{row['batch']} x {row['queries']:,} x {row['keys']:,}"
-        shown = *_timed(row["flops"], row["forward_seconds"]), *_timed(2 * row["flops"], row["backward_seconds"])
+        shown = (
+            *_format_timing(row["flops"], row["forward_seconds"]),
+            *_format_timing(2 * row["flops"], row["backward_seconds"]),
+        )
         grid.add_row(kind, f"{row['count']}", heads, tokens, *shown)
     return grid
 
 
-def _bandwidth(results: Facts) -> Table:
+def _bandwidth_table(results: Facts) -> Table:
     grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
     for row in results["bandwidth"]:
         speeds = row["bytes_per_second"], results["world_size"] * row["bytes_per_second"]
@@ -71,7 +74,7 @@ def _grid(title: str, *columns: str) -> Table:
     return grid
 
 
-def _timed(flops: float, seconds: float) -> tuple[str, str]:
+def _format_timing(flops: float, seconds: float) -> tuple[str, str]:
     return f"{1e3 * seconds:.3g} ms", format_si(flops / seconds)
 
 
@@ -79,23 +82,23 @@ def collectives(results: Facts) -> str:
     """A table as of nccl-tests for each operation and group, what an update sends of it, and the fit."""
     if not results["collectives"]:
         return "# this run sends nothing"
-    return "\n".join(_way(collective) for collective in results["collectives"])
+    return "\n".join(_format_collective(collective) for collective in results["collectives"])
 
 
-def _way(collective: Facts) -> str:
+def _format_collective(collective: Facts) -> str:
     ranks, groups = collective["ranks"], collective["groups"]
     where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
     sent = ", ".join(f"{size['calls']} x {size['size_bytes']:,} B" for size in collective["sizes"] if size["calls"])
     lines = [
         f"# {collective['operation']} among {collective['among']}: {ranks} ranks ({where}); an update calls {sent}"
     ]
-    return "\n".join([*lines, format_table(collective["nccl_tests"]), *_fit(collective["fit"], ranks), "#"])
+    return "\n".join([*lines, format_table(collective["nccl_tests"]), *_format_fit(collective["fit"], ranks), "#"])
 
 
-def _fit(fit: Facts | None, ranks: int) -> list[str]:
+def _format_fit(fit: Facts | None, ranks: int) -> list[str]:
     if fit is None:
         return ["# one size says nothing of latency and bandwidth: see --sweep"]
-    pieces = [_piece(piece) for piece in fit["pieces"]]
+    pieces = [_format_piece(piece) for piece in fit["pieces"]]
     time = pieces[0] if len(pieces) == 1 else f"{fit['joined']}({', '.join(pieces)})"
     sizes, times = f"{fit['from_bytes']:,.0f} to {fit['to_bytes']:,.0f} B", fit["times"].replace("_", "-")
     lines = [
@@ -105,7 +108,7 @@ def _fit(fit: Facts | None, ranks: int) -> list[str]:
     return [*lines, f"# warning: some size is more than {WARN_ABOVE:.0%} off"] if fit["doubtful"] else lines
 
 
-def _piece(piece: Facts) -> str:
+def _format_piece(piece: Facts) -> str:
     latency = f"{1e6 * piece['latency_seconds']:.1f} us"
     speed = piece["bytes_per_second"]
     return latency if speed is None else f"{latency} + S / {speed / 1e9:.4g} GB/s"

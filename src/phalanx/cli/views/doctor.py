@@ -10,27 +10,29 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.doctor.finding import DoctorFinding
-from phalanx.doctor.report import by_severity, failing_hosts
+from phalanx.doctor.report import failing_hosts, sort_by_severity
 
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
-NAMES = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
+SEVERITY_LABELS = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
 def print_findings(findings: Sequence[DoctorFinding]) -> None:
     """What is wrong and what to do, then what was not looked at and why, then what is well."""
     console = Console(highlight=False)
-    problems = [finding for finding in by_severity(findings) if finding.severity in STYLES]
+    problems = [finding for finding in sort_by_severity(findings) if finding.severity in STYLES]
     hosts = {finding.host for finding in findings if finding.host}
     if problems:
         console.print(_table(problems, len(hosts) > 1))
         console.print()
-    for reason, ids in _reasons([finding for finding in findings if finding.severity == "SKIP"]).items():
+    for reason, ids in _skip_reasons([finding for finding in findings if finding.severity == "SKIP"]).items():
         console.print(Text(f"not checked: {', '.join(ids)}: {reason}", "dim"), soft_wrap=True)
     ok_counts = Counter(finding.id.partition(".")[0] for finding in findings if finding.severity == "OK")
     if ok_counts:
         listed = ", ".join(f"{count} of {room}" for room, count in ok_counts.items())
         console.print(Text(f"well: {listed}", "dim"), soft_wrap=True)
-    counts = ", ".join(f"{sum(finding.severity == kind for finding in findings)} {name}" for kind, name in NAMES)
+    counts = ", ".join(
+        f"{sum(finding.severity == kind for finding in findings)} {name}" for kind, name in SEVERITY_LABELS
+    )
     console.print(f"\n{', '.join(sorted(hosts)) or 'ranks'}: {counts}", style="bold", soft_wrap=True)
     if len(hosts) > 1 and failing_hosts(findings):
         console.print(f"leave out: --exclude={','.join(failing_hosts(findings))}", soft_wrap=True)
@@ -49,7 +51,7 @@ def _table(problems: Sequence[DoctorFinding], several: bool) -> Table:
     return table
 
 
-def _reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:
+def _skip_reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:
     """What was not looked at, by why."""
     reasons: dict[str, list[str]] = {}
     for finding in skipped:

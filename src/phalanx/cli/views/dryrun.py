@@ -14,7 +14,7 @@ from phalanx.spec.parallel_dims import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.verify.plan_comparison import PlanCheck
 
-Found = list[tuple[dict[str, Any], list[PlanCheck]]]
+TracedResults = list[tuple[dict[str, Any], list[PlanCheck]]]
 """What was traced of each rank, and how it compares."""
 NOTES = (
     "bytes are those that a rank sends (around a ring, where operations go around one); memory is what tensors hold, "
@@ -24,7 +24,7 @@ NOTES = (
 UNITS = {"collective": "B", "memory": "B", "flops": "FLOP"}
 
 
-def dry_run_to_json(run: RunSpec, world_size: int, results: Found) -> dict[str, Any]:
+def dry_run_to_json(run: RunSpec, world_size: int, results: TracedResults) -> dict[str, Any]:
     """All of it, for programs."""
     return {
         "world_size": world_size,
@@ -34,7 +34,7 @@ def dry_run_to_json(run: RunSpec, world_size: int, results: Found) -> dict[str, 
         "ranks": [
             {
                 "rank": traced["rank"],
-                "place": _place(run, world_size, traced["rank"]),
+                "place": _mesh_coordinates(run, world_size, traced["rank"]),
                 "agrees": all(check.agrees for check in checks),
                 "lines": [asdict(check) for check in checks],
                 "peak_bytes": traced["peak_bytes"],
@@ -45,7 +45,7 @@ def dry_run_to_json(run: RunSpec, world_size: int, results: Found) -> dict[str, 
     }
 
 
-def print_dry_run(run: RunSpec, world_size: int, results: Found) -> None:
+def print_dry_run(run: RunSpec, world_size: int, results: TracedResults) -> None:
     """The same, for people."""
     console = Console(width=max(Console().width, 110), highlight=False)
     console.print(_overview(run, world_size, results), soft_wrap=True)
@@ -69,7 +69,7 @@ def print_dry_run(run: RunSpec, world_size: int, results: Found) -> None:
         )
 
 
-def _overview(run: RunSpec, world_size: int, results: Found) -> Table:
+def _overview(run: RunSpec, world_size: int, results: TracedResults) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("rank", "collectives", "sent", "peak memory", "planned", "", "FLOPs", "planned", "", "traced in"):
         table.add_column(column, justify="right")
@@ -79,15 +79,15 @@ def _overview(run: RunSpec, world_size: int, results: Found) -> Table:
         flops = next(check for check in checks if check.kind == "flops")
         calls, all_agree = sum(check.traced_calls for check in collectives), all(check.agrees for check in collectives)
         table.add_row(
-            Text(f"{traced['rank']}") + Text(_where(run, world_size, traced["rank"]), "dim"),
+            Text(f"{traced['rank']}") + Text(_format_coordinates(run, world_size, traced["rank"]), "dim"),
             f"{calls:,} {'as planned' if all_agree else 'not as planned'}",
             f"{format_si(sum(check.traced for check in collectives))}B",
             f"{format_si(total.traced)}B",
             f"{format_si(total.planned)}B",
-            _off(total),
+            _format_deviation(total),
             format_si(flops.traced),
             format_si(flops.planned),
-            _off(flops),
+            _format_deviation(flops),
             f"{traced['tracing']['seconds']:.1f} s",
             style="" if all(check.agrees for check in checks) else "red",
         )
@@ -112,26 +112,26 @@ def _detail(checks: list[PlanCheck]) -> Table:
             calls if is_collective else "",
             f"{format_si(check.traced)}{UNITS[check.kind]}",
             f"{format_si(check.planned)}{UNITS[check.kind]}",
-            _off(check),
+            _format_deviation(check),
             check.why,
             style="" if check.agrees else "red",
         )
     return table
 
 
-def _off(check: PlanCheck) -> str:
+def _format_deviation(check: PlanCheck) -> str:
     """How far the program is from the plan."""
     if check.traced == check.planned:
         return "="
     return f"{100 * (check.traced / check.planned - 1):+.1f}%" if check.planned else "not planned"
 
 
-def _where(run: RunSpec, world_size: int, rank: int) -> str:
-    coordinates = _place(run, world_size, rank)
+def _format_coordinates(run: RunSpec, world_size: int, rank: int) -> str:
+    coordinates = _mesh_coordinates(run, world_size, rank)
     return " " + " ".join(f"{axis} {coordinate}" for axis, coordinate in coordinates.items()) if coordinates else ""
 
 
-def _place(run: RunSpec, world_size: int, rank: int) -> dict[str, int]:
+def _mesh_coordinates(run: RunSpec, world_size: int, rank: int) -> dict[str, int]:
     """On the axes of more than one rank; of a server nothing."""
     sizes = parallel_dims(run.layout, world_size)
     if rank < sizes.servers:

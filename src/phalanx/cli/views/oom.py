@@ -28,53 +28,57 @@ NOTES = (
 def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     """What the run holds, what each remedy frees alone, the steps until it fits, and which of them it needs."""
     console = Console(width=max(Console().width, WIDTH))
-    _head(console, run, diagnosis)
-    order = "" if diagnosis.now.fits else ": those that make it fit, then those that help but do not suffice"
+    _print_head(console, run, diagnosis)
+    order = (
+        "" if diagnosis.current_footprint.fits else ": those that make it fit, then those that help but do not suffice"
+    )
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
     for effect in diagnosis.single_remedies:
-        if effect.held is not None:
-            _row(table, effect, diagnosis.now, " ".join(effect.settings), effect.remedy.costs)
+        if effect.new_footprint is not None:
+            _add_row(table, effect, diagnosis.current_footprint, " ".join(effect.settings), effect.remedy.cost)
     console.print(table)
-    for problem in dict.fromkeys(effect.problem for effect in diagnosis.single_remedies if effect.held is None):
+    for problem in dict.fromkeys(
+        effect.problem for effect in diagnosis.single_remedies if effect.new_footprint is None
+    ):
         names = ", ".join(effect.remedy.name for effect in diagnosis.single_remedies if effect.problem == problem)
         console.print(f"not {names}: {problem}", style="dim", highlight=False, soft_wrap=True)
-    if diagnosis.now.fits:
+    if diagnosis.current_footprint.fits:
         console.print("\nThe run fits already: nothing has to change.", style="green")
     else:
-        _steps(console, diagnosis)
-    _best(console, diagnosis)
+        _print_steps(console, diagnosis)
+    _print_best(console, diagnosis)
     console.print()
     for note in NOTES:
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
-def _head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
-    memory, cluster = diagnosis.now.memory, run.cluster
+def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
+    memory, cluster = diagnosis.current_footprint.memory, run.cluster
     name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
-    verdict = "fits" if diagnosis.now.fits else "does not fit"
+    verdict = "fits" if diagnosis.current_footprint.fits else "does not fit"
     console.print(
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.total)} of "
         f"{diagnosis.limit_bytes / GIB:.1f} that it may: {verdict}",
-        style="bold green" if diagnosis.now.fits else "bold red",
+        style="bold green" if diagnosis.current_footprint.fits else "bold red",
         highlight=False,
         soft_wrap=True,
     )
     parts = ("parameters", "gradients", "optimizer", "activations", "communication")
     console.print(
         ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
-        + f"; micro-batch {diagnosis.micro_batch}, step {format_optional(diagnosis.now.step_seconds)} s",
+        + f"; micro-batch {diagnosis.micro_batch}, step {format_optional(diagnosis.current_footprint.step_seconds)} s",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _steps(console: Console, diagnosis: Diagnosis) -> None:
+def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
     console.print("\none after the other, until it fits", style="bold")
     if diagnosis.steps:
-        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), diagnosis.now
+        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), diagnosis.current_footprint
         for effect in diagnosis.steps:
-            before = _step(table, effect, before)
+            before = _add_step(table, effect, before)
         console.print(table)
     if not fits_after(diagnosis.steps):
         console.print("No order of these changes makes it fit.", style="red")
@@ -85,12 +89,13 @@ def _steps(console: Console, diagnosis: Diagnosis) -> None:
         console.print(f"\nOf these enough: {names}", highlight=False, soft_wrap=True)
     settings = " ".join(f"--set {setting}" for setting in last_effect.settings)
     console.print(f"\nIt fits with  {settings}", style="green", highlight=False, soft_wrap=True)
-    if last_effect.held:
-        then = f"{format_gib(last_effect.held.memory.total)}, step {format_optional(last_effect.held.step_seconds)} s"
+    if last_effect.new_footprint:
+        footprint = last_effect.new_footprint
+        then = f"{format_gib(footprint.memory.total)}, step {format_optional(footprint.step_seconds)} s"
         console.print(then, highlight=False)
 
 
-def _best(console: Console, diagnosis: Diagnosis) -> None:
+def _print_best(console: Console, diagnosis: Diagnosis) -> None:
     best = diagnosis.best
     if best is None:
         return
@@ -102,13 +107,13 @@ def _best(console: Console, diagnosis: Diagnosis) -> None:
     )
 
 
-def _step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
-    _row(table, effect, before)
-    return effect.held or before
+def _add_step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
+    _add_row(table, effect, before)
+    return effect.new_footprint or before
 
 
-def _row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -> None:
-    after = effect.held
+def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: str) -> None:
+    after = effect.new_footprint
     if after is None:
         return
     part, size = max(effect.freed.items(), key=lambda freed: freed[1])
@@ -143,28 +148,28 @@ def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:
         "devices": run.cluster.ranks,
         "limit_bytes": diagnosis.limit_bytes,
         "micro_batch": diagnosis.micro_batch,
-        "now": _held(diagnosis.now),
-        "alone": [_effect(effect) for effect in diagnosis.single_remedies],
-        "steps": [_effect(effect) for effect in diagnosis.steps],
-        "needed": [_effect(effect) for effect in diagnosis.needed],
-        "fits": diagnosis.now.fits or fits_after(diagnosis.steps),
+        "now": _footprint_to_json(diagnosis.current_footprint),
+        "alone": [_effect_to_json(effect) for effect in diagnosis.single_remedies],
+        "steps": [_effect_to_json(effect) for effect in diagnosis.steps],
+        "needed": [_effect_to_json(effect) for effect in diagnosis.needed],
+        "fits": diagnosis.current_footprint.fits or fits_after(diagnosis.steps),
         "planner": diagnosis.best and str(diagnosis.best.candidate),
     }
 
 
-def _held(footprint: RunFootprint) -> dict[str, Any]:
+def _footprint_to_json(footprint: RunFootprint) -> dict[str, Any]:
     memory = {**asdict(footprint.memory), "total": footprint.memory.total}
     return {"memory": memory, "fits": footprint.fits, "step_seconds": footprint.step_seconds}
 
 
-def _effect(effect: RemedyEffect) -> dict[str, Any]:
+def _effect_to_json(effect: RemedyEffect) -> dict[str, Any]:
     return {
         "remedy": effect.remedy.name,
         "source": effect.remedy.source,
-        "costs": effect.remedy.costs,
+        "costs": effect.remedy.cost,
         "settings": list(effect.settings),
         "freed": dict(effect.freed),
         "freed_bytes": effect.freed_bytes,
-        "then": effect.held and _held(effect.held),
+        "then": effect.new_footprint and _footprint_to_json(effect.new_footprint),
         "problem": effect.problem,
     }

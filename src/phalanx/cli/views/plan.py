@@ -28,19 +28,19 @@ from phalanx.spec.formatting import GIB
 from phalanx.spec.run import RunSpec
 
 WIDTH = 120
-OTHERS = 4
+MAX_OTHER_LAYOUTS = 4
 """Layouts in a picture beside the one that it explains."""
 
 
 def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
     """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
     console = _console()
-    _head(console, run, world_size, plan)
+    _print_head(console, run, world_size, plan)
     table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
         marker = "*" if option in front else " "
-        table.add_row(f"{number}{marker}", str(option.candidate), *_figures(option))
+        table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
@@ -50,7 +50,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
-    for line in _training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
+    for line in _format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -64,7 +64,7 @@ def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
     return f"{warning} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
 
 
-def _training(run: RunSpec, cost: TrainingCost) -> list[str]:
+def _format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
     """A whole training in words."""
     days = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{24 * cost.days:,.1f} hours"
     goodput_text = f"at a goodput of {cost.goodput:.1%}" if cost.goodput else "without failures"
@@ -89,7 +89,7 @@ def _training(run: RunSpec, cost: TrainingCost) -> list[str]:
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
     """Where a layout's time and memory go, why others lose, and what would help."""
     console, option = _console(), plan.options[index]
-    _head(console, run, world_size, plan)
+    _print_head(console, run, world_size, plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
     console.print(
         f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
@@ -106,7 +106,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
     if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation gives each rank a core
-        _simulated(console, run, world_size, option)
+        _print_simulated(console, run, world_size, option)
     console.print()
     table = _table("memory, GiB", *option.stages, "")
     for part in ("state", "activations", "logits", "buffers"):
@@ -134,12 +134,14 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
     """The same as a picture."""
     option = plan.options[index]
-    other_indices = [other_index for other_index in range(len(plan.options)) if other_index != index][:OTHERS]
+    other_indices = [other_index for other_index in range(len(plan.options)) if other_index != index][
+        :MAX_OTHER_LAYOUTS
+    ]
     stages = {f"{name} stage": parts for name, parts in option.stages.items()}
     if option.candidate.pp == 1:
         stages = {"every rank": option.stages["last"]}
     return Breakdown(
-        f"{_where(run, world_size)}, layout {index + 1}",
+        f"{_describe_setup(run, world_size)}, layout {index + 1}",
         str(option.candidate),
         PART_DESCRIPTIONS,
         time_breakdown(option),
@@ -153,7 +155,7 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
     )
 
 
-def _simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
+def _print_simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """The pipeline as it would run, beside what the search took for it."""
     candidate, predicted_seconds = option.candidate, option.parts["compute"] + option.parts["bubble"]
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
@@ -247,10 +249,10 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
     }
 
 
-def _head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
+def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
     console.print(
-        f"{_where(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
+        f"{_describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
         f"{training.seq_len:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
         highlight=False,
         soft_wrap=True,
@@ -268,13 +270,13 @@ def calibration_note(cluster: ClusterSpec) -> str:
     return f"measured by {measured.runs} runs on this machine: {decided}; assumed: every other constant"
 
 
-def _where(run: RunSpec, world_size: int) -> str:
+def _describe_setup(run: RunSpec, world_size: int) -> str:
     """The model and the machine."""
     name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "the cluster"
     return f"{name} on {world_size:,} x {machine}"
 
 
-def _figures(option: EvaluatedLayout) -> list[str]:
+def _format_figures(option: EvaluatedLayout) -> list[str]:
     step = option.step_seconds
     return [
         f"{step:.3f}",

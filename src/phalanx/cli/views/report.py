@@ -17,19 +17,19 @@ from phalanx.spec.formatting import format_ratio, format_seconds
 Facts = dict[str, Any]
 PARTS = ("compute", "communication", "pipeline", "data", "optimizer", "unattributed")
 """Of a rank's step, in the order in which they are shown."""
-SHORT = {
+STEP_FORMATS = {
     "loss": ("loss {}", "loss"),
     "tokens_per_second": ("{} tokens/s", "tokens/s"),
     "mfu": ("MFU {}", ""),
     "step_seconds": ("{} a step", "s"),
 }
 """What a line says of a step, and the unit of each."""
-BARS = "▁▂▃▄▅▆▇█"
-WIDE = 60
+SPARKLINE_CHARACTERS = "▁▂▃▄▅▆▇█"
+BAR_WIDTH = 60
 """Characters of a bar and of a curve."""
-NEWEST = 8
+MAX_ROUNDS_SHOWN = 8
 """Rounds of a swarm that are listed."""
-MOST = 16
+MAX_RANKS_SHOWN = 16
 """Ranks that are listed: of more, those that compute longest."""
 
 
@@ -56,9 +56,9 @@ def render_live(facts: Facts) -> Group:
         Text(format_latest_step(facts)),
     ]
     if not run.get("leads"):
-        parts.append(Text(f"{sparkline(curves.get('loss', []), WIDE)}  loss"))
+        parts.append(Text(f"{sparkline(curves.get('loss', []), BAR_WIDTH)}  loss"))
     if "swarm" in facts:
-        parts += [Text(), format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-NEWEST:])]
+        parts += [Text(), format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-MAX_ROUNDS_SHOWN:])]
     if facts["ranks"]:
         parts += [Text(), rank_time_table(facts["ranks"])]
     if facts["verdict"]:
@@ -67,8 +67,8 @@ def render_live(facts: Facts) -> Group:
 
 
 def _bar(share: float) -> Text:
-    done = round(share * WIDE)
-    return Text.assemble(("━" * done, "green"), ("━" * (WIDE - done), "dim"))
+    done = round(share * BAR_WIDTH)
+    return Text.assemble(("━" * done, "green"), ("━" * (BAR_WIDTH - done), "dim"))
 
 
 def format_latest_step(facts: Facts, index: int = -1) -> str:
@@ -80,7 +80,7 @@ def format_latest_step(facts: Facts, index: int = -1) -> str:
     parts = [f"step {curves['step'][index]}{steps}"]
     parts += [
         template.format(formatting.format_number(curves[metric][index], unit))
-        for metric, (template, unit) in SHORT.items()
+        for metric, (template, unit) in STEP_FORMATS.items()
         if metric in curves
     ]
     remaining_seconds = formatting.seconds_left(facts)
@@ -102,12 +102,12 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
             for finding in facts["findings"][1:]
         )
     if facts["comparison"]:
-        yield _beside(facts["comparison"])
+        yield _prediction_table(facts["comparison"])
     if facts["ranks"]:
         yield rank_time_table(facts["ranks"])
         yield Text(formatting.TABLE_NOTE, "dim")
     if "swarm" in facts:
-        yield Group(format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-NEWEST:]))
+        yield Group(format_round_totals(facts), *map(Text, formatting.round_lines(facts)[-MAX_ROUNDS_SHOWN:]))
         if facts["swarm"]["rounds"]:
             yield Text(formatting.ROUND_TABLE_NOTE, "dim")
 
@@ -134,7 +134,7 @@ def format_bottleneck(finding: Facts) -> Text:
     )
 
 
-def _beside(rows: Sequence[Facts]) -> Table:
+def _prediction_table(rows: Sequence[Facts]) -> Table:
     table = _table("", "predicted", "measured", "ratio")
     for title, section_rows in formatting.group_rows(rows):
         if table.rows:
@@ -149,12 +149,12 @@ def _beside(rows: Sequence[Facts]) -> Table:
 
 def rank_time_table(ranks: Sequence[Facts]) -> Group:
     """Where each rank's step went, as times; parts that no rank has are left out."""
-    shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MOST], key=lambda rank: rank["rank"])
+    shown = sorted(sorted(ranks, key=lambda rank: -rank["compute"])[:MAX_RANKS_SHOWN], key=lambda rank: rank["rank"])
     parts = [part for part in PARTS if any(rank[part] > 0 for rank in ranks)]
-    table = _table("rank", *(formatting.NAMES.get(part, part) for part in parts))
+    table = _table("rank", *(formatting.DISPLAY_NAMES.get(part, part) for part in parts))
     for rank in shown:
         table.add_row(f"{rank['rank']} on {rank['host']}", *(format_seconds(max(0.0, rank[part])) for part in parts))
-    more = f", the {MOST} of {len(ranks)} that compute longest" if len(ranks) > MOST else ""
+    more = f", the {MAX_RANKS_SHOWN} of {len(ranks)} that compute longest" if len(ranks) > MAX_RANKS_SHOWN else ""
     return Group(Text(f"where each rank's step went{more}", "bold"), table)
 
 
@@ -166,7 +166,7 @@ def _comparison(comparison: Facts) -> Iterator[RenderableType]:
         values = [formatting.format_number(value, row["unit"]) for value in row["measured"]]
         ratios = ["", *(f"  {format_ratio(ratio):>8}" for ratio in row["ratio"][1:])]
         cells = [value + ratio for value, ratio in zip(values, ratios, strict=True)]
-        table.add_row(formatting.NAMES.get(row["what"], row["what"]), *cells)
+        table.add_row(formatting.DISPLAY_NAMES.get(row["what"], row["what"]), *cells)
     yield table
 
 
@@ -186,4 +186,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     boundaries = [len(known) * index // count for index in range(count + 1)]
     means = [sum(known[a:b]) / (b - a) for a, b in pairwise(boundaries)]
     minimum, span = min(means), (max(means) - min(means)) or 1.0
-    return "".join(BARS[round((value - minimum) / span * (len(BARS) - 1))] for value in means)
+    return "".join(
+        SPARKLINE_CHARACTERS[round((value - minimum) / span * (len(SPARKLINE_CHARACTERS) - 1))] for value in means
+    )

@@ -11,7 +11,7 @@ from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import attention_seconds, by_generation, linear_seconds, memory_pass_seconds
 from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
-from phalanx.cost.kinds import RECOMPUTED, ActivationCheckpointing, AttentionKernel, Column
+from phalanx.cost.kinds import RECOMPUTING_METHODS, ActivationCheckpointing, AttentionKernel, Column
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class BlockTime:
 def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
     """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
     tokens = jobs.tokens
-    attention = _attention(constants, jobs, tokens)
+    attention = _attention_times(constants, jobs, tokens)
     dense = _block_time(
-        constants, jobs, tokens, attention, _mlp(constants, jobs, tokens), np.zeros(1), extra_operations=0
+        constants, jobs, tokens, attention, _mlp_times(constants, jobs, tokens), np.zeros(1), extra_operations=0
     )
     has_experts = jobs.experts > 0
     sent_bytes = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
     exposed_fraction = np.where(jobs.overlap_ep > 0, constants.overlap_leak, 1.0)
     exchange = np.where(has_experts, 2 * all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
     return dense, _block_time(
-        constants, jobs, tokens, attention, _experts(constants, jobs, tokens), exchange, extra_operations=20
+        constants, jobs, tokens, attention, _expert_times(constants, jobs, tokens), exchange, extra_operations=20
     )
 
 
 @dataclass(frozen=True)
-class _LayerTimes:
+class _SublayerTimes:
     """Products of a part of a block: forward, gradients of inputs, of weights; passes over memory; attention's core."""
 
     forward: Column
@@ -54,7 +54,7 @@ class _LayerTimes:
     core: tuple[Column, Column] = (np.zeros(1), np.zeros(1))
 
 
-def _attention(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+def _attention_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
     D, inner_width = jobs.width, jobs.heads * jobs.value_dim / jobs.tp
     input_projection = linear_seconds(
         constants, jobs, tokens, np.maximum(jobs.attention_parameters / D / jobs.tp - inner_width, 64), D
@@ -63,7 +63,7 @@ def _attention(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _Lay
     forward, inputs, weights = (a + b for a, b in zip(input_projection, output_projection, strict=True))
     separate_norms = (jobs.mlp_matrices > 2) & (jobs.fused_elementwise == 0) & (jobs.compiled == 0)
     sequence_shards = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    compile_factor = _compiled(constants, jobs)
+    compile_factor = _compile_factor(constants, jobs)
     width_passes = (
         constants.width_passes * compile_factor + np.where(separate_norms, constants.norm_passes, 0.0)
     ) / sequence_shards
@@ -72,27 +72,27 @@ def _attention(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _Lay
         jobs,
         jobs.compute_dtype_bytes * tokens * D * (width_passes + constants.shared_passes * compile_factor / jobs.tp),
     )
-    return _LayerTimes(forward, inputs, weights, pass_seconds, attention_seconds(constants, jobs))
+    return _SublayerTimes(forward, inputs, weights, pass_seconds, attention_seconds(constants, jobs))
 
 
-def _compiled(constants: TimeConstants, jobs: JobTable) -> Column:
+def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
     """Of the passes over memory, the part that torch.compile leaves."""
     fraction: Column = np.where(jobs.compiled > 0, constants.compiled, 1.0)
     return fraction
 
 
-def _mlp(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+def _mlp_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
     up = linear_seconds(constants, jobs, tokens, jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, jobs.width)
     down = linear_seconds(constants, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
-    compile_factor = _compiled(constants, jobs)
+    compile_factor = _compile_factor(constants, jobs)
     inner_passes = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * constants.inner_passes * compile_factor
     forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
-    return _LayerTimes(
+    return _SublayerTimes(
         forward, inputs, weights, memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * tokens * inner_passes)
     )
 
 
-def _experts(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _LayerTimes:
+def _expert_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
     """Whole experts; tensor-parallel ranks share the tokens that go to them."""
     num_experts, D = np.maximum(jobs.experts, 1), jobs.width
     local_experts, ffn, shared_ffn = (
@@ -115,7 +115,7 @@ def _experts(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _Layer
         np.where(has_experts, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
         for a, b, p, q in zip(up, down, shared_up, shared_down, strict=True)
     )
-    compile_factor = _compiled(constants, jobs)
+    compile_factor = _compile_factor(constants, jobs)
     inner_passes = (
         2
         * (token_copies * jobs.expert_ffn + tokens * jobs.shared_ffn / jobs.tp)
@@ -125,15 +125,15 @@ def _experts(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _Layer
     pass_seconds = memory_pass_seconds(
         constants, jobs, jobs.compute_dtype_bytes * (inner_passes + token_copies * D * constants.route_passes)
     )
-    return _LayerTimes(forward, inputs, weights, pass_seconds)
+    return _SublayerTimes(forward, inputs, weights, pass_seconds)
 
 
 def _block_time(
     constants: TimeConstants,
     jobs: JobTable,
     tokens: Column,
-    attention: _LayerTimes,
-    mlp: _LayerTimes,
+    attention: _SublayerTimes,
+    mlp: _SublayerTimes,
     exchange_seconds: Column,
     extra_operations: int,
 ) -> BlockTime:
@@ -154,8 +154,8 @@ def _block_time(
         + 2 * gap_seconds
     )
 
-    cp_forward, cp_backward = _context_parallel(constants, jobs, tokens, core)
-    tp_seconds = _tensor_parallel(constants, jobs, tokens)
+    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core)
+    tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
     hidden_seconds = np.where(
         (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
         (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
@@ -170,7 +170,7 @@ def _block_time(
     recomputed_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
     recomputed_operations = np.where(jobs.zero_stage >= 3, recomputed_products, 0.0) + pass_seconds
     recompute_seconds = np.select(
-        [jobs.recompute == kind for kind in RECOMPUTED],
+        [jobs.recompute == kind for kind in RECOMPUTING_METHODS],
         [forward + forward_exchange, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
         0.0,
     )
@@ -193,7 +193,7 @@ def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
     return (device**sharpness + other**sharpness) ** (1 / sharpness)
 
 
-def _tensor_parallel(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
+def _tensor_parallel_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
     """Of one pass: an all-reduce after attention and one after the MLP, or with sequence parallelism an all-gather and
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
     size_bytes = jobs.compute_dtype_bytes * tokens * jobs.width
@@ -203,7 +203,9 @@ def _tensor_parallel(constants: TimeConstants, jobs: JobTable, tokens: Column) -
     return jobs.tp_reductions_per_block * reduction_seconds * np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
 
 
-def _context_parallel(constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column) -> tuple[Column, Column]:
+def _context_parallel_seconds(
+    constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column
+) -> tuple[Column, Column]:
     """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
     2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
     (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""

@@ -179,19 +179,19 @@ class IntervalConstants:
 @lru_cache
 def interval_constants() -> IntervalConstants:
     """Those that were fitted."""
-    return IntervalConstants(**_fitted()["interval"])
+    return IntervalConstants(**_load_constants()["interval"])
 
 
 @lru_cache
 def time_constants() -> TimeConstants:
     """Those that were fitted."""
-    return TimeConstants(**_fitted()["time"])
+    return TimeConstants(**_load_constants()["time"])
 
 
 @lru_cache
 def memory_constants() -> MemoryConstants:
     """Those that were fitted."""
-    return MemoryConstants(**_fitted()["memory"])
+    return MemoryConstants(**_load_constants()["memory"])
 
 
 def names(constants_class: type[TimeConstants] | type[MemoryConstants]) -> list[str]:
@@ -199,5 +199,5 @@ def names(constants_class: type[TimeConstants] | type[MemoryConstants]) -> list[
     return [constant.name for constant in fields(constants_class)]
 
 
-def _fitted() -> dict[str, dict[str, float]]:
+def _load_constants() -> dict[str, dict[str, float]]:
     return tomllib.loads(files("phalanx.cost.estimate").joinpath("constants.toml").read_text())

@@ -11,13 +11,13 @@ import numpy as np
 from phalanx.cost.estimate.constants import MemoryConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.offload import device_state_bytes, host_bytes
-from phalanx.cost.kinds import RECOMPUTED, AttentionKernel, Column, ScheduleKind
+from phalanx.cost.kinds import RECOMPUTING_METHODS, AttentionKernel, Column, ScheduleKind
 from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
 from phalanx.spec.formatting import GIB
 
 GATED_BYTES = 8.0
 """Of a gated MLP's inner width: gate, up, the activated gate and their product, in 2 bytes each."""
-DEEPSPEED_BUCKET = 5e8
+DEEPSPEED_BUCKET_ELEMENTS = 5e8
 """Elements of DeepSpeed's buffers for reducing and for gathering (reduce_bucket_size, allgather_bucket_size)."""
 
 
@@ -71,7 +71,7 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
     num_tables = np.where(shares_rank, 2 - jobs.tied, 1.0)
     uses_pipeline_engine = (jobs.deepspeed > 0) & (jobs.zero_stage < 3)
     buffers = buffers + np.where(
-        uses_pipeline_engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET, 0.0
+        uses_pipeline_engine & (jobs.zero_stage > 0), 2 * jobs.gradient_wire_bytes * DEEPSPEED_BUCKET_ELEMENTS, 0.0
     )
     sent_bytes = np.where(uses_pipeline_engine & ~has_no_pipeline, jobs.compute_dtype_bytes * tokens * jobs.width, 0.0)
 
@@ -169,8 +169,8 @@ def _state_bytes(
         jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0
     )
     device_bytes = (
-        _sharded_parameters(jobs, dense_parameters, jobs.shard_group_size)
-        + _sharded_parameters(jobs, expert_parameters, expert_replicas)
+        _sharded_state_bytes(jobs, dense_parameters, jobs.shard_group_size)
+        + _sharded_state_bytes(jobs, expert_parameters, expert_replicas)
         + gathered_bytes
     )
     return device_bytes, (dense_parameters / jobs.shard_group_size + expert_parameters / expert_replicas) * host_bytes(
@@ -178,7 +178,7 @@ def _state_bytes(
     )
 
 
-def _sharded_parameters(jobs: JobTable, parameters: Column, ranks: Column) -> Column:
+def _sharded_state_bytes(jobs: JobTable, parameters: Column, ranks: Column) -> Column:
     shares = [np.where(jobs.zero_stage >= stage, 1 / ranks, 1.0) for stage in (3, 2, 1)]
     return parameters * sum(
         share * bytes_per_parameter for share, bytes_per_parameter in zip(shares, device_state_bytes(jobs), strict=True)
@@ -215,7 +215,7 @@ def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Colum
     unscored_bytes = width_bytes * jobs.width / sequence_shards + attention_bytes / tp + inner_bytes
     token_scale = tokens * jobs.compute_dtype_bytes / 2  # the constants are of 16 bits
     block_bytes = token_scale * (unscored_bytes + score_bytes)
-    conditions = [jobs.recompute == kind for kind in RECOMPUTED]
+    conditions = [jobs.recompute == kind for kind in RECOMPUTING_METHODS]
     attention_block_bytes = token_scale * (attention_bytes / tp + score_bytes)
     saved_by_kind = [
         2 * token_scale * jobs.width / sequence_shards,

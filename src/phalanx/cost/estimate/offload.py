@@ -16,12 +16,12 @@ from phalanx.cost.estimate.kernel_time import memory_pass_seconds
 from phalanx.cost.kinds import Column, OffloadTarget
 from phalanx.cost.precision import master_weight_bytes
 
-LINK = 0.8
+PINNED_COPY_EFFICIENCY = 0.8
 """Of PCIe's bandwidth, what copies from and to pinned memory reach: 25 of Gen4's 31.5 GB/s."""
-STAGED_BYTES_PER_SECOND = 10e9
+MAX_UNPINNED_BYTES_PER_SECOND = 10e9
 """The most that others reach: the driver copies them by way of pinned memory of its own, with one core. Rows of other
 precision than the model's are such: what casts them for a copy makes a tensor that is not pinned."""
-HOST = 0.8
+HOST_MEMORY_EFFICIENCY = 0.8
 """Of CPU memory's bandwidth, what passes over long tensors reach."""
 
 
@@ -48,7 +48,11 @@ def host_bytes(jobs: JobTable) -> Column:
 
 def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
     """Seconds to bring these parameters, this rank's share, to the device before a gather: ZeRO-3's rest elsewhere."""
-    return np.where((jobs.offload > 0) & (jobs.zero_stage >= 3), parameters * jobs.parameter_bytes / _pinned(jobs), 0.0)
+    return np.where(
+        (jobs.offload > 0) & (jobs.zero_stage >= 3),
+        parameters * jobs.parameter_bytes / _pinned_bytes_per_second(jobs),
+        0.0,
+    )
 
 
 def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> Column:
@@ -57,16 +61,23 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
     Files are read ahead and written behind (`parallel.offload`): of disk and CPU, the slower one counts. No CPU is
     taken to be faster than the device: to offload what would fit never pays.
     """
-    host = HOST * jobs.host_bytes_per_second
-    step_seconds = np.maximum(_host_passes(jobs) / host, memory_pass_seconds(constants, jobs, _host_passes(jobs)))
+    host = HOST_MEMORY_EFFICIENCY * jobs.host_bytes_per_second
+    step_seconds = np.maximum(
+        _host_pass_bytes(jobs) / host, memory_pass_seconds(constants, jobs, _host_pass_bytes(jobs))
+    )
     disk_seconds = np.where(jobs.offload == OffloadTarget.FILES, _disk_bytes(jobs) / jobs.disk_bytes_per_second, 0.0)
-    return np.where(jobs.offload > 0, owned * (_copies_seconds(jobs) + np.maximum(step_seconds, disk_seconds)), 0.0)
+    return np.where(
+        jobs.offload > 0, owned * (_copy_seconds_per_parameter(jobs) + np.maximum(step_seconds, disk_seconds)), 0.0
+    )
 
 
-def _copies_seconds(jobs: JobTable) -> Column:
+def _copy_seconds_per_parameter(jobs: JobTable) -> Column:
     """Per parameter: gradients down, of ZeRO-2 and 3 at every micro-batch (the first into pinned memory, which ZeRO-3
     does not wait for), and what the rows have become up."""
-    pinned, staged = _pinned(jobs), np.minimum(_pinned(jobs), STAGED_BYTES_PER_SECOND)
+    pinned, staged = (
+        _pinned_bytes_per_second(jobs),
+        np.minimum(_pinned_bytes_per_second(jobs), MAX_UNPINNED_BYTES_PER_SECOND),
+    )
     later_seconds = (jobs.micro_batches - 1) / staged
     seconds_per_gradient_byte = np.select(
         [jobs.zero_stage >= 3, jobs.zero_stage >= 2], [later_seconds, later_seconds + 1 / pinned], 1 / staged
@@ -77,7 +88,7 @@ def _copies_seconds(jobs: JobTable) -> Column:
     return copies
 
 
-def _host_passes(jobs: JobTable) -> Column:
+def _host_pass_bytes(jobs: JobTable) -> Column:
     """Bytes of CPU memory read and written per parameter in a step: gradients added to those before, their norm, their
     scaling and casting; the step itself, which reads and writes rows and state and reads the gradients (PyTorch's
     fused); and rows cast for the model."""
@@ -114,5 +125,5 @@ def _trained_state_bytes(jobs: JobTable) -> Column:
     return jobs.state_bytes + np.where(has_rows_in_state, 0.0, row_bytes)
 
 
-def _pinned(jobs: JobTable) -> Column:
-    return LINK * jobs.host_link_bytes_per_second
+def _pinned_bytes_per_second(jobs: JobTable) -> Column:
+    return PINNED_COPY_EFFICIENCY * jobs.host_link_bytes_per_second

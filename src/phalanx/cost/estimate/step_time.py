@@ -83,19 +83,21 @@ class LayerTimes:
 
 def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     """Seconds of a step by its parts."""
-    dense, routed = _blocks(constants, jobs)
-    layer_times = _parts(constants, jobs, dense, routed)
-    slowest, middle = _stages(jobs, layer_times)
+    dense, routed = _block_times(constants, jobs)
+    layer_times = _make_layer_times(constants, jobs, dense, routed)
+    slowest, middle = _slowest_and_middle_stages(jobs, layer_times)
     all_layers = layer_times.dense.scaled(jobs.dense_layers) + layer_times.routed.scaled(
         jobs.layers - jobs.dense_layers
     )
     all_layers = all_layers + layer_times.embedding + layer_times.head
     p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual_stages, 1)
-    bubble = _bubble(jobs, all_layers - slowest)
+    bubble = _bubble_seconds(jobs, all_layers - slowest)
     engine_factor = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), constants.deepspeed, 1.0)
     compute = m * slowest.forward_backward * engine_factor
-    compute, bubble = _on_shared_cores(jobs, compute, bubble, m * all_layers.forward_backward / p * engine_factor)
-    send = _sends(constants, jobs, m, v)
+    compute, bubble = _adjust_for_shared_cores(
+        jobs, compute, bubble, m * all_layers.forward_backward / p * engine_factor
+    )
+    send = _pipeline_send_seconds(constants, jobs, m, v)
     data_parallel = data_parallel_seconds(constants, jobs, middle)
     update = update_seconds(constants, jobs) + constants.step_seconds
     offload = offload_seconds(constants, jobs, owned_parameters(jobs))
@@ -116,19 +118,19 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     """Seconds of a micro-batch in each part of the model."""
-    return _parts(constants, jobs, *_blocks(constants, jobs))
+    return _make_layer_times(constants, jobs, *_block_times(constants, jobs))
 
 
-def _blocks(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
+def _block_times(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
     dense, routed = block_seconds(constants, jobs)
     expert_parameters = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
     expert_parameters = expert_parameters / jobs.expert_replicas
-    return _with_zero3_communication(constants, jobs, dense, np.zeros(1)), _with_zero3_communication(
+    return _add_zero3_communication(constants, jobs, dense, np.zeros(1)), _add_zero3_communication(
         constants, jobs, routed, expert_parameters
     )
 
 
-def _with_zero3_communication(constants: TimeConstants, jobs: JobTable, block: BlockTime, experts: Column) -> BlockTime:
+def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: BlockTime, experts: Column) -> BlockTime:
     """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients. What rests
     elsewhere is brought before it is gathered, this rank's `experts` too.
 
@@ -173,10 +175,10 @@ def _with_zero3_communication(constants: TimeConstants, jobs: JobTable, block: B
     )
 
 
-def _parts(constants: TimeConstants, jobs: JobTable, dense: BlockTime, routed: BlockTime) -> LayerTimes:
+def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: BlockTime, routed: BlockTime) -> LayerTimes:
     tokens = jobs.tokens
     head = matmul_seconds(constants, jobs, tokens, jobs.vocab / jobs.tp, jobs.width, linear=False)
-    loss = _loss(constants, jobs, tokens)
+    loss = _loss_seconds(constants, jobs, tokens)
     embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * tokens * jobs.width)
     zero = np.zeros(1)
     return LayerTimes(
@@ -187,7 +189,7 @@ def _parts(constants: TimeConstants, jobs: JobTable, dense: BlockTime, routed: B
     )
 
 
-def _stages(jobs: JobTable, layer_times: LayerTimes) -> tuple[StageTime, StageTime]:
+def _slowest_and_middle_stages(jobs: JobTable, layer_times: LayerTimes) -> tuple[StageTime, StageTime]:
     """The slowest rank, and one between the first, with the embedding, and the last, with the head."""
 
     def sum_stage(blocks: Column, moe_blocks: Column) -> StageTime:
@@ -213,7 +215,7 @@ def _elementwise_slower(stage: StageTime, other: StageTime, exists: NDArray[np.b
     )
 
 
-def _loss(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
+def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
     """Of both passes: over a rank's share of the logits, or over all of them where ranks gather the vocabulary."""
     gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
     logits = jobs.compute_dtype_bytes * tokens * jobs.vocab
@@ -223,7 +225,7 @@ def _loss(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
     )
 
 
-def _bubble(jobs: JobTable, others: StageTime) -> Column:
+def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
     """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages; F, B and W are of
     all of them.
 
@@ -258,7 +260,7 @@ def _bubble(jobs: JobTable, others: StageTime) -> Column:
     return idle
 
 
-def _on_shared_cores(jobs: JobTable, slowest: Column, bubble: Column, mean: Column) -> tuple[Column, Column]:
+def _adjust_for_shared_cores(jobs: JobTable, slowest: Column, bubble: Column, mean: Column) -> tuple[Column, Column]:
     """Compute and bubble where ranks share cores: one that waits leaves its core to the others, so that a step takes
     what all stages compute, or, if that is longer, the way through the schedule at a whole core's speed."""
     has_own_core = (jobs.ranks_per_core <= 1) | (jobs.pp == 1)
@@ -268,7 +270,7 @@ def _on_shared_cores(jobs: JobTable, slowest: Column, bubble: Column, mean: Colu
     )
 
 
-def _sends(constants: TimeConstants, jobs: JobTable, m: Column, v: Column) -> Column:
+def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable, m: Column, v: Column) -> Column:
     """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
     chunk. Tensor-parallel ranks share a message where they share its tokens, and in Megatron-LM and DeepSpeed's engine
     always (arXiv 2104.04473, section 4.1; deepspeed/runtime/pipe/engine.py: is_pipe_partitioned). Each interleaved

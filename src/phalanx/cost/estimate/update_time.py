@@ -47,11 +47,13 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
         constants.overlap * (stage.backward + stage.forward / 2),
         0.0,
     )
-    earlier_seconds = (jobs.grad_reductions_per_step - 1) * _exposed(constants, scatter_seconds, window_seconds)
-    return _exposed(constants, total_seconds - exposed_gather, window_seconds) + exposed_gather + earlier_seconds
+    earlier_seconds = (jobs.grad_reductions_per_step - 1) * _exposed_seconds(constants, scatter_seconds, window_seconds)
+    return (
+        _exposed_seconds(constants, total_seconds - exposed_gather, window_seconds) + exposed_gather + earlier_seconds
+    )
 
 
-def _exposed(constants: TimeConstants, exchange_seconds: Column, window_seconds: Column) -> Column:
+def _exposed_seconds(constants: TimeConstants, exchange_seconds: Column, window_seconds: Column) -> Column:
     """Of an exchange that runs beside the backward pass, what is seen of it."""
     hidden_seconds: Column = np.minimum(exchange_seconds, window_seconds)
     return exchange_seconds - hidden_seconds + constants.overlap_leak * hidden_seconds

@@ -94,14 +94,14 @@ class ActivationBytes:
     def within_blocks(self, done: float = 0.0) -> int:
         """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
         recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
-        return round(max((1 - done) * self._in_blocks, recomputed)) + self.mlp_gradients
+        return round(max((1 - done) * self._saved_in_blocks, recomputed)) + self.mlp_gradients
 
     def between_blocks(self, done: float) -> int:
         """Between two blocks of the backward pass, when the one is done with and the next not begun."""
-        return round((1 - done) * self._in_blocks) + self.residual_gradient
+        return round((1 - done) * self._saved_in_blocks) + self.residual_gradient
 
     @property
-    def _in_blocks(self) -> int:
+    def _saved_in_blocks(self) -> int:
         """Of the total what is still there when the backward pass is through the head."""
         return self.total - self.head_and_loss
 
@@ -247,7 +247,7 @@ def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
         else shape.high_precision_bytes
         + (shape.compute_bytes if shape.compute_bytes < shape.high_precision_bytes else 0)
     )
-    return shape.tokens * shape.largest_share(spec.vocab_size) * bytes_per_logit
+    return shape.tokens * shape.max_local_count(spec.vocab_size) * bytes_per_logit
 
 
 @dataclass(frozen=True)

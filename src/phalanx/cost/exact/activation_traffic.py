@@ -8,36 +8,36 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phalanx.cost.exact.activation_memory import StageBlocks
-from phalanx.cost.exact.saved_tensors import INDEX, ForwardShape
+from phalanx.cost.exact.saved_tensors import INDEX_BYTES, ForwardShape
 from phalanx.cost.formulas.collectives import Collective, Traffic, sent_bytes
 from phalanx.spec.communication_groups import GroupKind
 from phalanx.spec.model import ModelSpec, MoESpec
 
-Sent = list[Traffic]
-PRODUCTS = "activations and their gradients, of products that ranks share"
-CONTEXT = "keys and values, or tokens for heads, and their gradients"
-EXPERTS = "tokens to their experts and back, and their gradients"
-NUMBERS = "numbers of each token, for losses and norms; choices of experts"
+TrafficRows = list[Traffic]
+TENSOR_PARALLEL_PURPOSE = "activations and their gradients, of products that ranks share"
+CONTEXT_PARALLEL_PURPOSE = "keys and values, or tokens for heads, and their gradients"
+EXPERT_PARALLEL_PURPOSE = "tokens to their experts and back, and their gradients"
+SCALARS_PURPOSE = "numbers of each token, for losses and norms; choices of experts"
 
 
 class PassTraffic(NamedTuple):
     """Of a model: what it sends in its forward pass, when that is computed again, and in its backward pass."""
 
-    forward: Sent
-    recompute: Sent
-    backward: Sent
+    forward: TrafficRows
+    recompute: TrafficRows
+    backward: TrafficRows
 
 
-def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Sent:
+def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> TrafficRows:
     """What a rank sends in a forward and a backward pass through a stage (or the whole model), experts balanced; not
     what the stages of a pipeline send each other."""
-    traffic: Sent = []
+    traffic: TrafficRows = []
     for layer in stage.layers:
-        attention = _attention(spec, shape)
+        attention = _attention_traffic(spec, shape)
         mlp = (
-            _experts(spec, spec.moe, shape)
+            _expert_traffic(spec, spec.moe, shape)
             if spec.moe and spec.is_moe_layer(layer)
-            else _tensor_parallel_pair(spec, shape)
+            else _tp_pair_traffic(spec, shape)
         )
         traffic += attention.forward + attention.backward + mlp.forward + mlp.backward
         traffic += attention.recompute if shape.layout.activation_checkpointing != "none" else []
@@ -47,12 +47,16 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
         traffic += _tp_reduce(shape, stream_bytes) + _tp_gather(shape, stream_bytes)
     if stage.last:
         traffic += _tp_gather(shape, x) + _tp_gather(shape, x) + _tp_reduce(shape, x)
-        traffic += _collective("all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, NUMBERS, "tp")
-        traffic += _collective("all_reduce", 2 * shape.tokens * shape.high_precision_bytes, shape.tp, NUMBERS, "tp")
+        traffic += _collective_traffic(
+            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp"
+        )
+        traffic += _collective_traffic(
+            "all_reduce", 2 * shape.tokens * shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp"
+        )
     return [row for row in traffic if row.bytes]
 
 
-def _tensor_parallel_pair(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
+def _tp_pair_traffic(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
     """Two products: one all-reduce behind them, and backward one before them (arXiv 1909.08053, section 3); or with
     sequence parallelism a gather and a scatter each way, and backward the kept input is gathered again
     (arXiv 2205.05198, section 4.2.2)."""
@@ -61,58 +65,69 @@ def _tensor_parallel_pair(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
     return PassTraffic(forward, forward, _tp_gather(shape, x) + _tp_gather(shape, x) + _tp_reduce(shape, x))
 
 
-def _attention(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
-    forward, _, backward = _tensor_parallel_pair(spec, shape)
+def _attention_traffic(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
+    forward, _, backward = _tp_pair_traffic(spec, shape)
     if shape.layout.tp_attention == "gathered":
         qk_bytes = 2 * shape.tokens * spec.num_heads * spec.head_dim * shape.compute_bytes
-        forward = forward + _collective("all_gather", qk_bytes, shape.tp, PRODUCTS, "tp")
-        backward = backward + _collective("reduce_scatter", qk_bytes, shape.tp, PRODUCTS, "tp")
+        forward = forward + _collective_traffic("all_gather", qk_bytes, shape.tp, TENSOR_PARALLEL_PURPOSE, "tp")
+        backward = backward + _collective_traffic("reduce_scatter", qk_bytes, shape.tp, TENSOR_PARALLEL_PURPOSE, "tp")
     elif spec.qk_norm == "full":
-        norms = 2 * _collective("all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, NUMBERS, "tp")
+        norms = 2 * _collective_traffic(
+            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp"
+        )
         forward, backward = forward + norms, backward + norms
-    cp_forward, cp_backward = _ring(spec, shape) if shape.layout.cp_method == "ring" else _ulysses(spec, shape)
+    cp_forward, cp_backward = (
+        _ring_traffic(spec, shape) if shape.layout.cp_method == "ring" else _ulysses_traffic(spec, shape)
+    )
     return PassTraffic(forward + cp_forward, forward + cp_forward, backward + cp_backward)
 
 
-def _ring(spec: ModelSpec, shape: ForwardShape) -> tuple[Sent, Sent]:
+def _ring_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
     """Keys and values go on to all other ranks; backward once more, and their gradients one further, home
     (arXiv 2310.01889)."""
-    cp, kv_elements = shape.layout.cp, 2 * shape.tokens * shape.largest_share(spec.num_kv_heads) * spec.head_dim
+    cp, kv_elements = shape.layout.cp, 2 * shape.tokens * shape.max_local_count(spec.num_kv_heads) * spec.head_dim
     kv_bytes, gradient_bytes = (
         (cp - 1) * kv_elements * shape.compute_bytes,
         (cp * kv_elements * shape.high_precision_bytes if cp > 1 else 0),
     )
-    forward = Traffic("send", kv_bytes, CONTEXT, "cp", calls=cp - 1)
-    return [forward], [Traffic("send", kv_bytes + gradient_bytes, CONTEXT, "cp", calls=2 * cp - 1)]
+    forward = Traffic("send", kv_bytes, CONTEXT_PARALLEL_PURPOSE, "cp", calls=cp - 1)
+    return [forward], [Traffic("send", kv_bytes + gradient_bytes, CONTEXT_PARALLEL_PURPOSE, "cp", calls=2 * cp - 1)]
 
 
-def _ulysses(spec: ModelSpec, shape: ForwardShape) -> tuple[Sent, Sent]:
+def _ulysses_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
     """Queries, keys and values are exchanged, and what comes of them; backward the same (arXiv 2309.14509). Ranks that
     are more than key/value heads get copies of these."""
-    cp, heads = shape.layout.cp, shape.largest_share(spec.num_heads)
-    head_bytes, kv = shape.tokens * spec.head_dim * shape.compute_bytes, max(shape.largest_share(spec.num_kv_heads), cp)
-    to_heads = _collective("all_to_all", head_bytes * (heads + 2 * kv), cp, CONTEXT, "cp")
-    to_tokens = _collective("all_to_all", head_bytes * heads, cp, CONTEXT, "cp")
+    cp, heads = shape.layout.cp, shape.max_local_count(spec.num_heads)
+    head_bytes, kv = (
+        shape.tokens * spec.head_dim * shape.compute_bytes,
+        max(shape.max_local_count(spec.num_kv_heads), cp),
+    )
+    to_heads = _collective_traffic("all_to_all", head_bytes * (heads + 2 * kv), cp, CONTEXT_PARALLEL_PURPOSE, "cp")
+    to_tokens = _collective_traffic("all_to_all", head_bytes * heads, cp, CONTEXT_PARALLEL_PURPOSE, "cp")
     return to_heads + to_tokens, to_heads + to_tokens
 
 
-def _experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassTraffic:
+def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassTraffic:
     """A layer of experts. Over ranks with different ones two all-to-alls each way, and one of counts (GShard,
     arXiv 2006.16668, section 3.2); where ranks share each expert's columns, tokens, choices and their weights enter."""
     layout, x = shape.layout, shape.tokens * spec.hidden_size * shape.compute_bytes
     counts = shape.batch * moe.num_experts * shape.high_precision_bytes
-    forward = _collective("all_reduce", counts, shape.tp if layout.sequence_parallel else 1, NUMBERS, "tp")
-    forward = forward + _collective("all_reduce", counts, layout.cp, NUMBERS, "cp")
-    combine: Sent = []
+    forward = _collective_traffic(
+        "all_reduce", counts, shape.tp if layout.sequence_parallel else 1, SCALARS_PURPOSE, "tp"
+    )
+    forward = forward + _collective_traffic("all_reduce", counts, layout.cp, SCALARS_PURPOSE, "cp")
+    combine: TrafficRows = []
     if layout.ep > 1:
         row_bytes = moe.top_k * shape.residual_tokens * spec.hidden_size * shape.compute_bytes
-        forward = forward + _collective("all_to_all", moe.num_experts * INDEX, layout.ep, NUMBERS, "ep")
-        backward = 2 * _collective("all_to_all", row_bytes, layout.ep, EXPERTS, "ep")
+        forward = forward + _collective_traffic(
+            "all_to_all", moe.num_experts * INDEX_BYTES, layout.ep, SCALARS_PURPOSE, "ep"
+        )
+        backward = 2 * _collective_traffic("all_to_all", row_bytes, layout.ep, EXPERT_PARALLEL_PURPOSE, "ep")
         forward = forward + backward
     else:
         weight_bytes, choice_bytes = (
             shape.tokens * moe.top_k * shape.high_precision_bytes,
-            shape.tokens * moe.top_k * INDEX,
+            shape.tokens * moe.top_k * INDEX_BYTES,
         )
         forward = forward + _tp_gather(shape, x) + _tp_gather(shape, weight_bytes) + _tp_gather(shape, choice_bytes)
         combine, backward = (
@@ -121,22 +136,32 @@ def _experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassTraffic:
         )
     if not moe.num_shared_experts:  # nothing behind the sum is kept, so it is not computed again
         return PassTraffic(forward + combine, forward, backward)
-    shared = _tensor_parallel_pair(spec, shape)
+    shared = _tp_pair_traffic(spec, shape)
     forward = forward + combine + shared.forward
     return PassTraffic(forward, forward, backward + shared.backward)
 
 
-def _tp_gather(shape: ForwardShape, size: int) -> Sent:
+def _tp_gather(shape: ForwardShape, size: int) -> TrafficRows:
     """What ranks have between pairs of products, for all tokens: they are gathered, or there already."""
-    return _collective("all_gather", size, shape.tp, PRODUCTS, "tp") if shape.layout.sequence_parallel else []
-
-
-def _tp_reduce(shape: ForwardShape, size: int) -> Sent:
-    """A sum over ranks, of which each keeps its tokens, or all."""
-    return _collective(
-        "reduce_scatter" if shape.layout.sequence_parallel else "all_reduce", size, shape.tp, PRODUCTS, "tp"
+    return (
+        _collective_traffic("all_gather", size, shape.tp, TENSOR_PARALLEL_PURPOSE, "tp")
+        if shape.layout.sequence_parallel
+        else []
     )
 
 
-def _collective(operation: Collective, size: int, ranks: int, purpose: str, group_kind: GroupKind) -> Sent:
+def _tp_reduce(shape: ForwardShape, size: int) -> TrafficRows:
+    """A sum over ranks, of which each keeps its tokens, or all."""
+    return _collective_traffic(
+        "reduce_scatter" if shape.layout.sequence_parallel else "all_reduce",
+        size,
+        shape.tp,
+        TENSOR_PARALLEL_PURPOSE,
+        "tp",
+    )
+
+
+def _collective_traffic(
+    operation: Collective, size: int, ranks: int, purpose: str, group_kind: GroupKind
+) -> TrafficRows:
     return [Traffic(operation, sent_bytes(operation, size, ranks), purpose, group_kind)]

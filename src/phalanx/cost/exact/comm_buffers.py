@@ -30,7 +30,7 @@ class CommBufferPeak:
     backward_fraction: float
     """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
     bytes: int
-    between: bool = False
+    is_between_blocks: bool = False
     """Whether it is between blocks, whose inner gradients are gone."""
 
 
@@ -50,7 +50,7 @@ def comm_buffer_peaks(
             peaks = (
                 ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
             )
-            end_peak = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_bytes(list(other_shapes.values())))
+            end_peak = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values())))
             return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
             peaks = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", num_full_buffers)
@@ -98,7 +98,7 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
     """
     spec, layout = run.model, run.layout
-    tokens, residual_tokens = _tokens(run, batch)
+    tokens, residual_tokens = _token_counts(run, batch)
     elements = 0
     if layout.tp > 1:
         elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
@@ -118,10 +118,15 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:
     """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
     links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
     num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
-    return max(4, COMPUTE_BYTES[run.training.precision]) * num_messages * _tokens(run, batch)[1] * run.model.hidden_size
+    return (
+        max(4, COMPUTE_BYTES[run.training.precision])
+        * num_messages
+        * _token_counts(run, batch)[1]
+        * run.model.hidden_size
+    )
 
 
-def _tokens(run: RunSpec, batch: int) -> tuple[int, int]:
+def _token_counts(run: RunSpec, batch: int) -> tuple[int, int]:
     """Of a micro-batch: those that products are given, and those of the residual stream on a rank."""
     tokens = batch * run.training.seq_len // run.layout.cp
     return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
@@ -133,7 +138,7 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
     and a copy of a bucket."""
     if layout.gradient_compression == "none":
         return []
-    sizes = [_bucket_bytes(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
+    sizes = [_bucket_elements(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
     copied_bytes, unsent_bytes = (
         (2, 0) if layout.gradient_compression == "bf16" else (bytes_per_element, bytes_per_element * sum(sizes))
     )
@@ -160,7 +165,7 @@ def zero_buffers(
         ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)
         owned.append(sum(max_shard_elements(shapes[name], ranks[-1]) for name in bucket))
     next_bucket_elements = [
-        0 if full_gradients else _bucket_bytes([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
+        0 if full_gradients else _bucket_elements([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
     ]
     fractions = [size / sum(owned) for size in accumulate(owned)]
     # Alone a rank sends nothing, and copies nothing.
@@ -261,5 +266,5 @@ def fsdp_unit_of(name: str, layout: Layout) -> str:
     return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
 
 
-def _bucket_bytes(bucket: list[Shape]) -> int:
+def _bucket_elements(bucket: list[Shape]) -> int:
     return sum(map(num_elements, bucket))

@@ -11,7 +11,7 @@ from phalanx.spec.layout import check_supported
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
-ANY_NUMBER = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES_WITH_UNEVEN_MICRO_BATCHES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 """Schedules that take micro-batches of which ranks have different numbers."""
 
 
@@ -51,7 +51,9 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         fix = "change layout.micro_batch_size or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix) from None
     name = layout.schedule_file or layout.schedule
-    if name not in ANY_NUMBER and batch_plan.global_batch_size % (batch_plan.dp_size * batch_plan.micro_batch_size):
+    if name not in SCHEDULES_WITH_UNEVEN_MICRO_BATCHES and batch_plan.global_batch_size % (
+        batch_plan.dp_size * batch_plan.micro_batch_size
+    ):
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,

@@ -22,15 +22,15 @@ from phalanx.spec.run import RunSpec
 class PersistentMemory:
     """Bytes that stay while activations and buffers come and go."""
 
-    always: int
+    parameters_and_optimizer: int
     """Parameters and optimizer state."""
     gradients: int
     """Of a step, at its end."""
-    before: int
+    accumulated_gradients: int
     """Of gradients, what is there before the backward pass of a step's last micro-batch, and until the end."""
-    summed: int
+    pipeline_gradients: int
     """Of gradients, what micro-batches of a pipeline add up in, before the step's end."""
-    update: int
+    optimizer_workspace: int
     """What the optimizer needs beside its state."""
 
 
@@ -40,19 +40,24 @@ def memory_peaks(
     """When the backward pass begins, at every moment of sending, when it ends, and at the update. `exchange` is what
     ranks that share a model have on its way inside blocks."""
     start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
-    yield persistent.always + persistent.before + start_bytes + _gathered(buffer_peaks)
+    yield (
+        persistent.parameters_and_optimizer
+        + persistent.accumulated_gradients
+        + start_bytes
+        + _max_gathered_bytes(buffer_peaks)
+    )
     for peak in buffer_peaks:
-        gradient_bytes = max(persistent.before, round(peak.backward_fraction * persistent.gradients))
+        gradient_bytes = max(persistent.accumulated_gradients, round(peak.backward_fraction * persistent.gradients))
         inside_bytes = activations.within_blocks(peak.backward_fraction) + exchange
         yield (
-            persistent.always
+            persistent.parameters_and_optimizer
             + gradient_bytes
-            + (activations.between_blocks(peak.backward_fraction) if peak.between else inside_bytes)
+            + (activations.between_blocks(peak.backward_fraction) if peak.is_between_blocks else inside_bytes)
             + peak.bytes
         )
-    end_gradient_bytes = max(persistent.before, persistent.gradients)
-    yield persistent.always + end_gradient_bytes + activations.within_blocks(1.0) + exchange
-    yield persistent.always + end_gradient_bytes + persistent.update
+    end_gradient_bytes = max(persistent.accumulated_gradients, persistent.gradients)
+    yield persistent.parameters_and_optimizer + end_gradient_bytes + activations.within_blocks(1.0) + exchange
+    yield persistent.parameters_and_optimizer + end_gradient_bytes + persistent.optimizer_workspace
 
 
 def pipeline_memory_peaks(
@@ -60,12 +65,12 @@ def pipeline_memory_peaks(
 ) -> Iterator[int]:
     """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end. `links` is what is
     on its way between stages."""
-    working_bytes = links + _gathered(buffer_peaks)
-    yield persistent.always + passes.forward_only + working_bytes
-    yield persistent.always + persistent.summed + passes.with_gradients + working_bytes
+    working_bytes = links + _max_gathered_bytes(buffer_peaks)
+    yield persistent.parameters_and_optimizer + passes.forward_only + working_bytes
+    yield persistent.parameters_and_optimizer + persistent.pipeline_gradients + passes.with_gradients + working_bytes
     for peak in buffer_peaks:
-        yield persistent.always + persistent.summed + peak.bytes
-    yield persistent.always + persistent.gradients + persistent.update
+        yield persistent.parameters_and_optimizer + persistent.pipeline_gradients + peak.bytes
+    yield persistent.parameters_and_optimizer + persistent.gradients + persistent.optimizer_workspace
 
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
@@ -87,5 +92,5 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
     return (state_bytes + 5 * compute_bytes) * max(groups.values(), default=0)
 
 
-def _gathered(buffer_peaks: list[CommBufferPeak]) -> int:
+def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:
     return max((peak.bytes for peak in buffer_peaks if peak.backward_fraction == 0), default=0)

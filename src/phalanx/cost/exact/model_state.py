@@ -13,7 +13,7 @@ from phalanx.spec.run import OptimizerSpec, RunSpec
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
 
-STATES: dict[Optimizer, int] = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
+NUM_OPTIMIZER_STATES: dict[Optimizer, int] = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
 """Numbers that an optimizer keeps per parameter: none, a momentum, Adam's two moments, Muon's momentum."""
 
 
@@ -50,7 +50,7 @@ def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
     are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
     """
     bytes_per_element = STATE_BYTES[precision]
-    return StateBytes(bytes_per_element, bytes_per_element, STATES[optimizer] * bytes_per_element)
+    return StateBytes(bytes_per_element, bytes_per_element, NUM_OPTIMIZER_STATES[optimizer] * bytes_per_element)
 
 
 def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:

@@ -17,13 +17,15 @@ Shapes = dict[str, Shape]
 def parameter_shapes(spec: ModelSpec) -> Shapes:
     """Shapes by the names, and in the order, of the transformer's `named_parameters`."""
     V, D = spec.vocab_size, spec.hidden_size
-    blocks = {str(layer): _block(spec, layer) for layer in range(spec.num_layers)}
+    blocks = {str(layer): _block_shapes(spec, layer) for layer in range(spec.num_layers)}
     return {
-        **_named(embedding=_linear(V, D)),
-        **(_named(positions=_linear(spec.max_seq_len, D)) if spec.position_embedding == "learned" else {}),
-        **_named(blocks=_named(**blocks)),
-        **_named(norm=_norm(spec)),
-        **({} if spec.tie_embeddings else _named(head=_linear(V, D))),
+        **_prefix_names(embedding=_linear_shapes(V, D)),
+        **(
+            _prefix_names(positions=_linear_shapes(spec.max_seq_len, D)) if spec.position_embedding == "learned" else {}
+        ),
+        **_prefix_names(blocks=_prefix_names(**blocks)),
+        **_prefix_names(norm=_norm_shapes(spec)),
+        **({} if spec.tie_embeddings else _prefix_names(head=_linear_shapes(V, D))),
     }
 
 
@@ -51,51 +53,56 @@ def is_muon_parameter(name: str, shape: Shape) -> bool:
     return name.startswith("blocks.") and len(shape) >= 2
 
 
-def _block(spec: ModelSpec, layer: int) -> Shapes:
-    mlp = _moe(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else _mlp(spec)
-    return _named(attention_norm=_norm(spec), attention=_attention(spec), mlp_norm=_norm(spec), mlp=mlp)
-
-
-def _attention(spec: ModelSpec) -> Shapes:
-    D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    rows = {"wq": q, "wk": kv, "wv": kv}
-    shapes = _named(**{name: _linear(count, D, spec.bias) for name, count in rows.items()}, wo=_linear(D, q, spec.bias))
-    if spec.qk_norm == "none":
-        return shapes
-    q, kv = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q, kv)
-    return shapes | _named(q_norm={"weight": (q,)}, k_norm={"weight": (kv,)})
-
-
-def _mlp(spec: ModelSpec) -> Shapes:
-    if spec.activation == "swiglu":
-        return _swiglu(spec.hidden_size, spec.ffn_hidden_size)
-    return _named(
-        up=_linear(spec.ffn_hidden_size, spec.hidden_size, spec.bias),
-        down=_linear(spec.hidden_size, spec.ffn_hidden_size, spec.bias),
+def _block_shapes(spec: ModelSpec, layer: int) -> Shapes:
+    mlp = _moe_shapes(spec, spec.moe) if spec.moe and spec.is_moe_layer(layer) else _mlp_shapes(spec)
+    return _prefix_names(
+        attention_norm=_norm_shapes(spec), attention=_attention_shapes(spec), mlp_norm=_norm_shapes(spec), mlp=mlp
     )
 
 
-def _swiglu(D: int, F: int) -> Shapes:
-    return _named(gate=_linear(F, D), up=_linear(F, D), down=_linear(D, F))
+def _attention_shapes(spec: ModelSpec) -> Shapes:
+    D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = {"wq": q, "wk": kv, "wv": kv}
+    shapes = _prefix_names(
+        **{name: _linear_shapes(count, D, spec.bias) for name, count in rows.items()},
+        wo=_linear_shapes(D, q, spec.bias),
+    )
+    if spec.qk_norm == "none":
+        return shapes
+    q, kv = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else (q, kv)
+    return shapes | _prefix_names(q_norm={"weight": (q,)}, k_norm={"weight": (kv,)})
 
 
-def _moe(spec: ModelSpec, moe: MoESpec) -> Shapes:
+def _mlp_shapes(spec: ModelSpec) -> Shapes:
+    if spec.activation == "swiglu":
+        return _swiglu_shapes(spec.hidden_size, spec.ffn_hidden_size)
+    return _prefix_names(
+        up=_linear_shapes(spec.ffn_hidden_size, spec.hidden_size, spec.bias),
+        down=_linear_shapes(spec.hidden_size, spec.ffn_hidden_size, spec.bias),
+    )
+
+
+def _swiglu_shapes(D: int, F: int) -> Shapes:
+    return _prefix_names(gate=_linear_shapes(F, D), up=_linear_shapes(F, D), down=_linear_shapes(D, F))
+
+
+def _moe_shapes(spec: ModelSpec, moe: MoESpec) -> Shapes:
     D, F, E = spec.hidden_size, moe.expert_ffn_size, moe.num_experts
     return {
-        **_named(router=_named(gate=_linear(E, D))),
-        **_named(experts={"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}),
-        **(_named(shared=_swiglu(D, F * moe.num_shared_experts)) if moe.num_shared_experts else {}),
+        **_prefix_names(router=_prefix_names(gate=_linear_shapes(E, D))),
+        **_prefix_names(experts={"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}),
+        **(_prefix_names(shared=_swiglu_shapes(D, F * moe.num_shared_experts)) if moe.num_shared_experts else {}),
     }
 
 
-def _norm(spec: ModelSpec) -> Shapes:
+def _norm_shapes(spec: ModelSpec) -> Shapes:
     return {"weight": (spec.hidden_size,), **({"bias": (spec.hidden_size,)} if spec.norm == "layernorm" else {})}
 
 
-def _linear(rows: int, columns: int, bias: bool = False) -> Shapes:
+def _linear_shapes(rows: int, columns: int, bias: bool = False) -> Shapes:
     return {"weight": (rows, columns), **({"bias": (rows,)} if bias else {})}
 
 
-def _named(**parts: Shapes) -> Shapes:
+def _prefix_names(**parts: Shapes) -> Shapes:
     """The shapes of a module from those of its parts."""
     return {f"{part}.{name}": shape for part, shapes in parts.items() for name, shape in shapes.items()}

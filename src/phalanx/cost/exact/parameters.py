@@ -9,7 +9,7 @@ from functools import lru_cache
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.spec.model import ModelSpec
 
-PART = {
+PART_BY_MODULE = {
     "embedding": "embedding",
     "positions": "embedding",
     "attention": "attention",
@@ -81,11 +81,11 @@ def count_parameters(spec: ModelSpec) -> ParameterCount:
     count: Counter[str] = Counter()
     biases = 0
     for name, shape in parameter_shapes(spec).items():
-        part = next(PART[module] for module in reversed(name.split(".")) if module in PART)
+        part = next(PART_BY_MODULE[module] for module in reversed(name.split(".")) if module in PART_BY_MODULE)
         count[part] += num_elements(shape)
         biases += num_elements(shape) if name.endswith(".bias") and part != "norms" else 0
     return ParameterCount(
-        **{part: count[part] for part in PART.values()},
+        **{part: count[part] for part in PART_BY_MODULE.values()},
         inactive_experts=count["experts"] // spec.moe.num_experts * (spec.moe.num_experts - spec.moe.top_k)
         if spec.moe
         else 0,

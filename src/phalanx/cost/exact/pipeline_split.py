@@ -22,7 +22,7 @@ def layers_per_stage(run: RunSpec) -> list[range]:
     """
     stages = representative_schedule(run.layout).stages
     try:
-        return contiguous_ranges(_counts(run.model, run.training.seq_len, stages))
+        return contiguous_ranges(_balanced_counts(run.model, run.training.seq_len, stages))
     except UserError as error:
         problem = f"makes {stages} stages, which {error.problem}"
         raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
@@ -41,7 +41,7 @@ def layers_per_rank(run: RunSpec) -> list[list[int]]:
 
 
 @lru_cache  # the planner asks for the same cuts many times
-def _counts(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
+def _balanced_counts(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     return tuple(balance_stages(layer_flops(spec, seq_len), stages))
 
 
@@ -92,7 +92,7 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     blocks[0] += embedding_cost
     blocks[-1] += head_cost
     prefix_costs = [0.0, *accumulate(blocks)]
-    limit = _least_limit(prefix_costs, stages)
+    limit = _min_stage_cost(prefix_costs, stages)
     # reach[end]: the cut of the first `end` blocks into the stages so far whose squares add up to least, and its ends.
     reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stages_left in reversed(range(stages)):
@@ -108,7 +108,7 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
     return [end - start for start, end in pairwise([0, *reach[layers][1]])]
 
 
-def _least_limit(prefix_costs: Sequence[float], stages: int) -> float:
+def _min_stage_cost(prefix_costs: Sequence[float], stages: int) -> float:
     """The least that the costliest of so many stages can cost, of blocks whose costs add up to `prefix_costs`; a little
     more, for sums that are rounded."""
     num_blocks = len(prefix_costs) - 1

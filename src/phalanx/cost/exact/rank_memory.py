@@ -27,7 +27,13 @@ from phalanx.cost.exact.comm_buffers import (
 )
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, optimizer_step_bytes, pipeline_memory_peaks
-from phalanx.cost.exact.model_state import STATES, Optimizer, StateBytes, optimizer_kind, sharded_state_bytes
+from phalanx.cost.exact.model_state import (
+    NUM_OPTIMIZER_STATES,
+    Optimizer,
+    StateBytes,
+    optimizer_kind,
+    sharded_state_bytes,
+)
 from phalanx.cost.exact.parameter_shapes import (
     Shape,
     Shapes,
@@ -105,10 +111,10 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
 def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
     step, before anything is offloaded. Exact."""
-    return [_state(run, rank) for rank in rank_tensors(run, world_size)]
+    return [_model_state(run, rank) for rank in rank_tensors(run, world_size)]
 
 
-def _state(run: RunSpec, rank: RankTensors) -> StateBytes:
+def _model_state(run: RunSpec, rank: RankTensors) -> StateBytes:
     precision, strategy = run.training.precision, effective_strategy(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
@@ -131,7 +137,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
         plan_batch(run, world_size),
     )
     strategy = effective_strategy(layout, data_dims.dp_shard)
-    in_flight_peaks = _in_flight(run, batch_plan, strategy) if layout.pp > 1 else []
+    in_flight_peaks = _in_flight_peaks(run, batch_plan, strategy) if layout.pp > 1 else []
     exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
     cache: dict[object, tuple[tuple[StateBytes, int, int], list[CommBufferPeak]]] = {}
     memories = []
@@ -143,11 +149,11 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
                 comm_buffer_peaks(rank, run, strategy, data_dims, batch_plan.gradient_accumulation_steps),
             )
         (state, offloaded, on_disk), buffer_peaks = cache[signature]
-        persistent = _persistent_memory(
+        persistent = _split_persistent_memory(
             run, rank, strategy, state, batch_plan.gradient_accumulation_steps, has_no_replicas=data_dims.dp_size == 1
         )
         if layout.pp == 1:
-            activations = _activations(run, batch_plan, strategy)
+            activations = _stage_activations(run, batch_plan, strategy)
             comm_bytes, activation_peak, peaks = (
                 exchange,
                 activations.peak,
@@ -172,7 +178,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     return memories
 
 
-def _persistent_memory(
+def _split_persistent_memory(
     run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, has_no_replicas: bool
 ) -> PersistentMemory:
     """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
@@ -211,18 +217,18 @@ def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
 
 def _resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy) -> tuple[StateBytes, int, int]:
     """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
-    layout, state = run.layout, _state(run, rank)
+    layout, state = run.layout, _model_state(run, rank)
     if layout.offload == "none":
         return state, 0, 0
     owned = _owned_counts(rank.dense, run, rank.shards)[0] + _owned_counts(rank.expert, run, rank.expert_shards)[0]
     row_bytes = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
-    resident, offloaded = _offload(strategy, state, row_bytes)
+    resident, offloaded = _split_offloaded(strategy, state, row_bytes)
     # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
     on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
     return resident, offloaded, on_disk if layout.offload == "nvme" else 0
 
 
-def _activations(
+def _stage_activations(
     run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None
 ) -> ActivationBytes:
     """Of a micro-batch, in a pipeline on one of its stages."""
@@ -238,7 +244,7 @@ def _activations(
     return activation_bytes(*arguments, run.data.mask_documents, stage)
 
 
-def _in_flight(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
+def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
     """What a rank at each place of the pipeline has of activations."""
     schedule, cache = (
         layout_schedule(run.layout, batch_plan.gradient_accumulation_steps),
@@ -248,7 +254,7 @@ def _in_flight(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[
     for stage in pipeline_stages(layers_per_stage(run), schedule):
         signature = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
         if signature not in cache:
-            cache[signature] = _activations(run, batch_plan, strategy, stage)
+            cache[signature] = _stage_activations(run, batch_plan, strategy, stage)
         stage_activations.append(cache[signature])
     exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
     return [peak_in_flight_bytes(schedule, pp_rank, stage_activations, exchange) for pp_rank in range(run.layout.pp)]
@@ -290,10 +296,10 @@ def _owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
 
 def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
     """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
-    return STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
+    return NUM_OPTIMIZER_STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
 
 
-def _offload(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
+def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
     """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`row_bytes`
     where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
     if strategy in ("zero3", "hsdp"):

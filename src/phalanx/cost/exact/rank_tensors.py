@@ -62,7 +62,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     full_shapes = parameter_shapes(spec)
     sharding_of = cache(partial(tensor_sharding, spec, layout))
     shardings = {name: sharding_of(strip_block_index(name)) for name in full_shapes}
-    shapes = {name: _share(layout, sharding, full_shapes[name], tp_rank) for name, sharding in shardings.items()}
+    shapes = {name: _local_shape(layout, sharding, full_shapes[name], tp_rank) for name, sharding in shardings.items()}
     expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
@@ -74,11 +74,11 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
             tuple(names),
             shapes["embedding.weight"] if has_copy else None,
         )
-        for names, has_copy in _names(run, list(shapes))
+        for names, has_copy in _stage_tensor_names(run, list(shapes))
     ]
 
 
-def _share(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
+def _local_shape(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
     """Of one of the ranks that share a tensor; of those that share experts all have as many."""
     if sharding.dim is None:
         return shape
@@ -92,7 +92,7 @@ def _share(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int)
     )
 
 
-def _names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
+def _stage_tensor_names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
     """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
     if run.layout.pp == 1:
         return [(names, False)]

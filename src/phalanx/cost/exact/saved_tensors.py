@@ -10,7 +10,7 @@ from phalanx.cost.precision import COMPUTE_BYTES, Precision
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec
 
-INDEX = 8
+INDEX_BYTES = 8
 """Bytes of a token, target, position or place in an order: int64."""
 
 
@@ -40,7 +40,7 @@ class ForwardShape:
         """Tokens of the residual stream on this rank."""
         return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
 
-    def largest_share(self, count: int) -> int:
+    def max_local_count(self, count: int) -> int:
         """Of heads, columns or rows of the vocabulary, those of the rank that has most."""
         return max(1, -(-count // self.tp))
 
@@ -59,7 +59,7 @@ class ForwardShape:
         """The residual stream, which autocast leaves in the parameters' fp32."""
         return self.high_precision_bytes if self.autocast else self.compute_bytes
 
-    def linear_input(self, width: int, readers: int) -> int:
+    def linear_input_bytes(self, width: int, readers: int) -> int:
         """The input that `readers` linear layers share. Autocast casts it for each of them anew; layers that are cut
         over ranks take it together."""
         return self.residual_tokens * width * self.compute_bytes * (readers if self.autocast and self.tp == 1 else 1)
@@ -75,13 +75,15 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
     num_positions = (
         shape.tokens if shape.masked else shape.tokens // shape.batch
     )  # positions start anew with each document
-    token_bytes = shape.tokens * (INDEX if shape.tp == 1 else INDEX + 1)  # embedding; and whose rows other ranks have
+    token_bytes = shape.tokens * (
+        INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1
+    )  # embedding; and whose rows other ranks have
     # Learned: the embedding's indices, of runs of tokens (ulysses) as a view of the whole row's.
-    position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX
+    position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
     needs_mask = shape.masked and shape.layout.activation_checkpointing != "none"
     mask_bytes = (
-        shape.batch * shape.sequence * (INDEX if is_ring else shape.sequence) if needs_mask else 0
+        shape.batch * shape.sequence * (INDEX_BYTES if is_ring else shape.sequence) if needs_mask else 0
     )  # bool, to compute again
     saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
     return saved_bytes + (token_bytes if first else 0) + mask_bytes
@@ -91,10 +93,10 @@ def saved_by_norm(spec: ModelSpec, shape: ForwardShape) -> int:
     """A norm of the residual stream."""
     if spec.norm == "layernorm":
         return shape.residual_tokens * (spec.hidden_size + 2) * shape.residual_bytes  # x, its mean and 1 / std
-    return _rms_norm(shape, shape.residual_tokens, spec.hidden_size)
+    return _rms_norm_bytes(shape, shape.residual_tokens, spec.hidden_size)
 
 
-def _rms_norm(shape: ForwardShape, vectors: int, width: int) -> int:
+def _rms_norm_bytes(shape: ForwardShape, vectors: int, width: int) -> int:
     """Over `vectors` of `width`: x, x / rms and 1 / rms."""
     return vectors * (2 * width + 1) * shape.high_precision_bytes
 
@@ -107,21 +109,21 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     key/value heads that are fewer than the ranks are repeated.
     """
     if shape.tp > 1 and shape.layout.tp_attention == "gathered":
-        return _gathered_attention(spec, shape)
+        return _saved_by_gathered_attention(spec, shape)
     D, H, K, kv_heads = (
         spec.hidden_size,
-        shape.largest_share(spec.num_heads),
+        shape.max_local_count(spec.num_heads),
         spec.head_dim,
-        shape.largest_share(spec.num_kv_heads),
+        shape.max_local_count(spec.num_kv_heads),
     )
     q, kv = H * K, kv_heads * K
-    saved_bytes = shape.linear_input(D, readers=3)  # wq, wk, wv
+    saved_bytes = shape.linear_input_bytes(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm(shape, shape.tokens * (H + kv_heads), K)
+        saved_bytes += _rms_norm_bytes(shape, shape.tokens * (H + kv_heads), K)
         weights += 2 * K
     elif spec.qk_norm == "full":
-        saved_bytes += _norm_of_all_heads(shape, q) + _norm_of_all_heads(shape, kv)
+        saved_bytes += _full_qk_norm_bytes(shape, q) + _full_qk_norm_bytes(shape, kv)
         weights += q + kv
     cp, is_ring = shape.layout.cp, shape.layout.cp_method == "ring"
     kv_inner = kv if cp == 1 or is_ring else max(kv_heads, cp) * K
@@ -133,18 +135,18 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     return Counter(attention=saved_bytes, weight_copies=shape.weight_copies(weights))
 
 
-def _gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
+def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """The same where ranks have columns of heads: queries and keys are there whole, and of the heads that its columns
     belong to a rank has values, output and logsumexp."""
     D, K, full_width = spec.hidden_size, spec.head_dim, spec.num_heads * spec.head_dim
     columns = full_width // shape.tp
     local_heads = max(-(-(start + columns) // K) - start // K for start in range(0, full_width, columns))
-    saved_bytes, weights = shape.linear_input(D, readers=3), 3 * D * columns
+    saved_bytes, weights = shape.linear_input_bytes(D, readers=3), 3 * D * columns
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm(shape, 2 * shape.tokens * spec.num_heads, K)
+        saved_bytes += _rms_norm_bytes(shape, 2 * shape.tokens * spec.num_heads, K)
         weights += 2 * K
     elif spec.qk_norm == "full":
-        saved_bytes += 2 * _rms_norm(shape, shape.tokens, full_width)
+        saved_bytes += 2 * _rms_norm_bytes(shape, shape.tokens, full_width)
         weights += 2 * full_width
     saved_bytes += (
         shape.tokens * (2 * full_width + 2 * local_heads * K) * shape.compute_bytes
@@ -154,30 +156,31 @@ def _gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     return Counter(attention=saved_bytes, weight_copies=shape.weight_copies(weights))
 
 
-def _norm_of_all_heads(shape: ForwardShape, width: int) -> int:
+def _full_qk_norm_bytes(shape: ForwardShape, width: int) -> int:
     """Over all heads; where ranks share these it is made of single operations."""
     if shape.tp == 1 or shape.compute_bytes == shape.high_precision_bytes:
-        return _rms_norm(shape, shape.tokens, width)
+        return _rms_norm_bytes(shape, shape.tokens, width)
     return shape.tokens * (width * (shape.high_precision_bytes + shape.compute_bytes) + shape.high_precision_bytes)
 
 
 def saved_by_mlp(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """A dense MLP."""
-    ffn = shape.largest_share(spec.ffn_hidden_size)
+    ffn = shape.max_local_count(spec.ffn_hidden_size)
     if spec.activation == "swiglu":
         return Counter(
-            mlp=_swiglu(shape, spec.hidden_size, ffn), weight_copies=shape.weight_copies(3 * spec.hidden_size * ffn)
+            mlp=_swiglu_bytes(shape, spec.hidden_size, ffn),
+            weight_copies=shape.weight_copies(3 * spec.hidden_size * ffn),
         )
-    saved_bytes = shape.linear_input(spec.hidden_size, readers=1)  # up
+    saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1)  # up
     saved_bytes += 2 * shape.tokens * ffn * shape.compute_bytes  # gelu: its input; down: its output
     return Counter(mlp=saved_bytes, weight_copies=shape.weight_copies(2 * spec.hidden_size * ffn))
 
 
-def _swiglu(shape: ForwardShape, width: int, ffn: int) -> int:
+def _swiglu_bytes(shape: ForwardShape, width: int, ffn: int) -> int:
     inner_bytes = (
         4 * shape.tokens * ffn * shape.compute_bytes
     )  # silu: gate x; product: silu and up x; down: the product
-    return shape.linear_input(width, readers=2) + inner_bytes  # gate, up
+    return shape.linear_input_bytes(width, readers=2) + inner_bytes  # gate, up
 
 
 def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Counter[str]:
@@ -185,10 +188,10 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     ranks that have different experts each is given as many rows as it sends (they are balanced)."""
     D, E, k, ep = spec.hidden_size, moe.num_experts, moe.top_k, shape.layout.ep
     rows, F = _expert_rows(moe, shape)
-    shared = shape.largest_share(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
-    saved_bytes = shape.linear_input(D, readers=1)  # the router
+    shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
+    saved_bytes = shape.linear_input_bytes(D, readers=1)  # the router
     if shared and shape.autocast:  # else gate and up of the shared experts read what the router does
-        saved_bytes += shape.linear_input(D, readers=2)
+        saved_bytes += shape.linear_input_bytes(D, readers=2)
     saved_bytes += 4 * shape.tokens * shared * shape.compute_bytes  # as in a SwiGLU
     saved_bytes += (
         shape.residual_tokens * (2 * E + 1) * shape.high_precision_bytes
@@ -202,8 +205,10 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     saved_bytes += (
         (1 if moe.balance_loss_scope == "micro_batch" else shape.batch) * E * shape.high_precision_bytes
     )  # balance loss: shares of tokens
-    saved_bytes += (shape.residual_tokens * k + 2 * rows) * INDEX  # gather: the chosen; sorting by expert, and back
-    saved_bytes += 2 * rows * INDEX if ep > 1 else 0  # sorting what came from all ranks by expert, and back
+    saved_bytes += (
+        shape.residual_tokens * k + 2 * rows
+    ) * INDEX_BYTES  # gather: the chosen; sorting by expert, and back
+    saved_bytes += 2 * rows * INDEX_BYTES if ep > 1 else 0  # sorting what came from all ranks by expert, and back
     saved_bytes += rows * (D + 4 * F) * shape.compute_bytes  # the experts, each a SwiGLU
     saved_bytes += rows * (D + 1) * shape.compute_bytes  # weighted sum: outputs and weights
     # Grouped products, where there is one for the dtype and the sizes, keep where each expert's rows end (int32).
@@ -216,17 +221,19 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
 
 def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """The head and the loss."""
-    saved_bytes = shape.linear_input(spec.hidden_size, readers=1)
-    vocab = shape.largest_share(spec.vocab_size)
+    saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1)
+    vocab = shape.max_local_count(spec.vocab_size)
     saved_bytes += (
         shape.tokens * vocab * shape.high_precision_bytes
     )  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
     if shape.tp == 1:
         saved_bytes += (
-            shape.tokens * INDEX + shape.high_precision_bytes
+            shape.tokens * INDEX_BYTES + shape.high_precision_bytes
         )  # negative log-likelihood: targets, and their total weight
     else:
-        saved_bytes += shape.tokens * (INDEX + 2)  # each target's column, whether it is here, and whether it counts
+        saved_bytes += shape.tokens * (
+            INDEX_BYTES + 2
+        )  # each target's column, whether it is here, and whether it counts
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(vocab * spec.hidden_size))
 
 
@@ -238,7 +245,7 @@ def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_
         return (
             ((2 if spec.activation == "swiglu" else 1) + splits_backward)
             * shape.tokens
-            * shape.largest_share(spec.ffn_hidden_size)
+            * shape.max_local_count(spec.ffn_hidden_size)
             * shape.compute_bytes
         )
     rows, F = _expert_rows(spec.moe, shape)
@@ -253,7 +260,7 @@ def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
     tokens, width = (
         (shape.residual_tokens, moe.expert_ffn_size)
         if shape.layout.ep > 1
-        else (shape.tokens, shape.largest_share(moe.expert_ffn_size))
+        else (shape.tokens, shape.max_local_count(moe.expert_ffn_size))
     )
     return tokens * moe.top_k, width
 
@@ -263,26 +270,26 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
     input, the gradient of its output, and under autocast the copy of its weight."""
     D, q, kv = (
         spec.hidden_size,
-        shape.largest_share(spec.num_heads) * spec.head_dim,
-        shape.largest_share(spec.num_kv_heads) * spec.head_dim,
+        shape.max_local_count(spec.num_heads) * spec.head_dim,
+        shape.max_local_count(spec.num_kv_heads) * spec.head_dim,
     )
     if shape.layout.tp_attention == "gathered":
         q = kv = spec.num_heads * spec.head_dim // shape.tp
-    saved_bytes = shape.linear_input(D, readers=3) + shape.tokens * (2 * q + 2 * kv + D) * shape.compute_bytes
+    saved_bytes = shape.linear_input_bytes(D, readers=3) + shape.tokens * (2 * q + 2 * kv + D) * shape.compute_bytes
     saved_bytes += saved_by_attention(spec, shape)["weight_copies"]
     if spec.moe is None or not spec.is_moe_layer(layer):
         saved_bytes += saved_by_mlp(spec, shape)["weight_copies"]
-        ffn, num_up_layers = shape.largest_share(spec.ffn_hidden_size), 2 if spec.activation == "swiglu" else 1
+        ffn, num_up_layers = shape.max_local_count(spec.ffn_hidden_size), 2 if spec.activation == "swiglu" else 1
         return (
             saved_bytes
-            + shape.linear_input(D, readers=num_up_layers)
+            + shape.linear_input_bytes(D, readers=num_up_layers)
             + shape.tokens * ((1 + num_up_layers) * ffn + D) * shape.compute_bytes
         )
     moe, (rows, F) = spec.moe, _expert_rows(spec.moe, shape)
-    shared = shape.largest_share(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
+    shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     saved_bytes += saved_by_experts(spec, moe, shape)["weight_copies"]
     saved_bytes += (
-        shape.linear_input(D, readers=3 if shared else 1)
+        shape.linear_input_bytes(D, readers=3 if shared else 1)
         + shape.residual_tokens * moe.num_experts * shape.compute_bytes
     )
     saved_bytes += shape.tokens * (3 * shared + D) * shape.compute_bytes if shared else 0
@@ -291,9 +298,9 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
 
 def deferred_head_grad_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """The same of the head."""
-    vocab = shape.largest_share(spec.vocab_size)
+    vocab = shape.max_local_count(spec.vocab_size)
     return (
-        shape.linear_input(spec.hidden_size, readers=1)
+        shape.linear_input_bytes(spec.hidden_size, readers=1)
         + shape.tokens * vocab * shape.compute_bytes
         + shape.weight_copies(vocab * spec.hidden_size)
     )

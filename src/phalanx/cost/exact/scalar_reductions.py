@@ -15,7 +15,7 @@ from phalanx.spec.tensor_sharding import tensor_sharding
 
 NUM_SCALARS = 6
 """Numbers that ranks sum in every step: tokens, losses, whether and when to stop, choices dropped (`train.learner`)."""
-WHY = "sums of losses and tokens, and the gradient's norm"
+REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 
 
 def num_reduced_scalars(run: RunSpec) -> int:
@@ -29,21 +29,28 @@ def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> lis
     told comes with gradients: `verify.parameter_server_traffic`.)"""
     layout, dims, batch_plan = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
     scalar_bytes, bytes_per_element = 8 * num_reduced_scalars(run), max(4, COMPUTE_BYTES[run.training.precision])
-    rows = [_one("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp), _one("tp", scalar_bytes, dims.tp)]
-    norms = _norms(run, rank_tensors(run, world_size)[pp_rank])
-    rows += [_one(group_kind, bytes_per_element, ranks) for group_kind, ranks in norms]
-    rows.append(_one("pp", bytes_per_element, dims.pp))
+    rows = [
+        _all_reduce_traffic("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp),
+        _all_reduce_traffic("tp", scalar_bytes, dims.tp),
+    ]
+    norms = _norm_reduction_groups(run, rank_tensors(run, world_size)[pp_rank])
+    rows += [_all_reduce_traffic(group_kind, bytes_per_element, ranks) for group_kind, ranks in norms]
+    rows.append(_all_reduce_traffic("pp", bytes_per_element, dims.pp))
     if run.model.moe and layout.sequence_parallel:  # each rank's routers saw some of the tokens
         num_stages = len(representative_schedule(layout).stages_of(pp_rank)) if layout.pp > 1 else 1
-        rows += batch_plan.gradient_accumulation_steps * num_stages * [_one("tp", bytes_per_element, dims.tp)]
+        rows += (
+            batch_plan.gradient_accumulation_steps
+            * num_stages
+            * [_all_reduce_traffic("tp", bytes_per_element, dims.tp)]
+        )
     return [row for row in rows if row.bytes]
 
 
-def _one(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
-    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), WHY, group_kind)
+def _all_reduce_traffic(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
+    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), REDUCTION_PURPOSE, group_kind)
 
 
-def _norms(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
+def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
     """Over which ranks the squares of gradients are summed, once for all tensors that are split alike
     (`parallel.grad_norm.global_grad_norm`)."""
     layout = run.layout

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.spec.model import ModelSpec
-from phalanx.spec.swarm import BLOCK, SPLIT, Codec, Method
+from phalanx.spec.swarm import CODEC_BLOCK_SIZE, EXPERT_SPLIT_METHODS, Codec, Method
 
-BITS: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+BITS_PER_ELEMENT: dict[Codec, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 """Of a number, without its block's scale."""
-SCALED = ("int8", "int4")
+SCALED_CODECS = ("int8", "int4")
 SCALE_BYTES = 4
 WEIGHT_BYTES = GRADIENT_BYTES = 4
 MOMENTS_BYTES = 8
@@ -23,8 +23,8 @@ MOMENTS_BYTES = 8
 
 def encoded_bytes(num_elements: int, codec: Codec) -> int:
     """Of one tensor: its numbers, and a scale for each block of them, the last of which may be shorter."""
-    blocks = -(-num_elements // BLOCK) if codec in SCALED else 0
-    return -(-BITS[codec] * num_elements // 8) + SCALE_BYTES * blocks
+    blocks = -(-num_elements // CODEC_BLOCK_SIZE) if codec in SCALED_CODECS else 0
+    return -(-BITS_PER_ELEMENT[codec] * num_elements // 8) + SCALE_BYTES * blocks
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class NodeShare:
 def node_share(model: ModelSpec, method: Method, owned: int = 0) -> NodeShare:
     """A node that owns so many experts of each layer; where nodes do not split them all are everybody's."""
     count = count_parameters(model)
-    if method not in SPLIT or model.moe is None:
+    if method not in EXPERT_SPLIT_METHODS or model.moe is None:
         return NodeShare(count.total, 0, 0, steps=method != "ddp")
     owned_parameters = count.experts * owned // model.moe.num_experts
     return NodeShare(count.total - count.experts, owned_parameters, count.experts - owned_parameters)
@@ -72,7 +72,7 @@ class RoundBytes:
 def round_bytes(node: NodeShare, method: Method, codec: Codec = "fp32", replication: int = 1) -> RoundBytes:
     """Of SPES up b (M_s + m M_e / E) and down b M; of the others b M both ways. SPES+ does not send a node what it
     alone trains."""
-    bytes_per_element = BITS[codec] / 8 + (SCALE_BYTES / BLOCK if codec in SCALED else 0)
+    bytes_per_element = BITS_PER_ELEMENT[codec] / 8 + (SCALE_BYTES / CODEC_BLOCK_SIZE if codec in SCALED_CODECS else 0)
     unsent_parameters = node.trained_experts if method == "spes+" and replication == 1 else 0
     return RoundBytes(bytes_per_element * node.trained, bytes_per_element * (node.total - unsent_parameters))
 

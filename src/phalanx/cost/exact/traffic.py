@@ -99,14 +99,14 @@ def _sharded_traffic(
     """Among `ranks` that share a copy of these tensors (ddp: each have one), of which there are so many replicas."""
     layout, precision = run.layout, run.training.precision
     compute_bytes, state_bytes = COMPUTE_BYTES[precision], STATE_BYTES[precision]
-    total = _padded(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
+    total = _padded_elements(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
     if layout.data_parallel == "ddp":
         sent_by_compression = {
             "none": state_bytes * total,
             "bf16": 2 * total,
-            "powersgd": state_bytes * _powersgd(shapes, layout.powersgd_rank),
+            "powersgd": state_bytes * _powersgd_elements(shapes, layout.powersgd_rank),
         }
-        return _with_calls(
+        return _multiply_calls(
             calls.blocks,
             step_traffic("ddp", state_bytes * total, sent_by_compression[layout.gradient_compression], ranks),
         )
@@ -115,9 +115,9 @@ def _sharded_traffic(
         traffic = step_traffic(
             layout.data_parallel, compute_bytes * total, compute_bytes * total, ranks, num_reductions
         )
-        return [*_with_calls(calls.blocks, traffic), *muon]
+        return [*_multiply_calls(calls.blocks, traffic), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
-    in_blocks = _padded(blocks, ranks)
+    in_blocks = _padded_elements(blocks, ranks)
     # The root's parameters (embedding, last norm, head) stay gathered between the two passes.
     reshard = layout.reshard_after_forward and layout.pp == 1
     traffic = [
@@ -126,7 +126,7 @@ def _sharded_traffic(
             (in_blocks, reshard, calls.blocks),
             (total - in_blocks, False, calls.root),
         )
-        for row in _with_calls(
+        for row in _multiply_calls(
             num_calls,
             step_traffic(
                 layout.data_parallel,
@@ -142,7 +142,7 @@ def _sharded_traffic(
     return [*traffic, *muon]
 
 
-def _with_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
+def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
     return [replace(row, calls=count * row.calls) for row in traffic]
 
 
@@ -181,7 +181,7 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
     )
     if layout.pp == 1:
         return [
-            _scaled(
+            _scale_traffic(
                 batch_plan.gradient_accumulation_steps,
                 stage_activation_traffic(spec, shape, StageBlocks(range(spec.num_layers), True, True)),
             )
@@ -199,7 +199,7 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
         rows = [row for stage in local_stages for row in stage_activation_traffic(spec, shape, stages[stage])]
         num_sends = sum(receiver != pp_rank for _, receiver in schedule.messages(pp_rank))
         rows = [
-            *_scaled(batch_plan.gradient_accumulation_steps, rows),
+            *_scale_traffic(batch_plan.gradient_accumulation_steps, rows),
             Traffic(
                 "send",
                 num_sends * message_bytes,
@@ -215,11 +215,11 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
     return stage_traffic
 
 
-def _scaled(count: int, traffic: list[Traffic]) -> list[Traffic]:
+def _scale_traffic(count: int, traffic: list[Traffic]) -> list[Traffic]:
     return [replace(row, bytes=count * row.bytes, calls=count * row.calls) for row in traffic]
 
 
-def _powersgd(shapes: Shapes, rank: int) -> int:
+def _powersgd_elements(shapes: Shapes, rank: int) -> int:
     """Numbers that PowerSGD sends: of a tensor as a matrix [n, m] two thin ones of n x rank and rank x m, where they
     have less than half of its numbers; of others all (arXiv 1905.13727, algorithm 1; PyTorch's powerSGD_hook)."""
     total = 0
@@ -270,7 +270,7 @@ def server_loads(shapes: Shapes, num_servers: int) -> list[int]:
     return loads
 
 
-def _padded(shapes: Shapes, ranks: int) -> int:
+def _padded_elements(shapes: Shapes, ranks: int) -> int:
     return sum(ranks * max_shard_elements(shape, ranks) for shape in shapes.values())
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from math import ceil, sqrt
 
 
-def peak_layers_held(layers: int, checkpoints: int) -> int:
+def peak_saved_layers(layers: int, checkpoints: int) -> int:
     """Layers' worth held at the peak: one input for each of so many checkpoints, and all activations of the layers
     between two of them (Chen et al., arXiv 1604.06174, section 4.1, which takes the two to be of one size)."""
     return checkpoints + ceil(layers / checkpoints)
@@ -17,7 +17,7 @@ def optimal_num_checkpoints(layers: int) -> int:
     worth are held."""
 
     def cost(checkpoints: int) -> tuple[int, float]:
-        return peak_layers_held(layers, checkpoints), abs(checkpoints - sqrt(layers))
+        return peak_saved_layers(layers, checkpoints), abs(checkpoints - sqrt(layers))
 
     return min(range(1, layers + 1), key=cost)
 

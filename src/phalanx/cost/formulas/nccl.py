@@ -17,14 +17,14 @@ Link = Literal["nvlink", "pci"]
 """Between the GPUs of a node."""
 Cpu = Literal["intel", "amd"]
 
-_By = dict[Protocol, float]
+_ByProtocol = dict[Protocol, float]
 
-BASE_MICROSECONDS: dict[Algorithm, _By] = {
+BASE_MICROSECONDS: dict[Algorithm, _ByProtocol] = {
     "tree": {"LL": 6.8, "LL128": 14.0, "Simple": 8.4},
     "ring": {"LL": 6.6, "LL128": 14.0, "Simple": 8.4},
 }
 """To start at all."""
-HOP_MICROSECONDS: dict[Link | Literal["net"], dict[Algorithm, _By]] = {
+HOP_MICROSECONDS: dict[Link | Literal["net"], dict[Algorithm, _ByProtocol]] = {
     "nvlink": {
         "tree": {"LL": 0.6, "LL128": 1.25, "Simple": 4.0},
         "ring": {"LL": 0.6, "LL128": 1.9, "Simple": 3.4},

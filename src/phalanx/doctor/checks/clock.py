@@ -8,7 +8,7 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 
-OFFSET_SECONDS = 30
+MAX_OFFSET_SECONDS = 30
 SYNCHRONISED = CheckRule(
     "clock.synchronised",
     "whether the clock follows a server's",
@@ -23,7 +23,7 @@ OFFSET = CheckRule(
     "clock.offset",
     "how far the clock is from the server's",
     "FAIL",
-    f"at most {OFFSET_SECONDS}",
+    f"at most {MAX_OFFSET_SECONDS}",
     "s",
     "Primus (clock skew 30 s)",
     "set the clock",
@@ -41,7 +41,7 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
         offset = re.search(r"^System time\s*: ([\d.]+) seconds", output.text, re.MULTILINE)
         sync_findings = check_values(SYNCHRONISED, {"": status[1]}, "Not synchronised".__eq__) if status else []
         offset_findings = (
-            check_values(OFFSET, {"": float(offset[1])}, lambda seconds: seconds > OFFSET_SECONDS)
+            check_values(OFFSET, {"": float(offset[1])}, lambda seconds: seconds > MAX_OFFSET_SECONDS)
             if offset
             else UNKNOWN
         )

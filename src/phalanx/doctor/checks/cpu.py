@@ -60,18 +60,18 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
     with_gpus = has_several_numa_nodes and bool(pci.pci_devices(machine, pci.GPU, pci.NVIDIA))
     return [
-        *_governors(machine),
-        _offline(machine),
+        *_check_governors(machine),
+        _check_offline(machine),
         *(
             check_values(BALANCING, {"": balancing}, lambda flag: flag != "0")
             if with_gpus and balancing is not None
             else [BALANCING.skip("no GPUs on several NUMA nodes")]
         ),
-        _bf16(machine, expected),
+        _check_bf16(machine, expected),
     ]
 
 
-def _bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
+def _check_bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
     if expected.precision != "bf16" or not pci.runs_on_cpu(machine, expected):
         return BF16.skip("no run for CPUs in bf16")
     match = re.search(r"^(?:flags|Features)\s*: (.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
@@ -82,35 +82,35 @@ def _bf16(machine: Machine, expected: Expectations) -> DoctorFinding:
     return BF16.violation("", f"no {', '.join(missing)}") if missing and "bf16" not in flags else BF16.ok("yes")
 
 
-def _offline(machine: Machine) -> DoctorFinding:
+def _check_offline(machine: Machine) -> DoctorFinding:
     """Of the cores that are there: a virtual machine lists those that it might have. Without SMT half are meant off."""
     offline, present, smt = (machine.read(f"{CPUS}/{name}") for name in ("offline", "present", "smt/control"))
     if offline is None:
         return OFFLINE.skip("the kernel does not show it")
     if smt in ("off", "forceoff"):
         return OFFLINE.skip("SMT is switched off")
-    offline_cores = _cores(offline) & _cores(present) if present else _cores(offline)
+    offline_cores = _parse_cpu_list(offline) & _parse_cpu_list(present) if present else _parse_cpu_list(offline)
     return OFFLINE.violation(offline, offline) if offline_cores else OFFLINE.ok("none")
 
 
-def _cores(listed: str) -> set[int]:
+def _parse_cpu_list(listed: str) -> set[int]:
     """Of a list as the kernel writes it: 0-3,8."""
     ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
     return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
-def _governors(machine: Machine) -> list[DoctorFinding]:
+def _check_governors(machine: Machine) -> list[DoctorFinding]:
     paths = machine.glob(f"{CPUS}/cpu[0-9]*/cpufreq/scaling_governor")
     governors = {path.split("/")[5]: machine.read(path) or "" for path in paths}
     if not governors:
         return [GOVERNOR.skip("the kernel does not show it")]
     unusual = sorted({governor for governor in governors.values() if governor != "performance"})
-    return [GOVERNOR.violation(_named(governors, governor), governor) for governor in unusual] or [
+    return [GOVERNOR.violation(_describe_cores(governors, governor), governor) for governor in unusual] or [
         GOVERNOR.ok("performance")
     ]
 
 
-def _named(governors: dict[str, str], name: str) -> str:
+def _describe_cores(governors: dict[str, str], name: str) -> str:
     """Those with a governor, as one device: cpu0, or the first of several and how many."""
     cores = [core for core, governor in governors.items() if governor == name]
     return cores[0] if len(cores) == 1 else f"{cores[0]} and {len(cores) - 1} more"

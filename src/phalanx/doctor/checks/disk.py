@@ -18,7 +18,7 @@ from phalanx.spec.formatting import GB
 FULL_WARN, FULL_FAIL = 80, 95
 WRITE_MB_PER_SECOND = 100
 MB = 1e6
-WRITTEN_MIB, QUICKLY_MIB = 256, 64
+WRITE_MIB, QUICK_WRITE_MIB = 256, 64
 WRITE_SECONDS = 20
 FULL = CheckRule(
     "disk.full",
@@ -93,16 +93,16 @@ def space(machine: Machine, name: str, path: str) -> Space | None:
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Where the run would write."""
-    directory = _where(machine, expected)
+    directory = _existing_directory(machine, expected)
     disk_space = space(machine, "df_runs", directory)
     unknown = [rule.skip(f"df says nothing of {directory}") for rule in (FULL, VERY_FULL, ROOM)]
     return [
-        *(_space(disk_space, directory, _needed_bytes(machine, expected)) if disk_space else unknown),
-        *_write(machine, directory, expected.quick),
+        *(_check_space(disk_space, directory, _needed_bytes(machine, expected)) if disk_space else unknown),
+        *_check_write(machine, directory, expected.quick),
     ]
 
 
-def _where(machine: Machine, expected: Expectations) -> str:
+def _existing_directory(machine: Machine, expected: Expectations) -> str:
     """The directory, or the nearest above it that is there."""
     directory = Path(expected.directory)
     if machine.root:
@@ -119,7 +119,7 @@ def _needed_bytes(machine: Machine, expected: Expectations) -> int:
     )
 
 
-def _space(disk_space: Space, directory: str, needed_bytes: int) -> list[DoctorFinding]:
+def _check_space(disk_space: Space, directory: str, needed_bytes: int) -> list[DoctorFinding]:
     full = check_values(VERY_FULL, {directory: disk_space.percent}, lambda percent: percent >= FULL_FAIL)
     if full[0].severity == "OK":
         full += check_values(FULL, {directory: disk_space.percent}, lambda percent: percent >= FULL_WARN)
@@ -134,8 +134,8 @@ def _space(disk_space: Space, directory: str, needed_bytes: int) -> list[DoctorF
     ]
 
 
-def _write(machine: Machine, directory: str, quick: bool) -> list[DoctorFinding]:
-    size = str(QUICKLY_MIB if quick else WRITTEN_MIB)
+def _check_write(machine: Machine, directory: str, quick: bool) -> list[DoctorFinding]:
+    size = str(QUICK_WRITE_MIB if quick else WRITE_MIB)
     argv = sys.executable, "-m", "phalanx.doctor.disk_write_probe", directory, size
     output = machine.run("write", *argv, seconds=WRITE_SECONDS)
     match = re.search(r"(\d+) bytes in ([\d.]+) s", output.text) if output and output.code == 0 else None

@@ -7,7 +7,7 @@ from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import nvidia_smi
 
-CORRECTED = 50_000_000
+MAX_CORRECTED_ERRORS = 50_000_000
 """GCM (Meta): corrected errors > 50 million."""
 UNCORRECTED_RULE = CheckRule(
     "ecc.uncorrected",
@@ -23,7 +23,7 @@ CORRECTED_RULE = CheckRule(
     "ecc.corrected",
     "corrected ECC errors since the driver was loaded",
     "WARN",
-    f"at most {CORRECTED:,}",
+    f"at most {MAX_CORRECTED_ERRORS:,}",
     "errors",
     "GCM (corrected > 50 M)",
     "have {device} tested at the next maintenance",
@@ -61,13 +61,15 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
             UNCORRECTED_RULE, nvidia_smi.numeric_field(rows, volatile("uncorrected")), lambda count: count > 0
         ),
         *check_values(
-            CORRECTED_RULE, nvidia_smi.numeric_field(rows, volatile("corrected")), lambda count: count > CORRECTED
+            CORRECTED_RULE,
+            nvidia_smi.numeric_field(rows, volatile("corrected")),
+            lambda count: count > MAX_CORRECTED_ERRORS,
         ),
-        *_rows(machine),
+        *_check_row_remapping(machine),
     ]
 
 
-def _rows(machine: Machine) -> list[DoctorFinding]:
+def _check_row_remapping(machine: Machine) -> list[DoctorFinding]:
     """Of drivers and GPUs that remap rows (since Ampere)."""
     pending, failure = "remapped_rows.pending", "remapped_rows.failure"
     try:
@@ -75,11 +77,11 @@ def _rows(machine: Machine) -> list[DoctorFinding]:
     except CheckSkipped as skipped:
         return [rule.skip(str(skipped)) for rule in (PENDING, FAILED)]
     return [
-        *check_values(PENDING, nvidia_smi.text_field(rows, pending), _said),
-        *check_values(FAILED, nvidia_smi.text_field(rows, failure), _said),
+        *check_values(PENDING, nvidia_smi.text_field(rows, pending), _is_set),
+        *check_values(FAILED, nvidia_smi.text_field(rows, failure), _is_set),
     ]
 
 
-def _said(value: str) -> bool:
+def _is_set(value: str) -> bool:
     """Of some drivers Yes and No, of others numbers."""
     return value not in ("No", "0")

@@ -10,8 +10,8 @@ from phalanx.spec.formatting import MIB
 
 BUSY_MIB = 2048
 """Primus: HBM in use of 2 GiB and more before a run."""
-IDENTITY = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
-STATE = (
+IDENTITY_FIELDS = ("index", "name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "vbios_version")
+STATE_FIELDS = (
     "index",
     "persistence_mode",
     "mig.mode.current",
@@ -132,22 +132,22 @@ INFOROM = CheckRule(
     "nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
 )
 RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
-SLOW = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
+SLOWDOWN_FIELDS = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """GPUs of NVIDIA; of none Skip is raised, but where the run needs some."""
     devices = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
-    if not devices and not expected.gpus and not _listed(machine):
+    if not devices and not expected.gpus and not _has_gpus(machine):
         raise CheckSkipped("no NVIDIA GPU")
-    identity = _identity(machine)
+    identity = _query_identity(machine)
     if isinstance(identity, DoctorFinding):
         if expected.gpus == 0:
             raise CheckSkipped(f"nvidia-smi: {identity.measured}; the run is for CPUs")
         return [identity]
-    all_rows = nvidia_smi.parse_csv(identity, IDENTITY)
+    all_rows = nvidia_smi.parse_csv(identity, IDENTITY_FIELDS)
     rows = {gpu: row for gpu, row in all_rows.items() if _is_visible(machine, gpu)}
-    expected_count = max(expected.gpus or 0, _given(machine, devices))
+    expected_count = max(expected.gpus or 0, _expected_gpu_count(machine, devices))
     needed_mib = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
     total, used = nvidia_smi.numeric_field(rows, "memory.total"), nvidia_smi.numeric_field(rows, "memory.used")
     free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
@@ -167,15 +167,15 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
             if needed_mib
             else ()
         ),
-        *_inforom(identity, all_rows),
-        *_state(machine),
+        *_check_inforom(identity, all_rows),
+        *_check_state(machine),
     ]
 
 
-def _listed(machine: Machine) -> bool:
+def _has_gpus(machine: Machine) -> bool:
     """Whether nvidia-smi lists some: under WSL they are on no bus, and machines without any may have the driver."""
     output = machine.run("smi_list", "nvidia-smi", "-L")
-    return output is not None and output.code in nvidia_smi.WELL and "GPU " in output.text
+    return output is not None and output.code in nvidia_smi.SUCCESS_CODES and "GPU " in output.text
 
 
 def _is_visible(machine: Machine, gpu: str) -> bool:
@@ -185,7 +185,7 @@ def _is_visible(machine: Machine, gpu: str) -> bool:
     return gpu.removeprefix("GPU") in names if by_number else True
 
 
-def _given(machine: Machine, devices: list[str]) -> int:
+def _expected_gpu_count(machine: Machine, devices: list[str]) -> int:
     """GPUs of the bus that this process should see. A container has the device files of its own, but all of the bus; to
     a job Slurm says how many it has. One that no driver took has no file, and is missed all the same."""
     files = len(machine.glob("/dev/nvidia[0-9]*")) or len(devices)
@@ -194,30 +194,30 @@ def _given(machine: Machine, devices: list[str]) -> int:
     return min(len(devices), without_driver + (min(files, int(allocated)) if allocated.isdecimal() else files))
 
 
-def _identity(machine: Machine) -> str | DoctorFinding:
-    fields = ",".join(IDENTITY)
+def _query_identity(machine: Machine) -> str | DoctorFinding:
+    fields = ",".join(IDENTITY_FIELDS)
     try:
         output = machine.run("smi_identity", "nvidia-smi", f"--query-gpu={fields}", "--format=csv,nounits")
     except CommandTimeout:
         return ANSWERS.violation("", f"no answer in {COMMAND_SECONDS} s")
     if output is None:
         return ANSWERS.violation("", "not installed")
-    if output.code not in nvidia_smi.WELL or "," not in output.text:
+    if output.code not in nvidia_smi.SUCCESS_CODES or "," not in output.text:
         return ANSWERS.violation("", nvidia_smi.first_line(output.text))
     return output.text
 
 
-def _inforom(output: str, rows: dict[str, nvidia_smi.Row]) -> list[DoctorFinding]:
+def _check_inforom(output: str, rows: dict[str, nvidia_smi.Row]) -> list[DoctorFinding]:
     names = {pci.normalize_pci_address(row.get("pci.bus_id", "")): gpu for gpu, row in rows.items()}
-    corrupted = map(pci.normalize_pci_address, nvidia_smi.CORRUPTED.findall(output))
+    corrupted = map(pci.normalize_pci_address, nvidia_smi.CORRUPTED_PATTERN.findall(output))
     return [INFOROM.violation(names.get(address, address), "corrupted") for address in corrupted] or [
         INFOROM.ok("not corrupted")
     ]
 
 
-def _state(machine: Machine) -> list[DoctorFinding]:
+def _check_state(machine: Machine) -> list[DoctorFinding]:
     try:
-        all_rows = nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE)
+        all_rows = nvidia_smi.query_gpus(machine, "smi_state", "gpu", *STATE_FIELDS)
     except CheckSkipped as skipped:
         return [rule.skip(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
     rows = {gpu: row for gpu, row in all_rows.items() if _is_visible(machine, gpu)}
@@ -231,7 +231,7 @@ def _state(machine: Machine) -> list[DoctorFinding]:
         if limit < defaults.get(gpu, 0)
     ]
     slow = {
-        gpu: " ".join(nvidia_smi.text_field({gpu: row}, field).get(gpu, "") for field in SLOW)
+        gpu: " ".join(nvidia_smi.text_field({gpu: row}, field).get(gpu, "") for field in SLOWDOWN_FIELDS)
         for gpu, row in rows.items()
     }
     slow = {gpu: reasons for gpu, reasons in slow.items() if reasons.strip()}

@@ -11,7 +11,7 @@ from phalanx.doctor.machine import CommandTimeout, Machine
 from phalanx.doctor.probes import pci
 from phalanx.doctor.probes.nvidia_smi import first_line
 
-OF_HARDWARE = frozenset(
+HARDWARE_XIDS = frozenset(
     (
         48,
         *range(56, 59),
@@ -30,7 +30,7 @@ OF_HARDWARE = frozenset(
 )
 """Xids that OCI takes for the hardware's, and NVIDIA's of later GPUs: an unrecovered ECC error (140), and NVLink's of
 Blackwell (144 to 150). Others mostly follow from a program's mistake."""
-RECOVERY, HARMLESS = 154, ("None", "Drain P2P")
+RECOVERY_XID, HARMLESS_ACTIONS = 154, ("None", "Drain P2P")
 """The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
 XID = CheckRule(
     "kernel.xid",
@@ -42,7 +42,7 @@ XID = CheckRule(
     "drain the node, reset {device} or reboot; replace the GPU if it comes back",
     "dmesg | grep -i xid; nvidia-bug-report.sh",
 )
-OTHER_XID = CheckRule(
+SOFTWARE_XID = CheckRule(
     "kernel.xid_software",
     "other Xids in the kernel's log",
     "WARN",
@@ -62,7 +62,7 @@ SWITCH = CheckRule(
     "drain the node; reset all GPUs and switches",
     "dmesg | grep -i sxid; nvidia-smi --gpu-reset",
 )
-LOST = CheckRule(
+GPU_LOST = CheckRule(
     "kernel.gpu_lost",
     "GPUs that fell off the bus",
     "FAIL",
@@ -72,7 +72,7 @@ LOST = CheckRule(
     "drain the node, power it off and on; have {device} reseated",
     "dmesg | grep 'fallen off the bus'",
 )
-LIMITED = CheckRule(
+PCIE_LIMITED = CheckRule(
     "kernel.pcie_limited",
     "GPUs and RDMA cards that the kernel says are limited",
     "WARN",
@@ -122,15 +122,15 @@ DISK = CheckRule(
     "replace {device}; check its file system",
     "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
 )
-RULES = (XID, OTHER_XID, SWITCH, LOST, LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
-AN_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
-AN_ACTION = re.compile(r"recovery action changed from .* to \S+ \((.*?)\)")
+RULES = (XID, SOFTWARE_XID, SWITCH, GPU_LOST, PCIE_LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
+XID_PATTERN = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
+ACTION_PATTERN = re.compile(r"recovery action changed from .* to \S+ \((.*?)\)")
 """Of a MIG instance it has that, too: (PCI:0000:52:00 GPU-I:05)."""
-AT = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
+DEVICE_PATTERN = r"(?P<device>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d)"
 PATTERNS = (
     (SWITCH, r"(?P<device>nvidia-nvswitch\d+): SXid \([^)]*\): (?P<what>\d+), Fatal"),
-    (LIMITED, AT + r": (?P<what>[\d.]+ Gb/s available PCIe bandwidth, limited by.*)"),
-    (AER, AT + r": (?:AER: )?PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
+    (PCIE_LIMITED, DEVICE_PATTERN + r": (?P<what>[\d.]+ Gb/s available PCIe bandwidth, limited by.*)"),
+    (AER, DEVICE_PATTERN + r": (?:AER: )?PCIe Bus Error: severity=(?P<what>Uncorrect\w+ \([\w-]+\))"),
     (MACHINE_CHECK, r"mce: (?P<what>\[Hardware Error\]: .*)"),
     (MACHINE_CHECK, r"EDAC (?P<device>MC\d+): (?P<what>\d+ [CU]E)"),
     (OUT_OF_MEMORY, r"[Oo]ut of memory: Kill(?:ed)? process \d+ \((?P<device>[^)]*)\)"),
@@ -139,7 +139,7 @@ PATTERNS = (
     (DISK, r"XFS \((?P<device>[\w-]+)\): (?P<what>.*(?:Shutting down filesystem|has been shut down))"),
 )
 """As drivers write them (Linux: drivers/pci, drivers/edac, mm/oom_kill.c, block, fs/ext4, fs/xfs; SXid: NVIDIA)."""
-A_LOSS = re.compile(r"NVRM: (?:.*PCI:|GPU )([0-9a-fA-F:.]+)\b.*fallen off the bus")
+GPU_LOST_PATTERN = re.compile(r"NVRM: (?:.*PCI:|GPU )([0-9a-fA-F:.]+)\b.*fallen off the bus")
 SOURCES = (
     ("kernel_log", "dmesg", "--notime"),
     ("kernel_journal", "journalctl", "--quiet", "-k", "-b", "-o", "cat", "--lines=20000"),
@@ -149,14 +149,16 @@ SOURCES = (
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """One finding for each kind of trouble of each device, with what was said last."""
-    text = _log(machine)
+    text = _read_logs(machine)
     gpus, cards = pci.pci_devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
     pattern_findings = [
         finding
-        for finding in _of_patterns(text)
-        if finding.id != LIMITED.id or finding.device in cards or (finding.device in gpus and _lacks_lanes(finding))
+        for finding in _pattern_findings(text)
+        if finding.id != PCIE_LIMITED.id
+        or finding.device in cards
+        or (finding.device in gpus and _lacks_lanes(finding))
     ]
-    findings = [*_of_gpus(text), *pattern_findings]
+    findings = [*_xid_findings(text), *pattern_findings]
     ids = {finding.id for finding in findings}
     return [*findings, *(rule.ok("none") for rule in RULES if rule.id not in ids)]
 
@@ -166,7 +168,7 @@ def _lacks_lanes(limited: DoctorFinding) -> bool:
     return len(set(re.findall(r"x(\d+) link", str(limited.measured)))) > 1
 
 
-def _log(machine: Machine) -> str:
+def _read_logs(machine: Machine) -> str:
     """Of all who keep one, the newest last: the kernel's own forgets what came first."""
     texts: list[str] = []
     messages: list[str] = []
@@ -190,22 +192,22 @@ def _log(machine: Machine) -> str:
     raise CheckSkipped(f"the kernel's log may not be read ({'; '.join(messages)}): ask as root")
 
 
-def _of_gpus(text: str) -> list[DoctorFinding]:
+def _xid_findings(text: str) -> list[DoctorFinding]:
     """Xids, the last of each kind, of each GPU; of one that is lost, that."""
-    lost = sorted({pci.normalize_pci_address(address.rstrip(":")) for address in A_LOSS.findall(text)})
+    lost = sorted({pci.normalize_pci_address(address.rstrip(":")) for address in GPU_LOST_PATTERN.findall(text)})
     latest: dict[tuple[str, str], DoctorFinding] = {}
-    for bus_address, number, message in AN_XID.findall(text):
-        address, xid, action = pci.normalize_pci_address(bus_address), int(number), AN_ACTION.search(message)
-        if xid != RECOVERY or action is None:
-            rule = XID if xid in OF_HARDWARE else OTHER_XID
+    for bus_address, number, message in XID_PATTERN.findall(text):
+        address, xid, action = pci.normalize_pci_address(bus_address), int(number), ACTION_PATTERN.search(message)
+        if xid != RECOVERY_XID or action is None:
+            rule = XID if xid in HARDWARE_XIDS else SOFTWARE_XID
             latest[address, rule.id] = rule.violation(address, xid)
-        elif action[1] not in HARMLESS:  # an Xid before it says why
+        elif action[1] not in HARMLESS_ACTIONS:  # an Xid before it says why
             latest.setdefault((address, XID.id), XID.violation(address, f"{xid}: {action[1]}"))
     xids = [finding for (address, _), finding in latest.items() if address not in lost]
-    return [*(LOST.violation(address, "fallen off the bus") for address in lost), *xids]
+    return [*(GPU_LOST.violation(address, "fallen off the bus") for address in lost), *xids]
 
 
-def _of_patterns(text: str) -> list[DoctorFinding]:
+def _pattern_findings(text: str) -> list[DoctorFinding]:
     latest: dict[tuple[str, str], DoctorFinding] = {}
     for rule, pattern in PATTERNS:
         for match in re.finditer(pattern, text):

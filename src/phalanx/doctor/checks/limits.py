@@ -50,9 +50,9 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Of this process, as ranks started beside it would have them."""
     limits = machine.read("/proc/self/limits") or ""
     locked = re.search(r"^Max locked memory\s+(\d+|unlimited)", limits, re.MULTILINE)
-    shm_space, min_gib = space(machine, "df_shm", "/dev/shm"), _least_shm_gib(machine)
+    shm_space, min_gib = space(machine, "df_shm", "/dev/shm"), _min_shm_gib(machine)
     if not rdma_ports.rdma_devices(machine):
-        memlock = [MEMLOCK.skip(rdma_ports.NONE)]
+        memlock = [MEMLOCK.skip(rdma_ports.NO_DEVICE)]
     elif expected.gpus == 0:
         memlock = [MEMLOCK.skip(rdma_ports.NOT_USED)]
     elif locked is None:
@@ -76,7 +76,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     ]
 
 
-def _least_shm_gib(machine: Machine) -> float:
+def _min_shm_gib(machine: Machine) -> float:
     """What Primus asks of GPU nodes; of a small memory less than the half that /dev/shm has by itself (Linux)."""
     total = memory.sizes(machine).get("MemTotal", 0) / GIB
     return min(SHM_GIB, SHM_SHARE * total) if total else SHM_GIB

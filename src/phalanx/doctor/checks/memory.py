@@ -12,12 +12,12 @@ from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import pci
 from phalanx.spec.formatting import GIB
 
-LEAST_FREE = 0.1
+MIN_FREE_SHARE = 0.1
 AVAILABLE = CheckRule(
     "memory.available",
     "share of memory that is available",
     "WARN",
-    f"at least {100 * LEAST_FREE:g}",
+    f"at least {100 * MIN_FREE_SHARE:g}",
     "%",
     "ours: below that the kernel reclaims while it works",
     "end what earlier jobs left behind",
@@ -34,8 +34,8 @@ HEADROOM = CheckRule(
     "phalanx memory RUN.toml; free -h",
 )
 RULES = (AVAILABLE, HEADROOM)
-VERSION_2 = "/sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat"), "(?:in)?active_file"
-VERSION_1 = (
+CGROUP_V2 = "/sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat"), "(?:in)?active_file"
+CGROUP_V1 = (
     "/sys/fs/cgroup/memory",
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"),
     "total_(?:in)?active_file",
@@ -50,7 +50,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     if not meminfo.get("MemTotal") or "MemAvailable" not in meminfo:
         raise CheckSkipped("/proc/meminfo does not say")
     total, available = meminfo["MemTotal"], meminfo["MemAvailable"]
-    for limit, used in _groups(machine):
+    for limit, used in _cgroup_usage(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
     on_cpus = pci.runs_on_cpu(machine, expected)
     needed_bytes = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
@@ -58,7 +58,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     reason = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
     free, threshold = {"": round(available / GIB, 2)}, f"at least {needed_bytes / GIB:.2f}"
     return [
-        *check_values(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * LEAST_FREE),
+        *check_values(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * MIN_FREE_SHARE),
         *(
             check_values(HEADROOM, free, lambda gib: gib < needed_bytes / GIB, threshold)
             if needed_bytes
@@ -73,14 +73,14 @@ def sizes(machine: Machine) -> dict[str, int]:
     return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
 
 
-def _groups(machine: Machine) -> Iterator[tuple[int, int]]:
+def _cgroup_usage(machine: Machine) -> Iterator[tuple[int, int]]:
     """Limit and use of this process's cgroup and of those above it: a job of Slurm has one, a container sees its own as
     the root. Pages of files are not counted: the kernel takes them back before it kills, as MemAvailable reckons."""
     lines = (machine.read("/proc/self/cgroup") or "0::/").splitlines()
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, names, cached = VERSION_1 if controllers else VERSION_2
+        root, names, cached = CGROUP_V1 if controllers else CGROUP_V2
         for directory in (PurePosixPath(path), *PurePosixPath(path).parents):
             limit, used, stat = (machine.read(f"{root}{str(directory).rstrip('/')}/{name}") or "" for name in names)
             if limit.isdecimal() and used.isdecimal() and int(limit):

@@ -8,13 +8,13 @@ from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values, most_
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes.nvidia_smi import leading_number
 
-LEAST = 4200
+MIN_MTU = 4200
 """RDMA's 4096 bytes and its headers; Ethernet's usual 1500 leave packets of 1024."""
 LARGE = CheckRule(
     "mtu.large",
     "MTU of the interfaces of RoCE ports",
     "WARN",
-    f"at least {LEAST}",
+    f"at least {MIN_MTU}",
     "bytes",
     "NVIDIA, RoCE (RDMA MTU 4096 needs 4200)",
     "set the MTU of {device} to 9000, on its switch port too",
@@ -42,4 +42,4 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     majority_mtu = most_common(sizes.values()) or 0.0
     other = check_values(SAME, sizes, lambda size: size != majority_mtu, f"{majority_mtu:g}")
     common = {name: size for name, size in sizes.items() if size == majority_mtu}
-    return [*check_values(LARGE, common, lambda size: size < LEAST), *other]
+    return [*check_values(LARGE, common, lambda size: size < MIN_MTU), *other]

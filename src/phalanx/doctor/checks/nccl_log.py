@@ -45,11 +45,11 @@ VERSION = CheckRule(
     "python -c 'import torch; print(torch.cuda.nccl.version())'",
 )
 RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
-LINE = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
+LINE_PATTERN = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
 """host:pid:tid [device] NCCL INFO ..., and of a warning its place in the source, as NCCL's src/debug.cc writes them;
 before it what launchers write: "0: " (srun), "[default0]:" (torchrun), "[1,0]<stdout>:" (mpirun)."""
-A_VERSION = re.compile(r"(?:^|[\s:\]>])NCCL version (\S+)")
-BEFORE_TIME = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
+VERSION_PATTERN = re.compile(r"(?:^|[\s:\]>])NCCL version (\S+)")
+TIMESTAMP_PREFIX = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\]\s*")
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
@@ -60,20 +60,20 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     text = machine.read(path if machine.root else str(Path(path).absolute()))
     if text is None:
         raise CheckSkipped(f"{path} cannot be read")
-    return judged(text, bool(rdma_ports.rdma_devices(machine)))
+    return log_findings(text, bool(rdma_ports.rdma_devices(machine)))
 
 
-def judged(text: str, rdma: bool) -> list[DoctorFinding]:
+def log_findings(text: str, rdma: bool) -> list[DoctorFinding]:
     """What a log says, on machines with RDMA devices or without."""
-    log_lines = [BEFORE_TIME.sub("", line) for line in text.splitlines()]
-    lines = [(match[1], match[2], match[3]) for match in map(LINE.match, log_lines) if match]
+    log_lines = [TIMESTAMP_PREFIX.sub("", line) for line in text.splitlines()]
+    lines = [(match[1], match[2], match[3]) for match in map(LINE_PATTERN.match, log_lines) if match]
     if not lines:
         raise CheckSkipped("no line of NCCL in the log")
     rdma_channels = [message for _, _, message in lines if "via NET/" in message and "/Socket" not in message]
     warnings = {host: message for host, level, message in lines if level == "WARN"}
     indirect = sum("GDRDMA" not in message for message in rdma_channels)
     return [
-        *_fallback(lines, rdma),
+        *_fallback_findings(lines, rdma),
         *(
             check_values(DIRECT, {"": indirect}, lambda count: count > 0)
             if rdma_channels
@@ -83,11 +83,11 @@ def judged(text: str, rdma: bool) -> list[DoctorFinding]:
             [WARNINGS.violation(host, message, host=host) for host, message in warnings.items()]
             or [WARNINGS.ok("none")]
         ),
-        *_versions(log_lines),
+        *_version_findings(log_lines),
     ]
 
 
-def _fallback(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[DoctorFinding]:
+def _fallback_findings(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[DoctorFinding]:
     """Hosts of which some rank took sockets, where cards are there or others took another network."""
     choices = [(host, message.rpartition(" ")[2]) for host, _, message in lines if message.startswith("Using network ")]
     networks = {network for _, network in choices}
@@ -100,9 +100,9 @@ def _fallback(lines: Sequence[tuple[str, str, str]], rdma: bool) -> list[DoctorF
     return fallback or [SOCKETS.ok(", ".join(sorted(networks)) or "not said")]
 
 
-def _versions(lines: Sequence[str]) -> list[DoctorFinding]:
+def _version_findings(lines: Sequence[str]) -> list[DoctorFinding]:
     """Every version but that of most lines; up to NCCL 2.2x they name no host."""
-    versions = [(LINE.match(line), match[1]) for line in lines if (match := A_VERSION.search(line))]
+    versions = [(LINE_PATTERN.match(line), match[1]) for line in lines if (match := VERSION_PATTERN.search(line))]
     hosts = {(line[1] if line else "", version) for line, version in versions}
     majority = most_common(version for _, version in versions) or ""
     other = [VERSION.violation(host, version, majority, host) for host, version in sorted(hosts) if version != majority]

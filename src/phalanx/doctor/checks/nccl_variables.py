@@ -10,11 +10,18 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 
-INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-LOCAL = ("lo", "docker", "veth", "virbr")
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+LOCAL_PREFIXES = ("lo", "docker", "veth", "virbr")
 """Beginnings of interfaces that no other node reaches."""
-GLOO = INTERFACES[1]
-LEFT_OVER = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO")
+GLOO_VARIABLE = INTERFACE_VARIABLES[1]
+LEFTOVER_VARIABLES = (
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+)
 EXISTS = CheckRule(
     "nccl.interface",
     "interfaces that NCCL_SOCKET_IFNAME takes",
@@ -25,7 +32,7 @@ EXISTS = CheckRule(
     "name an interface of this node in {device}, or unset it",
     "ip -br link; env | grep SOCKET_IFNAME",
 )
-GLOOS = CheckRule(
+GLOO_EXISTS = CheckRule(
     "nccl.gloo_interface",
     "interfaces that GLOO_SOCKET_IFNAME names",
     "FAIL",
@@ -85,51 +92,55 @@ FORCED = CheckRule(
     "unset {device}: it costs bandwidth",
     "unset {device}",
 )
-RULES = (EXISTS, GLOOS, REACHED, UP, ROUTE, CARDS, FORCED)
+RULES = (EXISTS, GLOO_EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """What is set."""
     if not any(name.startswith(("NCCL_", "GLOO_")) for name in machine.environment):
         raise CheckSkipped("no variable of NCCL or gloo is set")
-    interfaces = _there(machine)
-    values = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
+    interfaces = _list_interfaces(machine)
+    values = {name: machine.environment[name] for name in INTERFACE_VARIABLES if machine.environment.get(name)}
     selected = {
-        name: [interface for interface in interfaces if _taken(name, value, interface)]
+        name: [interface for interface in interfaces if _selects_interface(name, value, interface)]
         for name, value in values.items()
     }
-    leftover = {name: machine.environment[name] for name in LEFT_OVER if _forced(machine, name)}
+    leftover = {name: machine.environment[name] for name in LEFTOVER_VARIABLES if _is_forced(machine, name)}
     return [
-        *_interfaces(machine, values, selected, interfaces, expected.nodes == 1),
-        _route(machine, [name for name in selected.get(INTERFACES[0], []) if not name.startswith(LOCAL)]),
-        *_cards(machine),
+        *_check_interfaces(machine, values, selected, interfaces, expected.nodes == 1),
+        _check_route(
+            machine, [name for name in selected.get(INTERFACE_VARIABLES[0], []) if not name.startswith(LOCAL_PREFIXES)]
+        ),
+        *_check_cards(machine),
         *([FORCED.violation(name, value) for name, value in leftover.items()] or [FORCED.ok("none")]),
     ]
 
 
 def named_interfaces(machine: Machine) -> list[str]:
     """Those that the variables take and other nodes may reach."""
-    values = {name: machine.environment[name] for name in INTERFACES if machine.environment.get(name)}
-    external = [interface for interface in _there(machine) if not interface.startswith(LOCAL)]
+    values = {name: machine.environment[name] for name in INTERFACE_VARIABLES if machine.environment.get(name)}
+    external = [interface for interface in _list_interfaces(machine) if not interface.startswith(LOCAL_PREFIXES)]
     return [
-        interface for interface in external if any(_taken(name, value, interface) for name, value in values.items())
+        interface
+        for interface in external
+        if any(_selects_interface(name, value, interface) for name, value in values.items())
     ]
 
 
-def _taken(variable: str, value: str, interface: str) -> bool:
-    return interface in _names(value) if variable == GLOO else takes(value, interface)
+def _selects_interface(variable: str, value: str, interface: str) -> bool:
+    return interface in _split_names(value) if variable == GLOO_VARIABLE else matches_interface_filter(value, interface)
 
 
-def _names(value: str) -> list[str]:
+def _split_names(value: str) -> list[str]:
     return [name for name in value.split(",") if name]
 
 
-def _there(machine: Machine) -> list[str]:
+def _list_interfaces(machine: Machine) -> list[str]:
     """Interfaces; bonding_masters, which is beside them, is none."""
     return [path.split("/")[4] for path in machine.glob("/sys/class/net/*/operstate")]
 
 
-def _interfaces(
+def _check_interfaces(
     machine: Machine,
     values: dict[str, str],
     selected: dict[str, list[str]],
@@ -138,45 +149,45 @@ def _interfaces(
 ) -> list[DoctorFinding]:
     """Of the interfaces that each variable takes: some are there, other nodes are reached by them, and one is up."""
     if not values:
-        return [rule.skip("no variable names an interface") for rule in (EXISTS, GLOOS, REACHED, UP)]
-    states = {name: _state(machine, name) for name in interfaces}
+        return [rule.skip("no variable names an interface") for rule in (EXISTS, GLOO_EXISTS, REACHED, UP)]
+    states = {name: _interface_state(machine, name) for name in interfaces}
     available = f"of {', '.join(interfaces)}"
-    nccl_values = {name: value for name, value in values.items() if name != GLOO}
+    nccl_values = {name: value for name, value in values.items() if name != GLOO_VARIABLE}
     missing = [
         EXISTS.violation(name, value, f"one {available}") for name, value in nccl_values.items() if not selected[name]
     ]
     unknown = [
-        GLOOS.violation(GLOO, name, f"some {available}")
-        for name in _names(values.get(GLOO, ""))
+        GLOO_EXISTS.violation(GLOO_VARIABLE, name, f"some {available}")
+        for name in _split_names(values.get(GLOO_VARIABLE, ""))
         if name not in interfaces
     ]
-    local_interfaces = {name: _local(names, states) for name, names in selected.items() if names}
+    local_interfaces = {name: _local_interfaces(names, states) for name, names in selected.items() if names}
     remote_states = {
         name: " ".join(states[interface] for interface in selected[name])
         for name, local in local_interfaces.items()
         if not local
     }
     return [
-        *(missing or [_first(EXISTS, INTERFACES[0], selected)]),
-        *(unknown or [_first(GLOOS, GLOO, selected)]),
+        *(missing or [_first_finding(EXISTS, INTERFACE_VARIABLES[0], selected)]),
+        *(unknown or [_first_finding(GLOO_EXISTS, GLOO_VARIABLE, selected)]),
         *([REACHED.skip("the run has one node")] if is_single_node else check_values(REACHED, local_interfaces, bool)),
         *check_values(UP, remote_states, lambda operstates: "up" not in operstates.split()),
     ]
 
 
-def _first(rule: CheckRule, variable: str, selected: dict[str, list[str]]) -> DoctorFinding:
+def _first_finding(rule: CheckRule, variable: str, selected: dict[str, list[str]]) -> DoctorFinding:
     interfaces = selected.get(variable)
     return rule.ok(interfaces[0]) if interfaces else rule.skip(f"{variable} is not set")
 
 
-def _local(names: list[str], states: dict[str, str]) -> str:
+def _local_interfaces(names: list[str], states: dict[str, str]) -> str:
     """The interfaces among these that no other node reaches, if they would be used: they are up, or all are such."""
-    local = [name for name in names if name.startswith(LOCAL)]
+    local = [name for name in names if name.startswith(LOCAL_PREFIXES)]
     used = local if len(local) == len(names) else [name for name in local if states[name] == "up"]
     return ", ".join(used)
 
 
-def takes(value: str, interface: str) -> bool:
+def matches_interface_filter(value: str, interface: str) -> bool:
     """Whether a list in the form of NCCL_SOCKET_IFNAME takes an interface: beginnings of names; with = the very names;
     with ^ all others."""
     names = [name for name in value.lstrip("^=").split(",") if name]
@@ -185,22 +196,22 @@ def takes(value: str, interface: str) -> bool:
     return matches != value.startswith("^")
 
 
-def _state(machine: Machine, interface: str) -> str:
+def _interface_state(machine: Machine, interface: str) -> str:
     """Of a virtual interface the kernel does not know; that is taken for up."""
     state = machine.read(f"/sys/class/net/{interface}/operstate") or "unknown"
     return "up" if state == "unknown" else state
 
 
-def _forced(machine: Machine, name: str) -> bool:
+def _is_forced(machine: Machine, name: str) -> bool:
     value = machine.environment.get(name, "")
     return value == "0" if name.endswith("ENABLE") else value not in ("", "0")
 
 
-def _route(machine: Machine, allowed: list[str]) -> DoctorFinding:
+def _check_route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     master = machine.environment.get("MASTER_ADDR")
     if not master or not allowed:
         return ROUTE.skip("MASTER_ADDR and NCCL_SOCKET_IFNAME are not both set, and well")
-    address = _address(machine, master)
+    address = _resolve_address(machine, master)
     output = machine.run("route", "ip", "route", "get", address) if address else None
     if output is None:
         return ROUTE.skip(f"{master} is no known address, or `ip` is not installed")
@@ -211,7 +222,7 @@ def _route(machine: Machine, allowed: list[str]) -> DoctorFinding:
     return ROUTE.ok(device) if device in allowed else ROUTE.violation(device, device, f"one of {', '.join(allowed)}")
 
 
-def _address(machine: Machine, name: str) -> str | None:
+def _resolve_address(machine: Machine, name: str) -> str | None:
     """Of a name, which `ip` does not take, the address that the system finds first."""
     with suppress(ValueError):
         return str(ip_address(name))
@@ -219,7 +230,7 @@ def _address(machine: Machine, name: str) -> str | None:
     return next(iter(output.text.split()), None) if output and not output.code else None
 
 
-def _cards(machine: Machine) -> list[DoctorFinding]:
+def _check_cards(machine: Machine) -> list[DoctorFinding]:
     hca_filter, ports = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
     if not hca_filter:
         return [CARDS.skip("NCCL_IB_HCA is not set")]

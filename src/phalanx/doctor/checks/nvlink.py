@@ -9,9 +9,9 @@ from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import nvidia_smi, pci
 
-ERRORS = 5
+ERROR_THRESHOLD = 5
 """Imbue warns of 5 errors of a link; a few since boot are usual."""
-SLOWER = 0.99
+MIN_SPEED_RATIO = 0.99
 """Of the usual speed of a link: its figures are rounded."""
 ACTIVE = CheckRule(
     "nvlink.active",
@@ -47,7 +47,7 @@ ERRORS_RULE = CheckRule(
     "nvlink.errors",
     "replay, recovery and CRC errors of its worst link since the driver was loaded",
     "WARN",
-    f"less than {ERRORS}",
+    f"less than {ERROR_THRESHOLD}",
     "errors",
     "Imbue (>= 5 errors warn)",
     "watch whether they grow in a benchmark; if so, have {device} reseated",
@@ -64,24 +64,27 @@ FABRIC = CheckRule(
     "systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
 )
 RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
-LINK = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
-ERROR = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")
+LINK_PATTERN = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
+ERROR_PATTERN = re.compile(r"Link (\d+): .*(?:Errors?|Total link recovery events|Tx discards): (\d+)")
 """The events are Blackwell's: failed and successful ones are among all."""
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """NVLinks of GPUs that have some, and what routes them: without it all are inactive."""
-    fabric = _fabric_manager(machine)
+    fabric = _check_fabric_manager(machine)
     try:
-        return [*_links(machine), *fabric]
+        return [*_check_links(machine), *fabric]
     except CheckSkipped as skipped:
         if fabric[0].severity == "SKIP":
             raise
         return [*(rule.skip(str(skipped)) for rule in RULES if rule is not FABRIC), *fabric]
 
 
-def _links(machine: Machine) -> list[DoctorFinding]:
-    status = {gpu: LINK.findall("\n".join(lines)) for gpu, lines in _lines(machine, "smi_nvlink", "--status").items()}
+def _check_links(machine: Machine) -> list[DoctorFinding]:
+    status = {
+        gpu: LINK_PATTERN.findall("\n".join(lines))
+        for gpu, lines in _nvlink_lines(machine, "smi_nvlink", "--status").items()
+    }
     speeds = {gpu: [float(speed) for _, down, speed in links if not down] for gpu, links in status.items()}
     if not any(speeds.values()):
         if len(status) < 2 or not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
@@ -95,14 +98,14 @@ def _links(machine: Machine) -> list[DoctorFinding]:
     return [
         *check_values(ACTIVE, down, lambda count: count > 0),
         *check_values(COUNT, counts, lambda count: count != usual_count, f"{usual_count}"),
-        *check_values(SPEED, slowest, lambda speed: speed < SLOWER * usual_speed, f"{usual_speed:g}"),
-        *_errors(machine),
+        *check_values(SPEED, slowest, lambda speed: speed < MIN_SPEED_RATIO * usual_speed, f"{usual_speed:g}"),
+        *_check_errors(machine),
     ]
 
 
-def _errors(machine: Machine) -> list[DoctorFinding]:
+def _check_errors(machine: Machine) -> list[DoctorFinding]:
     try:
-        return check_values(ERRORS_RULE, worst_errors(machine), lambda count: count >= ERRORS)
+        return check_values(ERRORS_RULE, worst_errors(machine), lambda count: count >= ERROR_THRESHOLD)
     except CheckSkipped as skipped:
         return [ERRORS_RULE.skip(str(skipped))]
 
@@ -110,8 +113,8 @@ def _errors(machine: Machine) -> list[DoctorFinding]:
 def errors(machine: Machine) -> dict[str, int]:
     """Errors of every kind of each link, as "GPU0 link 3"; raises Skip where nvidia-smi does not say."""
     counts: dict[str, int] = {}
-    for gpu, lines in _lines(machine, "smi_nvlink_errors", "-e").items():
-        for link, count in ERROR.findall("\n".join(lines)):
+    for gpu, lines in _nvlink_lines(machine, "smi_nvlink_errors", "-e").items():
+        for link, count in ERROR_PATTERN.findall("\n".join(lines)):
             counts[f"{gpu} link {link}"] = counts.get(f"{gpu} link {link}", 0) + int(count)
     return counts
 
@@ -125,11 +128,11 @@ def worst_errors(machine: Machine) -> dict[str, int]:
     return worst
 
 
-def _lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
+def _nvlink_lines(machine: Machine, name: str, flag: str) -> dict[str, list[str]]:
     return nvidia_smi.split_by_gpu(nvidia_smi.run_nvidia_smi(machine, name, "nvlink", flag))
 
 
-def _fabric_manager(machine: Machine) -> list[DoctorFinding]:
+def _check_fabric_manager(machine: Machine) -> list[DoctorFinding]:
     if not pci.pci_devices(machine, pci.BRIDGE, pci.NVIDIA):
         return [FABRIC.skip("no NVSwitch")]
     output = machine.run("fabric_manager", "systemctl", "is-active", "nvidia-fabricmanager")

@@ -51,7 +51,7 @@ NUMA = CheckRule(
     "cat /sys/bus/pci/devices/{device}/numa_node",
 )
 RULES = (WIDTH, SPEED, ERRORS, NUMA)
-TOTAL = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
+TOTAL_PATTERN = re.compile(r"^TOTAL_ERR_\w+ (\d+)", re.MULTILINE)
 
 
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
@@ -61,15 +61,15 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     if not devices:
         raise CheckSkipped("no GPU and no RDMA card on the PCI bus")
     has_several_numa_nodes = len(machine.glob("/sys/devices/system/node/node[0-9]*")) > 1
-    max_widths = {address: _most(machine, address, "max_link_width") for address in devices}
-    widths = {address: _numbers(machine, address, "current_link_width") for address in devices}
-    max_speeds = {address: _most(machine, address, "max_link_speed") for address in cards}
-    speeds = {address: _numbers(machine, address, "current_link_speed") for address in cards}
+    max_widths = {address: _max_supported(machine, address, "max_link_width") for address in devices}
+    widths = {address: _read_number(machine, address, "current_link_width") for address in devices}
+    max_speeds = {address: _max_supported(machine, address, "max_link_speed") for address in cards}
+    speeds = {address: _read_number(machine, address, "current_link_speed") for address in cards}
     nodes = {address: machine.read(f"{pci.DEVICES}/{address}/numa_node") or "" for address in devices}
     error_counts = {address: count for address in devices if (count := errors(machine, address)) is not None}
     return [
-        *_below(WIDTH, widths, max_widths),
-        *_below(SPEED, speeds, max_speeds),
+        *_check_below_max(WIDTH, widths, max_widths),
+        *_check_below_max(SPEED, speeds, max_speeds),
         *check_values(ERRORS, error_counts, lambda count: count > 0),
         *(check_values(NUMA, nodes, "-1".__eq__) if has_several_numa_nodes else [NUMA.skip("one NUMA node")]),
     ]
@@ -87,22 +87,22 @@ def rdma_cards(machine: Machine) -> list[str]:
 def errors(machine: Machine, address: str) -> int | None:
     """Fatal and non-fatal ones since boot; None where the kernel does not count them (virtual machines)."""
     files = (machine.read(f"{pci.DEVICES}/{address}/aer_dev_{kind}") or "" for kind in ("nonfatal", "fatal"))
-    totals = [int(total[1]) for total in map(TOTAL.search, files) if total]
+    totals = [int(total[1]) for total in map(TOTAL_PATTERN.search, files) if total]
     return sum(totals) if totals else None
 
 
-def _numbers(machine: Machine, address: str, name: str) -> float:
+def _read_number(machine: Machine, address: str, name: str) -> float:
     return leading_number(machine.read(f"{pci.DEVICES}/{address}/{name}") or "") or 0
 
 
-def _most(machine: Machine, address: str, name: str) -> float:
+def _max_supported(machine: Machine, address: str, name: str) -> float:
     """What a device and the slot that it sits in can, both."""
     bridge = pci.upstream_bridge(machine, address)
-    values = [_numbers(machine, device, name) for device in (address, bridge) if device]
+    values = [_read_number(machine, device, name) for device in (address, bridge) if device]
     return min((value for value in values if value > 0), default=0)
 
 
-def _below(rule: CheckRule, used: dict[str, float], maxima: dict[str, float]) -> list[DoctorFinding]:
+def _check_below_max(rule: CheckRule, used: dict[str, float], maxima: dict[str, float]) -> list[DoctorFinding]:
     """Devices that use less than they have; of virtual ones, which know 0 or nothing, nothing is said."""
     known = {address: value for address, value in used.items() if value > 0 and maxima[address] > 0}
     below = [

@@ -10,12 +10,12 @@ from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes.nvidia_smi import leading_number
 
-NONE, NOT_USED = "no RDMA device", "a run for CPUs uses no RDMA"
+NO_DEVICE, NOT_USED = "no RDMA device", "a run for CPUs uses no RDMA"
 ROOT = "/sys/class/infiniband"
-FLAPS = 5
+MAX_FLAPS = 5
 """AZNHC: more than 5 link flaps in 24 h."""
-DAY = 86400
-ROUNDED = 0.99
+DAY_SECONDS = 86400
+MIN_RATE_RATIO = 0.99
 STATE = CheckRule(
     "rdma.state",
     "state of each port",
@@ -40,7 +40,7 @@ FLAPPING = CheckRule(
     "rdma.flaps",
     "times that a link went down, in 24 h since boot",
     "WARN",
-    f"at most {FLAPS}",
+    f"at most {MAX_FLAPS}",
     "flaps",
     "AZNHC (> 5 flaps in 24 h)",
     "clean or replace cable and transceiver of {device}",
@@ -99,14 +99,14 @@ def selected_ports(machine: Machine, expected: Expectations) -> dict[str, Port]:
     slower ones are for storage and logins. Raises Skip where there are none, and for runs on CPUs, which use none."""
     ports = rdma_ports(machine)
     if not ports:
-        raise CheckSkipped(NONE)
+        raise CheckSkipped(NO_DEVICE)
     if expected.gpus == 0:
         raise CheckSkipped(NOT_USED)
     hca_filter = machine.environment.get("NCCL_IB_HCA", "")
     if hca_filter:
         return {name: port for name, port in ports.items() if matches_hca_filter(hca_filter, port)}
-    kinds = {name: _kind(machine, port) for name, port in ports.items()}
-    rates = {name: _rate(machine, port) for name, port in ports.items()}
+    kinds = {name: _card_kind(machine, port) for name, port in ports.items()}
+    rates = {name: _read_rate_gbps(machine, port) for name, port in ports.items()}
     fastest = {kinds[name] for name, rate in rates.items() if rate == max(rates.values())}
     return {name: port for name, port in ports.items() if kinds[name] in fastest}
 
@@ -120,12 +120,12 @@ def roce_interfaces(machine: Machine, expected: Expectations) -> dict[str, Port]
     return interfaces
 
 
-def _rate(machine: Machine, port: Port) -> float:
+def _read_rate_gbps(machine: Machine, port: Port) -> float:
     """In Gb/s; 0 where it is not known."""
     return leading_number(machine.read(f"{port.path}/rate") or "") or 0.0
 
 
-def _kind(machine: Machine, port: Port) -> str:
+def _card_kind(machine: Machine, port: Port) -> str:
     """Of card, as its maker calls it."""
     return machine.read(f"{ROOT}/{port.device}/board_id") or ""
 
@@ -145,44 +145,44 @@ def matches_hca_filter(hca_filter: str, port: Port) -> bool:
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """State and speed of the ports that the run would use; others are said to be left out."""
     ports = selected_ports(machine, expected)
-    states = {name: _joined(machine, port, "state", "phys_state") for name, port in ports.items()}
+    states = {name: _read_joined(machine, port, "state", "phys_state") for name, port in ports.items()}
     up = {name: port for name, port in ports.items() if states[name].startswith("4:")}
-    rates = {name: _rate(machine, port) for name, port in up.items()}
-    expected_gbps = max(_wanted_gbps(expected, len(ports)), most_common(rates.values()) or 0.0)
-    days = max(1.0, (leading_number(machine.read("/proc/uptime") or "") or 0) / DAY)
+    rates = {name: _read_rate_gbps(machine, port) for name, port in up.items()}
+    expected_gbps = max(_required_gbps(expected, len(ports)), most_common(rates.values()) or 0.0)
+    days = max(1.0, (leading_number(machine.read("/proc/uptime") or "") or 0) / DAY_SECONDS)
     link_downs = {
         name: leading_number(machine.read(f"{port.path}/counters/link_downed") or "") for name, port in ports.items()
     }
     flaps_per_day = {name: round(count / days, 1) for name, count in link_downs.items() if count is not None}
     return [
-        *_left_out(machine, ports),
+        *_skipped_ports(machine, ports),
         *check_values(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
-        *check_values(RATE, rates, lambda rate: rate < ROUNDED * expected_gbps, f"at least {expected_gbps:g}"),
-        *check_values(FLAPPING, flaps_per_day, lambda count: count > FLAPS),
-        *_firmware(machine, ports),
+        *check_values(RATE, rates, lambda rate: rate < MIN_RATE_RATIO * expected_gbps, f"at least {expected_gbps:g}"),
+        *check_values(FLAPPING, flaps_per_day, lambda count: count > MAX_FLAPS),
+        *_check_firmware(machine, ports),
     ]
 
 
-def _left_out(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
+def _skipped_ports(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
     excluded = [name for name in rdma_ports(machine) if name not in ports]
     reason = "not named by NCCL_IB_HCA" if machine.environment.get("NCCL_IB_HCA") else "of a slower kind than others"
     return [STATE.skip(f"{', '.join(excluded)}: {reason}")] if excluded else []
 
 
-def _joined(machine: Machine, port: Port, *names: str) -> str:
+def _read_joined(machine: Machine, port: Port, *names: str) -> str:
     return ", ".join(machine.read(f"{port.path}/{name}") or "unknown" for name in names)
 
 
-def _wanted_gbps(expected: Expectations, cards: int) -> float:
+def _required_gbps(expected: Expectations, cards: int) -> float:
     """What each card must carry for the network that the run's cluster is said to have."""
     speed, ranks = expected.network_bytes_per_second, expected.ranks
     return 8e-9 * speed * ranks / cards if speed and ranks and cards else 0.0
 
 
-def _firmware(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
+def _check_firmware(machine: Machine, ports: dict[str, Port]) -> list[DoctorFinding]:
     firmware = {port.device: machine.read(f"{ROOT}/{port.device}/fw_ver") for port in ports.values()}
     versions = {device: version for device, version in firmware.items() if version}
-    kinds = {port.device: _kind(machine, port) for port in ports.values()}
+    kinds = {port.device: _card_kind(machine, port) for port in ports.values()}
     common = {
         kind: most_common(versions[device] for device in versions if kinds[device] == kind) for kind in kinds.values()
     }

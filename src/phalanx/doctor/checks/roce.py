@@ -11,7 +11,7 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 
-TC = "NCCL_IB_TC"
+TC_VARIABLE = "NCCL_IB_TC"
 READABLE = CheckRule(
     "roce.readable",
     "what mlnx_qos says of each interface",
@@ -44,12 +44,12 @@ PFC = CheckRule(
 )
 CLASS = CheckRule(
     "roce.traffic_class",
-    f"priority of NCCL's packets ({TC} = 4 x DSCP, and the DSCP's priority)",
+    f"priority of NCCL's packets ({TC_VARIABLE} = 4 x DSCP, and the DSCP's priority)",
     "FAIL",
     "one that PFC keeps from loss",
     "",
     "NVIDIA, RoCE configuration; Primus sets the variable so",
-    f"set {TC} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
+    f"set {TC_VARIABLE} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
     "mlnx_qos -i {device}; export NCCL_IB_TC=106",
 )
 ECN = CheckRule(
@@ -73,9 +73,9 @@ CNP = CheckRule(
     "echo 6 > /sys/class/net/{device}/ecn/roce_np/cnp_802p_prio",
 )
 RULES = (READABLE, TRUST, PFC, CLASS, ECN, CNP)
-PRIORITY = re.compile(r"prio:\s*(\d+) dscp:([\d,]+)")
-ENABLED = re.compile(r"PFC configuration:\s+priority[\s\d]*?\n\s*enabled((?:\s+[01]){8})")
-GLOBAL = re.compile(r"tclass=(\d+)")
+PRIORITY_PATTERN = re.compile(r"prio:\s*(\d+) dscp:([\d,]+)")
+PFC_PATTERN = re.compile(r"PFC configuration:\s+priority[\s\d]*?\n\s*enabled((?:\s+[01]){8})")
+GLOBAL_CLASS_PATTERN = re.compile(r"tclass=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class QosConfig:
 
 def parse_mlnx_qos(text: str) -> QosConfig | None:
     """The answer of mlnx_qos -i; None where it does not have all."""
-    trust, enabled = re.search(r"Priority trust state: (\w+)", text), ENABLED.search(text)
+    trust, enabled = re.search(r"Priority trust state: (\w+)", text), PFC_PATTERN.search(text)
     if not trust or not enabled:
         return None
-    priority = {int(dscp): int(prio) for prio, row in PRIORITY.findall(text) for dscp in row.split(",") if dscp}
+    priority = {int(dscp): int(prio) for prio, row in PRIORITY_PATTERN.findall(text) for dscp in row.split(",") if dscp}
     return QosConfig(trust[1], priority, tuple(i for i, flag in enumerate(enabled[1].split()) if flag == "1"))
 
 
 def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """The interfaces of RoCE ports that NCCL would use."""
     interfaces = rdma_ports.roce_interfaces(machine, expected)
-    configs = {name: _quality(machine, name) for name in interfaces}
+    configs = {name: _query_qos(machine, name) for name in interfaces}
     if not any(config is not None for config in configs.values()):
         raise CheckSkipped("no mlnx_qos: PFC, trust and DSCP are not known")
     unclear = [
@@ -108,46 +108,50 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     ]
     clear = {name: config for name, config in configs.items() if config is not None}
     usable = {name: config for name, config in clear.items() if config.trust == "dscp" and len(config.lossless) == 1}
-    classes = {name: _class(machine, interfaces[name], config) for name, config in usable.items()}
+    classes = {name: _traffic_class(machine, interfaces[name], config) for name, config in usable.items()}
     lossless = {name: config.lossless[0] for name, config in usable.items()}
     return [
         *(unclear or [READABLE.ok("trust, mapping and PFC")]),
         *check_values(TRUST, {name: config.trust for name, config in clear.items()}, lambda trust: trust != "dscp"),
         *check_values(
-            PFC, {name: ", ".join(map(str, config.lossless)) or "none" for name, config in clear.items()}, _not_one
+            PFC,
+            {name: ", ".join(map(str, config.lossless)) or "none" for name, config in clear.items()},
+            _is_not_single,
         ),
-        *_classes(classes, lossless),
-        *check_values(ECN, _ecn(machine, lossless), lambda flags: flags != "1, 1"),
-        *_cnp(machine, lossless),
+        *_check_classes(classes, lossless),
+        *check_values(ECN, _ecn_flags(machine, lossless), lambda flags: flags != "1, 1"),
+        *_check_cnp(machine, lossless),
     ]
 
 
-def _quality(machine: Machine, interface: str) -> QosConfig | None:
+def _query_qos(machine: Machine, interface: str) -> QosConfig | None:
     output = machine.run(f"mlnx_qos_{interface}", "mlnx_qos", "-i", interface)
     return parse_mlnx_qos(output.text) if output else None
 
 
-def _not_one(listed: str) -> bool:
+def _is_not_single(listed: str) -> bool:
     return not listed.isdecimal()
 
 
-def _class(machine: Machine, port: rdma_ports.Port, config: QosConfig) -> tuple[int, int]:
+def _traffic_class(machine: Machine, port: rdma_ports.Port, config: QosConfig) -> tuple[int, int]:
     """DSCP and priority of NCCL's packets on a port: by a traffic class that the card puts in place of all others, else
     by NCCL_IB_TC, whose default is 0."""
-    global_class = GLOBAL.search(machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or "")
-    traffic_class = machine.environment.get(TC, "0")
+    global_class = GLOBAL_CLASS_PATTERN.search(
+        machine.read(f"{rdma_ports.ROOT}/{port.device}/tc/{port.number}/traffic_class") or ""
+    )
+    traffic_class = machine.environment.get(TC_VARIABLE, "0")
     dscp = int(global_class[1] if global_class else traffic_class if traffic_class.isdecimal() else 0) // 4
     return dscp, config.priority.get(dscp, 0)
 
 
-def _classes(classes: dict[str, tuple[int, int]], lossless: dict[str, int]) -> list[DoctorFinding]:
+def _check_classes(classes: dict[str, tuple[int, int]], lossless: dict[str, int]) -> list[DoctorFinding]:
     descriptions = {name: f"DSCP {dscp}, priority {priority}" for name, (dscp, priority) in classes.items()}
     wrong = [name for name, (_, priority) in classes.items() if priority != lossless[name]]
     broken = [CLASS.violation(name, descriptions[name], f"priority {lossless[name]}") for name in wrong]
     return broken or check_values(CLASS, descriptions, lambda _: False)
 
 
-def _ecn(machine: Machine, lossless: dict[str, int]) -> dict[str, str]:
+def _ecn_flags(machine: Machine, lossless: dict[str, int]) -> dict[str, str]:
     """The flags of the lossless priority where the driver shows them (MLNX_OFED's does)."""
     flags_by_interface = {}
     for name, priority in lossless.items():
@@ -157,7 +161,7 @@ def _ecn(machine: Machine, lossless: dict[str, int]) -> dict[str, str]:
     return flags_by_interface
 
 
-def _cnp(machine: Machine, lossless: dict[str, int]) -> list[DoctorFinding]:
+def _check_cnp(machine: Machine, lossless: dict[str, int]) -> list[DoctorFinding]:
     priorities = {name: machine.read(f"/sys/class/net/{name}/ecn/roce_np/cnp_802p_prio") for name in lossless}
     cnp_priorities = {name: int(priority) for name, priority in priorities.items() if priority and priority.isdecimal()}
     wrong = [CNP.violation(name, priority) for name, priority in cnp_priorities.items() if priority == lossless[name]]

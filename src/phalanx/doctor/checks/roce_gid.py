@@ -7,11 +7,11 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 
-V2, NEAR = "RoCE v2", "link-local RoCE v2"
-LINK_LOCAL = "fe80:0000:0000:0000:"
+ROCE_V2, LINK_LOCAL_ROCE_V2 = "RoCE v2", "link-local RoCE v2"
+LINK_LOCAL_PREFIX = "fe80:0000:0000:0000:"
 """Every port that is up has such a GID; no router forwards it, and NCCL never takes one by itself (validGid in its
 transport/net_ib.cc)."""
-INDEX = "NCCL_IB_GID_INDEX"
+INDEX_VARIABLE = "NCCL_IB_GID_INDEX"
 ROUTABLE = CheckRule(
     "roce.gid",
     "RoCE v2 GIDs of each port, but link-local ones",
@@ -24,12 +24,13 @@ ROUTABLE = CheckRule(
 )
 CHOSEN = CheckRule(
     "roce.gid_index",
-    f"the GID that {INDEX} names",
+    f"the GID that {INDEX_VARIABLE} names",
     "FAIL",
-    V2,
+    ROCE_V2,
     "",
     "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
-    f"set {INDEX} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find it",
+    f"set {INDEX_VARIABLE} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find "
+    "it",
     "show_gids {device}",
 )
 RULES = (ROUTABLE, CHOSEN)
@@ -44,26 +45,28 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     }
     if not roce_ports:
         raise CheckSkipped("no RoCE port is up")
-    index = machine.environment.get(INDEX, "-1")
-    kinds = {name: _kinds(machine, port) for name, port in roce_ports.items()}
+    index = machine.environment.get(INDEX_VARIABLE, "-1")
+    kinds = {name: _gid_kinds(machine, port) for name, port in roce_ports.items()}
     selected_kinds = {name: gid_kinds.get(index, "none") for name, gid_kinds in kinds.items()}
-    accepted_kinds = (V2,) if index == "-1" else (V2, NEAR)  # on a flat network the near one may be meant
+    accepted_kinds = (
+        (ROCE_V2,) if index == "-1" else (ROCE_V2, LINK_LOCAL_ROCE_V2)
+    )  # on a flat network the near one may be meant
     routable_counts = {
         name: sum(kind in accepted_kinds for kind in gid_kinds.values()) for name, gid_kinds in kinds.items()
     }
     chosen = check_values(CHOSEN, selected_kinds, lambda kind: kind not in accepted_kinds)
     return [
         *check_values(ROUTABLE, routable_counts, lambda count: count < 1),
-        *([CHOSEN.skip(f"{INDEX} is not set")] if index == "-1" else chosen),
+        *([CHOSEN.skip(f"{INDEX_VARIABLE} is not set")] if index == "-1" else chosen),
     ]
 
 
-def _kinds(machine: Machine, port: rdma_ports.Port) -> dict[str, str]:
+def _gid_kinds(machine: Machine, port: rdma_ports.Port) -> dict[str, str]:
     """The kind of each GID that is not zero, by index."""
     kinds = {}
     for path in machine.glob(f"{port.path}/gids/*"):
         index, gid = path.rpartition("/")[2], machine.read(path) or ""
         if gid.replace(":", "").strip("0"):
             kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
-            kinds[index] = NEAR if kind == V2 and gid.startswith(LINK_LOCAL) else kind
+            kinds[index] = LINK_LOCAL_ROCE_V2 if kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX) else kind
     return kinds

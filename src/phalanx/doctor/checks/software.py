@@ -37,7 +37,7 @@ CUDA = CheckRule(
     "install a PyTorch for this driver's CUDA, or a newer driver",
     "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
 )
-STARTS = CheckRule(
+CUDA_STARTS = CheckRule(
     "software.cuda_starts",
     "a number on a GPU, by PyTorch",
     "FAIL",
@@ -57,9 +57,9 @@ PEER = CheckRule(
     "load it: RDMA goes through the host's memory else",
     "modprobe nvidia_peermem",
 )
-RULES = (IMPORTS, CUDA, STARTS, PEER)
-A_GPU = re.compile(r"\d+|(GPU|MIG)-\S+")
-PROGRAM = """
+RULES = (IMPORTS, CUDA, CUDA_STARTS, PEER)
+GPU_ID_PATTERN = re.compile(r"\d+|(GPU|MIG)-\S+")
+PROBE_PROGRAM = """
 import json, torch
 gpus, error = torch.cuda.device_count(), None  # by the driver: CUDA itself need not work
 try:
@@ -86,19 +86,19 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
         return [IMPORTS.violation("torch", str(error))]
     imported = IMPORTS.ok(str(facts["torch"]))
     if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) and not facts["gpus"]:
-        return [imported, *(rule.skip("no NVIDIA GPU") for rule in (CUDA, STARTS, PEER))]
+        return [imported, *(rule.skip("no NVIDIA GPU") for rule in (CUDA, CUDA_STARTS, PEER))]
     if expected.gpus == 0:
-        cuda_findings = [rule.skip("the run is for CPUs") for rule in (CUDA, STARTS)]
+        cuda_findings = [rule.skip("the run is for CPUs") for rule in (CUDA, CUDA_STARTS)]
     else:
-        cuda_findings = [*_cuda(machine, facts), _starts(facts)]
-    return [imported, *cuda_findings, *_peer_memory(machine)]
+        cuda_findings = [*_check_cuda(machine, facts), _check_cuda_starts(facts)]
+    return [imported, *cuda_findings, *_check_peer_memory(machine)]
 
 
 def torch_facts(machine: Machine) -> dict[str, Any]:
     """Versions of PyTorch, its CUDA and NCCL, the GPUs that it sees and why it cannot use them, told by a
     process of its own. Raises NotImportedError with its last word where it does not tell, Skip where that was not
     recorded, and Stuck."""
-    output = machine.run("torch", sys.executable, "-c", PROGRAM, seconds=TORCH_SECONDS)
+    output = machine.run("torch", sys.executable, "-c", PROBE_PROGRAM, seconds=TORCH_SECONDS)
     if output is None:
         raise CheckSkipped("not recorded")
     line = output.text.strip().rpartition("\n")[2]
@@ -109,30 +109,30 @@ def torch_facts(machine: Machine) -> dict[str, Any]:
         raise NotImportedError(line or "nothing") from None
 
 
-def _cuda(machine: Machine, facts: dict[str, Any]) -> list[DoctorFinding]:
+def _check_cuda(machine: Machine, facts: dict[str, Any]) -> list[DoctorFinding]:
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     try:
         num_gpus = len(nvidia_smi.query_gpus(machine, "smi_names", "gpu", "index", "name"))
     except CheckSkipped as skipped:
         return [CUDA.skip(str(skipped))]
-    expected_gpus = num_gpus if visible is None else min(num_gpus, _visible(visible))
+    expected_gpus = num_gpus if visible is None else min(num_gpus, _count_visible(visible))
     return check_values(CUDA, {"torch": int(facts["gpus"])}, lambda count: count < expected_gpus, f"{expected_gpus}")
 
 
-def _starts(facts: dict[str, Any]) -> DoctorFinding:
+def _check_cuda_starts(facts: dict[str, Any]) -> DoctorFinding:
     if not facts["gpus"]:
-        return STARTS.skip("PyTorch sees no GPU")
-    return STARTS.violation("torch", str(facts["error"])) if facts["error"] else STARTS.ok("yes")
+        return CUDA_STARTS.skip("PyTorch sees no GPU")
+    return CUDA_STARTS.violation("torch", str(facts["error"])) if facts["error"] else CUDA_STARTS.ok("yes")
 
 
-def _visible(listed: str) -> int:
+def _count_visible(listed: str) -> int:
     """GPUs that CUDA_VISIBLE_DEVICES names: those before the first that is none (-1; NoDevFiles of Slurm)."""
-    return len(list(takewhile(A_GPU.fullmatch, (name.strip() for name in listed.split(",")))))
+    return len(list(takewhile(GPU_ID_PATTERN.fullmatch, (name.strip() for name in listed.split(",")))))
 
 
-def _peer_memory(machine: Machine) -> list[DoctorFinding]:
+def _check_peer_memory(machine: Machine) -> list[DoctorFinding]:
     if not rdma_ports.rdma_devices(machine):
-        return [PEER.skip(rdma_ports.NONE)]
+        return [PEER.skip(rdma_ports.NO_DEVICE)]
     opened = "Open Kernel Module" in (machine.read("/proc/driver/nvidia/version") or "")
     loaded = "nvidia_peermem" in (machine.read("/proc/modules") or "")
     return (

@@ -8,10 +8,10 @@ from phalanx.doctor.finding import CheckRule, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes import nvidia_smi
 from phalanx.spec.errors import UserError
-from phalanx.spec.topology.node import PATHS
+from phalanx.spec.topology.node import PCIE_PATHS
 from phalanx.spec.topology.nvidia_smi import parse_matrix
 
-NEAR = "PXB"
+MAX_GDR_DISTANCE = "PXB"
 """NCCL takes GPUDirect RDMA up to here by default: over PCIe bridges, not over the CPU (NCCL_NET_GDR_LEVEL)."""
 READABLE = CheckRule(
     "topology.readable",
@@ -37,7 +37,7 @@ LOCALITY = CheckRule(
     "topology.nic",
     "way from each GPU to its nearest network card",
     "WARN",
-    f"PIX or {NEAR}",
+    f"PIX or {MAX_GDR_DISTANCE}",
     "",
     "NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
     "give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes through the CPU",
@@ -60,15 +60,17 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     weakest = min(range(len(linked)), key=linked.__getitem__, default=0)
     groups = ", ".join(map(str, sizes))
     islands = f"groups of {groups}; {min(linked, default=0)} to {max(linked, default=0)} links"
-    nearest = {gpu: min(paths, key=PATHS.index) for gpu, paths in zip(node.gpus, node.nic_paths, strict=True) if paths}
-    distant_paths = PATHS[PATHS.index(NEAR) + 1 :]
+    nearest = {
+        gpu: min(paths, key=PCIE_PATHS.index) for gpu, paths in zip(node.gpus, node.nic_paths, strict=True) if paths
+    }
+    distant_paths = PCIE_PATHS[PCIE_PATHS.index(MAX_GDR_DISTANCE) + 1 :]
     return [
         READABLE.ok(f"{len(node.gpus)} GPUs, {len(node.nics)} network cards"),
         ISLANDS.violation(node.gpus[weakest], islands) if uneven else ISLANDS.ok(islands),
         *(
             check_values(LOCALITY, nearest, distant_paths.__contains__)
             if rdma_ports.rdma_devices(machine)
-            else [LOCALITY.skip(rdma_ports.NONE)]
+            else [LOCALITY.skip(rdma_ports.NO_DEVICE)]
         ),
     ]
 

@@ -10,11 +10,11 @@ from phalanx.doctor.probes import pci
 
 Row = dict[str, str]
 GPU_LINE = re.compile(r"GPU (\d+):")
-NO_VALUE = re.compile(r"^\[|N/A")
-WELL = (0, 14)
+NO_VALUE_PATTERN = re.compile(r"^\[|N/A")
+SUCCESS_CODES = (0, 14)
 """Exit codes with an answer: 14 where some infoROM is corrupted (nvidia-smi's manual)."""
-CORRUPTED = re.compile(r"infoROM is corrupted at gpu ([0-9a-fA-F:.]+)")
-BAD = re.compile(r"requires reset|is lost|Unknown Error")
+CORRUPTED_PATTERN = re.compile(r"infoROM is corrupted at gpu ([0-9a-fA-F:.]+)")
+FAILURE_PATTERN = re.compile(r"requires reset|is lost|Unknown Error")
 """In place of a value, of a GPU that does not answer."""
 
 
@@ -26,7 +26,7 @@ def run_nvidia_smi(machine: Machine, name: str, *args: str) -> str:
         raise CheckSkipped(str(error)) from None
     if output is None:
         raise CheckSkipped("no NVIDIA GPU" if not pci.pci_devices(machine, pci.GPU, pci.NVIDIA) else "no nvidia-smi")
-    if output.code not in WELL:
+    if output.code not in SUCCESS_CODES:
         raise CheckSkipped(f"nvidia-smi {' '.join(args)}: {first_line(output.text)}")
     return output.text
 
@@ -56,12 +56,12 @@ def numeric_field(rows: dict[str, Row], field: str) -> dict[str, float]:
 
 def text_field(rows: dict[str, Row], field: str) -> dict[str, str]:
     """A field of each GPU that has one (not "[N/A]" or "[Not Supported]")."""
-    return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and not NO_VALUE.search(row[field])}
+    return {gpu: row[field] for gpu, row in rows.items() if row.get(field) and not NO_VALUE_PATTERN.search(row[field])}
 
 
 def unresponsive_gpus(rows: dict[str, Row]) -> dict[str, str]:
     """GPUs that the driver lists and that do not answer, with what stands in place of a value."""
-    return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if BAD.search(cell)}
+    return {gpu: cell.strip("[]") for gpu, row in rows.items() for cell in row.values() if FAILURE_PATTERN.search(cell)}
 
 
 def split_by_gpu(text: str) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ SAVING_SECONDS = 660
 """From SIGTERM to SIGKILL: a step and a checkpoint, for which `phalanx train` takes up to 10 minutes, and one more."""
 PORT = 29500
 """Of the rendezvous, where nobody else has one on that address: torchrun's own."""
-FLIGHT_RECORDER = "flight-recorder-rank-"
+FLIGHT_RECORDER_PREFIX = "flight-recorder-rank-"
 """In the run directory, with a rank's number behind it: what NCCL was doing when a collective took too long."""
 
 
@@ -82,7 +82,7 @@ class ClusterJob:
             "NCCL_DEBUG": ("WARN", "say which link failed: NCCL is silent otherwise"),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "have PyTorch's flight recorder write when a collective took too long"),
             "TORCH_FR_DUMP_TEMP_FILE": (
-                f"{directory}/{FLIGHT_RECORDER}",
+                f"{directory}/{FLIGHT_RECORDER_PREFIX}",
                 "into these files, rather than a node's /tmp",
             ),
         }

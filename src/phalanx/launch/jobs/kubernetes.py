@@ -11,13 +11,13 @@ from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_STOPPED
 
 RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
-LONGEST_NAME = 52
+MAX_NAME_LENGTH = 52
 """Of a Job, so that its pods' host names, which have an index behind it, have at most 63 characters."""
 FAILURES_PER_NODE = 6
 """Kubernetes' own default of a whole Job, in which a failure of the run is one of every pod."""
 SHARED_MEMORY = "8Gi"
 """At most, for what the ranks of a node pass each other: what AMD's Primus asks of a node before it trains."""
-PATIENCE_SECONDS = 24 * 60 * 60
+JOIN_TIMEOUT_SECONDS = 24 * 60 * 60
 """For the other pods, which are started when there is room, or a node has been mended."""
 
 TEMPLATE = """\
@@ -79,17 +79,17 @@ spec:
           command: {command}
 {same}"""
 
-SUCCESS = """\
+SUCCESS_POLICY = """\
   successPolicy:  # the pods that trained to the end are enough
     rules: [{succeededIndexes: "0"}]
 """
 
-MISTAKEN = """\
+FAIL_ON_USER_ERROR = """\
       - action: FailJob  # the same, noticed before
         onExitCodes: {containerName: check, operator: In, values: [2]}
 """
 
-CHECK = """\
+CHECK_CONTAINER = """\
       initContainers:
         - name: check  # phalanx doctor exits with 2 where something of the node must be mended
           command:
@@ -104,7 +104,7 @@ CHECK = """\
           args: {words}
 {same}"""
 
-SAME = """\
+CONTAINER_FIELDS = """\
           image: {image}
           workingDir: {work}
           env:
@@ -132,7 +132,7 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
             "--volume": (volume, "the PersistentVolumeClaim (ReadWriteMany) for text and checkpoints"),
         }
     )
-    name = _name(job.run.name)
+    name = _job_name(job.run.name)
     run = f"{RUN_FOLDER}/{RUN_FILE}"
     resources = {
         **({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}),
@@ -140,10 +140,10 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
         **({"memory": f"{job.memory}Gi"} if job.memory else {}),
     }
     env_lines = "".join(
-        f"            - {{name: {key}, value: {_text(value)}}}  # {comment}\n"
-        for key, (value, comment) in _variables(job).items()
+        f"            - {{name: {key}, value: {_quote_text(value)}}}  # {comment}\n"
+        for key, (value, comment) in _job_variables(job).items()
     )
-    container_fields = SAME.format(
+    container_fields = CONTAINER_FIELDS.format(
         image=json.dumps(image), work=WORK, variables=env_lines, run_folder=RUN_FOLDER, resources=json.dumps(resources)
     )
     run_text = textwrap.indent(job.file.read_text().strip(), "    ", lambda line: True)
@@ -155,49 +155,51 @@ def kubernetes(job: ClusterJob, image: str | None = None, volume: str | None = N
         run_file=RUN_FILE,
         text=run_text,
         most=job.max_nodes,
-        success=SUCCESS if job.min_nodes < job.max_nodes else "",
+        success=SUCCESS_POLICY if job.min_nodes < job.max_nodes else "",
         failures=FAILURES_PER_NODE * job.max_nodes,
-        mistaken=MISTAKEN if job.check else "",
+        mistaken=FAIL_ON_USER_ERROR if job.check else "",
         again=EXIT_STOPPED,
         saving=SAVING_SECONDS,
         volume=json.dumps(volume),
         shared_memory=SHARED_MEMORY,
-        check=CHECK.format(words=_words(run, *job.check_args), same=container_fields) if job.check else "",
-        command=_words("phalanx", "train", run, *rendezvous_args, *job.train_args),
+        check=CHECK_CONTAINER.format(words=_format_args(run, *job.check_args), same=container_fields)
+        if job.check
+        else "",
+        command=_format_args("phalanx", "train", run, *rendezvous_args, *job.train_args),
         same=container_fields,
     )
 
 
-def _variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
+def _job_variables(job: ClusterJob) -> dict[str, tuple[str, str]]:
     variables = job_environment(job)
     if job.max_nodes > 1 and "rendezvous_timeout_seconds" not in job.run.recovery.model_fields_set:
         variables["PHALANX_RECOVERY__RENDEZVOUS_TIMEOUT_SECONDS"] = (
-            str(PATIENCE_SECONDS),
+            str(JOIN_TIMEOUT_SECONDS),
             "other pods start when there is room",
         )
     return variables
 
 
-def _text(text: str) -> str:
+def _quote_text(text: str) -> str:
     """As it is, for Kubernetes takes $(NAME) in words and values for a variable, and $$ for $."""
     return json.dumps(text.replace("$", "$$"))
 
 
-def _words(*args: str) -> str:
-    return f"[{', '.join(map(_text, args))}]"
+def _format_args(*args: str) -> str:
+    return f"[{', '.join(map(_quote_text, args))}]"
 
 
-def _name(run_name: str) -> str:
+def _job_name(run_name: str) -> str:
     """A run's name as a host name (RFC 1035).
 
     Raises UserError where it cannot be one.
     """
     name = run_name.lower().replace(".", "-").replace("_", "-").rstrip("-")
     require(
-        len(name) <= LONGEST_NAME and name[0].isalpha(),
+        len(name) <= MAX_NAME_LENGTH and name[0].isalpha(),
         "name",
         run_name,
-        f"is no name for Kubernetes, whose services begin with a letter and have at most {LONGEST_NAME}",
+        f"is no name for Kubernetes, whose services begin with a letter and have at most {MAX_NAME_LENGTH}",
         "take another with --set name=...",
     )
     return name

@@ -31,12 +31,12 @@ file_mounts:
 run: |
 {script}"""
 
-TOGETHER = """\
+RENDEZVOUS_SCRIPT = """\
 # They meet at the first node.
 head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 """
 
-CHECK = """\
+CHECK_SCRIPT = """\
 # A mistake in the run file is no fault of the nodes: it ends this with 2.
 phalanx train {run} {checking} --print-config > /dev/null || exit
 # phalanx doctor exits with 2 where something of the node must be mended.
@@ -78,8 +78,8 @@ def skypilot(
     options = shell_join(job.rendezvous_args("HEAD")).replace("HEAD", f'"$head:{PORT}"')
     script = [
         f"cd {WORK}\n",
-        *([CHECK.format(run=RUN_FILE, checking=shell_join(job.check_args))] if job.check else []),
-        *([TOGETHER] if is_multi_node else []),
+        *([CHECK_SCRIPT.format(run=RUN_FILE, checking=shell_join(job.check_args))] if job.check else []),
+        *([RENDEZVOUS_SCRIPT] if is_multi_node else []),
         " ".join(part for part in ("exec phalanx train", RUN_FILE, options, shell_join(job.train_args)) if part) + "\n",
     ]
     return TEMPLATE.format(

@@ -19,20 +19,20 @@ LEGEND = """\
 # `output_dir` and `data.cache` of the run file must be on a disk that all nodes share.
 """
 
-CORES = """
+CORES_SCRIPT = """
 # The cores that this job was given of every node, where nodes differ ("16(x2),8") those of the smallest, and of these
 # a rank's share for its threads.
 cores=$(sed 's/([^)]*)//g; s/,/\\n/g' <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-$((cores > nproc ? cores / nproc : 1))}
 """
 
-EACH = """
+SRUN_SCRIPT = """
 # One task on each node. The death of a task or of a node ends none of the others: `phalanx train` goes on without it.
 each=(srun --cpus-per-task="$cores" --no-kill --kill-on-bad-exit=0 --wait=0)
 mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 """
 
-CHECKED = """
+CHECK_SCRIPT = """
 [ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
 # A mistake in the run file is no fault of the nodes: it ends this with 2.
 phalanx train "$run" OPTIONS --print-config > /dev/null || exit
@@ -49,14 +49,14 @@ if [ "${#well[@]}" -lt "$least" ]; then
 fi
 """.replace("MINUTES", str(CHECK_MINUTES))
 
-UNCHECKED = 'well=("${given[@]}")\n'
+NO_CHECK_SCRIPT = 'well=("${given[@]}")\n'
 
-TOGETHER = """
+RENDEZVOUS_SCRIPT = """
 # They meet at the first of them, on a port that no other job there has.
 together=(--nodes "$least:${#well[@]}" --rendezvous "${well[0]}:$((20000 + SLURM_JOB_ID % 10000))")
 """
 
-TRAIN = """
+TRAIN_SCRIPT = """
 # A job that is stopped goes on later if it has got on.
 newest() { ls "$directory/checkpoints" 2> /dev/null | grep -E '^step-[0-9]+$' | sort | tail -n 1; }
 before=$(newest)
@@ -67,7 +67,7 @@ codes=$("${each[@]}" --nodes="${#well[@]}" --ntasks="${#well[@]}" --nodelist="$(
     bash -c 'trap : TERM; phalanx train "$@" >&2; echo $?' bash "$run" OPTIONS)
 """
 
-ENDED = f"""
+EXIT_SCRIPT = f"""
 case " ${{codes//$'\\n'/ }} " in
     *" 0 "*) exit 0 ;;  # the last step is reached
     *" {EXIT_STOPPED} "*)  # stopped in order, whatever ended other nodes before
@@ -86,7 +86,7 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
     """
     if time is not None:
         require(
-            seconds(time) > STARTING_SECONDS + SAVING_SECONDS,
+            parse_time_limit(time) > STARTING_SECONDS + SAVING_SECONDS,
             "--time",
             time,
             f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
@@ -123,17 +123,17 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             f"run={shlex.quote(str(job.file))} directory={shlex.quote(directory)}\n",
             f"nproc={job.nproc} least={job.min_nodes}\n",
             *exports,
-            CORES,
-            EACH,
-            CHECKED.replace("OPTIONS", shell_join(job.check_args)) if job.check else UNCHECKED,
-            *([TOGETHER] if is_multi_node else []),
-            TRAIN.replace("OPTIONS", f"{rendezvous_args} {shell_join(job.train_args)}".strip()),
-            ENDED,
+            CORES_SCRIPT,
+            SRUN_SCRIPT,
+            CHECK_SCRIPT.replace("OPTIONS", shell_join(job.check_args)) if job.check else NO_CHECK_SCRIPT,
+            *([RENDEZVOUS_SCRIPT] if is_multi_node else []),
+            TRAIN_SCRIPT.replace("OPTIONS", f"{rendezvous_args} {shell_join(job.train_args)}".strip()),
+            EXIT_SCRIPT,
         ]
     )
 
 
-def seconds(time: str) -> int:
+def parse_time_limit(time: str) -> int:
     """What Slurm's time limits say: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS (sbatch(1), --time).
 
     Raises UserError for anything else.

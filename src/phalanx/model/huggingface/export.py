@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.model.dtypes import TORCH_DTYPES
-from phalanx.model.huggingface.checkpoint import INDEX, ONE_FILE
+from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files
 from phalanx.model.transformer import Transformer
@@ -49,12 +49,12 @@ def export_hf(
         raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
     config = hf_config(spec) | {"torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")}
     special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
-    texts = {"config.json": _json(config | special)}
+    texts = {"config.json": _to_json(config | special)}
     if eos_id is not None:
-        texts["generation_config.json"] = _json(special | {"pad_token_id": eos_id})
+        texts["generation_config.json"] = _to_json(special | {"pad_token_id": eos_id})
     if tokenizer is not None:
         texts |= hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
-    shapes = _shapes(spec)
+    shapes = _parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or of another shape", "export a whole checkpoint")
@@ -72,7 +72,7 @@ def export_hf(
         shutil.rmtree(partial_directory, ignore_errors=True)
 
 
-def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+def _parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}
 
@@ -86,24 +86,24 @@ def _write_tensors(
     shard_bytes: int,
 ) -> None:
     """One file, or several with the index of what they hold; one file's tensors are in memory at a time."""
-    sizes = {name: _elements(source, shapes) * dtype.itemsize for name, source in sources.items()}
+    sizes = {name: _num_elements(source, shapes) * dtype.itemsize for name, source in sources.items()}
     shards = shard_names(sizes, shard_bytes)
     files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    files = [ONE_FILE] if len(shards) == 1 else files
+    files = [SINGLE_FILE] if len(shards) == 1 else files
     for file, names in zip(files, shards, strict=True):
-        shard = {name: _tensor(sources[name], tensors, dtype) for name in names}
+        shard = {name: _build_tensor(sources[name], tensors, dtype) for name in names}
         save_file(shard, directory / file, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (directory / INDEX).write_text(_json(index), encoding="utf-8")
+        (directory / INDEX_FILE).write_text(_to_json(index), encoding="utf-8")
 
 
-def _elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int:
+def _num_elements(source: TensorSource, shapes: Mapping[str, torch.Size]) -> int:
     return sum(shapes[name].numel() // (1 if source.expert is None else shapes[name][0]) for name in source.names)
 
 
-def _tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _build_tensor(source: TensorSource, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     parts = [tensors[name] if source.expert is None else tensors[name][source.expert] for name in source.names]
     joined = torch.cat([part.detach() for part in parts]).to("cpu", dtype)
     return (joined.T if source.transposed else joined).contiguous()
@@ -122,5 +122,5 @@ def shard_names(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _json(table: Mapping[str, Any]) -> str:
+def _to_json(table: Mapping[str, Any]) -> str:
     return json.dumps(table, indent=2) + "\n"

@@ -27,7 +27,7 @@ class TensorLocation(NamedTuple):
 Names = dict[str, TensorLocation]
 
 
-def _blocks(prefix: str, names: Names) -> Names:
+def _block_names(prefix: str, names: Names) -> Names:
     """A block's names as whole names, for any layer."""
     return {
         f"blocks.{{i}}.{ours}": location._replace(name=f"{prefix}.{{i}}.{location.name}")
@@ -39,7 +39,7 @@ LLAMA = {
     "embedding.weight": TensorLocation("model.embed_tokens.weight"),
     "norm.weight": TensorLocation("model.norm.weight"),
     "head.weight": TensorLocation("lm_head.weight"),
-} | _blocks(
+} | _block_names(
     "model.layers",
     {
         "attention_norm.weight": TensorLocation("input_layernorm.weight"),
@@ -60,7 +60,7 @@ LLAMA = {
     },
 )
 
-MIXTRAL = LLAMA | _blocks(
+MIXTRAL = LLAMA | _block_names(
     "model.layers",
     {
         "mlp.router.gate.weight": TensorLocation("block_sparse_moe.gate.weight"),
@@ -76,7 +76,7 @@ GPT2 = {
     "norm.weight": TensorLocation("transformer.ln_f.weight"),
     "norm.bias": TensorLocation("transformer.ln_f.bias"),
     "head.weight": TensorLocation("lm_head.weight"),
-} | _blocks(
+} | _block_names(
     "transformer.h",
     {
         "attention_norm.weight": TensorLocation("ln_1.weight"),

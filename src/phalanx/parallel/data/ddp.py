@@ -37,13 +37,13 @@ class OverlappingReplica(Strategy):
     ) -> None:
         """`excluded` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.apart, self.bucket_bytes = excluded, int(layout.bucket_mb * 2**20)
+        self.excluded_names, self.bucket_bytes = excluded, int(layout.bucket_mb * 2**20)
 
     def finalize_gradients(self) -> None:
         for parameter in self.trainable_parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [gradient for name, gradient in self.gradients().items() if name not in self.apart]
+        gradients = [gradient for name, gradient in self.gradients().items() if name not in self.excluded_names]
         buckets = chunk_by_bytes(gradients, self.bucket_bytes)
         for finish in [start_all_reduce(bucket, self.group, self.comm_wait) for bucket in buckets]:
             finish()
@@ -60,7 +60,11 @@ class DDP(Strategy):
     ) -> None:
         """`excluded` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale, self.apart, self.unused = float(group.size()), excluded, layout.ddp_find_unused_parameters
+        self.loss_scale, self.excluded_names, self.finds_unused_parameters = (
+            float(group.size()),
+            excluded,
+            layout.ddp_find_unused_parameters,
+        )
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
         ignored += [
@@ -82,15 +86,15 @@ class DDP(Strategy):
         elif layout.gradient_compression == "powersgd":
             self._powersgd = PowerSGDState(group, layout.powersgd_rank, POWERSGD_FROM_STEP)
             self.model.register_comm_hook(self._powersgd, powerSGD_hook)
-        self._last_gradient = 0.0
+        self._last_gradient_time = 0.0
         # Weak: autograd keeps the hooks of a parameter alive, and this would keep the group of ranks with it.
-        ready = partial(DDP._gradient_ready, weakref.proxy(self))
+        ready = partial(DDP._record_gradient_time, weakref.proxy(self))
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(ready)
 
-    def _gradient_ready(self, _: Tensor) -> None:
-        self._last_gradient = time.perf_counter()
+    def _record_gradient_time(self, _: Tensor) -> None:
+        self._last_gradient_time = time.perf_counter()
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -103,18 +107,18 @@ class DDP(Strategy):
         # On the CPU, backward returns when the last bucket is reduced: what follows the last gradient is exposed.
         if next(self.model.parameters()).device.type == "cpu":
             now = time.perf_counter()
-            self.comm_wait.add(min(now, self._last_gradient), now)
+            self.comm_wait.add(min(now, self._last_gradient_time), now)
 
     def reduce_partial_gradients(self) -> None:
         """As everywhere; DDP did not divide those that are apart."""
-        excluded_gradients = [gradient for name, gradient in self.gradients().items() if name in self.apart]
+        excluded_gradients = [gradient for name, gradient in self.gradients().items() if name in self.excluded_names]
         scale_gradients(excluded_gradients, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
         super().reduce_partial_gradients()
 
     def zero_grad(self) -> None:
         """Set them to zero where they lie, in the buckets that DDP keeps: dropped, the micro-batches before the last
         would make a second set of them. A part that a step may leave unused must have none."""
-        self.module.zero_grad(set_to_none=self.unused)
+        self.module.zero_grad(set_to_none=self.finds_unused_parameters)
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         """As everywhere, and what PowerSGD did not send yet."""

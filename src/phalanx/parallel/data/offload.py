@@ -27,10 +27,10 @@ from phalanx.parallel.malloc_tuning import tune_malloc
 from phalanx.spec.errors import UserError
 
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
-FREED_AT_ONCE_BYTES = 2**20
-WRITERS = 4
+MMAP_THRESHOLD_BYTES = 2**20
+NUM_WRITERS = 4
 """Files that are written at once: each waits for the disk more than it works."""
-SMALL_BYTES = 2**16
+MIN_OFFLOAD_BYTES = 2**16
 """Tensors below this stay in memory: norms and biases are many and weigh nothing."""
 
 
@@ -54,7 +54,7 @@ class CpuOffload:
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Optimizer state of a parameter that rests here, not stepped yet."""
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return _like(parameter, self._allocate_like(local))
+        return _wrap_like(parameter, self._allocate_like(local))
 
     @contextmanager
     def stepping(
@@ -79,10 +79,10 @@ class DiskOffload(CpuOffload):
         self.files: dict[int, MappedFile] = {}
         """By the address of their tensor."""
         self.pieces: dict[int, list[MappedFile]] = {}
-        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(WRITERS)
-        self._writing: list[Future[None]] = []
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(NUM_WRITERS)
+        self._pending_writes: list[Future[None]] = []
         # What the launcher has for speed is undone: memory is what is short here.
-        tune_malloc(FREED_AT_ONCE_BYTES, mmap_threshold_bytes=FREED_AT_ONCE_BYTES)
+        tune_malloc(MMAP_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES)
         _raise_file_limit()
 
     @contextmanager
@@ -100,14 +100,14 @@ class DiskOffload(CpuOffload):
         self._write(self.pieces[index])
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
-        self._write(self._files_of(tensors))
+        self._write(self._mapped_files(tensors))
 
     def _write(self, files: Sequence[MappedFile]) -> None:
         """Begin to write files; waits for those before them, so that what is in memory stays bounded."""
         writing = [self._writer.submit(file.write) for file in files]
-        for previous in self._writing:
+        for previous in self._pending_writes:
             previous.result()
-        self._writing = writing
+        self._pending_writes = writing
 
     def _move_new_state_to_disk(
         self,
@@ -122,17 +122,17 @@ class DiskOffload(CpuOffload):
                 state = optimizer.state.get(parameter, {})
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        if _local(value).data_ptr() not in self.files:
-                            state[key] = _like(value, self.to_host(_local(value)))
+                        if _local_tensor(value).data_ptr() not in self.files:
+                            state[key] = _wrap_like(value, self.to_host(_local_tensor(value)))
                         tensors.append(state[key])
-        return self._files_of(tensors)
+        return self._mapped_files(tensors)
 
-    def _files_of(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
-        files = [self.files.get(_local(tensor).data_ptr()) for tensor in tensors]
+    def _mapped_files(self, tensors: Sequence[Tensor]) -> list[MappedFile]:
+        files = [self.files.get(_local_tensor(tensor).data_ptr()) for tensor in tensors]
         return [file for file in files if file is not None]
 
     def _allocate_like(self, like: Tensor) -> Tensor:
-        if like.numel() * like.element_size() < SMALL_BYTES:
+        if like.numel() * like.element_size() < MIN_OFFLOAD_BYTES:
             return super()._allocate_like(like)
         file = MappedFile(self.directory, like)
         self.files[file.tensor.data_ptr()] = file
@@ -189,11 +189,11 @@ def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, s
     return f"cannot be written: {error.strerror}", "name a directory on a local disk that can be written"
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
+def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as this rank's part of a tensor that is split as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return local

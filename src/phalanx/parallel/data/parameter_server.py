@@ -48,7 +48,7 @@ class ServerTopology:
     """The parameters of each server."""
     groups: list[dist.ProcessGroup]
     """Each server and all workers."""
-    between_servers: dist.ProcessGroup
+    server_group: dist.ProcessGroup
     staleness: int | None
     """Updates that a worker's weights may lack; None: it waits for every update."""
 
@@ -75,7 +75,7 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
         workers,
         owned=[{name: shape for name, shape in shapes.items() if owner[name] == server} for server in servers],
         groups=[dist.new_group([server, *workers], backend=backend) for server in servers],
-        between_servers=dist.new_group(servers, backend=backend),
+        server_group=dist.new_group(servers, backend=backend),
         staleness=layout.max_staleness,
     )
     return (
@@ -106,8 +106,8 @@ class ParameterServerWorker(Strategy):
         """Steps whose gradients were sent."""
         self.versions = [0] * len(roles.servers)
         """Updates in the weights of each server."""
-        self._expected: list[tuple[dist.Work, Tensor] | None] = [None] * len(roles.servers)
-        self._newest = torch.zeros(2)
+        self._posted_receives: list[tuple[dist.Work, Tensor] | None] = [None] * len(roles.servers)
+        self._newest_values = torch.zeros(2)
         """Version, gradient norm and sums of the last update heard of."""
         self._message_size = 2
 
@@ -130,11 +130,11 @@ class ParameterServerWorker(Strategy):
         for gradients in self.sums:
             gradients.zero_()
         # Who waits for every update has just had this step's.
-        version = self.steps_sent if self.roles.staleness is None else int(self._newest[0])
+        version = self.steps_sent if self.roles.staleness is None else int(self._newest_values[0])
         reported_sums = (
-            self._newest[2:].to(sums.device) if version else sums
+            self._newest_values[2:].to(sums.device) if version else sums
         )  # of no update yet: its own, for want of better
-        return StepReduction(self._newest[1], reported_sums, steps_behind=self.steps_sent - version)
+        return StepReduction(self._newest_values[1], reported_sums, steps_behind=self.steps_sent - version)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The servers'."""
@@ -164,9 +164,9 @@ class ParameterServerWorker(Strategy):
         for index, server in enumerate(self.roles.servers):
             while self.versions[index] < self.steps_sent:
                 tag = 2 * (self.versions[index] + 1)
-                if (expected := self._expected[index]) is None:
+                if (expected := self._posted_receives[index]) is None:
                     header = self._header_buffer()
-                    expected = self._expected[index] = irecv(header, server, tag), header
+                    expected = self._posted_receives[index] = irecv(header, server, tag), header
                 work, header = expected
                 # Gloo says that a message has come only to who waits for it; its first number says so before.
                 if self.versions[index] >= needed and header[0] < 0:
@@ -177,7 +177,7 @@ class ParameterServerWorker(Strategy):
                     dist.recv(received, server, tag=tag + 1)
                 self.weights[index].copy_(received)
                 self.versions[index] += 1
-                self._expected[index] = None
+                self._posted_receives[index] = None
                 if index == 0:
                     self._parse_header(header)
 
@@ -187,7 +187,7 @@ class ParameterServerWorker(Strategy):
         return torch.full((size,), -1.0, dtype=torch.float64)
 
     def _parse_header(self, header: Tensor) -> None:
-        self._newest, *biases = header.split([self._message_size, *(bias.numel() for bias in self.biases)])
+        self._newest_values, *biases = header.split([self._message_size, *(bias.numel() for bias in self.biases)])
         for bias, received in zip(self.biases, biases, strict=True):
             bias.copy_(received)
 
@@ -213,32 +213,32 @@ class ParameterServer(Strategy):
         super().__init__(module)
         self.trainable_parameters, self.roles = trained, roles
         self.biases = router_biases(module)
-        self.done = 0
+        self.steps_done = 0
         """Updates."""
         self._header = torch.zeros(2, dtype=torch.float64)
-        self._one_room: Tensor | None = None
-        self._posted: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
-        self._sending: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
+        self._receive_buffer: Tensor | None = None
+        self._posted_receives: dict[int, deque[tuple[list[dist.Work], Tensor, Tensor]]] = defaultdict(deque)
+        self._pending_sends: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
 
     def gradients(self) -> dict[str, Tensor]:
         return {"all": self.sum}
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
-        total, oldest_version = sums.double().cpu(), self.done
+        total, oldest_version = sums.double().cpu(), self.steps_done
         for worker in self.roles.workers:
             message, gradients = self._receive(worker, len(sums) + 1)
             total += message[:-1]
             self.sum.copy_(gradients) if worker == self.roles.workers[0] else self.sum.add_(gradients)
             if self.roles.staleness is not None:
                 oldest_version = min(oldest_version, int(message[-1]))
-                self._post(worker, message, gradients, steps_ahead=1 + self.roles.staleness)
+                self._post_receive(worker, message, gradients, steps_ahead=1 + self.roles.staleness)
         square = global_grad_norm([self.sum]).double().square()
         with self.comm_wait.measure():
-            dist.all_reduce(square, group=self.roles.between_servers)
+            dist.all_reduce(square, group=self.roles.server_group)
         norm = self.normalize_and_clip(square.sqrt(), total[0], clip_norm)
-        self._header = torch.cat([total.new_tensor([self.done + 1.0]), norm[None], total])
-        return StepReduction(norm, total.to(sums.device), staleness=self.done - oldest_version)
+        self._header = torch.cat([total.new_tensor([self.steps_done + 1.0]), norm[None], total])
+        return StepReduction(norm, total.to(sums.device), staleness=self.steps_done - oldest_version)
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
@@ -247,7 +247,7 @@ class ParameterServer(Strategy):
 
     def zero_grad(self) -> None:
         """End the step, updated or not: the workers wait for its weights."""
-        self.done += 1
+        self.steps_done += 1
         self._broadcast() if self.roles.staleness is None else self._send()
 
     def sync_model_weights(self) -> None:
@@ -255,52 +255,54 @@ class ParameterServer(Strategy):
         self._broadcast()
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
-        received = [gradients for posted in self._posted.values() for _, _, gradients in posted]
-        staging_buffers = [] if self._one_room is None else [self._one_room]
+        received = [gradients for posted in self._posted_receives.values() for _, _, gradients in posted]
+        staging_buffers = [] if self._receive_buffer is None else [self._receive_buffer]
         return {
             "parameters": [self.weights],
             "gradients": [self.sum],
             "optimizer": optimizer_state_tensors(optimizers),
-            "communication": [*staging_buffers, *received, *(weights for _, _, weights in self._sending)],
+            "communication": [*staging_buffers, *received, *(weights for _, _, weights in self._pending_sends)],
         }
 
     def drain_pending_updates(self) -> None:
         self._finish_sending(max_pending=0)
 
     def _finish_sending(self, max_pending: int) -> None:
-        while len(self._sending) > max_pending:
-            for work in self._sending.popleft()[0]:
+        while len(self._pending_sends) > max_pending:
+            for work in self._pending_sends.popleft()[0]:
                 work.wait()
 
     def _receive(self, worker: int, size: int) -> tuple[Tensor, Tensor]:
         """The next gradients of a worker, and what it sent with them. Synchronously there is one place to receive them
         in; asynchronously each worker has its own, which are received in ahead of time."""
         if self.roles.staleness is None:
-            self._one_room = torch.empty_like(self.sum) if self._one_room is None else self._one_room
-            self._post(worker, torch.empty(size, dtype=torch.float64), self._one_room, steps_ahead=0)
-        elif not self._posted[worker]:
+            self._receive_buffer = torch.empty_like(self.sum) if self._receive_buffer is None else self._receive_buffer
+            self._post_receive(worker, torch.empty(size, dtype=torch.float64), self._receive_buffer, steps_ahead=0)
+        elif not self._posted_receives[worker]:
             for steps_ahead in range(1 + self.roles.staleness):
-                self._post(worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), steps_ahead)
-        works, message, gradients = self._posted[worker].popleft()
+                self._post_receive(
+                    worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), steps_ahead
+                )
+        works, message, gradients = self._posted_receives[worker].popleft()
         with self.comm_wait.measure():
             for work in works:
                 work.wait()
         return message, gradients
 
-    def _post(self, worker: int, message: Tensor, gradients: Tensor, steps_ahead: int) -> None:
+    def _post_receive(self, worker: int, message: Tensor, gradients: Tensor, steps_ahead: int) -> None:
         """Begin to receive what a worker sends `steps_ahead` steps from now."""
-        tag = 2 * (self.done + steps_ahead)
+        tag = 2 * (self.steps_done + steps_ahead)
         works = [irecv(message, worker, tag), irecv(gradients, worker, tag + 1)]
-        self._posted[worker].append((works, message, gradients))
+        self._posted_receives[worker].append((works, message, gradients))
 
-    def _message(self) -> Tensor:
+    def _build_message(self) -> Tensor:
         return torch.cat([self._header, *(bias.double() for bias in self.biases)])
 
     def _broadcast(self) -> None:
         rank = dist.get_rank()
         with self.comm_wait.measure():
             if rank == self.roles.servers[0]:
-                dist.broadcast(self._message(), rank, group=self.roles.groups[rank])
+                dist.broadcast(self._build_message(), rank, group=self.roles.groups[rank])
             dist.broadcast(self.weights, rank, group=self.roles.groups[rank])
 
     def _send(self) -> None:
@@ -308,8 +310,8 @@ class ParameterServer(Strategy):
         self._finish_sending(
             max_pending=self.roles.staleness or 0
         )  # a worker further behind would have been waited for
-        message, weights = self._message(), self.weights.clone()
+        message, weights = self._build_message(), self.weights.clone()
         works = []
         for worker in self.roles.workers:
-            works += [isend(message, worker, 2 * self.done), isend(weights, worker, 2 * self.done + 1)]
-        self._sending.append((works, message, weights))
+            works += [isend(message, worker, 2 * self.steps_done), isend(weights, worker, 2 * self.steps_done + 1)]
+        self._pending_sends.append((works, message, weights))

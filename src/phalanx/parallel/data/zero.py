@@ -89,27 +89,27 @@ class ZeRO(Strategy):
             limit = min(limit, offload.piece_bytes * sharding.ranks / 2)
         self.buckets = [Bucket(parts, parts[0].split, self.comm_wait) for parts in make_buckets(owned.values(), limit)]
         self._communicates = True
-        self._begun = 0
-        self._factor: Tensor | None = None
+        self._num_started = 0
+        self._gradient_factor: Tensor | None = None
         """What gradients that rest elsewhere still have to be multiplied by."""
-        self._gathering: Bucket | None = None
+        self._gathering_bucket: Bucket | None = None
         # Weak: autograd keeps the hooks of a parameter alive, and these would keep the groups of ranks with them.
         for bucket in self.buckets:
             for part in bucket.parts:
-                ready = partial(ZeRO._ready, weakref.proxy(self), weakref.proxy(bucket))
+                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket))
                 part.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch."""
         self._communicates = last or not self.keeps_full_gradients
-        self._begun = 0
+        self._num_started = 0
         for bucket in self.buckets:
-            bucket.missing = len(bucket.parts)
+            bucket.num_missing = len(bucket.parts)
         yield
         if self._communicates:
             for bucket in self.buckets:
-                bucket.missing = 0  # what had no gradient has none on any rank, or counts as 0
+                bucket.num_missing = 0  # what had no gradient has none on any rank, or counts as 0
             self._reduce_ready()
             self.buckets[-1].finish_reduce(self.keeps_full_gradients)
 
@@ -117,18 +117,18 @@ class ZeRO(Strategy):
         with self.backward(last=True):
             pass
 
-    def _ready(self, bucket: Bucket, _: Tensor) -> None:
-        bucket.missing -= 1
-        if self._communicates and not bucket.missing:
+    def _gradient_ready(self, bucket: Bucket, _: Tensor) -> None:
+        bucket.num_missing -= 1
+        if self._communicates and not bucket.num_missing:
             self._reduce_ready()
 
     def _reduce_ready(self) -> None:
         """Send the buckets that are complete, in the same order on every rank, one at a time."""
-        while self._begun < len(self.buckets) and not self.buckets[self._begun].missing:
-            if self._begun:
-                self.buckets[self._begun - 1].finish_reduce(self.keeps_full_gradients)
-            self.buckets[self._begun].start_reduce(self.keeps_full_gradients)
-            self._begun += 1
+        while self._num_started < len(self.buckets) and not self.buckets[self._num_started].num_missing:
+            if self._num_started:
+                self.buckets[self._num_started - 1].finish_reduce(self.keeps_full_gradients)
+            self.buckets[self._num_started].start_reduce(self.keeps_full_gradients)
+            self._num_started += 1
 
     def gradients(self) -> dict[str, Tensor]:
         """The summed gradients of the owned rows, in the precision of the model."""
@@ -141,7 +141,7 @@ class ZeRO(Strategy):
         if self.offload is None:
             return super().normalize_and_clip(norm, weight, clip_norm)
         norm = norm / weight.to(norm.dtype)
-        self._factor = clip_coefficient(norm, clip_norm) / weight.to(norm.dtype)
+        self._gradient_factor = clip_coefficient(norm, clip_norm) / weight.to(norm.dtype)
         return norm
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -154,22 +154,22 @@ class ZeRO(Strategy):
             masters = [part.master for part in parts]
             gradients = [part.gradient for part in parts]
             with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
-                step_parameters(optimizers, masters, [part.master_gradient(self._factor) for part in parts])
+                step_parameters(optimizers, masters, [part.master_gradient(self._gradient_factor) for part in parts])
             for bucket in piece:
                 bucket.drop_gradients()
-                self._gather(bucket)
+                self._start_gather(bucket)
         self._finish_gather()
 
-    def _gather(self, bucket: Bucket) -> None:
+    def _start_gather(self, bucket: Bucket) -> None:
         """Begin to gather a bucket, and end the one before: two are under way at a time, not the whole model."""
         bucket.start_gather()
         self._finish_gather()
-        self._gathering = bucket
+        self._gathering_bucket = bucket
 
     def _finish_gather(self) -> None:
-        if self._gathering is not None:
-            self._gathering.finish_gather()
-            self._gathering = None
+        if self._gathering_bucket is not None:
+            self._gathering_bucket.finish_gather()
+            self._gathering_bucket = None
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
@@ -180,7 +180,7 @@ class ZeRO(Strategy):
 
     def resident_tensors(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, list[Tensor]]:
         parts = [part for bucket in self.buckets for part in bucket.parts]
-        master_rows = [part.rows for part in parts if not part.aliased]
+        master_rows = [part.rows for part in parts if not part.is_aliased]
         row_gradients = [part.gradient for part in parts if part.gradient is not None]
         full_gradients = [part.parameter.grad for part in parts if part.parameter.grad is not None]
         resident: dict[str, list[Tensor]] = {"parameters": [part.parameter for part in parts]}
@@ -197,5 +197,5 @@ class ZeRO(Strategy):
     def sync_model_weights(self) -> None:
         """Gather every parameter from the owners of its rows."""
         for bucket in self.buckets:
-            self._gather(bucket)
+            self._start_gather(bucket)
         self._finish_gather()

@@ -63,12 +63,12 @@ class OwnedParameter:
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
         """Elements of a rank, with padding."""
-        self.aliased = master_rows is None
+        self.is_aliased = master_rows is None
         self.rows = sharding.rows(parameter) if master_rows is None else master_rows
         self.master = nn.Parameter(sharding.as_dtensor(self.rows, parameter))
         self.gradient: Tensor | None = None
         """Of the rows, summed over ranks, in the precision of the model."""
-        self._resting: Tensor | None = None
+        self._host_gradient: Tensor | None = None
 
     def accumulate(self, received: Tensor, keep_full: bool) -> None:
         """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
@@ -78,14 +78,14 @@ class OwnedParameter:
             if received is not full_gradient:
                 self.gradient.copy_(received)
         elif self.offload is not None:
-            if self._resting is None:
-                self._resting = self.offload.to_host(received)
+            if self._host_gradient is None:
+                self._host_gradient = self.offload.to_host(received)
             elif self.gradient is None:
-                self._resting.copy_(received)
+                self._host_gradient.copy_(received)
             else:
-                self._resting.add_(received.to(self._resting.device))
-            self.offload.write_back([self._resting])
-            self.gradient, self.parameter.grad = self._resting, None
+                self._host_gradient.add_(received.to(self._host_gradient.device))
+            self.offload.write_back([self._host_gradient])
+            self.gradient, self.parameter.grad = self._host_gradient, None
         else:
             self.gradient = (
                 received if self.gradient is None or received is full_gradient else self.gradient.add_(received)
@@ -110,7 +110,7 @@ class Bucket:
     def __init__(self, parts: list[OwnedParameter], sharding: RowSharding, exposed: WaitTimer) -> None:
         self.parts, self.exposed, self.group = parts, exposed, sharding.group
         self.sizes = [part.size for part in parts]
-        self.missing = len(parts)
+        self.num_missing = len(parts)
         """Gradients of the micro-batch under way that have not come yet."""
         self._reducing: ReduceScatter | None = None
         self._gathering: tuple[dist.Work, Tensor] | None = None
@@ -159,7 +159,7 @@ class Bucket:
         """Send the owned rows, as they were trained, to every rank."""
         if self.group is None:
             for part in self.parts:
-                if not part.aliased:
+                if not part.is_aliased:
                     part.parameter.detach().copy_(part.rows)
             return
         local_rows = self.parts[0].parameter.new_zeros(sum(self.sizes))

@@ -67,10 +67,10 @@ def apply_expert_parallel(model: Transformer, ranks: ExpertParallelGroup) -> Non
     """Let the layers of a model, of whose experts this rank has its share, send tokens to the others."""
     for part in model.modules():
         if isinstance(part, MoE):
-            part.forward = partial(_forward, part, ranks)  # type: ignore[method-assign]
+            part.forward = partial(_moe_forward, part, ranks)  # type: ignore[method-assign]
 
 
-def _forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """See MoE.forward."""
     weights, chosen, auxiliary = moe.router(x_BTD)
     chosen = chosen if ranks.expert_permutation is None else ranks.expert_permutation[chosen]

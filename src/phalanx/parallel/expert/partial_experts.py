@@ -24,7 +24,7 @@ from phalanx.parallel.strategy import ModelShardingProtocol
 from phalanx.spec.swarm import Codec
 
 KINDS = ("gate", "up", "down")
-TOP = 127
+MAX_CODE = 127
 Weights = Callable[[str, torch.Size], Tensor]
 
 
@@ -50,15 +50,19 @@ class PartiallyTrainedExperts(Experts):
     ) -> None:
         """`experts` has tensors like those of `local_experts`; `sharding` is given where ranks share the model."""
         nn.Module.__init__(self)
-        self.here, self.of_all, self.shared = local_experts, trained_experts.experts, sharding
-        self.own = tuple(expert for expert in local_experts if expert in trained_experts.experts)
-        self.others = tuple(expert for expert in local_experts if expert not in trained_experts.experts)
+        self.experts_on_rank, self.all_trained_experts, self.model_sharding = (
+            local_experts,
+            trained_experts.experts,
+            sharding,
+        )
+        self.trained_on_rank = tuple(expert for expert in local_experts if expert in trained_experts.experts)
+        self.frozen_on_rank = tuple(expert for expert in local_experts if expert not in trained_experts.experts)
         for kind in KINDS:
             stacked = getattr(experts, kind)
-            setattr(self, kind, nn.Parameter(stacked.new_empty(len(self.own), *stacked.shape[1:])))
+            setattr(self, kind, nn.Parameter(stacked.new_empty(len(self.trained_on_rank), *stacked.shape[1:])))
         self.frozen = nn.ModuleDict(
             {
-                kind: FrozenExpertWeights(len(self.others), getattr(experts, kind), trained_experts.frozen)
+                kind: FrozenExpertWeights(len(self.frozen_on_rank), getattr(experts, kind), trained_experts.frozen)
                 for kind in KINDS
             }
         )
@@ -69,18 +73,18 @@ class PartiallyTrainedExperts(Experts):
         counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
         is_trained = self.is_trained_mask.repeat_interleave(counts, output_size=len(x_ND))
         trained_rows, frozen_rows = is_trained.nonzero().squeeze(1), (~is_trained).nonzero().squeeze(1)
-        if self.own:
+        if self.trained_on_rank:
             y = super().forward(x_ND[trained_rows], counts[self.is_trained_mask].cumsum(0))
         else:  # no rows; but parameters, if empty, that gradients are asked of
             y = x_ND[trained_rows] + self.gate.sum() + self.up.sum() + self.down.sum()
         z = (
-            self._through_frozen(x_ND[frozen_rows].to(y.dtype), counts[~self.is_trained_mask].cumsum(0))
-            if self.others
+            self._apply_frozen_experts(x_ND[frozen_rows].to(y.dtype), counts[~self.is_trained_mask].cumsum(0))
+            if self.frozen_on_rank
             else y[:0]
         )
         return torch.cat([y, z])[torch.cat([trained_rows, frozen_rows]).argsort()]
 
-    def _through_frozen(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
+    def _apply_frozen_experts(self, x_ND: Tensor, offsets_E: Tensor) -> Tensor:
         gate, up, down = (cast(FrozenExpertWeights, self.frozen[kind]) for kind in KINDS)
         hidden = F.silu(_FrozenGroupedLinear.apply(x_ND, gate, offsets_E)) * _FrozenGroupedLinear.apply(
             x_ND, up, offsets_E
@@ -96,9 +100,9 @@ class FrozenExpertWeights(nn.Module):
 
     def __init__(self, count: int, like: Tensor, codec: Codec) -> None:
         super().__init__()
-        self.shape, self.rest = torch.Size((count, *like.shape[1:])), codec
+        self.shape, self.storage_codec = torch.Size((count, *like.shape[1:])), codec
         if codec == "int8":
-            codes, scale = quantize_blocks(like.new_empty(count, self.shape[1:].numel()), TOP)
+            codes, scale = quantize_blocks(like.new_empty(count, self.shape[1:].numel()), MAX_CODE)
             self.register_buffer("numbers", codes, persistent=False)
             self.register_buffer("scale", scale, persistent=False)
         else:
@@ -108,8 +112,8 @@ class FrozenExpertWeights(nn.Module):
     @torch.no_grad()
     def set_expert(self, index: int, weight: Tensor) -> None:
         """Store the weight of an expert at `index` of this stack."""
-        if self.rest == "int8":
-            codes, scale = quantize_blocks(weight.float().flatten(), TOP)
+        if self.storage_codec == "int8":
+            codes, scale = quantize_blocks(weight.float().flatten(), MAX_CODE)
             self.numbers[index].copy_(codes)
             self.scale[index].copy_(scale)
         else:
@@ -117,7 +121,7 @@ class FrozenExpertWeights(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[experts, O, I], to compute with."""
-        if self.rest != "int8":
+        if self.storage_codec != "int8":
             return self.numbers.to(dtype)
         return dequantize_blocks(self.numbers, self.scale, self.shape[1:].numel()).view(self.shape).to(dtype)
 
@@ -179,7 +183,7 @@ def set_local_choice_weight(module: nn.Module, ratio: float) -> None:
     for part in module.modules():
         if isinstance(part, MoE) and isinstance(part.experts, PartiallyTrainedExperts):
             relief = torch.ones_like(part.router.load)
-            relief[list(part.experts.of_all)] = ratio
+            relief[list(part.experts.all_trained_experts)] = ratio
             part.router.relief = None if ratio == 1 else relief
 
 
@@ -197,13 +201,13 @@ def select_trained_experts(weights: Weights, trained_experts: TrainedExperts, ex
 def init_frozen_experts(module: nn.Module, weights: Weights, experts: int) -> None:
     """Give what rests its values, from those of whole stacks of experts by name."""
     for name, part in partially_trained_layers(module):
-        sharding = part.shared
-        part.is_trained_mask.copy_(torch.tensor([expert in part.own for expert in part.here]))
+        sharding = part.model_sharding
+        part.is_trained_mask.copy_(torch.tensor([expert in part.trained_on_rank for expert in part.experts_on_rank]))
         for kind, key in ((kind, f"{name}.{kind}") for kind in KINDS):
             frozen_weights = cast(FrozenExpertWeights, part.frozen[kind])
             expert_shape = frozen_weights.shape[1:] if sharding is None else sharding.shapes[key][1:]
             stacked = weights(key, torch.Size((experts, *expert_shape)))
-            for index, expert in enumerate(part.others):
+            for index, expert in enumerate(part.frozen_on_rank):
                 frozen_weights.set_expert(
                     index, stacked[expert] if sharding is None else sharding.expert_shard(key, stacked[expert])
                 )

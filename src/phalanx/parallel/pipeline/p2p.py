@@ -36,15 +36,15 @@ class PipelineP2P:
         self.shapes, self.like = shapes, like
         self._inbox: dict[Action, Tensor] = {}
         self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
-        self._dropped: Counter[int] = Counter()
-        self._had = delivered_before(schedule, rank)
-        self._coming: dict[int, deque[Action]] = {
+        self._num_released: Counter[int] = Counter()
+        self._num_delivered = count_delivered_before(schedule, rank)
+        self._expected_messages: dict[int, deque[Action]] = {
             sender: deque(message for message, receiver in schedule.messages(sender) if receiver == rank)
             for sender in range(schedule.ranks)
             if sender != rank
         }
-        self._posted: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
-        for sender in self._coming:
+        self._posted_receives: dict[int, deque[tuple[Action, dist.Work | None, Tensor]]] = defaultdict(deque)
+        for sender in self._expected_messages:
             self._post_receives(sender)
 
     def send(self, message: Action, tensor: Tensor) -> None:
@@ -61,30 +61,30 @@ class PipelineP2P:
         """What a stage gave, once it is here."""
         while message not in self._inbox:
             sender = self.schedule.rank_of[message.stage]
-            received, work, tensor = self._posted[sender].popleft()
+            received, work, tensor = self._posted_receives[sender].popleft()
             self._post_receives(sender)
             with self.waits.measure():
                 if work is not None:
                     work.wait()
             self._inbox[received] = tensor
-            self._release_sends(sender, self._had[received])
+            self._release_sends(sender, self._num_delivered[received])
         return self._inbox.pop(message)
 
     def finish(self) -> None:
         """Wait for what is still on its way."""
         for receiver, sends in self._sends.items():
-            self._release_sends(receiver, self._dropped[receiver] + len(sends))
+            self._release_sends(receiver, self._num_released[receiver] + len(sends))
 
     def _release_sends(self, receiver: int, count: int) -> None:
         """Let go of the first `count` messages that a rank was sent."""
-        while self._dropped[receiver] < count:
+        while self._num_released[receiver] < count:
             work, _ = self._sends[receiver].popleft()
-            self._dropped[receiver] += 1
+            self._num_released[receiver] += 1
             if work is not None:
                 work.wait()
 
     def _post_receives(self, sender: int) -> None:
-        expected, posted = self._coming[sender], self._posted[sender]
+        expected, posted = self._expected_messages[sender], self._posted_receives[sender]
         while expected and len(posted) < MAX_POSTED_RECEIVES:
             message = expected.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
@@ -97,7 +97,7 @@ class PipelineP2P:
 
 
 @lru_cache(maxsize=16)
-def delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
+def count_delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
     """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets
     it knows that those have arrived, without asking the network: gloo does not say when a send is done."""
     delivered: dict[Action, int] = {}

@@ -45,7 +45,7 @@ class PipelineStepState:
     micros: Sequence[MicroBatchProtocol]
     losses: LossFunction
     links: PipelineP2P
-    held: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
+    saved_activations: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
     """By stage and micro-batch."""
     deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
     """What the second halves of backward passes have to do, likewise."""
@@ -157,7 +157,7 @@ class PipelineStrategy(Strategy):
 
     def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> None:
         stage, kind, index = action
-        saved, links, last = state.held, state.links, stage == self.stages.last
+        saved, links, last = state.saved_activations, state.links, stage == self.stages.last
         key = stage, index
         if kind == "F":
             micro = state.micros[index]

@@ -64,9 +64,9 @@ def split_backward(module: Transformer, deferred_grads: DeferredWeightGrads) -> 
         module.logits = partial(split_backward_linear, deferred_grads=deferred_grads)  # type: ignore[method-assign]
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            part.forward = partial(_linear, part, deferred_grads)  # type: ignore[method-assign]
+            part.forward = partial(_split_linear, part, deferred_grads)  # type: ignore[method-assign]
         elif isinstance(part, Experts):
-            part.product = partial(_product, part.product, deferred_grads)  # type: ignore[method-assign]
+            part.product = partial(_split_grouped_product, part.product, deferred_grads)  # type: ignore[method-assign]
 
 
 def split_backward_linear(
@@ -79,7 +79,7 @@ def split_backward_linear(
     return _Linear.apply(x, weight, bias, deferred_grads)
 
 
-def _linear(layer: nn.Linear, deferred_grads: DeferredWeightGrads, x: Tensor) -> Tensor:
+def _split_linear(layer: nn.Linear, deferred_grads: DeferredWeightGrads, x: Tensor) -> Tensor:
     return split_backward_linear(x, layer.weight, layer.bias, deferred_grads=deferred_grads)
 
 
@@ -105,7 +105,7 @@ class _Linear(torch.autograd.Function):
         return grad @ ctx.weight if needs_x else None, grad_weight, grad_bias, None
 
 
-def _product(
+def _split_grouped_product(
     product: Callable[..., Tensor],
     deferred_grads: DeferredWeightGrads,
     x_ND: Tensor,
@@ -137,7 +137,7 @@ class _GroupedLinear(torch.autograd.Function):
         weight, product = ctx.weight, ctx.product
 
         def compute_weight_grad() -> Tensor:
-            return _outer(grad.contiguous(), x_ND, weight, offsets_E)
+            return _grouped_outer_product(grad.contiguous(), x_ND, weight, offsets_E)
 
         grad_weight = (
             ctx.deferred_grads.defer_or_compute(weight, compute_weight_grad) if ctx.needs_input_grad[1] else None
@@ -148,7 +148,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None
 
 
-def _outer(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+def _grouped_outer_product(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
     if supports_grouped_mm(x_NI, weight_EOI):
         return F.grouped_mm(grad_NO.T, x_NI, offs=offsets_E.to(torch.int32))

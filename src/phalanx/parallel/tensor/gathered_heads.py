@@ -26,8 +26,8 @@ def apply_gathered_heads(model: Transformer, ranks: TensorParallelGroup) -> None
     columns = GatheredHeads(model.spec, ranks)
     for part in model.modules():
         if isinstance(part, Attention):
-            part.project_in = partial(_into, part.project_in, columns)  # type: ignore[method-assign, assignment]
-            part.attend = partial(_attend, part.attend, columns)  # type: ignore[method-assign]
+            part.project_in = partial(_project_in_gathered, part.project_in, columns)  # type: ignore[method-assign, assignment]
+            part.attend = partial(_attend_local_heads, part.attend, columns)  # type: ignore[method-assign]
 
 
 class GatheredHeads:
@@ -46,13 +46,15 @@ class GatheredHeads:
         """Columns of these heads that other ranks have, before and behind."""
 
 
-def _into(project_in: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor) -> TensorTuple:
+def _project_in_gathered(
+    project_in: Callable[[Tensor], TensorTuple], columns: GatheredHeads, x_BTD: Tensor
+) -> TensorTuple:
     q, k, v = project_in(x_BTD)
     q, k = cast(Tensor, _GatherColumns.apply(torch.stack([q, k]), columns.ranks)).unbind()
     return q, k, F.pad(v, columns.padding)
 
 
-def _attend(
+def _attend_local_heads(
     attend: Callable[..., Tensor], columns: GatheredHeads, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     out = attend(q[:, :, columns.heads], k[:, :, columns.heads], v, mask).flatten(2)

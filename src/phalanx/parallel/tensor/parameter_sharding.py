@@ -25,13 +25,13 @@ class ModelSharding:
         self.spec, self.layout, self.mesh = spec, layout, mesh
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
-        self._places: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
+        self._placements: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
         replication = kv_head_replication(spec, layout.tp) if layout.tp > 1 and layout.tp_attention == "split" else 1
-        self._heads: DeviceMesh | None = None
+        self._kv_head_mesh: DeviceMesh | None = None
         if 1 < replication < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
             shape = (mesh.dims.world_size // layout.tp, layout.tp // replication, replication)
-            self._heads = init_device_mesh(
+            self._kv_head_mesh = init_device_mesh(
                 mesh.device_mesh.device_type, shape, mesh_dim_names=("others", "parts", "same")
             )
 
@@ -83,19 +83,19 @@ class ModelSharding:
             return None if sharded else self.mesh.expert_dp_group
         if sharding.replication == self.layout.tp:
             return self._group(sharding)
-        assert self._heads is not None
-        return self._heads["same"].get_group()
+        assert self._kv_head_mesh is not None
+        return self._kv_head_mesh["same"].get_group()
 
     def _dtensor_placement(self, name: str, rows: DTensor | None) -> tuple[DeviceMesh, list[Placement]]:
         """Where the tensor's part lies: first by the share, then by the rows that data parallelism gave this rank."""
         key = name, None if rows is None else rows.device_mesh
-        if key not in self._places:
+        if key not in self._placements:
             sharding = self.sharding_of(name)
             assert sharding.dim is not None
             outer: dict[str, dist.ProcessGroup] = {sharding.mesh_axis: self._group(sharding)}
             if sharding.replication > 1:
-                assert self._heads is not None
-                outer = {axis: self._heads[axis].get_group() for axis in ("parts", "same")}
+                assert self._kv_head_mesh is not None
+                outer = {axis: self._kv_head_mesh[axis].get_group() for axis in ("parts", "same")}
             inner: tuple[str, ...] = ()
             placements: tuple[Placement, ...] = ()
             groups: list[dist.ProcessGroup] = []
@@ -114,8 +114,8 @@ class ModelSharding:
                 ranks.contiguous(),
                 mesh_dim_names=(*outer, *inner),
             )
-            self._places[key] = mesh, [*(Shard(sharding.dim), Replicate())[: len(outer)], *placements]
-        return self._places[key]
+            self._placements[key] = mesh, [*(Shard(sharding.dim), Replicate())[: len(outer)], *placements]
+        return self._placements[key]
 
     def _mesh_for(self, sharding: TensorSharding) -> DeviceMesh:
         """The mesh in which ranks that share something stand."""

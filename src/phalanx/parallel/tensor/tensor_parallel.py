@@ -154,27 +154,27 @@ def apply_tensor_parallel(
         if isinstance(part, Attention):
             _parallelize_pair(part, ranks, ("wq", "wk", "wv"), "wo")
             if sharded_heads and part.qk_norm == "full":
-                part.q_norm.forward = partial(_norm_of_all_heads, part.q_norm, ranks)  # type: ignore[method-assign]
-                part.k_norm.forward = partial(_norm_of_all_heads, part.k_norm, ranks)  # type: ignore[method-assign]
+                part.q_norm.forward = partial(_norm_across_heads, part.q_norm, ranks)  # type: ignore[method-assign]
+                part.k_norm.forward = partial(_norm_across_heads, part.k_norm, ranks)  # type: ignore[method-assign]
         elif isinstance(part, SwiGLUMLP):
             _parallelize_pair(part, ranks, ("gate", "up"), "down")
         elif isinstance(part, GELUMLP):
             _parallelize_pair(part, ranks, ("up",), "down")
         elif isinstance(part, MoE) and not unsharded_experts:
-            part.apply_experts = partial(_mix, part.apply_experts, ranks)  # type: ignore[method-assign]
+            part.apply_experts = partial(_apply_expert_shards, part.apply_experts, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router) and ranks.sequence:
-            part.tokens_per_expert = partial(_count, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
-    model.logits = partial(_logits, ranks)  # type: ignore[method-assign]
+            part.tokens_per_expert = partial(_count_choices, part.tokens_per_expert, ranks)  # type: ignore[method-assign]
+    model.logits = partial(_local_logits, ranks)  # type: ignore[method-assign]
     if hasattr(model, "embedding"):
-        model.embedding.forward = partial(_embed, model.embedding, ranks)  # type: ignore[method-assign]
+        model.embedding.forward = partial(_embed_tokens, model.embedding, ranks)  # type: ignore[method-assign]
     if ranks.sequence:
         if hasattr(model, "positions"):
             model.positions.forward = partial(  # type: ignore[method-assign]
-                _positions, model.positions, ranks
+                _embed_positions, model.positions, ranks
             )
-        model.local_positions = lambda x_BT: _attended(x_BT, ranks)  # type: ignore[method-assign]
+        model.local_positions = lambda x_BT: _attended_indices(x_BT, ranks)  # type: ignore[method-assign]
         if model.spec.moe:
-            model.run_blocks = partial(_through, model.run_blocks, ranks)  # type: ignore[method-assign]
+            model.run_blocks = partial(_sum_auxiliary_loss, model.run_blocks, ranks)  # type: ignore[method-assign]
 
 
 def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, ...], second: str) -> None:
@@ -183,13 +183,13 @@ def _parallelize_pair(part: Any, ranks: TensorParallelGroup, first: tuple[str, .
     part.project_out = lambda hidden: row_parallel(hidden, ranks, getattr(part, second))
 
 
-def _logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
+def _local_logits(ranks: TensorParallelGroup, x_BTD: Tensor, weight_VD: Tensor) -> Tensor:
     """This rank's columns of the logits, [B, T, V / ranks]."""
     (logits,) = ColumnParallelLinear.apply(*autocast_operands(x_BTD, weight_VD), ranks)
     return cast(Tensor, logits)
 
 
-def _embed(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
+def _embed_tokens(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tensor) -> Tensor:
     """A row of each token from the rank that has it."""
     row = tokens_BT - ranks.first_row
     is_remote = (row < 0) | (row >= len(embedding.weight))
@@ -197,18 +197,18 @@ def _embed(embedding: nn.Embedding, ranks: TensorParallelGroup, tokens_BT: Tenso
     return cast(Tensor, ReduceToSequence.apply(x_BTD, ranks))
 
 
-def _positions(positions: nn.Embedding, ranks: TensorParallelGroup, indices: Tensor) -> Tensor:
+def _embed_positions(positions: nn.Embedding, ranks: TensorParallelGroup, indices: Tensor) -> Tensor:
     """Of this rank's tokens."""
     return F.embedding(indices.chunk(ranks.size, dim=-1)[ranks.rank], positions.weight)
 
 
-def _attended(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
+def _attended_indices(x_BT: Tensor, ranks: TensorParallelGroup) -> Tensor:
     """The tokens of which a stage is given a share; an embedding is given all (their numbers)."""
     tokens = x_BT.shape[1] * (ranks.size if x_BT.is_floating_point() else 1)
     return torch.arange(tokens, device=x_BT.device)
 
 
-def _through(
+def _sum_auxiliary_loss(
     run_blocks: Callable[..., tuple[Tensor, Tensor]], ranks: TensorParallelGroup, *args: Any
 ) -> tuple[Tensor, Tensor]:
     """Each rank's routers saw some of the tokens: the auxiliary loss is the sum."""
@@ -216,7 +216,7 @@ def _through(
     return x_BTD, cast(Tensor, AllReduceForward.apply(auxiliary, ranks))
 
 
-def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
+def _norm_across_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> Tensor:
     """x / rms(x) x weight, where each rank has some of the heads (and as many ranks each of them)."""
     exact = x if x.dtype == torch.float64 else x.float()
     total = cast(Tensor, AllReduce.apply(exact.square().sum(-1, keepdim=True), ranks))
@@ -224,7 +224,7 @@ def _norm_of_all_heads(norm: RMSNorm, ranks: TensorParallelGroup, x: Tensor) -> 
     return (exact * scale).to(x.dtype) * norm.weight.to(x.dtype)
 
 
-def _mix(
+def _apply_expert_shards(
     apply_experts: Callable[..., Tensor], ranks: TensorParallelGroup, x: Tensor, weights: Tensor, chosen: Tensor
 ) -> Tensor:
     """Every rank has some columns of each expert. The choice is made where the residual stream is."""
@@ -233,7 +233,9 @@ def _mix(
     return cast(Tensor, ReduceToSequence.apply(apply_experts(x, weights, ranks.gather_tokens(chosen)), ranks))
 
 
-def _count(count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+def _count_choices(
+    count: Callable[..., Tensor], ranks: TensorParallelGroup, chosen: Tensor, dtype: torch.dtype
+) -> Tensor:
     return ranks.all_reduce(count(chosen, dtype))
 
 

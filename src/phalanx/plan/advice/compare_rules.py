@@ -23,7 +23,7 @@ from phalanx.spec.formatting import GIB
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
-ALIKE = 0.01
+AGREEMENT_TOLERANCE = 0.01
 """A rule agrees if the best layout that obeys it is slower by less: 80 of 100 steps differ from their prediction by up
 to a tenth."""
 Verdict = Literal["agrees", "costs", "does not fit", "does not run"]
@@ -56,7 +56,7 @@ class AdviceReport:
     """Rules that do not apply."""
 
     @property
-    def agreeing(self) -> int:
+    def num_agreeing(self) -> int:
         """Rules that agree with the planner."""
         return sum(advice.verdict == "agrees" for advice in self.advice)
 
@@ -91,7 +91,7 @@ class EvaluatedLayouts:
 
     run: RunSpec
     ranks: int
-    found: list[CandidateLayout]
+    candidates: list[CandidateLayout]
     fitting: list[CandidateLayout]
     """Those that are likely to fit, in the planner's order of preference."""
 
@@ -110,36 +110,38 @@ def compare_with_best(
         return rule.is_satisfied_by(candidate, situation.domain)
 
     if obeys_rule(best.candidate):
-        return Advice(rule, because, "agrees", best, 0.0, 0.0, _otherwise(every, best, obeys_rule))
+        return Advice(rule, because, "agrees", best, 0.0, 0.0, _explain_agreement(every, best, obeys_rule))
     option = every.best(obeys_rule)
     if option is None:
-        return _impossible(every, best, situation, rule, because)
+        return _impossible_advice(every, best, situation, rule, because)
     slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
-    verdict: Verdict = "agrees" if slower < ALIKE else "costs"
+    verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
     return Advice(rule, because, verdict, option, slower, more, explain_slowdown(every.run, option, best))
 
 
-def _otherwise(every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[[CandidateLayout], bool]) -> str:
+def _explain_agreement(
+    every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[[CandidateLayout], bool]
+) -> str:
     """Why the planner does what a rule says: what the fastest layout that does not would take."""
     other = every.best(lambda candidate: not obeyed(candidate))
     if other is not None:
         return f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}"
-    return "all layouts are so" if all(map(obeyed, every.found)) else "no other layout fits"
+    return "all layouts are so" if all(map(obeyed, every.candidates)) else "no other layout fits"
 
 
-def _impossible(
+def _impossible_advice(
     every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
 ) -> Advice:
     """Of a rule that no layout obeys that fits and runs."""
-    obeying = [candidate for candidate in every.found if rule.is_satisfied_by(candidate, situation.domain)]
+    obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
-        reason = f"no layout of {situation.ranks} devices, this batch and this model has {rule.partial}"
+        reason = f"no layout of {situation.ranks} devices, this batch and this model has {rule.requirements_text}"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    largest_parts = sorted(_fullest(smallest).items(), key=lambda part: -part[1])
+    largest_parts = sorted(_fullest_stage_bytes(smallest).items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
     reason = (
         f"the smallest such layout takes {describe_memory_use(every.run.cluster, smallest)}, "
@@ -154,7 +156,7 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     sequences = training.tokens_per_step // training.seq_len
     plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
     one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
-    resident_bytes, recomputed_bytes = (_fullest(option) for option in one)
+    resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
     optimizer, count = optimizer_kind(run.optimizer), count_parameters(model)
     state = model_state_bytes(count, optimizer, training.precision)
     bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
@@ -169,18 +171,19 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
         state={"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer},
         activation_bytes=resident_bytes["activations"] + resident_bytes["logits"],
         recomputed_bytes=recomputed_bytes["activations"] + recomputed_bytes["logits"],
-        layer_bytes=bytes_per_parameter * _largest_block(run) + resident_bytes["activations"] / model.num_layers,
-        alone=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
-        spare=not alone and _spare(every),
+        layer_bytes=bytes_per_parameter * _largest_block_parameters(run)
+        + resident_bytes["activations"] / model.num_layers,
+        fits_one_device=(alone := any(option.p_oom < MAX_OOM_PROBABILITY for option in one)),
+        fits_with_zb_h2=not alone and _fits_with_zb_h2(every),
     )
 
 
-def _fullest(option: EvaluatedLayout) -> dict[str, float]:
+def _fullest_stage_bytes(option: EvaluatedLayout) -> dict[str, float]:
     """Bytes by part of the stage that has most."""
     return max(option.stages.values(), key=lambda stage: sum(stage.values()))
 
 
-def _largest_block(run: RunSpec) -> int:
+def _largest_block_parameters(run: RunSpec) -> int:
     """Parameters of the block that has most."""
     blocks: Counter[str] = Counter()
     for name, shape in parameter_shapes(run.model).items():
@@ -190,7 +193,7 @@ def _largest_block(run: RunSpec) -> int:
     return max(blocks.values())
 
 
-def _spare(every: EvaluatedLayouts) -> bool:
+def _fits_with_zb_h2(every: EvaluatedLayouts) -> bool:
     """Whether the fastest 1F1B pipeline that fits still does with ZB-H2 in place of 1F1B."""
     fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
     if fastest is None:

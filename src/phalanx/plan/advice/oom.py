@@ -22,7 +22,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
-WORTH = 0.01
+MIN_FREED_FRACTION = 0.01
 """Step by step, a change that frees less than this share of what is held is not made."""
 
 
@@ -50,7 +50,7 @@ class RemedyEffect:
     """Bytes by part, each at its most; negative where more is held."""
     freed_bytes: int
     """Of the most at one time, on the fullest rank."""
-    held: RunFootprint | None
+    new_footprint: RunFootprint | None
     problem: str = ""
 
 
@@ -58,7 +58,7 @@ class RemedyEffect:
 class Diagnosis:
     """A run's memory, and what would free some."""
 
-    now: RunFootprint
+    current_footprint: RunFootprint
     limit_bytes: float
     micro_batch: int
     single_remedies: list[RemedyEffect]
@@ -136,7 +136,7 @@ def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:
 
 def relative_slowdown(effect: RemedyEffect, now: RunFootprint) -> float:
     """The share by which a step takes longer than now; infinite where the planner does not know."""
-    after = effect.held.step_seconds if effect.held else None
+    after = effect.new_footprint.step_seconds if effect.new_footprint else None
     return after / now.step_seconds - 1 if after and now.step_seconds else inf
 
 
@@ -146,10 +146,10 @@ def cheapest_first(effects: Sequence[RemedyEffect], now: RunFootprint) -> list[R
     where times are not known."""
 
     def key(effect: RemedyEffect) -> tuple[int, bool, float]:
-        fits_alone = effect.held is not None and effect.held.fits
+        fits_alone = effect.new_footprint is not None and effect.new_footprint.fits
         return (
             0 if fits_alone else 1 if effect.freed_bytes > 0 else 2,
-            effect.remedy.last,
+            effect.remedy.is_last_resort,
             relative_slowdown(effect, now),
         )
 
@@ -162,7 +162,7 @@ def cheapest_sequence(
     """Remedies one after the other until a run fits, and which of them it needs: of several orders the one that leaves
     the fastest run, if it can be with what costs time only. Tried are that of what each costs alone, the published one,
     and each that makes it fit alone: this is no search, which is the planner's."""
-    by_cost = sorted(effects, key=lambda effect: (effect.remedy.last, relative_slowdown(effect, now)))
+    by_cost = sorted(effects, key=lambda effect: (effect.remedy.is_last_resort, relative_slowdown(effect, now)))
     orders = [tuple(effect.remedy for effect in by_cost), REMEDIES]
     orders += [(effect.remedy,) for effect in effects if fits_after([effect])]
     paths = [
@@ -175,7 +175,7 @@ def cheapest_sequence(
         return (
             not fits_after(needed),
             short,
-            any(effect.remedy.last for effect in needed),
+            any(effect.remedy.is_last_resort for effect in needed),
             relative_slowdown(needed[-1], now) if needed else 0,
         )
 
@@ -184,7 +184,7 @@ def cheapest_sequence(
 
 def remaining_bytes(made: list[RemedyEffect]) -> float:
     """Bytes that a run still holds after remedies that are not enough."""
-    return made[-1].held.memory.total if made and made[-1].held else inf
+    return made[-1].new_footprint.memory.total if made and made[-1].new_footprint else inf
 
 
 def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[RemedyEffect]:
@@ -198,9 +198,13 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
         if footprint.fits:
             break
         effect = smallest_sufficient(remedy, current, run, footprint)
-        if effect.run is not None and effect.held and effect.freed_bytes > WORTH * footprint.memory.total:
+        if (
+            effect.run is not None
+            and effect.new_footprint
+            and effect.freed_bytes > MIN_FREED_FRACTION * footprint.memory.total
+        ):
             effects.append(effect)
-            current, footprint = effect.run, effect.held
+            current, footprint = effect.run, effect.new_footprint
     return effects
 
 
@@ -208,7 +212,10 @@ def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]
     """Of remedies with which a run fits, those that it needs: what costs most time is the first to be left out."""
     if not fits_after(made):
         return made
-    before = [run_footprint(run).step_seconds, *(effect.held.step_seconds for effect in made if effect.held)]
+    before = [
+        run_footprint(run).step_seconds,
+        *(effect.new_footprint.step_seconds for effect in made if effect.new_footprint),
+    ]
     added = [(after or 0.0) - (earlier or 0.0) for earlier, after in pairwise(before)]
     for _, dropped in sorted(zip(added, (effect.remedy for effect in made), strict=True), key=lambda item: -item[0]):
         fewer = apply_until_fits(run, [effect.remedy for effect in made if effect.remedy is not dropped])
@@ -219,13 +226,13 @@ def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]
 
 def fits_after(made: list[RemedyEffect]) -> bool:
     """Whether a run fits after these remedies."""
-    return bool(made) and made[-1].held is not None and made[-1].held.fits
+    return bool(made) and made[-1].new_footprint is not None and made[-1].new_footprint.fits
 
 
 def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: RunFootprint) -> RemedyEffect:
     """As little of a remedy as makes a run fit, or what frees most; settings are named since another run."""
     tried: list[RemedyEffect] = []
-    problem = remedy.none
+    problem = remedy.no_change_reason
     for changed in remedy.changes(run):
         try:
             after = run_footprint(changed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
-from phalanx.plan.search.candidates import ZERO, choose_rank_order
+from phalanx.plan.search.candidates import ZERO_STAGES, choose_rank_order
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
@@ -24,7 +24,7 @@ from phalanx.spec.tensor_sharding import check_divisibility
 GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"
 STAGES, SEQUENCES, MEMORY = "Jae's Tech Blog part 14", "Jae's Tech Blog part 10", "Jae's Tech Blog part 06"
 OFFLOAD, HYBRIDS = "pos2001/ml-training-architecture, decision guide", "jesamkim part 4, decision guide"
-MOST_TIMES = 64
+MAX_DEVICE_MULTIPLE = 64
 """As many devices, at most, as the last remedy tries."""
 
 
@@ -33,13 +33,13 @@ class Remedy:
     """One kind of change."""
 
     name: str
-    costs: str
+    cost: str
     source: str
     changes: Callable[[RunSpec], Iterator[RunSpec]]
     """Runs that have more and more of it."""
-    none: str = "done already"
+    no_change_reason: str = "done already"
     """Why there is nothing to change, where it gives no run."""
-    last: bool = False
+    is_last_resort: bool = False
     """Whether it costs what no step time shows, so that it is tried after those that only cost time."""
 
 
@@ -54,12 +54,12 @@ def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
     return run.model_copy(update={"layout": layout.model_copy(update=unset)})
 
 
-def _smaller_batches(run: RunSpec) -> Iterator[RunSpec]:
+def _reduce_micro_batch(run: RunSpec) -> Iterator[RunSpec]:
     now = plan_batch(run, run.cluster.ranks).micro_batch_size
     yield from (with_layout(run, micro_batch_size=size) for size in reversed(divisors(now)[:-1]))
 
 
-def _recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
+def _increase_recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
     kinds = ("none", "selective", "full")
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
@@ -69,21 +69,21 @@ def _recompute(kind: str) -> Callable[[RunSpec], Iterator[RunSpec]]:
     return changes
 
 
-def _half(run: RunSpec) -> Iterator[RunSpec]:
+def _use_bf16(run: RunSpec) -> Iterator[RunSpec]:
     if run.training.precision != "bf16":
         yield run.model_copy(update={"training": run.training.model_copy(update={"precision": "bf16"})})
 
 
-def _zero(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
+def _raise_zero_stage(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         can_shard = run.cluster.ranks > 1 or (run.layout.offload != "none" and stage < 3)
-        if can_shard and ZERO.get(run.layout.data_parallel, 0) < stage:
+        if can_shard and ZERO_STAGES.get(run.layout.data_parallel, 0) < stage:
             yield with_layout(run, data_parallel=f"zero{stage}")
 
     return changes
 
 
-def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Iterator[RunSpec]]:
+def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Iterator[RunSpec]]:
     """Larger and larger degrees that divide the ranks."""
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
@@ -94,24 +94,24 @@ def _shared(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Itera
     return changes
 
 
-def _pipelines(run: RunSpec) -> Iterator[RunSpec]:
+def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
     """Their stages where the planner has them."""
-    for changed in _shared("pp")(run):
+    for changed in _increase_degree("pp")(run):
         tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
         yield with_layout(changed, rank_order=choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size))
 
 
-def _shared_sequences(run: RunSpec) -> Iterator[RunSpec]:
+def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
     """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
     usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
     kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
-    for changed in _shared("cp")(run):
+    for changed in _increase_degree("cp")(run):
         variants = [with_layout(changed, cp_method=method) for method in kinds]
-        yield next((method for method in variants if _can_share(method)), variants[-1])
+        yield next((method for method in variants if _is_divisible(method)), variants[-1])
 
 
-def _can_share(run: RunSpec) -> bool:
+def _is_divisible(run: RunSpec) -> bool:
     try:
         check_divisibility(run, run.cluster.ranks)
     except UserError:
@@ -119,12 +119,12 @@ def _can_share(run: RunSpec) -> bool:
     return True
 
 
-def _expert_ranks(run: RunSpec) -> Iterator[RunSpec]:
+def _increase_ep(run: RunSpec) -> Iterator[RunSpec]:
     if run.model.moe is not None:
-        yield from _shared("ep")(run)
+        yield from _increase_degree("ep")(run)
 
 
-def _offload(run: RunSpec) -> Iterator[RunSpec]:
+def _use_offload(run: RunSpec) -> Iterator[RunSpec]:
     if run.layout.offload == "none" and run.cluster.device != "cpu":
         # Only what is sharded is offloaded; with_layout would drop the choice again.
         alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
@@ -132,7 +132,7 @@ def _offload(run: RunSpec) -> Iterator[RunSpec]:
         yield from (with_layout(run, data_parallel=data, offload="cpu") for data in kinds)
 
 
-def _sgd(run: RunSpec) -> Iterator[RunSpec]:
+def _use_sgd(run: RunSpec) -> Iterator[RunSpec]:
     optimizer = run.optimizer
     if optimizer.name == "sgd" and not optimizer.momentum:
         return
@@ -141,9 +141,9 @@ def _sgd(run: RunSpec) -> Iterator[RunSpec]:
         yield run.model_copy(update={"optimizer": optimizer.model_copy(update={"name": "sgd", "momentum": momentum})})
 
 
-def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
+def _add_devices(run: RunSpec) -> Iterator[RunSpec]:
     times = 2
-    while times <= MOST_TIMES:
+    while times <= MAX_DEVICE_MULTIPLE:
         more = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
         larger = run.model_copy(update={"cluster": more})
         try:
@@ -155,50 +155,58 @@ def _more_devices(run: RunSpec) -> Iterator[RunSpec]:
         times *= 2
 
 
-NOBODY = "done already, or a lone device has nobody to share with"
-NO_DEGREE = "no larger degree divides the devices"
+NO_PEERS_REASON = "done already, or a lone device has nobody to share with"
+NO_LARGER_DEGREE_REASON = "no larger degree divides the devices"
 REMEDIES = (
     Remedy(
         "smaller micro-batch",
         "more accumulation of smaller products",
         GUIDE,
-        _smaller_batches,
+        _reduce_micro_batch,
         "a micro-batch is one sequence",
     ),
-    Remedy("recompute attention", "attention's forward pass once more", GUIDE, _recompute("selective")),
+    Remedy("recompute attention", "attention's forward pass once more", GUIDE, _increase_recompute("selective")),
     Remedy(
-        "recompute blocks", f"a forward pass more: about {recompute_overhead():+.0%} compute", GUIDE, _recompute("full")
+        "recompute blocks",
+        f"a forward pass more: about {recompute_overhead():+.0%} compute",
+        GUIDE,
+        _increase_recompute("full"),
     ),
-    Remedy("bf16", "less exact", GUIDE, _half, last=True),
-    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _zero(1), NOBODY),
-    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _zero(2), NOBODY),
-    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _zero(3), NOBODY),
+    Remedy("bf16", "less exact", GUIDE, _use_bf16, is_last_resort=True),
+    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _raise_zero_stage(1), NO_PEERS_REASON),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _raise_zero_stage(2), NO_PEERS_REASON),
+    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _raise_zero_stage(3), NO_PEERS_REASON),
     Remedy(
         "expert parallelism",
         "four all-to-alls per block",
         HYBRIDS,
-        _expert_ranks,
+        _increase_ep,
         "the model has no experts, or no larger degree divides the devices",
     ),
     Remedy(
         "tensor parallelism",
         "exchanges in every block: fast links only",
         MEMORY,
-        _shared("tp", within_domain=True),
-        NO_DEGREE,
+        _increase_degree("tp", within_domain=True),
+        NO_LARGER_DEGREE_REASON,
     ),
-    Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _shared_sequences, NO_DEGREE),
-    Remedy("pipeline", "stages wait for one another", HYBRIDS, _pipelines, NO_DEGREE),
+    Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _increase_cp, NO_LARGER_DEGREE_REASON),
+    Remedy("pipeline", "stages wait for one another", HYBRIDS, _increase_pp, NO_LARGER_DEGREE_REASON),
     Remedy(
         "offload to CPU memory",
         "state crosses PCIe every step",
         OFFLOAD,
-        _offload,
+        _use_offload,
         "done already, or CPU memory is what is short",
     ),
-    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _sgd, last=True),
+    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _use_sgd, is_last_resort=True),
     Remedy(
-        "more devices", "their price", GUIDE, _more_devices, "no more devices can share a step's sequences", last=True
+        "more devices",
+        "their price",
+        GUIDE,
+        _add_devices,
+        "no more devices can share a step's sequences",
+        is_last_resort=True,
     ),
 )
 """In the order to try them. Tensor parallelism comes with sequence parallelism."""

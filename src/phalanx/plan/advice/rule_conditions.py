@@ -34,9 +34,9 @@ class RunSituation:
     """The same, where whole blocks are computed again."""
     layer_bytes: float
     """State and activations of the largest block."""
-    alone: bool
+    fits_one_device: bool
     """Whether the planner says that a copy fits one device, recomputed if need be."""
-    spare: bool = False
+    fits_with_zb_h2: bool = False
     """Whether the fastest 1F1B pipeline leaves memory for ZB-H2's activations, nearly twice as many."""
 
     @property
@@ -55,34 +55,34 @@ class RunSituation:
 class DegreeRange:
     """What a rule asks of a degree, or of a product of them."""
 
-    least: int | Literal["domain"] = 1
-    most: int | Literal["domain"] | None = None
+    lower_bound: int | Literal["domain"] = 1
+    upper_bound: int | Literal["domain"] | None = None
 
-    def holds(self, value: int, domain: int) -> bool:
+    def contains(self, value: int, domain: int) -> bool:
         """Whether a value obeys it, with so many devices in the domain of fast links."""
-        min_degree = domain if self.least == "domain" else self.least
-        max_degree = domain if self.most == "domain" else self.most
+        min_degree = domain if self.lower_bound == "domain" else self.lower_bound
+        max_degree = domain if self.upper_bound == "domain" else self.upper_bound
         return value >= min_degree and (max_degree is None or value <= max_degree)
 
     def __str__(self) -> str:
-        if self.least == self.most:
-            return str(self.least)
-        if self.most is not None:
-            return f"at most {'the ' if self.most == 'domain' else ''}{self.most}"
-        return f"at least {'the ' if self.least == 'domain' else ''}{self.least}"
+        if self.lower_bound == self.upper_bound:
+            return str(self.lower_bound)
+        if self.upper_bound is not None:
+            return f"at most {'the ' if self.upper_bound == 'domain' else ''}{self.upper_bound}"
+        return f"at least {'the ' if self.lower_bound == 'domain' else ''}{self.lower_bound}"
 
 
 Requirements = Mapping[str, DegreeRange | tuple[str, ...]]
 """A partial layout: of a field, or of a product such as "tp x cp", the degree or the names that are asked for."""
 
 
-ONE, SOME, INSIDE = DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain")
+ONE, AT_LEAST_TWO, WITHIN_DOMAIN = DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain")
 
 
 DATA_ONLY: Requirements = {"tp": ONE, "pp": ONE, "cp": ONE, "ep": ONE}
 
 
-THREE_D: Requirements = {"dp": SOME, "tp": SOME, "pp": SOME}
+THREE_D: Requirements = {"dp": AT_LEAST_TWO, "tp": AT_LEAST_TWO, "pp": AT_LEAST_TWO}
 
 
 BILLION = 10**9
@@ -140,7 +140,7 @@ def optimizer_state_is_largest(s: RunSituation) -> str:
 
 def sharded_state_fits(s: RunSituation) -> str:
     share = s.state_bytes / s.ranks
-    fits = not s.alone and s.ranks > 1 and share + s.recomputed_bytes <= s.memory_bytes
+    fits = not s.fits_one_device and s.ranks > 1 and share + s.recomputed_bytes <= s.memory_bytes
     return (
         f"a copy does not fit one device, and its state shared by {s.ranks} does: {format_gib(share)}" if fits else ""
     )
@@ -161,15 +161,19 @@ def activations_are_largest_on_many_ranks(s: RunSituation) -> str:
 
 
 def copy_fits_device(s: RunSituation) -> str:
-    return "a copy fits one device" if s.alone else ""
+    return "a copy fits one device" if s.fits_one_device else ""
 
 
 def has_memory_for_zb_h2(s: RunSituation) -> str:
-    return "a copy does not fit; the fastest 1F1B pipeline leaves memory for ZB-H2" if s.spare and not s.alone else ""
+    return (
+        "a copy does not fit; the fastest 1F1B pipeline leaves memory for ZB-H2"
+        if s.fits_with_zb_h2 and not s.fits_one_device
+        else ""
+    )
 
 
 def lacks_memory_for_zb_h2(s: RunSituation) -> str:
-    tight = s.ranks > 1 and not s.spare and not s.alone
+    tight = s.ranks > 1 and not s.fits_with_zb_h2 and not s.fits_one_device
     return "a copy does not fit, and no memory is left for ZB-H2 beside the fastest 1F1B pipeline" if tight else ""
 
 
@@ -183,7 +187,7 @@ def data_parallel_is_outer(s: RunSituation) -> str:
 
 
 def copy_spans_fast_link_domains(s: RunSituation) -> str:
-    between = s.ranks > s.domain and not s.alone
+    between = s.ranks > s.domain and not s.fits_one_device
     return f"a copy does not fit, and {s.ranks} devices are several domains of {s.domain}" if between else ""
 
 

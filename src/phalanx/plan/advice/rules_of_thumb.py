@@ -10,12 +10,12 @@ from math import prod
 from typing import Literal
 
 from phalanx.plan.advice.rule_conditions import (
+    AT_LEAST_TWO,
     BILLION,
     DATA_ONLY,
-    INSIDE,
     ONE,
-    SOME,
     THREE_D,
+    WITHIN_DOMAIN,
     DegreeRange,
     Requirements,
     RunSituation,
@@ -54,37 +54,42 @@ class RuleOfThumb:
 
     kind: Kind
     name: str
-    says: str
-    wants: Requirements
+    recommendation: str
+    requirements: Requirements
     """What it asks of the planner's layouts."""
     applies: Callable[[RunSituation], str]
     """Why it applies; empty where it does not."""
     source: str
-    beyond: str = ""
+    unplanned_part: str = ""
     """What it says besides, which the planner does not choose among, and why not."""
 
     def is_satisfied_by(self, candidate: CandidateLayout, domain: int) -> bool:
         """Whether a layout does what the rule asks."""
-        return all(_holds(candidate, field, requirement, domain) for field, requirement in self.wants.items())
+        return all(
+            _meets_requirement(candidate, field, requirement, domain)
+            for field, requirement in self.requirements.items()
+        )
 
     @property
-    def partial(self) -> str:
+    def requirements_text(self) -> str:
         """What it asks, as text."""
-        texts = {field: " or ".join(w) if isinstance(w, tuple) else str(w) for field, w in self.wants.items()}
+        texts = {field: " or ".join(w) if isinstance(w, tuple) else str(w) for field, w in self.requirements.items()}
         return ", ".join(f"{field} {text}" for field, text in texts.items())
 
 
-def _holds(candidate: CandidateLayout, field: str, requirement: DegreeRange | tuple[str, ...], domain: int) -> bool:
+def _meets_requirement(
+    candidate: CandidateLayout, field: str, requirement: DegreeRange | tuple[str, ...], domain: int
+) -> bool:
     if isinstance(requirement, tuple):
         return getattr(candidate, field) in requirement
-    return requirement.holds(prod(getattr(candidate, axis) for axis in field.split(" x ")), domain)
+    return requirement.contains(prod(getattr(candidate, axis) for axis in field.split(" x ")), domain)
 
 
-NOT_CHOSEN = (
+ZERO3_PIPELINE_NOTE = (
     "ZeRO-3 in a pipeline is not among the planner's layouts: it keeps and sends what ZeRO-1 does or more. Offload "
     "is, of what does not fit without: it only saves memory"
 )
-BY_SIZE = (
+SIZE_RULES = (
     RuleOfThumb(
         "size",
         "fewer than 1B parameters",
@@ -116,23 +121,30 @@ BY_SIZE = (
         THREE_D,
         has_parameters_between(100 * BILLION, None),
         SIZES,
-        NOT_CHOSEN,
+        ZERO3_PIPELINE_NOTE,
     ),
 )
 """Half-open: a model of exactly 1B, 10B or 100B parameters belongs to the larger class."""
-BY_BOTTLENECK = (
+BOTTLENECK_RULES = (
     RuleOfThumb(
-        "bottleneck", "activation memory", "data parallelism", {"dp": SOME}, activations_exceed_device, HYBRIDS
+        "bottleneck", "activation memory", "data parallelism", {"dp": AT_LEAST_TWO}, activations_exceed_device, HYBRIDS
     ),
-    RuleOfThumb("bottleneck", "parameter memory", "pipeline parallelism", {"pp": SOME}, state_exceeds_device, HYBRIDS),
     RuleOfThumb(
-        "bottleneck", "a single layer too big", "add tensor parallelism", {"tp": SOME}, block_exceeds_device, HYBRIDS
+        "bottleneck", "parameter memory", "pipeline parallelism", {"pp": AT_LEAST_TWO}, state_exceeds_device, HYBRIDS
+    ),
+    RuleOfThumb(
+        "bottleneck",
+        "a single layer too big",
+        "add tensor parallelism",
+        {"tp": AT_LEAST_TWO},
+        block_exceeds_device,
+        HYBRIDS,
     ),
     RuleOfThumb(
         "bottleneck",
         "compute inside layers",
         "tensor parallelism on fast links",
-        {"tp": SOME},
+        {"tp": AT_LEAST_TWO},
         has_fewer_sequences_than_ranks,
         HYBRIDS,
     ),
@@ -140,11 +152,13 @@ BY_BOTTLENECK = (
         "bottleneck",
         "more capacity at the same compute",
         "experts, and expert parallelism",
-        {"ep": SOME},
+        {"ep": AT_LEAST_TWO},
         has_experts,
         HYBRIDS,
     ),
-    RuleOfThumb("bottleneck", "a large dataset", "data parallelism", {"dp": SOME}, has_sequences_for_all_ranks, NOTES),
+    RuleOfThumb(
+        "bottleneck", "a large dataset", "data parallelism", {"dp": AT_LEAST_TWO}, has_sequences_for_all_ranks, NOTES
+    ),
     RuleOfThumb(
         "bottleneck",
         "optimizer state",
@@ -173,12 +187,12 @@ BY_BOTTLENECK = (
         "bottleneck",
         "long context",
         "sequence parallelism, with tensor parallelism",
-        {"tp": SOME},
+        {"tp": AT_LEAST_TWO},
         activations_are_largest_on_many_ranks,
         LONG,
     ),
 )
-BY_SCHEDULE = (
+SCHEDULE_RULES = (
     RuleOfThumb(
         "schedule", "a copy fits one device", "no pipeline; DP or ZeRO", {"pp": ONE}, copy_fits_device, PIPELINES
     ),
@@ -186,7 +200,7 @@ BY_SCHEDULE = (
         "schedule",
         "it does not fit, memory to spare",
         "ZB-H2",
-        {"pp": SOME, "schedule": ("zb-h2",)},
+        {"pp": AT_LEAST_TWO, "schedule": ("zb-h2",)},
         has_memory_for_zb_h2,
         PIPELINES,
     ),
@@ -194,7 +208,7 @@ BY_SCHEDULE = (
         "schedule",
         "it does not fit, memory tight",
         "ZB-H1 or 1F1B",
-        {"pp": SOME, "schedule": ("zb-h1", "1f1b")},
+        {"pp": AT_LEAST_TWO, "schedule": ("zb-h1", "1f1b")},
         lacks_memory_for_zb_h2,
         PIPELINES,
     ),
@@ -207,12 +221,12 @@ BY_SCHEDULE = (
         ORDER,
     ),
 )
-BY_PLACEMENT = (
+PLACEMENT_RULES = (
     RuleOfThumb(
         "placement",
         "tensor parallelism",
         "inside the domain of fast links",
-        {"tp": INSIDE},
+        {"tp": WITHIN_DOMAIN},
         has_many_ranks,
         f"{HYBRIDS}; {NOTES}",
     ),
@@ -220,7 +234,7 @@ BY_PLACEMENT = (
         "placement",
         "pipeline",
         "between nodes",
-        {"pp": SOME, "tp x cp": DegreeRange("domain")},
+        {"pp": AT_LEAST_TWO, "tp x cp": DegreeRange("domain")},
         copy_spans_fast_link_domains,
         HYBRIDS,
     ),
@@ -228,7 +242,12 @@ BY_PLACEMENT = (
         "placement", "data parallelism", "outermost, one exchange in a step", {}, data_parallel_is_outer, HYBRIDS
     ),
     RuleOfThumb(
-        "placement", "expert parallelism", "inside the domain of fast links", {"ep x tp": INSIDE}, has_experts, NOTES
+        "placement",
+        "expert parallelism",
+        "inside the domain of fast links",
+        {"ep x tp": WITHIN_DOMAIN},
+        has_experts,
+        NOTES,
     ),
 )
-RULES = (*BY_SIZE, *BY_BOTTLENECK, *BY_SCHEDULE, *BY_PLACEMENT)
+RULES = (*SIZE_RULES, *BOTTLENECK_RULES, *SCHEDULE_RULES, *PLACEMENT_RULES)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from phalanx.cost.estimate.constants import time_constants
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.estimate.step_time import step_seconds
-from phalanx.plan.calibrate.measured_run import LEAST_WAIT, MeasuredRun
+from phalanx.plan.calibrate.measured_run import MIN_WAIT_FRACTION, MeasuredRun
 from phalanx.plan.calibrate.microbenchmarks import (
     BenchmarkFile,
     OperationTimings,
@@ -43,7 +43,7 @@ from phalanx.spec.files.load import cluster_overrides, load_machine
 SHARE_PRIOR, BUFFER_PRIOR, MEMORY_NOISE = 0.2, 2.0, 0.03
 """Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
 a process's memory."""
-HALF = 1.2816
+Z_80_PERCENT = 1.2816
 """Standard deviations of a normal distribution on each side of the middle 80 %."""
 Array = NDArray[np.float64]
 
@@ -94,23 +94,24 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         baseline_process_bytes=0,
         bytes_per_counted_byte=1.0,
     )
-    peaks = [run.peak_flops * _on_cluster(machine, run).ranks_per_core for run in runs if run.peak_flops]
+    peaks = [run.peak_flops * _with_cluster_size(machine, run).ranks_per_core for run in runs if run.peak_flops]
     if peaks and machine.cores:
         peak = statistics.median(peaks)
         machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
     machine = machine.model_copy(update={"calibration": known})
     jobs = job_table([job_row(run, machine) for run in runs])
-    operations = _operations(runs, jobs, sweeps, machine)
+    operations = _collect_operations(runs, jobs, sweeps, machine)
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
     z = map_estimate(prior, jobs, truth)
     constants, errors = prior.constants(z), leave_one_out_errors(prior, jobs, truth, z)
-    process, share, buffers, memory = _memory(runs)
+    process, share, buffers, memory = _fit_memory(runs)
     measured = known.model_copy(
         update={
             "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
             "identified_constants": identified_constants(prior, jobs, truth, z),
-            "log_half_width": HALF * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too much alike
+            "log_half_width": Z_80_PERCENT
+            * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too much alike
             "baseline_process_bytes": round(process),
             "bytes_per_counted_byte": share,
             "buffer_overhead": buffers,
@@ -122,7 +123,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     machine = machine.model_copy(update={"calibration": measured})
     operation_names = [
         OperationFit(
-            each.of,
+            each.source,
             each.kind,
             len(each.seconds),
             each.geometric_mean_error(prior.start),
@@ -130,7 +131,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         )
         for each in operations
     ]
-    return Calibration(machine, before, after, truth.whole * np.exp(errors), memory, operation_names)
+    return Calibration(machine, before, after, truth.step_total * np.exp(errors), memory, operation_names)
 
 
 def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> None:
@@ -141,7 +142,7 @@ def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Non
             raise UserError("RUN_DIR", run.name, problem, "name the machine that the runs were on")
 
 
-def _operations(
+def _collect_operations(
     runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
 ) -> list[OperationTimings]:
     """What was timed apart from steps; `jobs` are the columns of the runs."""
@@ -159,7 +160,7 @@ def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTar
     alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
     waiting = np.array([run.waiting_seconds for run in runs])
-    there = alone & (waiting > LEAST_WAIT * measured_seconds)
+    there = alone & (waiting > MIN_WAIT_FRACTION * measured_seconds)
     return MeasuredTargets(measured_seconds, np.where(alone, computing, nan), np.where(there, waiting, nan))
 
 
@@ -182,7 +183,7 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
         raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
 
 
-def _on_cluster(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
+def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
     run_cluster = measured.run.cluster
     return machine.model_copy(update={"nodes": run_cluster.nodes, "nproc_per_node": run_cluster.nproc_per_node})
 
@@ -192,7 +193,7 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
 
     Raises UserError for a layout that the planner does not know.
     """
-    run = measured.run.model_copy(update={"cluster": _on_cluster(machine, measured)})
+    run = measured.run.model_copy(update={"cluster": _with_cluster_size(machine, measured)})
     try:
         jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
     except UserError as error:
@@ -200,10 +201,13 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
 
 
-def _memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
+def _fit_memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
     """Bytes of a process that trains nothing, bytes of memory for each counted one, how many more each byte of buffers
     counts, and what they predict. None is below 0: the least is taken out, and the others explain the memory alone."""
-    held_bytes, peak = np.array([run.held_bytes for run in runs], float), np.array([run.memory_bytes for run in runs])
+    held_bytes, peak = (
+        np.array([run.counted_peak_bytes for run in runs], float),
+        np.array([run.memory_bytes for run in runs]),
+    )
     buffers = np.array([run.memory.communication for run in runs], float)
     columns = np.stack([np.ones(len(runs)), held_bytes, buffers], axis=1)
     priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])
@@ -225,5 +229,5 @@ def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, flo
     if known is None:
         raise ValueError("the machine is not calibrated")
     more = known.buffer_overhead * measured.memory.communication
-    memory = known.bytes_per_counted_byte * (measured.held_bytes + more) + known.baseline_process_bytes
+    memory = known.bytes_per_counted_byte * (measured.counted_peak_bytes + more) + known.baseline_process_bytes
     return float(step_seconds(time_constants_for(machine), jobs).total[0]), width, memory

@@ -10,14 +10,14 @@ from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.plan.search.oom_risk import device_and_host_bytes
 from phalanx.spec.run import RunSpec
 
-WARM_UP = 2
+WARM_UP_STEPS = 2
 """Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
 
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 
 
-LEAST_WAIT = 0.03
+MIN_WAIT_FRACTION = 0.03
 """Of a step."""
 
 
@@ -51,6 +51,6 @@ class MeasuredRun:
         return next(iter(rank_memory(self.run, self.ranks).values()))
 
     @property
-    def held_bytes(self) -> float:
+    def counted_peak_bytes(self) -> float:
         """The most of these at one time, with what it offloads on a CPU."""
         return device_and_host_bytes(self.run.cluster.model_copy(update={"calibration": None}), [self.memory])[0]

@@ -22,25 +22,25 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
 
-KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+KNOWN_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 NOISE = 0.1
 """Of the logarithm of what all operations of a kind take together: those of a kind err alike, so that many of them say
 little more than a few."""
 Array = NDArray[np.float64]
-Which = NDArray[np.int64]
+OperationIndices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class OperationTimings:
     """Operations of a kind on one machine, for one run."""
 
-    of: str
+    source: str
     """Whose: of a run, or a file of `phalanx bench`."""
     kind: str
     seconds: Array
     shares: Array
     """How much each counts; together 1."""
-    predicted: Callable[[TimeConstants, Which], Column]
+    predicted: Callable[[TimeConstants, OperationIndices], Column]
     """Seconds as the model has them of the operations with these numbers; each may have constants of its own."""
     run: int | None = None
     """The number of the run in which they were; None if they were timed apart from runs."""
@@ -99,10 +99,14 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
             file.name,
             run.model_copy(update={"cluster": cluster}),
             ranks,
-            _products(results.get("matmul", [])),
-            _core(results.get("attention", [])),
+            _parse_products(results.get("matmul", [])),
+            _parse_attention(results.get("attention", [])),
             np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
-            tuple(exchange for group_result in results.get("collectives", []) for exchange in _of_way(group_result)),
+            tuple(
+                exchange
+                for group_result in results.get("collectives", [])
+                for exchange in _parse_collective(group_result)
+            ),
         )
     except OSError as error:
         raise UserError("measured", str(file), f"cannot be read: {error.strerror}", "name another file") from None
@@ -112,7 +116,7 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
         raise UserError("measured", str(file), problem, fix) from None
 
 
-def _products(rows: Sequence[dict[str, Any]]) -> Array:
+def _parse_products(rows: Sequence[dict[str, Any]]) -> Array:
     return np.array(
         [
             (row["batch"], m, n, k, row[f"{dimension}_seconds"], row["count"])
@@ -127,14 +131,14 @@ def _products(rows: Sequence[dict[str, Any]]) -> Array:
     )
 
 
-def _core(rows: Sequence[dict[str, Any]]) -> Array:
+def _parse_attention(rows: Sequence[dict[str, Any]]) -> Array:
     """A layer's parts together: in a ring its own tokens, which are causal, and each of the others'."""
     layers = sum(row["count"] for row in rows if row["causal"])
     total = [sum(row["count"] * row[f"{direction}_seconds"] for row in rows) for direction in ("forward", "backward")]
     return np.array(total) / layers if rows else np.zeros(0)
 
 
-def _of_way(group_result: dict[str, Any]) -> list[CollectiveTiming]:
+def _parse_collective(group_result: dict[str, Any]) -> list[CollectiveTiming]:
     group = group_result["groups"][0]
     return [
         CollectiveTiming(
@@ -157,9 +161,9 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
 
-        def predict_products(c: TimeConstants, which: Which) -> Column:
+        def predict_products(c: TimeConstants, which: OperationIndices) -> Column:
             columns = (column[which] for column in (m, n, k, batch))
-            return matmul_seconds(c, _same(jobs, which), *columns)
+            return matmul_seconds(c, _repeat_job(jobs, which), *columns)
 
         timings.append(
             OperationTimings(
@@ -168,17 +172,19 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
         )
     if len(sweep.core):
 
-        def predict_attention(c: TimeConstants, which: Which) -> Column:
-            return np.choose(which, attention_seconds(c, _same(jobs, which)))
+        def predict_attention(c: TimeConstants, which: OperationIndices) -> Column:
+            return np.choose(which, attention_seconds(c, _repeat_job(jobs, which)))
 
         timings.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), predict_attention))
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 
-        def predict_memory_passes(c: TimeConstants, which: Which) -> Column:
-            return memory_pass_seconds(c, _same(jobs, which), moved[which])
+        def predict_memory_passes(c: TimeConstants, which: OperationIndices) -> Column:
+            return memory_pass_seconds(c, _repeat_job(jobs, which), moved[which])
 
-        timings.append(OperationTimings(sweep.name, "memory", pass_seconds, _alike(len(moved)), predict_memory_passes))
+        timings.append(
+            OperationTimings(sweep.name, "memory", pass_seconds, _equal_shares(len(moved)), predict_memory_passes)
+        )
     return [columns for columns in timings if len(columns.seconds)]
 
 
@@ -187,15 +193,15 @@ def collective_timings(
 ) -> OperationTimings:
     """Collectives and messages, as far as the model knows them: not those of parameter servers. Each counts as much:
     small ones tell latencies, and large ones bandwidths."""
-    known = [exchange for exchange in exchanges if exchange.operation in KNOWN]
+    known = [exchange for exchange in exchanges if exchange.operation in KNOWN_OPERATIONS]
     ranks, stride, size = (
         np.array([getattr(exchange, name) for exchange in known], float) for name in ("ranks", "stride", "size_bytes")
     )
     reduces, sends = (np.array([exchange.operation == kind for exchange in known]) for kind in ("all_reduce", "send"))
     experts = np.array([exchange.operation == "all_to_all" and exchange.ranks == jobs.ep[0] for exchange in known])
 
-    def predict_collectives(c: TimeConstants, which: Which) -> Column:
-        rows, n, strides, sent = _same(jobs, which), ranks[which], stride[which], size[which]
+    def predict_collectives(c: TimeConstants, which: OperationIndices) -> Column:
+        rows, n, strides, sent = _repeat_job(jobs, which), ranks[which], stride[which], size[which]
         summed = ring_seconds(c, rows, sent, n, strides, reduces=True)
         return np.select(
             [reduces[which], sends[which], experts[which]],
@@ -204,12 +210,12 @@ def collective_timings(
         )
 
     seconds = np.array([exchange.seconds for exchange in known], float)
-    return OperationTimings(source, "collectives", seconds, _alike(len(known)), predict_collectives, run)
+    return OperationTimings(source, "collectives", seconds, _equal_shares(len(known)), predict_collectives, run)
 
 
-def _same(jobs: JobTable, which: Which) -> JobTable:
+def _repeat_job(jobs: JobTable, which: OperationIndices) -> JobTable:
     return jobs.select(np.zeros_like(which))
 
 
-def _alike(count: int) -> Array:
+def _equal_shares(count: int) -> Array:
     return np.full(count, 1 / max(count, 1))

@@ -17,13 +17,13 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.calibrate.microbenchmarks import OperationTimings
 
-PRIOR = 1.0
+PRIOR_STD = 1.0
 """Standard deviation of a constant's logarithm where only runs on other machines are known."""
 NOISE, COMPUTING_NOISE, WAITING_NOISE = 0.04, 0.1, 0.5
 """Of a step time's logarithm about its prediction, and of parts of it: these are what is left of several things, and
 what a rank waits depends on chance as well."""
-ROUNDS = 60
-SHARES = 1.1
+MAX_ITERATIONS = 60
+MAX_SHARE_BOUND = 1.1
 """Constants whose bounds end below this are shares of something: they stay within these on any machine."""
 Array = NDArray[np.float64]
 CONSTANTS = tuple(field.name for field in fields(TimeConstants))
@@ -33,7 +33,7 @@ CONSTANTS = tuple(field.name for field in fields(TimeConstants))
 class MeasuredTargets:
     """What runs took, in seconds of a step [run]; parts are NaN where nobody measured them."""
 
-    whole: Array
+    step_total: Array
     computing: Array
     """Of the slowest rank's passes, without waits for others."""
     waiting: Array
@@ -46,10 +46,10 @@ class MeasuredTargets:
         remaining = set(np.arange(len(self))[runs].tolist())
         operations = tuple(timing for timing in self.operations if timing.run is None or timing.run in remaining)
         parts = {"computing": self.computing[runs], "waiting": self.waiting[runs]}
-        return replace(self, whole=self.whole[runs], operations=operations, **parts)
+        return replace(self, step_total=self.step_total[runs], operations=operations, **parts)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.step_total)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Prior:
     def constants(self, z: Array) -> TimeConstants:
         """Those that are so far from where they began; what has hardly moved is as it was."""
         moved = {
-            name: float(f"{getattr(self.start, name) * np.exp(PRIOR * value):.4g}")
+            name: float(f"{getattr(self.start, name) * np.exp(PRIOR_STD * value):.4g}")
             for name, value in zip(CONSTANTS, z, strict=True)
             if abs(value) > 1e-3
         }
@@ -70,30 +70,35 @@ class Prior:
     @property
     def limit(self) -> Array:
         """The most that each z may be."""
-        highest = np.array([_highest(field.name, bounds(field)[1]) for field in fields(TimeConstants)])
+        highest = np.array([_upper_bound(field.name, bounds(field)[1]) for field in fields(TimeConstants)])
         begin = np.array([getattr(self.start, name) for name in CONSTANTS])
-        return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR)
+        return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR_STD)
 
     def residuals(self, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
         """Of the logarithms of step times, then of their parts, and then of operations, in standard deviations:
         [..., 3 x run + operation] for z [..., constant], all in one pass of numpy; 0 for what was not measured."""
         count, points = len(truth), np.atleast_2d(z)
-        time = step_seconds(self._each(points, count), jobs.select(np.tile(np.arange(count), len(points))))
+        time = step_seconds(
+            self._constants_per_prediction(points, count), jobs.select(np.tile(np.arange(count), len(points)))
+        )
         errors = [
             _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
             for seconds, measured, noise in (
-                (time.total, truth.whole, NOISE),
+                (time.total, truth.step_total, NOISE),
                 (time.compute - time.exchange, truth.computing, COMPUTING_NOISE),
                 (time.exchange + time.data_parallel, truth.waiting, WAITING_NOISE),
             )
         ]
-        errors += [timing.errors(self._each(points, len(timing.seconds)), len(points)) for timing in truth.operations]
+        errors += [
+            timing.errors(self._constants_per_prediction(points, len(timing.seconds)), len(points))
+            for timing in truth.operations
+        ]
         return np.concatenate(errors, axis=1).reshape(*z.shape[:-1], -1)
 
-    def _each(self, points: Array, count: int) -> TimeConstants:
+    def _constants_per_prediction(self, points: Array, count: int) -> TimeConstants:
         """The constants of all points, each for `count` predictions: columns of [point x prediction]."""
         begin = np.log([getattr(self.start, name) for name in CONSTANTS])
-        columns: Any = np.exp(np.repeat(begin + PRIOR * points, count, axis=0)).T
+        columns: Any = np.exp(np.repeat(begin + PRIOR_STD * points, count, axis=0)).T
         return TimeConstants(**dict(zip(CONSTANTS, columns, strict=True)))
 
     def jacobian(self, jobs: JobTable, truth: MeasuredTargets, z: Array, step: float = 1e-4) -> Array:
@@ -108,17 +113,17 @@ def _log_ratio(predicted: Array, measured: Array) -> Array:
     return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
 
 
-def _highest(name: str, bound: float) -> float:
+def _upper_bound(name: str, bound: float) -> float:
     """What is a share of something stays within its bounds on any machine; latencies and counts of passes need not."""
-    return bound if bound <= SHARES and not name.endswith("_seconds") else np.inf
+    return bound if bound <= MAX_SHARE_BOUND and not name.endswith("_seconds") else np.inf
 
 
 def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:
     """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
     z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
     now, slope = prior.residuals(jobs, truth, z), prior.jacobian(jobs, truth, z)
-    for _ in range(ROUNDS):
-        precision, gradient = _precision(slope), slope.T @ now + z
+    for _ in range(MAX_ITERATIONS):
+        precision, gradient = _posterior_precision(slope), slope.T @ now + z
         free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
         damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
         trial = z.copy()
@@ -139,7 +144,7 @@ def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array 
 
 def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> list[str]:
     """Constants whose posterior is at most half as wide as their prior."""
-    widths = np.sqrt(np.diag(np.linalg.inv(_precision(prior.jacobian(jobs, truth, z)))))
+    widths = np.sqrt(np.diag(np.linalg.inv(_posterior_precision(prior.jacobian(jobs, truth, z)))))
     return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
 
 
@@ -153,7 +158,7 @@ def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z
     return errors
 
 
-def _precision(slope: Array) -> Array:
+def _posterior_precision(slope: Array) -> Array:
     """The inverse of the posterior's covariance."""
     return np.asarray(slope.T @ slope + np.eye(slope.shape[1]))
 

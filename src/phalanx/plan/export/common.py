@@ -14,7 +14,7 @@ from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
 
 Trainer = Literal["megatron", "torchtitan", "deepspeed", "nanotron"]
-NAMES: dict[Trainer, str] = {
+TRAINER_NAMES: dict[Trainer, str] = {
     "megatron": "Megatron-LM",
     "torchtitan": "torchtitan",
     "deepspeed": "DeepSpeed",
@@ -38,17 +38,17 @@ class ExportJob:
 
     run: RunSpec
     sizes: ParallelDims
-    cut: BatchPlan
+    batch_plan: BatchPlan
     stages: list[range]
     """The layers of every pipeline stage, in order; all in one without a pipeline."""
 
     @property
     def learning_rate(self) -> float:
         """The peak, scaled as the run asks."""
-        return self.run.optimizer.learning_rate * self.cut.learning_rate_scale
+        return self.run.optimizer.learning_rate * self.batch_plan.learning_rate_scale
 
     @property
-    def least_learning_rate(self) -> float:
+    def min_learning_rate(self) -> float:
         """Where the learning rate ends."""
         spec = self.run.optimizer
         return float(f"{self.learning_rate * (1.0 if spec.lr_schedule == 'none' else spec.min_lr_ratio):.12g}")
@@ -101,7 +101,7 @@ TRAINER_SPECIFIC = (
 """Choices that change no result, and that each trainer has its own ways of making."""
 
 
-CHOSEN = ("optimizer.learning_rate", "training.steps")
+REQUIRED_CHOICES = ("optimizer.learning_rate", "training.steps")
 """What every training is to choose for itself, and is written for a trainer whether or not the run file has it."""
 
 
@@ -117,30 +117,32 @@ def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[Unsu
 def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:
     """The error for a value that a trainer cannot express."""
     shown = value if isinstance(value, bool | int | float | str) else None
-    return UserError(field, shown, f"cannot be written for {NAMES[trainer]}" + (f": {reason}" if reason else ""), fix)
+    return UserError(
+        field, shown, f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else ""), fix
+    )
 
 
 def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]:
     """Notes on what no trainer is told, on what nobody chose, and on choices left to its own ways, but for those that
     it is told."""
-    notes = [f"Data and tokenizer are not in here: give {NAMES[trainer]} yours.", *_unchosen(job.run)]
+    notes = [f"Data and tokenizer are not in here: give {TRAINER_NAMES[trainer]} yours.", *_describe_defaults(job.run)]
     if job.run.data.mask_documents:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
     for field in TRAINER_SPECIFIC:
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
-            notes.append(f"{field} = {value} is left out: {NAMES[trainer]} has its own ways.")
+            notes.append(f"{field} = {value} is left out: {TRAINER_NAMES[trainer]} has its own ways.")
     together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
     if together and "layout.rank_order" not in expressed:
         notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
     return notes
 
 
-def _unchosen(run: RunSpec) -> list[str]:
+def _describe_defaults(run: RunSpec) -> list[str]:
     """A note on what a run file leaves to our defaults, which are those of a small model, and every model needs its
     own: trainers have none of these, or others for other models."""
     values = []
-    for path in CHOSEN:
+    for path in REQUIRED_CHOICES:
         table, _, field = path.partition(".")
         if field not in getattr(run, table).model_fields_set:
             values.append(f"{path} = {getattr(getattr(run, table), field)}")

@@ -22,7 +22,7 @@ GAPS = (
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("optimizer.lr_schedule", ("wsd",), 'use "cosine"'),
 )
-STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 
 
 def deepspeed(job: ExportJob) -> ExportedConfig:
@@ -31,9 +31,9 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
     _check(job)
     run, sizes = job.run, job.sizes
     table: Table = {
-        "train_batch_size": job.cut.global_batch_size,
-        "train_micro_batch_size_per_gpu": job.cut.micro_batch_size,
-        "gradient_accumulation_steps": job.cut.gradient_accumulation_steps,
+        "train_batch_size": job.batch_plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": job.batch_plan.micro_batch_size,
+        "gradient_accumulation_steps": job.batch_plan.gradient_accumulation_steps,
         "zero_optimization": _zero(job),
         "bf16": {"enabled": run.training.precision == "bf16"},
         "gradient_clipping": run.optimizer.max_grad_norm,
@@ -49,7 +49,7 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
 
 def _check(job: ExportJob) -> None:
     layout, sizes = job.run.layout, job.sizes
-    stage = STAGES[layout.data_parallel]
+    stage = ZERO_STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
         reason = "its pipelines go with stages 0 and 1 of ZeRO"
         raise unsupported_error(
@@ -89,7 +89,7 @@ def _zero(job: ExportJob) -> Table:
     if layout.offload == "nvme":
         offload |= {"nvme_path": layout.offload_directory}
     return {
-        "stage": STAGES[layout.data_parallel],
+        "stage": ZERO_STAGES[layout.data_parallel],
         **({"mics_shard_size": job.sizes.dp_shard} if layout.data_parallel == "hsdp" else {}),
         **({"offload_optimizer": offload} if layout.offload != "none" else {}),
         **(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.plan.export.common import NAMES, ExportedConfig, ExportJob, Trainer
+from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
 from phalanx.plan.export.nanotron import nanotron
@@ -37,11 +37,11 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     """
     require_known_trainer(trainer)
     check_layout(run, world_size)
-    job = _job(run, world_size, trainer)
+    job = _make_job(run, world_size, trainer)
     try:
         return WRITERS[trainer](job)
     except UserError as error:
-        able = ", ".join(NAMES[other] for other in WRITERS if _expresses(job, other)) or "none of the four"
+        able = ", ".join(TRAINER_NAMES[other] for other in WRITERS if _can_express(job, other)) or "none of the four"
         raise UserError(
             error.field, error.value, error.problem, f"{error.fix}; as it is the run goes to {able}"
         ) from None
@@ -63,7 +63,7 @@ def search_exportable(
     def is_exportable(candidate: CandidateLayout) -> bool:
         candidate_run = run.model_copy(update={"layout": candidate.layout()})
         try:
-            return _expresses(_job(candidate_run, world_size, trainer), trainer)
+            return _can_express(_make_job(candidate_run, world_size, trainer), trainer)
         except UserError:
             return False
 
@@ -71,7 +71,7 @@ def search_exportable(
     return plan if plan.options else plan_or_raise(run, world_size, 1, report)
 
 
-def _expresses(job: ExportJob, trainer: Trainer) -> bool:
+def _can_express(job: ExportJob, trainer: Trainer) -> bool:
     """Whether a trainer has all that a run asks for."""
     try:
         WRITERS[trainer](job)
@@ -85,7 +85,7 @@ def require_known_trainer(name: str, field: str = "trainer") -> None:
     require(name in WRITERS, field, name, "is not known", f"use one of {', '.join(WRITERS)}")
 
 
-def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
+def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
     """Raises UserError for ranks with unequal shares of a step, which no other trainer gives them."""
     batch = plan_batch(run, world_size)
     sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
@@ -93,7 +93,8 @@ def _job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
-            f"gives ranks unequal shares ({batch.global_batch_size} sequences a step), which {NAMES[trainer]} cannot",
+            f"gives ranks unequal shares ({batch.global_batch_size} sequences a step), which {TRAINER_NAMES[trainer]} "
+            "cannot",
             f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another layout.micro_batch_size",
         )
     stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]

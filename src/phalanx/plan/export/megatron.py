@@ -30,7 +30,7 @@ GAPS = (
     UnsupportedOption("model.qk_norm", ("full",)),
     UnsupportedOption("model.rope.scaling", ("yarn",)),
 )
-SHARDED_BY_FSDP = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
+FSDP_SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
 LLAMA3_ROPE = (1.0, 4.0, 8192)
 """The other numbers of Llama 3's rope scaling, which Megatron-LM has fixed."""
 
@@ -60,7 +60,7 @@ def megatron(job: ExportJob) -> ExportedConfig:
 def _script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
     start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
-    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in SHARDED_BY_FSDP:
+    if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in FSDP_SHARDING:
         start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py asks for it, before Blackwell
     lines = [
         f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
@@ -210,7 +210,7 @@ def _data_parallel(job: ExportJob) -> Flags:
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
         reason = "it offloads optimizer state, and that of its distributed optimizer"
         raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data_parallel = "zero1"', reason)
-    if layout.data_parallel not in SHARDED_BY_FSDP:
+    if layout.data_parallel not in FSDP_SHARDING:
         return {
             "use-distributed-optimizer": layout.data_parallel == "zero1",
             "overlap-grad-reduce": sizes.pp == 1 and sizes.dp_size > 1,
@@ -225,7 +225,7 @@ def _data_parallel(job: ExportJob) -> Flags:
         )
     return {
         "use-megatron-fsdp": True,
-        "data-parallel-sharding-strategy": SHARDED_BY_FSDP[layout.data_parallel],
+        "data-parallel-sharding-strategy": FSDP_SHARDING[layout.data_parallel],
         "num-distributed-optimizer-instances": sizes.dp_replicate if layout.data_parallel == "hsdp" else None,
         "use-distributed-optimizer": True,
         "no-gradient-accumulation-fusion": True,
@@ -236,8 +236,8 @@ def _data_parallel(job: ExportJob) -> Flags:
 def _batch(job: ExportJob) -> Flags:
     training = job.run.training
     return {
-        "micro-batch-size": job.cut.micro_batch_size,
-        "global-batch-size": job.cut.global_batch_size,
+        "micro-batch-size": job.batch_plan.micro_batch_size,
+        "global-batch-size": job.batch_plan.global_batch_size,
         "train-iters": training.steps,
         "bf16": training.precision == "bf16",
         "seed": training.seed,
@@ -253,7 +253,7 @@ def _optimizer(job: ExportJob) -> Flags:
         "optimizer": {"adamw": "adam", "sgd": "sgd"}[spec.name],
         **(adam if spec.name == "adamw" else {"sgd-momentum": spec.momentum}),
         "lr": job.learning_rate,
-        "min-lr": job.least_learning_rate,
+        "min-lr": job.min_learning_rate,
         "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.lr_schedule, spec.lr_schedule),
         **(wsd if spec.lr_schedule == "wsd" else {}),
         "lr-decay-iters": steps,

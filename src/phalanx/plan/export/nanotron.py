@@ -113,8 +113,8 @@ def _tokens(job: ExportJob) -> Table:
     return {
         "sequence_length": job.run.training.seq_len,
         "train_steps": job.run.training.steps,
-        "micro_batch_size": job.cut.micro_batch_size,
-        "batch_accumulation_per_replica": job.cut.gradient_accumulation_steps,
+        "micro_batch_size": job.batch_plan.micro_batch_size,
+        "batch_accumulation_per_replica": job.batch_plan.gradient_accumulation_steps,
     }
 
 
@@ -140,7 +140,7 @@ def _optimizer(job: ExportJob) -> Table:
             "lr_decay_style": "cosine" if spec.lr_schedule == "cosine" else "linear",
             "lr_decay_steps": job.decay_steps,
             "lr_decay_starting_step": steps - job.decay_steps,
-            "min_decay_lr": job.least_learning_rate,
+            "min_decay_lr": job.min_learning_rate,
         },
     }
 

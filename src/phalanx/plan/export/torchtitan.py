@@ -19,10 +19,10 @@ from phalanx.schedule.registry import representative_schedule
 
 Table = dict[str, object]
 
-IN_A_FILE = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
+SCHEDULE_FILE_FIX = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
 GAPS = (
     UnsupportedOption("layout.data_parallel", ("zero1",), 'use "zero2"'),
-    UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), IN_A_FILE),
+    UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), SCHEDULE_FILE_FIX),
     UnsupportedOption("layout.cp_method", ("ulysses",), 'use "ring"'),
     UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
     UnsupportedOption(
@@ -97,7 +97,7 @@ def _check(job: ExportJob) -> None:
 
 
 def _training(job: ExportJob) -> Table:
-    training, batch = job.run.training, job.cut
+    training, batch = job.run.training, job.batch_plan
     return {
         "local_batch_size": batch.micro_batch_size * (batch.gradient_accumulation_steps if job.sizes.pp > 1 else 1),
         "global_batch_size": batch.global_batch_size,
@@ -136,7 +136,7 @@ def _pipeline(job: ExportJob) -> Table:
     return {
         "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
         **({"pipeline_parallel_schedule_csv": file} if file else {}),
-        "pipeline_parallel_microbatch_size": job.cut.micro_batch_size,
+        "pipeline_parallel_microbatch_size": job.batch_plan.micro_batch_size,
         "module_fqns_per_model_part": parts,
     }
 

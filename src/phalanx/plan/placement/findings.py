@@ -19,9 +19,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import plural
 from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups, process_groups
 from phalanx.spec.topology.node import NodeTopology
-from phalanx.spec.topology.read import NODE_GPUS
+from phalanx.spec.topology.read import MAX_NVLINK_GPUS_PER_NODE
 
-LINKS = {
+LINK_KINDS = {
     "fast": "fast links",
     "node": "same node",
     "rail": "same rail",
@@ -29,9 +29,9 @@ LINKS = {
 }
 """Kinds of ways between two ranks, nearest first: in a domain of fast links; in a node but not by them; between nodes
 on one rail; and from rail to rail, over the spine."""
-NETWORK = 2
+FIRST_NETWORK_LINK = 2
 """From this kind on it leaves the node."""
-SHOWN = 8
+MAX_SHOWN_RANKS = 8
 """Ranks of a group that are named."""
 
 
@@ -87,7 +87,7 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     than the topology has GPUs.
     """
     size = cluster.fast_link_domain or nproc
-    beyond = size > nproc and (cluster.preset is None or size > NODE_GPUS)
+    beyond = size > nproc and (cluster.preset is None or size > MAX_NVLINK_GPUS_PER_NODE)
     domain, span = tuple(device // size for device in range(nproc)), size // nproc if beyond else 1
     rail = tuple(range(nproc))
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
@@ -105,10 +105,10 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     if not topology.nics:
         return NodeLayout(domain, rail, nics, span, (*assumed, "the topology lists no NIC: every device has its own"))
     nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
-    return NodeLayout(domain, _rails(topology, nics), nics, span, tuple(assumed))
+    return NodeLayout(domain, _assign_rails(topology, nics), nics, span, tuple(assumed))
 
 
-def _rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
+def _assign_rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
     """As NCCL numbers the rail of a device's first NIC; else devices with the same nearest NICs are on one rail."""
     numbered = dict(zip(topology.nics, topology.rails, strict=False))
     given = [numbered.get(local_nics[0]) for local_nics in nics]
@@ -134,8 +134,8 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
 
 def bytes_by_link(matrix: TrafficMatrix, site: NodeLayout) -> dict[str, float]:
     """Bytes over each kind of way."""
-    sums = np.bincount(site.links(matrix.source, matrix.target), matrix.bytes, len(LINKS))
-    return dict(zip(LINKS, map(float, sums), strict=True))
+    sums = np.bincount(site.links(matrix.source, matrix.target), matrix.bytes, len(LINK_KINDS))
+    return dict(zip(LINK_KINDS, map(float, sums), strict=True))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
     """Of every network device that a rank is nearest to; a rank's traffic is shared evenly by those nearest to it."""
     names = list(dict.fromkeys(name for local_nics in site.nics for name in local_nics))
     share = np.array([[(name in local_nics) / len(local_nics) for name in names] for local_nics in site.nics])
-    far = site.links(matrix.source, matrix.target) >= NETWORK
+    far = site.links(matrix.source, matrix.target) >= FIRST_NETWORK_LINK
     nodes = -(-matrix.ranks // site.nproc)
 
     def bytes_per_nic(ranks: Ranks) -> Sizes:
@@ -183,7 +183,7 @@ def placement_findings(
     sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec
 ) -> list[PlacementFinding]:
     """What is well and what is badly placed, worst first."""
-    findings = [*_in_domains(sizes, site), *_on_rails(sizes, parts, site), *_spine(parts, site, cluster)]
+    findings = [*_check_domains(sizes, site), *_check_rails(sizes, parts, site), *_check_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:
         last = sizes.world_size % site.nproc
         message = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
@@ -191,7 +191,7 @@ def placement_findings(
     return sorted(findings, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
 
 
-def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFinding]:
+def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFinding]:
     """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({plural(domain, 'device')})"
@@ -206,14 +206,16 @@ def _in_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFind
         domains = site.domain_of(np.array(found))
         leaving = np.flatnonzero((domains != domains[:, :1]).any(1))
         if len(leaving):
-            first = " ".join(map(str, found[leaving[0]][:SHOWN])) + (" ..." if len(found[0]) > SHOWN else "")
+            first = " ".join(map(str, found[leaving[0]][:MAX_SHOWN_RANKS])) + (
+                " ..." if len(found[0]) > MAX_SHOWN_RANKS else ""
+            )
             message = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
             yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix)
         else:
             yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
 
 
-def _on_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Iterator[PlacementFinding]:
+def _check_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Iterator[PlacementFinding]:
     """Between nodes stages and data-parallel ranks should find their counterparts on the same rail."""
     stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
     for axis, pair, fix in (
@@ -223,7 +225,7 @@ def _on_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLa
         if axis not in parts:
             continue
         links = site.links(parts[axis].source, parts[axis].target)
-        remote_pairs, crossing = int((links >= NETWORK).sum()), int((links == 3).sum())
+        remote_pairs, crossing = int((links >= FIRST_NETWORK_LINK).sum()), int((links == 3).sum())
         if crossing:
             message = f"{crossing} of {remote_pairs} pairs of {pair} on different nodes are on different rails"
             yield PlacementFinding("bad" if axis == "pp" else "note", axis, message, fix.format(site.nproc))
@@ -231,7 +233,7 @@ def _on_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLa
             yield PlacementFinding("good", axis, f"{pair} on different nodes are on the same rail")
 
 
-def _spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec) -> Iterator[PlacementFinding]:
+def _check_spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec) -> Iterator[PlacementFinding]:
     """A thin spine slows down what crosses it."""
     sums = [bytes_by_link(part, site) for part in parts.values()]
     rail, spine = (sum(row[link] for row in sums) for link in ("rail", "spine"))

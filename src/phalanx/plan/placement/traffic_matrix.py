@@ -22,7 +22,7 @@ from phalanx.spec.run import RunSpec
 
 Ranks = NDArray[np.int64]
 Sizes = NDArray[np.float64]
-AXIS: dict[GroupKind, str] = {
+AXIS_BY_GROUP_KIND: dict[GroupKind, str] = {
     "data": "dp",
     "replicas": "dp",
     "same_experts": "dp",
@@ -36,7 +36,7 @@ AXIS: dict[GroupKind, str] = {
     "servers": "servers",
 }
 """By what ranks share that brings them to talk."""
-RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+RING_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 """Operations that go around rings."""
 
 
@@ -88,7 +88,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     """
     sizes, rows = parallel_dims(run.layout, world_size), traffic_by_group(run, world_size)
     if sizes.servers:
-        return {"servers": merge_matrices(world_size, list(_served(run, sizes, rows["worker"])))}
+        return {"servers": merge_matrices(world_size, list(_parameter_server_transfers(run, sizes, rows["worker"])))}
     matrices: dict[str, list[TrafficMatrix]] = {}
     stages = pipeline_stage_groups(sizes)
 
@@ -97,42 +97,42 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
         return np.array(communication_groups(run, sizes, kind))
 
     for role_index, role in enumerate(rows):
-        for row in _alike(rows[role]):
+        for row in _merge_rows(rows[role]):
             if row.group_kind in ("pp", "ends"):
-                sent = _to_stages(run, group_members("pp"), role_index, row)
+                sent = _stage_transfers(run, group_members("pp"), role_index, row)
             else:
                 groups = group_members(row.group_kind)
-                sent = _spread(groups[np.isin(groups[:, 0], stages[role_index])], row, island)
-            matrices.setdefault(AXIS[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
+                sent = _row_transfers(groups[np.isin(groups[:, 0], stages[role_index])], row, island)
+            matrices.setdefault(AXIS_BY_GROUP_KIND[row.group_kind], []).append(TrafficMatrix(world_size, *sent))
     return {
         axis: merge_matrices(world_size, matrices[axis]) for axis in ("tp", "cp", "ep", "pp", "dp") if axis in matrices
     }
 
 
-def _alike(rows: list[Traffic]) -> list[Traffic]:
+def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
     """Added up where they take the same ways, whatever for."""
     total: dict[tuple[Operation, GroupKind], float] = {}
     for row in rows:
-        key = ("all_reduce" if row.operation in RINGS else row.operation), row.group_kind
+        key = ("all_reduce" if row.operation in RING_OPERATIONS else row.operation), row.group_kind
         total[key] = total.get(key, 0.0) + row.bytes
     return [Traffic(operation, size, "", group_kind) for (operation, group_kind), size in total.items()]
 
 
-Sent = tuple[Ranks, Ranks, Sizes]
+Transfers = tuple[Ranks, Ranks, Sizes]
 
 
-def _spread(members: Ranks, row: Traffic, island: int) -> Sent:
+def _row_transfers(members: Ranks, row: Traffic, island: int) -> Transfers:
     """Rows of the matrix for what every member of groups sends."""
     match row.operation:
         case "all_to_all":
-            return _to_all(members, row.bytes)
+            return _all_to_all_transfers(members, row.bytes)
         case "send":  # around a ring of sequences' parts, which is in the order of tokens
             return members.ravel(), np.roll(members, -1, axis=1).ravel(), np.full(members.size, row.bytes)
         case _:
-            return _around_rings(members, row.bytes, island)
+            return _ring_transfers(members, row.bytes, island)
 
 
-def _to_all(members: Ranks, bytes_per_pair: float) -> Sent:
+def _all_to_all_transfers(members: Ranks, bytes_per_pair: float) -> Transfers:
     """Evenly to all others."""
     count = members.shape[1]
     senders, receivers = np.nonzero(~np.eye(count, dtype=bool))
@@ -140,11 +140,11 @@ def _to_all(members: Ranks, bytes_per_pair: float) -> Sent:
     return source, members[:, receivers].ravel(), np.full(source.size, bytes_per_pair / (count - 1))
 
 
-def _around_rings(members: Ranks, bytes_per_rank: float, island: int) -> Sent:
+def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Transfers:
     """To the next in the order of ranks, on one island; between islands by as many rings as a group has members on
     each, every member being where one of them leaves, to its counterpart on the next (NCCL's channels, aligned with
     the rails: `fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
-    parts: list[Sent] = []
+    parts: list[Transfers] = []
     count = members.shape[1]
     on = members // island
     first = (on == on[:, :1]).sum(1)
@@ -166,7 +166,7 @@ def _around_rings(members: Ranks, bytes_per_rank: float, island: int) -> Sent:
     return np.concatenate(source), np.concatenate(target), np.concatenate(sent)
 
 
-def _to_stages(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Sent:
+def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Transfers:
     """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
     schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
     if row.group_kind == "ends":
@@ -182,7 +182,7 @@ def _to_stages(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Sent
     )
 
 
-def _served(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterator[TrafficMatrix]:
+def _parameter_server_transfers(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterator[TrafficMatrix]:
     """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
     total_bytes = next(row.bytes for row in worker if row.operation == "send")
     loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from phalanx.cost.estimate.job_table import JobTable, broadcast_jobs
-from phalanx.cost.exact.model_state import STATES, optimizer_kind, sharded_state_bytes
+from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, optimizer_kind, sharded_state_bytes
 from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, AttentionKernel, OffloadTarget, ScheduleKind
 from phalanx.cost.precision import COMPUTE_BYTES
-from phalanx.plan.search.candidates import ORDERS, ZERO, CandidateLayout
+from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, CandidateLayout
 from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.run import RunSpec
 
-OFFLOAD = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
+OFFLOAD_TARGETS = {"none": OffloadTarget.NONE, "cpu": OffloadTarget.CPU, "nvme": OffloadTarget.FILES}
 
 
 STAGE_POSITIONS = ("first", "middle", "last")
@@ -24,11 +24,11 @@ STAGE_POSITIONS = ("first", "middle", "last")
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
     """Candidates as columns, run by Phalanx."""
-    common = {**_common(run), "ranks": world_size}
-    return broadcast_jobs(common, {name: np.array(values) for name, values in _varying(run, layouts).items()})
+    common = {**_shared_columns(run), "ranks": world_size}
+    return broadcast_jobs(common, {name: np.array(values) for name, values in _layout_columns(run, layouts).items()})
 
 
-def _common(run: RunSpec) -> JobRow:
+def _shared_columns(run: RunSpec) -> JobRow:
     """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
     cluster = run.cluster
     return {
@@ -52,10 +52,10 @@ def _common(run: RunSpec) -> JobRow:
     }
 
 
-def _varying(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[float]]:
+def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[float]]:
     """Columns that layouts differ in."""
-    states = STATES[optimizer_kind(run.optimizer)]
-    unsharded = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO}
+    states = NUM_OPTIMIZER_STATES[optimizer_kind(run.optimizer)]
+    unsharded = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO_STAGES}
     state = [unsharded[c.data_parallel] for c in layouts]
     pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in layouts}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
@@ -65,13 +65,13 @@ def _varying(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[
         "micro_batch": [c.micro_batch_size for c in layouts],
         "micro_batches": [c.micro_batches for c in layouts],
         "virtual_stages": [c.virtual_stages for c in layouts],
-        "attention": [_attention(run, c) for c in layouts],
+        "attention": [_attention_kernel(run, c) for c in layouts],
         "ulysses": [float(c.cp > 1 and c.cp_method == "ulysses") for c in layouts],
-        "zero_stage": [ZERO[c.data_parallel] for c in layouts],
+        "zero_stage": [ZERO_STAGES[c.data_parallel] for c in layouts],
         "shard_group_size": [1 if c.data_parallel == "ddp" else c.dp_shard * c.cp for c in layouts],
         "recompute": [PHALANX_CHECKPOINTING[c.activation_checkpointing] for c in layouts],
         "sequence_parallel": [float(c.tp > 1) for c in layouts],
-        "schedule": [ORDERS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in layouts],
+        "schedule": [SCHEDULE_KINDS[c.schedule] if c.pp > 1 else ScheduleKind.NONE for c in layouts],
         "parameter_bytes": [s.parameters for s in state],
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
@@ -85,7 +85,7 @@ def _varying(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[
             for index, position in enumerate(STAGE_POSITIONS)
         },
         "pipeline_outermost": [float(c.rank_order == "pipeline_outer") for c in layouts],
-        "offload": [OFFLOAD[c.offload] for c in layouts],
+        "offload": [OFFLOAD_TARGETS[c.offload] for c in layouts],
         "grad_reductions_per_step": [c.micro_batches if c.data_parallel == "zero2" else 1 for c in layouts],
     }
 
@@ -104,7 +104,7 @@ def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[b
     return begin, slowest, end
 
 
-def _attention(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
+def _attention_kernel(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
     if candidate.cp > 1 and candidate.cp_method == "ring" and run.cluster.device != "cpu":
         return AttentionKernel.RING_PLAIN
     return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

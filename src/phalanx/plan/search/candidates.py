@@ -17,7 +17,7 @@ from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
-ZERO: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+ZERO_STAGES: dict[Strategy, int] = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 IGNORED_FIELDS = {
     "data_parallel",
     "dp_shard",
@@ -32,7 +32,7 @@ IGNORED_FIELDS = {
     "max_staleness",
 }
 """Choices of a layout that a candidate has otherwise, or that nothing predicted depends on."""
-UNKNOWN = "is not what the planner predicts"
+NOT_PREDICTED = "is not what the planner predicts"
 MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
 
@@ -118,11 +118,11 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
         CandidateLayout(
             data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, checkpointing, schedule, v, rank_order
         )
-        for tp, pp, cp, context, ep, dp in _degrees(run, world_size)
+        for tp, pp, cp, context, ep, dp in _enumerate_degrees(run, world_size)
         for rank_order in (choose_rank_order(dp, tp, pp, cp, domain),)
         for data, shard in _data_parallel_options(dp, tp, pp, cp, domain)
         for micro_batch, m in _micro_batch_options(run, dp)
-        for schedule, v in _schedules(pp, m, run.model.num_layers, halves=not run.training.compile)
+        for schedule, v in _schedule_options(pp, m, run.model.num_layers, halves=not run.training.compile)
         for checkpointing in PHALANX_CHECKPOINTING
     ]
 
@@ -152,18 +152,18 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     """
     check_precision(run)
     layout, sizes, batch = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
-    known = layout.data_parallel in ZERO and layout.schedule_file is None and layout.schedule in ORDERS
-    value = layout.data_parallel if layout.data_parallel not in ZERO else layout.schedule_file or layout.schedule
-    require(known, "layout", value, UNKNOWN, f"use one of {', '.join((*ZERO, *ORDERS))}")
+    known = layout.data_parallel in ZERO_STAGES and layout.schedule_file is None and layout.schedule in SCHEDULE_KINDS
+    value = layout.data_parallel if layout.data_parallel not in ZERO_STAGES else layout.schedule_file or layout.schedule
+    require(known, "layout", value, NOT_PREDICTED, f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}")
     data = effective_strategy(
         layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
-    keeps_parameters = layout.pp == 1 or ZERO[data] < 3
+    keeps_parameters = layout.pp == 1 or ZERO_STAGES[data] < 3
     require(
         keeps_parameters,
         "layout.data_parallel",
         data,
-        f"in a pipeline {UNKNOWN}",
+        f"in a pipeline {NOT_PREDICTED}",
         'use layout.data_parallel = "zero1", or layout.pp = 1',
     )
     candidate = CandidateLayout(
@@ -193,7 +193,7 @@ def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
     planned = candidate.layout()
     for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
         value, only = getattr(layout, field), getattr(planned, field)
-        require(value == only, f"layout.{field}", value, UNKNOWN, f"it knows {json.dumps(only)} only: use that")
+        require(value == only, f"layout.{field}", value, NOT_PREDICTED, f"it knows {json.dumps(only)} only: use that")
 
 
 def check_precision(run: RunSpec) -> None:
@@ -205,12 +205,12 @@ def check_precision(run: RunSpec) -> None:
         precision == known,
         "training.precision",
         precision,
-        f"{UNKNOWN} here",
+        f"{NOT_PREDICTED} here",
         f'set training.precision = "{known}", or calibrate with runs in {precision} (`phalanx calibrate`)',
     )
 
 
-def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
+def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
     """Degrees that divide the ranks and the model."""
     sequences = run.training.tokens_per_step // run.training.seq_len
     experts = run.model.moe.num_experts if run.model.moe else 1
@@ -220,12 +220,12 @@ def _degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str
                 dp = world_size // (tp * pp * cp)
                 if sequences % dp == 0:
                     for ep in (e for e in divisors(dp * cp * tp) if experts % e == 0):
-                        context = _context(run, world_size, tp, pp, cp, ep)
+                        context = _choose_cp_method(run, world_size, tp, pp, cp, ep)
                         if context:
                             yield tp, pp, cp, context, ep, dp
 
 
-def _context(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
+def _choose_cp_method(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
     """How ranks that share sequences attend, if these degrees can share the model: on a GPU they exchange tokens for
     heads where there are enough, since the ring has no flash kernel there; "" if they cannot."""
     kinds = ("ulysses", "ring") if cp > 1 and run.cluster.device != "cpu" else ("ring",)
@@ -276,7 +276,7 @@ def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
             yield micro_batch, share // micro_batch
 
 
-def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
+def _schedule_options(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
     """Schedules that a pipeline of so many stages can have; compiled blocks cannot split their backward passes,
     and too few micro-batches leave nothing to fill bubbles with."""
     yield "1f1b", 1
@@ -293,7 +293,7 @@ def _schedules(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str
             yield "interleaved", v
 
 
-ORDERS: dict[str, ScheduleKind] = {
+SCHEDULE_KINDS: dict[str, ScheduleKind] = {
     "1f1b": ScheduleKind.ONE_F_ONE_B,
     "gpipe": ScheduleKind.GPIPE,
     "interleaved": ScheduleKind.INTERLEAVED,

@@ -18,46 +18,47 @@ from phalanx.spec.run import RunSpec
 def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Timeline:
     """What every rank of a pipeline does when, in seconds: compute and bubble of a step, without sends and exchanges of
     data-parallel ranks."""
-    stages = _stages(run, world_size, candidate)
+    stages = _stage_times(run, world_size, candidate)
     forward, backward, weight = (
-        [_of(stage, part) for stage in stages] for part in ("forward", "backward", "weight_grad")
+        [_part_seconds(stage, part) for stage in stages] for part in ("forward", "backward", "weight_grad")
     )
     return simulate(
-        _schedule(candidate), ActionTimes(forward, [b - w for b, w in zip(backward, weight, strict=True)], weight)
+        _build_candidate_schedule(candidate),
+        ActionTimes(forward, [b - w for b, w in zip(backward, weight, strict=True)], weight),
     )
 
 
 def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> str:
     """The `phalanx pipeline show` that draws the schedule, with every rank as slow as the slowest."""
-    schedule, stages = _schedule(candidate), _stages(run, world_size, candidate)
-    ranks = (_sum(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
-    slowest = max(ranks, key=lambda rank: _of(rank, "forward_backward"))
-    forward, backward, weight = (_of(slowest, part) for part in ("forward", "backward", "weight_grad"))
+    schedule, stages = _build_candidate_schedule(candidate), _stage_times(run, world_size, candidate)
+    ranks = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
+    slowest = max(ranks, key=lambda rank: _part_seconds(rank, "forward_backward"))
+    forward, backward, weight = (_part_seconds(slowest, part) for part in ("forward", "backward", "weight_grad"))
     times = ",".join(f"{seconds:.4g}" for seconds in (forward, backward - weight, weight))
     virtual = f" --virtual-stages {candidate.virtual_stages}" if candidate.schedule == "interleaved" else ""
     sizes = f"--stages {candidate.pp} --microbatches {candidate.micro_batches}{virtual}"
     return f"phalanx pipeline show {candidate.schedule} {sizes} --times {times}"
 
 
-def _schedule(candidate: CandidateLayout) -> Schedule:
+def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
     return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
 
 
-def _stages(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
+def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
     """Of the blocks that each has, the first with the embedding and the last with the head."""
     parts = layer_seconds(time_constants_for(run.cluster), candidate_jobs(run, world_size, [candidate]))
     block = {True: parts.routed, False: parts.dense}
     stage_layers = layers_per_stage(run.model_copy(update={"layout": candidate.layout()}))
-    stages = [_sum(block[run.model.is_moe_layer(layer)] for layer in layers) for layers in stage_layers]
+    stages = [_sum_stage_times(block[run.model.is_moe_layer(layer)] for layer in layers) for layers in stage_layers]
     stages[0] += parts.embedding
     stages[-1] += parts.head
     return stages
 
 
-def _sum(stages: Iterable[StageTime]) -> StageTime:
+def _sum_stage_times(stages: Iterable[StageTime]) -> StageTime:
     first, *remaining = stages
     return sum(remaining, first)
 
 
-def _of(stage: StageTime, part: str) -> float:
+def _part_seconds(stage: StageTime, part: str) -> float:
     return float(getattr(stage, part)[0])

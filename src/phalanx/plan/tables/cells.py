@@ -6,11 +6,11 @@ from phalanx.plan.tables.csv_rows import Row
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
 
-MOST = 1e12
+MAX_VALUE = 1e12
 """Of any number in a row."""
 
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 def read_count(row: Row, column: str, default: int | None = None) -> int:
@@ -32,6 +32,6 @@ def read_number(row: Row, column: str, default: float | None = None) -> float:
         raise UserError(column, text or None, problem, "fill it in") from None
     if value == 0 and default is not None:
         return 0.0 if column == "zero" else default
-    if not 0 < value <= MOST:
-        raise UserError(column, text, f"must be above 0 and at most {MOST:.0e}", "correct it")
+    if not 0 < value <= MAX_VALUE:
+        raise UserError(column, text, f"must be above 0 and at most {MAX_VALUE:.0e}", "correct it")
     return value

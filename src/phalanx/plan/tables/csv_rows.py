@@ -9,9 +9,9 @@ from pathlib import Path
 from phalanx.spec.errors import UserError
 
 Row = Mapping[str, str]
-NEEDED = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gpu_type", "tp", "pp", "global_batch")
+REQUIRED_COLUMNS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gpu_type", "tp", "pp", "global_batch")
 """Columns without which no row can be predicted."""
-OPTIONAL = (
+OPTIONAL_COLUMNS = (
     "id",
     "model",
     "params_b",
@@ -52,10 +52,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:
-    known = f"needed are {', '.join(NEEDED)}; also read are {', '.join(OPTIONAL)}"
+    known = f"needed are {', '.join(REQUIRED_COLUMNS)}; also read are {', '.join(OPTIONAL_COLUMNS)}"
     fix = f"give a CSV file whose first line names its columns, with commas between them: {known}"
     if not names:
         raise UserError("--batch", str(path), "is empty", fix)
-    missing = [column for column in NEEDED if column not in names]
+    missing = [column for column in REQUIRED_COLUMNS if column not in names]
     if missing:
         raise UserError("--batch", str(path), f"lacks the columns {', '.join(missing)}", fix)

@@ -27,7 +27,7 @@ from phalanx.spec.model import ModelSpec
 
 JobRow = dict[str, float]
 
-MATMUL_SHARE = (0.87, 0.80, 0.775)
+MATMUL_EFFICIENCY = (0.87, 0.80, 0.775)
 """Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
 (stas00/ml-engineering, compute/accelerator: MAMF)."""
 NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
@@ -91,7 +91,7 @@ def machine_columns(cluster: ClusterSpec) -> JobRow:
             fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
             raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
     peak, era, ranks_per_core = float(cluster.peak_flops or 0), cluster.generation, cluster.ranks_per_core
-    matmul = cluster.matmul_flops or MATMUL_SHARE[era] * peak
+    matmul = cluster.matmul_flops or MATMUL_EFFICIENCY[era] * peak
     domain = cluster.fast_link_domain_size
     link = cluster.link_bytes_per_second
     require(
@@ -195,7 +195,7 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
     lowered = text.lower()
     sharded, named, deepspeed = zero >= 3 or "fsdp" in lowered, "attention kernel=" in lowered, "deepspeed" in lowered
     deepspeed = deepspeed and "megatron-deepspeed" not in lowered
-    attention = _attention(lowered, precision, era, sharded, deepspeed)
+    attention = _attention_kernel(lowered, precision, era, sharded, deepspeed)
     modern = attention >= AttentionKernel.FLASH_2 and not named and not deepspeed
     disabled = "not overlapped" in lowered or "overlap disabled" in lowered
     overlaps = "overlap" in lowered and not disabled
@@ -246,7 +246,7 @@ def is_low_precision(precision: str) -> bool:
     return "fp8" in precision or "fp4" in precision
 
 
-def _attention(description: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
+def _attention_kernel(description: str, precision: str, era: int, sharded: bool, deepspeed: bool) -> AttentionKernel:
     if "kernel=torch" in description:
         return AttentionKernel.SEPARATE
     if "kernel=fused" in description:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.plan.tables.cells import MOST_LAYERS, read_count, read_number
+from phalanx.plan.tables.cells import MAX_LAYERS, read_count, read_number
 from phalanx.plan.tables.csv_rows import Row
 from phalanx.plan.tables.job_columns import JobRow, model_columns
 from phalanx.spec.base import parse_table, require
@@ -34,7 +34,7 @@ class MLAShape:
         return queries + keys + self.heads * self.head * width
 
 
-LATENT = {
+MLA_SHAPES = {
     "deepseek-v3": MLAShape(2048, 1, 3, 18432),
     "deepseekv3": MLAShape(2048, 1, 1, 18432),
     "deepseekv2": MLAShape(1536, 2, 1, 12288),
@@ -53,9 +53,9 @@ SHARED_FFN = {"qwen2-57b": 20480}
 def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
     """The model of a row as Phalanx describes it, and its columns."""
     name = row.get("model", "").lower()
-    latent = next((shape for start, shape in LATENT.items() if name.startswith(start)), None)
+    latent = next((shape for start, shape in MLA_SHAPES.items() if name.startswith(start)), None)
     width, layers, heads = (read_count(row, column) for column in ("hidden", "layers", "heads"))
-    require(layers <= MOST_LAYERS, "layers", layers, f"is more than {MOST_LAYERS:,}", "correct it")
+    require(layers <= MAX_LAYERS, "layers", layers, f"is more than {MAX_LAYERS:,}", "correct it")
     experts, ffn = read_count(row, "experts", 0), read_count(row, "ffn")
     common: dict[str, Any] = {
         "hidden_size": width,
@@ -68,7 +68,7 @@ def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
         "head_dim": next((dim for start, dim in HEAD_DIM.items() if name.startswith(start)), max(width // heads, 1)),
     }
     if not experts:
-        spec = _nearest(common, ffn, read_number(row, "params_b", 0) * 1e9, "llama" in name)
+        spec = _find_nearest_model(common, ffn, read_number(row, "params_b", 0) * 1e9, "llama" in name)
         return spec, model_columns(spec, sequence)
     moe: dict[str, Any] = {"num_experts": experts, "top_k": read_count(row, "topk"), "expert_ffn_size": ffn}
     if latent:
@@ -88,7 +88,7 @@ def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
     return spec, columns
 
 
-def _nearest(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
+def _find_nearest_model(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
     """A dense model with the kind of MLP, and tied or not, that explains its stated parameters best."""
     specs = [
         parse_table(ModelSpec, {**common, "ffn_hidden_size": ffn, "activation": activation, "tie_embeddings": tied})

@@ -25,7 +25,7 @@ from phalanx.plan.tables.row_to_job import TableJob, job_from_row, state_memory
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
 
-EVEN = 0.5
+MAX_ASSUMED_OOM_PROBABILITY = 0.5
 """A choice that a row leaves open is taken to fit if it more likely does than not: somebody ran the row, and what they
 ran need not have the margin of what is offered (`MAX_OOM_PROBABILITY`)."""
 
@@ -80,7 +80,7 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
         return
     time = time or time_constants()
     every = job_table([choice for job in jobs for choice in job.choices])
-    seconds, memory, risk = _costs(every, time, memory_constants())
+    seconds, memory, risk = _estimate_costs(every, time, memory_constants())
     width = log_half_width(interval_constants(), every)
     recomputed_flops = [flops for job in jobs for flops in job.recomputed_flops]
     for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
@@ -104,10 +104,10 @@ def best_choice_per_job(
     jobs: Sequence[TableJob], every: JobTable, time: TimeConstants, memory: MemoryConstants
 ) -> list[int]:
     """Where in the columns of all jobs' choices each job's best one is."""
-    return list(_best_choices(jobs, *_costs(every, time, memory)))
+    return list(_best_choices(jobs, *_estimate_costs(every, time, memory)))
 
 
-def _costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
+def _estimate_costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
     """Seconds of a step, bytes of the fullest rank, and the probability that they are too many."""
     memory_use = estimate_memory(memory, jobs)
     return step_seconds(time, jobs).total, memory_use.allocated, oom_probability(memory, jobs, memory_use)
@@ -123,5 +123,5 @@ def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, ris
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
     """The fastest that is likely to fit, or the smallest."""
-    fits: NDArray[np.bool_] = risk < EVEN
+    fits: NDArray[np.bool_] = risk < MAX_ASSUMED_OOM_PROBABILITY
     return int(np.argmin(np.where(fits, seconds, np.inf)) if fits.any() else np.argmin(memory))

@@ -29,7 +29,7 @@ from phalanx.spec.model import ModelSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Those that a trainer would try."""
-ASSUMED_IS_WIDER = 1.3
+ASSUMED_WIDTH_FACTOR = 1.3
 """Times as wide, on a logarithmic scale, as an interval is where something had to be assumed."""
 
 
@@ -50,7 +50,7 @@ class TableJob:
     @property
     def width(self) -> float:
         """Times as wide, on a logarithmic scale, as the interval of a row that states everything."""
-        return ASSUMED_IS_WIDER if self.assumed else 1.0
+        return ASSUMED_WIDTH_FACTOR if self.assumed else 1.0
 
 
 def job_from_row(row: Row) -> TableJob:
@@ -59,7 +59,7 @@ def job_from_row(row: Row) -> TableJob:
     Raises UserError for what is missing or cannot be.
     """
     zero, precision = read_count(row, "zero", 0), row.get("precision", "")
-    cluster, assumed = _machine(row)
+    cluster, assumed = _read_machine(row)
     tp, pp, cp, ep = (read_count(row, axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     for column in ("gpus", "seq", "global_batch", "tp", "pp"):
         read_number(row, column)
@@ -84,9 +84,9 @@ def job_from_row(row: Row) -> TableJob:
         "cp": cp,
         "ep": ep,
         "zero_stage": zero,
-        "shard_group_size": _shard(text, zero, dp * cp, max(cluster.fast_link_domain or 1, node)),
+        "shard_group_size": _shard_group_size(text, zero, dp * cp, max(cluster.fast_link_domain or 1, node)),
     }
-    choices, open_ones = _choices(row, fixed, spec.num_layers, batch)
+    choices, open_ones = _enumerate_choices(row, fixed, spec.num_layers, batch)
     choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
     recomputed_flops = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
@@ -113,7 +113,7 @@ def state_memory(row: Row) -> float | None:
     return read_number(row, "params_b") * sum(size / (ranks if zero >= stage else 1) for stage, size in kinds)
 
 
-def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[JobRow], list[str]]:
+def _enumerate_choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[JobRow], list[str]]:
     assumed = []
     share = batch / fixed["dp"]
     stated = row.get("micro_batch", "")
@@ -130,7 +130,7 @@ def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[Job
         else ActivationCheckpointing.SELECTIVE
     )
     recompute_kinds = (
-        [_recompute(description, sharded)]
+        [_checkpointing_method(description, sharded)]
         if description
         else [ActivationCheckpointing.NONE, partly, ActivationCheckpointing.FULL]
     )
@@ -149,7 +149,7 @@ def _choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tuple[list[Job
     for micro_batch in micro_batches:
         for recompute in recompute_kinds:
             for v in chunks:
-                order = _order(schedule, pp, v)
+                order = _schedule_kind(schedule, pp, v)
                 modern = (
                     fixed["hardware_generation"] > 0 or fixed["attention"] >= AttentionKernel.FLASH_2
                 ) and recompute != ActivationCheckpointing.FULL
@@ -174,7 +174,7 @@ def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
     return recomputed_flops_per_token(spec, sequence, checkpointing, flash=flash, sharded=sharded, causal=False)
 
 
-def _order(schedule: str, pp: int, virtual: int) -> ScheduleKind:
+def _schedule_kind(schedule: str, pp: int, virtual: int) -> ScheduleKind:
     if pp == 1:
         return ScheduleKind.NONE
     for keyword, order in (
@@ -189,7 +189,7 @@ def _order(schedule: str, pp: int, virtual: int) -> ScheduleKind:
     return ScheduleKind.INTERLEAVED if virtual > 1 else ScheduleKind.ONE_F_ONE_B
 
 
-def _recompute(description: str, sharded: bool) -> ActivationCheckpointing:
+def _checkpointing_method(description: str, sharded: bool) -> ActivationCheckpointing:
     """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products.
     Megatron-Core also takes the names of a block's parts."""
     if description == "full":
@@ -200,7 +200,7 @@ def _recompute(description: str, sharded: bool) -> ActivationCheckpointing:
     return ActivationCheckpointing.SELECTIVE if description == "selective" else ActivationCheckpointing.NONE
 
 
-def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
+def _shard_group_size(text: str, zero: int, ranks: float, domain: int) -> float:
     """Ranks that share what is sharded: all, those of a stated group, or with HSDP those of a node."""
     stated = re.search(r"group (?:size=|of )(\d+)", text)
     if zero == 0:
@@ -210,9 +210,9 @@ def _shard(text: str, zero: int, ranks: float, domain: int) -> float:
     return min(float(domain), ranks) if "hsdp" in text.lower() else ranks
 
 
-def _machine(row: Row) -> tuple[ClusterSpec, list[str]]:
+def _read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     """The machine of a row, and what was assumed of it."""
-    preset, assumed = _preset(row.get("gpu_type", ""))
+    preset, assumed = _find_preset(row.get("gpu_type", ""))
     cluster = load_machine(preset)
     changes: dict[str, float] = {}
     node = read_count(row, "gpus_per_node", 8)
@@ -228,7 +228,7 @@ def _machine(row: Row) -> tuple[ClusterSpec, list[str]]:
     return cluster.model_copy(update=changes), assumed
 
 
-def _preset(chip: str) -> tuple[str, list[str]]:
+def _find_preset(chip: str) -> tuple[str, list[str]]:
     """The preset that a device's name means, and what that assumes: the one with most of the name's words, in whatever
     order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB v100-32gb, and an MI250X one of its halves, as ROCm counts."""
     tokens = re.findall(r"[a-z0-9]+", chip.lower())

@@ -36,7 +36,7 @@ class Label:
     kind: str
     x: float
     y: float
-    said: str
+    content: str
     anchor: Literal["start", "middle", "end"] = "start"
     size: float = 11
     bold: bool = False
@@ -66,14 +66,14 @@ def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], dr
     check_picture_file(file, option)
     try:
         if file.suffix == ".png":
-            _png(draw, file)
+            _write_png(draw, file)
         else:
             file.write_text(svg() if file.suffix == ".svg" else page(title, svg()), encoding="utf-8")
     except OSError as error:
         raise UserError(option, str(file), f"cannot be written: {error.strerror}", "check the path") from None
 
 
-def _png(draw: Callable[[Any], None], file: Path) -> None:
+def _write_png(draw: Callable[[Any], None], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -109,7 +109,7 @@ def element(mark: Shape) -> str:
         weight = ' font-weight="bold"' if mark.bold else ""
         return (
             f'<text class="{mark.kind}" x="{mark.x:.6g}" y="{mark.y:.6g}" text-anchor="{mark.anchor}" '
-            f'font-size="{mark.size:g}" fill="{mark.fill}"{weight}>{escape(mark.said)}</text>'
+            f'font-size="{mark.size:g}" fill="{mark.fill}"{weight}>{escape(mark.content)}</text>'
         )
     geometry = f'x="{mark.x:.6g}" y="{mark.y:.6g}" width="{mark.width:.6g}" height="{mark.height:.6g}"'
     tooltip = f"<title>{escape(mark.tooltip)}</title>" if mark.tooltip else ""
@@ -130,7 +130,7 @@ def draw(figure: Any, width: float, height: float, marks: Iterable[Shape]) -> No
         axes.text(
             mark.x,
             mark.y,
-            mark.said,
+            mark.content,
             color=mark.fill,
             fontsize=mark.size * 72 / DOTS_PER_INCH,
             parse_math=False,

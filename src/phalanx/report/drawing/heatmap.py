@@ -19,10 +19,10 @@ from phalanx.spec.formatting import format_bytes
 COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#31688e", "#3e4989", "#482878", "#440154")
 """Viridis from light (few bytes) to dark (many): even steps of lightness, for all kinds of colour vision (N. Smith and
 S. van der Walt, 2015; matplotlib's default)."""
-NOTHING = "#f3f3f3"
+EMPTY_COLOUR = "#f3f3f3"
 SIDE, LEFT, TOP, RIGHT, BOTTOM = 640.0, 70.0, 64.0, 130.0, 20.0
 """Of the square of cells and the margins, in pixels."""
-STEPS = 60
+LEGEND_STEPS = 60
 """Of the legend's bar."""
 
 
@@ -50,18 +50,20 @@ def colour(number: float, limits: tuple[float, float]) -> str:
     fraction = log10(number / low) / log10(high / low) if high > low else 1.0
     position = min(max(fraction, 0.0), 1.0) * (len(COLOURS) - 1)
     lower = min(int(position), len(COLOURS) - 2)
-    lower_channels, upper_channels = (_channels(COLOURS[index]) for index in (lower, lower + 1))
+    lower_channels, upper_channels = (_parse_rgb(COLOURS[index]) for index in (lower, lower + 1))
     mixed = (round(a + (b - a) * (position - lower)) for a, b in zip(lower_channels, upper_channels, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def _channels(text: str) -> tuple[int, ...]:
+def _parse_rgb(text: str) -> tuple[int, ...]:
     return tuple(int(text[start : start + 2], 16) for start in (1, 3, 5))
 
 
 def svg(heat: Heatmap) -> str:
     """A picture that stands alone; under the mouse a cell says who sends how much. Those of no bytes are not drawn."""
-    background = f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{NOTHING}"/>'
+    background = (
+        f'<rect class="none" x="{LEFT:g}" y="{TOP:g}" width="{SIDE:g}" height="{SIDE:g}" fill="{EMPTY_COLOUR}"/>'
+    )
     marks = [background, *_cells(heat), *_lines(heat), *_labels(heat), *_legend(heat)]
     return document(LEFT + SIDE + RIGHT, TOP + SIDE + BOTTOM, marks)
 
@@ -112,9 +114,9 @@ def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
 
 def _legend(heat: Heatmap) -> Iterator[str]:
     """A bar of colours with its bytes: the least at the bottom."""
-    (low, high), x, step_height = heat.limits, LEFT + SIDE + 24, SIDE / STEPS
-    for step in range(STEPS):
-        number = low * (high / low) ** ((step + 0.5) / STEPS)
+    (low, high), x, step_height = heat.limits, LEFT + SIDE + 24, SIDE / LEGEND_STEPS
+    for step in range(LEGEND_STEPS):
+        number = low * (high / low) ** ((step + 0.5) / LEGEND_STEPS)
         y = TOP + SIDE - (step + 1) * step_height
         fill = colour(number, (low, high))
         yield f'<rect class="legend" x="{x:g}" y="{y:.6g}" width="18" height="{step_height + 0.5:.6g}" fill="{fill}"/>'
@@ -142,7 +144,7 @@ def _draw(heat: Heatmap, figure: Any) -> None:
     shades = LinearSegmentedColormap.from_list("bytes", COLOURS)
     sent = np.ma.masked_less_equal(heat.bytes, 0)
     cells = axes.imshow(sent, cmap=shades, norm=LogNorm(low if high > low else high / 10, high))
-    axes.set_facecolor(NOTHING)
+    axes.set_facecolor(EMPTY_COLOUR)
     for index in range(heat.node, count, heat.node) if heat.node > 1 else ():
         axes.axhline(index - 0.5, color=INK, linewidth=0.6)
         axes.axvline(index - 0.5, color=INK, linewidth=0.6)

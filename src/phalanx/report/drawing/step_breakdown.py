@@ -30,13 +30,13 @@ COLOURS = {
 GREY = "#666666"
 WIDTH, LEFT = 960.0, 24.0
 """Of the picture and its margin."""
-BARS = WIDTH - 2 * LEFT
+MAX_BAR_WIDTH = WIDTH - 2 * LEFT
 """The longest bar."""
-THICK, THIN, LINE, GAP = 30.0, 16.0, 18.0, 30.0
+THICK_BAR, THIN_BAR, LINE, GAP = 30.0, 16.0, 18.0, 30.0
 """Bars of the layout that is explained, of others, a line of text, and what is between sections."""
-LETTER = 6.8
+DIGIT_WIDTH = 6.8
 """Of a number's digits, at the most, in the usual size."""
-COLUMN, NEXT = LEFT + 472, 88.0
+COLUMN, COLUMN_STEP = LEFT + 472, 88.0
 """Where the legend's first column of numbers ends, and how far it is to the next."""
 
 
@@ -63,7 +63,7 @@ class Breakdown:
     """Of each part of a step, in words."""
     seconds: Mapping[str, float]
     """Of a step of the layout, by part."""
-    others: Mapping[int, Bar]
+    other_layouts: Mapping[int, Bar]
     """Steps of other layouts, by their places in the plan."""
     bytes: list[Bar]
     """Of the layout's stages."""
@@ -95,15 +95,15 @@ def layout_shapes(breakdown: Breakdown) -> list[Shape]:
         Label("title", LEFT, 32, breakdown.title, size=15, bold=True),
         Label("layout", LEFT, 52, breakdown.layout, size=12),
     ]
-    shapes += _time(breakdown, _bottom(shapes) + GAP)
-    shapes += _memory(breakdown, _bottom(shapes) + GAP)
+    shapes += _time_section(breakdown, _bottom(shapes) + GAP)
+    shapes += _memory_section(breakdown, _bottom(shapes) + GAP)
     return shapes
 
 
-def _time(breakdown: Breakdown, top: float) -> Iterator[Shape]:
+def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     """A step of the layout, and of others for comparison."""
     bars = [Bar("this layout", breakdown.seconds)]
-    bars += [Bar(f"{position}. {bar.name}", bar.parts) for position, bar in breakdown.others.items()]
+    bars += [Bar(f"{position}. {bar.name}", bar.parts) for position, bar in breakdown.other_layouts.items()]
     unit, unit_scale = ("s", 1.0) if max(bar.total for bar in bars) >= 1 else ("ms", 1e3)
     bars = [Bar(bar.name, {part: unit_scale * seconds for part, seconds in bar.parts.items()}) for bar in bars]
     main_bar, longest = bars[0], max(bar.total for bar in bars)
@@ -116,12 +116,12 @@ def _time(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         is_main, top = bar is main_bar, top + LINE + 2
         difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
         yield Label("name", LEFT, top, bar.name, bold=is_main)
-        yield Label("total", LEFT + BARS, top, f"{bar.total:.3f} {unit}{difference}", "end", bold=is_main)
-        thickness, top = THICK if is_main else THIN, top + 5
-        yield from _bar("time", bar, top, thickness, BARS / longest, describe_time)
+        yield Label("total", LEFT + MAX_BAR_WIDTH, top, f"{bar.total:.3f} {unit}{difference}", "end", bold=is_main)
+        thickness, top = THICK_BAR if is_main else THIN_BAR, top + 5
+        yield from _bar("time", bar, top, thickness, MAX_BAR_WIDTH / longest, describe_time)
         top += thickness
     yield from _axis(longest, top)
-    columns = (unit, "share", *(f"more in {position}" for position in breakdown.others))
+    columns = (unit, "share", *(f"more in {position}" for position in breakdown.other_layouts))
     rows = {
         part: (f"{time:.3f}", f"{time / main_bar.total:.1%}", *(f"{bar.parts[part] - time:+z.3f}" for bar in bars[1:]))
         for part, time in main_bar.parts.items()
@@ -129,10 +129,10 @@ def _time(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     yield from _legend(breakdown.meaning, columns, rows, top + 2 * LINE + 10)
 
 
-def _memory(breakdown: Breakdown, top: float) -> Iterator[Shape]:
+def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     """What the layout's stages hold, beside what the device has for a rank."""
     max_bytes = max(breakdown.memory_bytes, breakdown.counted_bytes, *(bar.total for bar in breakdown.bytes))
-    scale = BARS / max_bytes
+    scale = MAX_BAR_WIDTH / max_bytes
 
     def describe_bytes(part: str, size_bytes: float, total: float) -> tuple[str, str]:
         return f"{size_bytes / GIB:.1f}", f"{part}: {size_bytes / GIB:.2f} GiB, {size_bytes / total:.1%}"
@@ -143,14 +143,14 @@ def _memory(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     for bar in breakdown.bytes:
         top += LINE + 2
         names.append(Label("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
-        yield from _bar("memory", bar, top + 5, THICK, scale, describe_bytes)
-        top += 5 + THICK
+        yield from _bar("memory", bar, top + 5, THICK_BAR, scale, describe_bytes)
+        top += 5 + THICK_BAR
     yield from _line("limit", breakdown.memory_bytes, "that the device has for a rank", scale, section_top - LINE, top)
     yield from _line(
         "counted", breakdown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, section_top, top
     )
     for name in names:
-        yield Region("behind", name.x, name.y - 11, len(name.said) * LETTER, 14, "#ffffff")
+        yield Region("behind", name.x, name.y - 11, len(name.content) * DIGIT_WIDTH, 14, "#ffffff")
         yield name
     yield from _axis(max_bytes / GIB, top)
     parts = {part: part for part in breakdown.bytes[0].parts}
@@ -172,8 +172,10 @@ def _bar(
     for part, value in bar.parts.items():
         width, (label, tooltip) = value * scale, describe_part(part, value, bar.total)
         yield Region(kind, x, y, width - 1 if width > 2 else width, thickness, COLOURS[part], tooltip)
-        if width > (len(label) + 1) * LETTER:
-            yield Label(f"{kind}-label", x + width / 2, y + thickness / 2 + 4, label, "middle", fill=_on(COLOURS[part]))
+        if width > (len(label) + 1) * DIGIT_WIDTH:
+            yield Label(
+                f"{kind}-label", x + width / 2, y + thickness / 2 + 4, label, "middle", fill=_text_colour(COLOURS[part])
+            )
         x += width
 
 
@@ -188,7 +190,7 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
 def _axis(max_value: float, y: float) -> Iterator[Shape]:
     """Numbers under bars of which the longest is `most`."""
     for number in axis_ticks(max_value):
-        x = LEFT + number / max_value * BARS
+        x = LEFT + number / max_value * MAX_BAR_WIDTH
         yield Region("tick", x - 0.5, y + 3, 1, 4, GREY)
         yield Label("number", x, y + 19, f"{number:g}", "middle", fill=GREY)
 
@@ -206,16 +208,16 @@ def _legend(
 ) -> Iterator[Shape]:
     """Of each part its colour, what it means, and its numbers: also of those too small to be seen."""
     for index, column in enumerate(columns):
-        yield Label("column", COLUMN + index * NEXT, top, column, "end", fill=GREY)
+        yield Label("column", COLUMN + index * COLUMN_STEP, top, column, "end", fill=GREY)
     for part, numbers in rows.items():
         top += LINE
         yield Region("legend", LEFT, top - 10, 12, 12, COLOURS[part])
         yield Label("part", LEFT + 20, top, names[part])
         for index, number in enumerate(numbers):
-            yield Label("figure", COLUMN + index * NEXT, top, number, "end")
+            yield Label("figure", COLUMN + index * COLUMN_STEP, top, number, "end")
 
 
-def _on(fill: str) -> str:
+def _text_colour(fill: str) -> str:
     """A colour that is read on another."""
     red, green, blue = (int(fill[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "#ffffff"

@@ -17,7 +17,7 @@ LANES = ("steps", "passes", "waits", "collectives")
 def chrome_trace(run_data: RunData) -> dict[str, Any]:
     """The Trace Event Format, times in microseconds since the first event; `otherData` says how far off clocks may
     be."""
-    events = [event for record in run_data.ranks.values() for event in _rank(record)]
+    events = [event for record in run_data.ranks.values() for event in _rank_events(record)]
     first_timestamp = min((event["ts"] for event in events if "ts" in event), default=0.0)
     shifted = [event | {"ts": event["ts"] - first_timestamp} if "ts" in event else event for event in events]
     errors = {str(rank): record.error_seconds for rank, record in run_data.ranks.items()}
@@ -33,43 +33,47 @@ def chrome_trace(run_data: RunData) -> dict[str, Any]:
     }
 
 
-def _rank(record: RankRecord) -> Iterator[Event]:
-    yield _meta(record.rank, "process_name", name=f"rank {record.rank} on {record.host}")
-    yield _meta(record.rank, "process_sort_index", sort_index=record.rank)
-    events = [event for line in record.steps for event in _step(record, line)]
+def _rank_events(record: RankRecord) -> Iterator[Event]:
+    yield _metadata_event(record.rank, "process_name", name=f"rank {record.rank} on {record.host}")
+    yield _metadata_event(record.rank, "process_sort_index", sort_index=record.rank)
+    events = [event for line in record.steps for event in _step_events(record, line)]
     events += [
-        _event(record.rank, 0, line["pause"], line["start"] + record.offset_seconds, line["seconds"], step=line["step"])
+        _complete_event(
+            record.rank, 0, line["pause"], line["start"] + record.offset_seconds, line["seconds"], step=line["step"]
+        )
         for line in record.pauses
     ]
     for lane in sorted({event["tid"] for event in events if "tid" in event} | set(range(len(LANES)))):
-        yield _meta(record.rank, "thread_name", lane, name=LANES[min(lane, len(LANES) - 1)])
-        yield _meta(record.rank, "thread_sort_index", lane, sort_index=lane)
+        yield _metadata_event(record.rank, "thread_name", lane, name=LANES[min(lane, len(LANES) - 1)])
+        yield _metadata_event(record.rank, "thread_sort_index", lane, sort_index=lane)
     yield from events
 
 
-def _step(record: RankRecord, line: Line) -> Iterator[Event]:
+def _step_events(record: RankRecord, line: Line) -> Iterator[Event]:
     """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
     rank, step = record.rank, line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
     start, seconds = line["start"] + offset, line["seconds"]
-    yield _event(rank, 0, f"step {step}", start, sum(seconds.values()), step=step, clock_error_seconds=error)
+    yield _complete_event(rank, 0, f"step {step}", start, sum(seconds.values()), step=step, clock_error_seconds=error)
     for phase, duration in seconds.items():
-        yield _event(rank, 0, phase, start, duration, step=step)
+        yield _complete_event(rank, 0, phase, start, duration, step=step)
         start += duration
     for kind, stage, micro, a, b in line.get("spans", ()):
         args = {"kind": LEGEND.get(kind, kind), "stage": stage, "micro_batch": micro}
-        yield _event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **args)
+        yield _complete_event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **args)
     for wait, a, b in line.get("waits", ()):
-        yield _event(rank, 2, wait, a + offset, b - a)
-    for lane, call in _apart(call for call in line.get("collectives", ()) if call["end"] is not None):
+        yield _complete_event(rank, 2, wait, a + offset, b - a)
+    for lane, call in _assign_lanes(call for call in line.get("collectives", ()) if call["end"] is not None):
         args = {name: call[name] for name in ("group", "bytes", "exposed", "executed_as")}
-        yield _event(rank, 3 + lane, call["operation"], call["start"] + offset, call["end"] - call["start"], **args)
+        yield _complete_event(
+            rank, 3 + lane, call["operation"], call["start"] + offset, call["end"] - call["start"], **args
+        )
     for sample in line.get("memory", ()):
         bytes_by_part = {part: size for part, size in sample.items() if part != "at"}
         yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (sample["at"] + offset), "args": bytes_by_part}
 
 
-def _apart(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
+def _assign_lanes(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
     """Each call with the first lane that is free when it begins."""
     free_at: list[float] = []
     for call in sorted(calls, key=lambda call: float(call["start"])):
@@ -78,7 +82,7 @@ def _apart(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
         yield lane, call
 
 
-def _event(rank: int, lane: int, name: str, start_seconds: float, seconds: float, **args: Any) -> Event:
+def _complete_event(rank: int, lane: int, name: str, start_seconds: float, seconds: float, **args: Any) -> Event:
     return {
         "ph": "X",
         "name": name,
@@ -91,5 +95,5 @@ def _event(rank: int, lane: int, name: str, start_seconds: float, seconds: float
     }
 
 
-def _meta(rank: int, metadata: str, lane: int = 0, **args: Any) -> Event:
+def _metadata_event(rank: int, metadata: str, lane: int = 0, **args: Any) -> Event:
     return {"ph": "M", "name": metadata, "pid": rank, "tid": lane, "args": args}

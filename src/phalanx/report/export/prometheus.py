@@ -15,7 +15,7 @@ from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import computed_seconds
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
-from phalanx.runs.hang_dumps import FAILURES
+from phalanx.runs.hang_dumps import FAILURES_DIR
 from phalanx.runs.jsonl import JsonlTail
 from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import METRICS_FILE
@@ -28,7 +28,7 @@ from phalanx.spec.run import RunSpec
 Sample = tuple[str, Mapping[str, str], float]
 """Name, labels beside `run`, value."""
 
-NEWEST = {
+STEP_FAMILIES = {
     "step": ("phalanx_step", "gauge", "Last step that was done."),
     "loss": ("phalanx_loss_nats_per_token", "gauge", "Training loss of the last step; NaN where it was not finite."),
     "grad_norm": ("phalanx_gradient_norm", "gauge", "Of the last step, before clipping; NaN where it was not finite."),
@@ -41,10 +41,10 @@ NEWEST = {
 }
 """Of the newest line of a step in metrics.jsonl, by field: name, type, help. None is a counter: a run that is started
 again goes on from a checkpoint, and counts less than before."""
-EVALUATED = {
+EVALUATION_FAMILIES = {
     "held_out_loss": ("phalanx_held_out_loss_nats_per_token", "gauge", "Of the last evaluation."),
 }
-OTHERS = (
+OTHER_FAMILIES = (
     ("phalanx_planned_steps", "gauge", "Steps that the run is to do."),
     ("phalanx_under_way", "gauge", "1 while it trains, 0 when it has ended; not there where that cannot be known."),
     ("phalanx_start_timestamp_seconds", "gauge", "When it was last started, in seconds since 1970."),
@@ -63,7 +63,9 @@ OTHERS = (
     ("phalanx_peak_memory_bytes", "gauge", "The most that each rank has held: of its GPU, or of the host's memory."),
     ("phalanx_device_memory_bytes", "gauge", "Memory of each rank's device; of a CPU, that of its host."),
 )
-FAMILIES = {name: (kind, text) for name, kind, text in (*NEWEST.values(), *EVALUATED.values(), *OTHERS)}
+FAMILIES = {
+    name: (kind, text) for name, kind, text in (*STEP_FAMILIES.values(), *EVALUATION_FAMILIES.values(), *OTHER_FAMILIES)
+}
 """Type and help of all that there may be."""
 
 
@@ -104,10 +106,15 @@ class RunMetrics:
         with suppress(UserError):  # a run file of another version
             run = load_run(self.directory / RUN_FILE, environment={})
         name = run.name if run else self.directory.resolve().name
-        samples = [*self._of_ranks(), *self._of_steps(), *self._of_run(checkpoints), *(_planned(run) if run else ())]
+        samples = [
+            *self._rank_samples(),
+            *self._step_samples(),
+            *self._run_samples(checkpoints),
+            *(_planned_samples(run) if run else ()),
+        ]
         return exposition([(metric, {"run": name, **labels}, value) for metric, labels, value in samples])
 
-    def _of_steps(self) -> Iterator[Sample]:
+    def _step_samples(self) -> Iterator[Sample]:
         replaced, lines = self._metrics.read_new()
         if replaced:
             self._step, self._evaluation = {}, {}
@@ -116,24 +123,24 @@ class RunMetrics:
             self._evaluation = line if "held_out_loss" in line else self._evaluation
         if (self.directory / JOURNAL_FILE).is_file():  # a swarm's coordinator, which does none
             return
-        for families, line in ((NEWEST, self._step or {"step": 0}), (EVALUATED, self._evaluation)):
+        for families, line in ((STEP_FAMILIES, self._step or {"step": 0}), (EVALUATION_FAMILIES, self._evaluation)):
             for key, (name, _, _) in families.items():
                 if key in line:
                     yield name, {}, math.nan if line[key] is None else line[key]
-        started = self._started()
+        started = self._started_at()
         yield "phalanx_start_timestamp_seconds", {}, started
         record_files = [
             rank.follower.path for rank in self._ranks.values() if rank.step
         ]  # also where metrics.every is not 1
-        times = [_modified(file) for file in ([self._metrics.path] if self._step else []) + record_files]
+        times = [_modified_at(file) for file in ([self._metrics.path] if self._step else []) + record_files]
         yield "phalanx_last_step_timestamp_seconds", {}, max([started, *times])
 
-    def _started(self) -> float:
+    def _started_at(self) -> float:
         """When it last was: when its ranks began, or until they do, when it was asked for."""
         start_times = [float(event["time"]) for event in read_events(self.directory) if event["what"] == STARTED]
-        return max([*start_times, _modified(self.directory / RUN_FILE)])
+        return max([*start_times, _modified_at(self.directory / RUN_FILE)])
 
-    def _of_run(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
+    def _run_samples(self, checkpoints: Sequence[Path]) -> Iterator[Sample]:
         active = is_running(self.directory)
         if active is not None:
             yield "phalanx_under_way", {}, active
@@ -143,9 +150,9 @@ class RunMetrics:
                 yield "phalanx_checkpoint_step", {}, int(checkpoint.name.removeprefix("step-"))
         yield "phalanx_starts_total", {}, sum(event["what"] == STARTED for event in read_events(self.directory))
         yield "phalanx_failures_total", {}, failure_count_and_uptime(self.directory)[0]
-        yield "phalanx_failed_ranks", {}, len([*(self.directory / FAILURES).glob("rank-*.json")])
+        yield "phalanx_failed_ranks", {}, len([*(self.directory / FAILURES_DIR).glob("rank-*.json")])
 
-    def _of_ranks(self) -> Iterator[Sample]:
+    def _rank_samples(self) -> Iterator[Sample]:
         for file in (self.directory / TRACE_DIR).glob("rank-*.jsonl"):
             self._ranks.setdefault(file, RankMetrics(JsonlTail(file))).refresh()
         ranks = {rank.opening["rank"]: rank for rank in self._ranks.values() if rank.opening}
@@ -154,10 +161,10 @@ class RunMetrics:
         rank0 = ranks[0]
         for number, rank in sorted(ranks.items()):
             if all(rank.opening[name] == rank0.opening[name] for name in ("step", "ranks")):  # of the last start
-                yield from _of_rank({"rank": str(number)}, rank.opening, rank.step)
+                yield from _record_samples({"rank": str(number)}, rank.opening, rank.step)
 
 
-def _planned(run: RunSpec) -> Iterator[Sample]:
+def _planned_samples(run: RunSpec) -> Iterator[Sample]:
     steps, checkpoint_interval = run.training.steps, run.checkpoint.every
     yield "phalanx_planned_steps", {}, steps
     yield (
@@ -167,7 +174,7 @@ def _planned(run: RunSpec) -> Iterator[Sample]:
     )  # one at the end there is
 
 
-def _modified(file: Path) -> float:
+def _modified_at(file: Path) -> float:
     """When a file was last written; 0 where it is gone."""
     try:
         return file.stat().st_mtime
@@ -175,7 +182,7 @@ def _modified(file: Path) -> float:
         return 0.0
 
 
-def _of_rank(labels: dict[str, str], header: Line, line: Line) -> Iterator[Sample]:
+def _record_samples(labels: dict[str, str], header: Line, line: Line) -> Iterator[Sample]:
     yield "phalanx_rank_info", {**labels, "host": header["host"], "device": header["device"]}, 1
     yield "phalanx_device_memory_bytes", labels, header["memory_bytes"]
     if not line:
@@ -197,14 +204,14 @@ def exposition(samples: Sequence[Sample]) -> str:
         if family_samples:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         for _, labels, value in family_samples:
-            pairs = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
-            lines.append(f"{name}{{{pairs}}} {_number(value)}")
+            pairs = ",".join(f'{key}="{_escape_label(label)}"' for key, label in labels.items())
+            lines.append(f"{name}{{{pairs}}} {_format_value(value)}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _escaped(label: str) -> str:
+def _escape_label(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _number(value: float) -> str:
+def _format_value(value: float) -> str:
     return "NaN" if math.isnan(value) else repr(float(value)) if isinstance(value, float) else str(int(value))

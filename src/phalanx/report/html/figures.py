@@ -13,7 +13,7 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_seconds
 
 Figure = dict[str, Any]
-RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+RUN_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 """Of each run beside others (Okabe and Ito)."""
 WHERE = {
     "compute": "compute",
@@ -24,7 +24,7 @@ WHERE = {
     "unattributed": "send",
 }
 """What a rank's step goes to, in the colours of `breakdown`."""
-MEMORY = {
+MEMORY_COLOURS = {
     "parameters": "#4477aa",
     "gradients": "#88ccee",
     "optimizer": "#999933",
@@ -32,8 +32,14 @@ MEMORY = {
     "activations": step_breakdown.COLOURS["activations"],
     "communication": step_breakdown.COLOURS["buffers"],
 }
-SHADES = [[at / (len(heatmap.COLOURS) - 1), colour] for at, colour in enumerate(heatmap.COLOURS)]
-ROUND = {"training": "compute", "coding": "update", "sending": "send", "waiting": "waiting", "receiving": "exchange"}
+COLOUR_SCALE = [[at / (len(heatmap.COLOURS) - 1), colour] for at, colour in enumerate(heatmap.COLOURS)]
+ROUND_PART_COLOURS = {
+    "training": "compute",
+    "coding": "update",
+    "sending": "send",
+    "waiting": "waiting",
+    "receiving": "exchange",
+}
 """What a round of a swarm goes to, likewise."""
 SI_BYTES = {"tickformat": ".3~s", "ticksuffix": "B"}
 ROW, AROUND = 26, 60
@@ -50,10 +56,10 @@ def make_figure(data: list[Figure], height: int, **layout: Any) -> Figure:
 def legend(figure: Figure) -> dict[str, str]:
     """The colour of each name in a figure, in its order; the page writes it, so that it wraps like text."""
     named = [trace for trace in figure["data"] if "name" in trace and trace.get("showlegend", True)]
-    return {trace["name"]: _colour(trace) for trace in named}
+    return {trace["name"]: _trace_colour(trace) for trace in named}
 
 
-def _colour(trace: Figure) -> str:
+def _trace_colour(trace: Figure) -> str:
     colour = trace["marker"]["color"] if "marker" in trace else trace["line"]["color"]
     return str(colour[0] if isinstance(colour, list) else colour)
 
@@ -67,7 +73,7 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     data = [
         trace
         for index, facts in enumerate(runs)
-        for trace in _curves(facts, _safe(names[index]), index, len(runs) == 1)
+        for trace in _curve_traces(facts, _escape_plotly(names[index]), index, len(runs) == 1)
     ]
     if not data:
         return None
@@ -80,18 +86,29 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     )
 
 
-def _curves(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
-    curve, line = facts["curves"], {"mode": "lines", "line": {"color": RUNS[index % len(RUNS)], "width": 2}}
+def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
+    curve, line = (
+        facts["curves"],
+        {"mode": "lines", "line": {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "width": 2}},
+    )
     if "loss" in curve:
         template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
-        yield _line(curve["step"], curve["loss"], template) | line | {"name": "text trained on" if is_single else name}
+        yield (
+            _line_trace(curve["step"], curve["loss"], template)
+            | line
+            | {"name": "text trained on" if is_single else name}
+        )
     if "tokens_per_second" in curve:
         template = f"step %{{x}}: %{{y:,.0f}}<extra>{name}</extra>"
-        yield _line(curve["step"], curve["tokens_per_second"], template) | line | {"yaxis": "y2", "showlegend": False}
+        yield (
+            _line_trace(curve["step"], curve["tokens_per_second"], template)
+            | line
+            | {"yaxis": "y2", "showlegend": False}
+        )
     if curve["held_out"]:
         steps, losses = map(list, zip(*curve["held_out"], strict=True))
-        marker = {"color": RUNS[(index + is_single) % len(RUNS)], "size": 8, "symbol": "diamond"}
-        yield _line(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
+        marker = {"color": RUN_COLOURS[(index + is_single) % len(RUN_COLOURS)], "size": 8, "symbol": "diamond"}
+        yield _line_trace(steps, losses, f"step %{{x}}: %{{y:.4f}}<extra>{name}, held-out text</extra>") | {
             "mode": "markers",
             "marker": marker,
             "name": "held-out text",
@@ -99,7 +116,7 @@ def _curves(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Fi
         }
 
 
-def _line(x: list[Any], y: list[Any], template: str) -> Figure:
+def _line_trace(x: list[Any], y: list[Any], template: str) -> Figure:
     return {"type": "scatter", "x": x, "y": y, "hovertemplate": template}
 
 
@@ -115,7 +132,7 @@ def ranks(facts: Facts) -> Figure | None:
             "orientation": "h",
             "y": names,
             "x": [rank[part] for rank in rank_facts],
-            "name": formatting.NAMES.get(part, part),
+            "name": formatting.DISPLAY_NAMES.get(part, part),
             "marker": {"color": step_breakdown.COLOURS[colour]},
             "customdata": [format_seconds(max(0.0, rank[part])) for rank in rank_facts],
             "hovertemplate": "%{y}: %{customdata}",
@@ -142,22 +159,22 @@ def rounds(facts: Facts) -> Figure | None:
     node_rounds, updates = swarm["rounds"], swarm["told"]
     if updates:
         names = sorted({name for row in updates for name in row["bytes"]})
-        sent = {_safe(name): [row["bytes"].get(name, 0) for row in updates] for name in names}
-        data = list(_stacked([row["round"] for row in updates], sent, {}, "B"))
+        sent = {_escape_plotly(name): [row["bytes"].get(name, 0) for row in updates] for name in names}
+        data = list(_stacked_bars([row["round"] for row in updates], sent, {}, "B"))
         return make_figure(
             data, 260, barmode="stack", bargap=0.25, xaxis=make_axis("round"), yaxis=make_axis("bytes", **SI_BYTES)
         )
-    data = list(_stacked(node_rounds["round"], node_rounds["seconds"], ROUND, "s"))
+    data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLOURS, "s"))
     for direction, kind in (("sent", "sending"), ("received", "receiving")):
         labels = [format_bytes(value) for value in node_rounds["bytes"][direction]]
-        line = _line(
+        line = _line_trace(
             node_rounds["round"],
             node_rounds["bytes"][direction],
             f"round %{{x}}: %{{customdata}}<extra>{direction}</extra>",
         )
         style = {
             "mode": "lines",
-            "line": {"color": step_breakdown.COLOURS[ROUND[kind]], "width": 2},
+            "line": {"color": step_breakdown.COLOURS[ROUND_PART_COLOURS[kind]], "width": 2},
             "showlegend": False,
         }
         data.append(line | style | {"customdata": labels, "yaxis": "y2", "name": direction})
@@ -172,11 +189,11 @@ def rounds(facts: Facts) -> Figure | None:
     )
 
 
-def _stacked(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
+def _stacked_bars(x: list[int], parts: Facts, colours: dict[str, str], unit: str) -> Iterator[Figure]:
     """A bar for each round, of its parts; those that are nothing throughout are left out."""
     shown = {name: values for name, values in parts.items() if any(values)}
     for index, (name, values) in enumerate(shown.items()):
-        colour = step_breakdown.COLOURS[colours[name]] if colours else RUNS[index % len(RUNS)]
+        colour = step_breakdown.COLOURS[colours[name]] if colours else RUN_COLOURS[index % len(RUN_COLOURS)]
         yield {
             "type": "bar",
             "x": x,
@@ -195,14 +212,14 @@ def memory(facts: Facts) -> Figure | None:
         return None
     default_colour = step_breakdown.COLOURS["waiting"]
     data = [
-        _line(samples["seconds"], part_bytes, f"%{{customdata}}<extra>{_safe(part)}</extra>")
+        _line_trace(samples["seconds"], part_bytes, f"%{{customdata}}<extra>{_escape_plotly(part)}</extra>")
         | {
-            "name": _safe(part),
+            "name": _escape_plotly(part),
             "stackgroup": "held",
             "mode": "lines",
             "line": {"width": 0.5, "shape": "hv"},
-            "fillcolor": MEMORY.get(part, default_colour),
-            "marker": {"color": MEMORY.get(part, default_colour)},
+            "fillcolor": MEMORY_COLOURS.get(part, default_colour),
+            "marker": {"color": MEMORY_COLOURS.get(part, default_colour)},
             "customdata": [format_bytes(value) for value in part_bytes],
         }
         for part, part_bytes in samples["bytes"].items()
@@ -222,7 +239,7 @@ def traffic(facts: Facts) -> Figure | None:
     bar = {"tickmode": "array", "tickvals": steps, "ticktext": [format_bytes(10**step) for step in steps]}
     shown = [[log10(value) if value else None for value in row] for row in matrix["bytes"]]
     texts = [[format_bytes(value) for value in row] for row in matrix["bytes"]]
-    cells = _cells(shown, texts, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _bar() | bar}
+    cells = _heatmap_trace(shown, texts, "rank %{y} to rank %{x}: %{customdata}") | {"colorbar": _colour_bar() | bar}
     if high == low:
         cells |= {"zmin": low - 1, "zmax": low}
     count = len(shown)
@@ -230,8 +247,8 @@ def traffic(facts: Facts) -> Figure | None:
     return {"widest": side + 170} | make_figure(
         [cells],
         side + 60,
-        xaxis=make_axis("to rank", **_whole(count)),
-        yaxis=make_axis("from rank", autorange="reversed", **_whole(count)),
+        xaxis=make_axis("to rank", **_integer_ticks(count)),
+        yaxis=make_axis("from rank", autorange="reversed", **_integer_ticks(count)),
     )
 
 
@@ -242,39 +259,43 @@ def experts(facts: Facts) -> Figure | None:
         return None
     tokens = loads["tokens"]
     shares = [[value * len(layer) / (sum(layer) or 1) for value in layer] for layer in tokens]
-    cells = _cells(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
-    cells |= {"colorbar": _bar() | {"ticksuffix": "x"}, "y": [str(layer) for layer in loads["layers"]], "zmin": 0}
+    cells = _heatmap_trace(shares, tokens, "layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f}x its share")
+    cells |= {
+        "colorbar": _colour_bar() | {"ticksuffix": "x"},
+        "y": [str(layer) for layer in loads["layers"]],
+        "zmin": 0,
+    }
     if len(tokens[0]) <= 16 and len(tokens) <= 32:
         cells |= {"texttemplate": "%{z:.2f}"}
     return make_figure(
         [cells],
         AROUND + max(90, ROW * len(tokens)),
-        xaxis=make_axis("expert", **_whole(len(tokens[0]))),
+        xaxis=make_axis("expert", **_integer_ticks(len(tokens[0]))),
         yaxis=make_axis("layer", autorange="reversed", type="category"),
     )
 
 
-def _cells(values: list[list[Any]], labels: list[list[Any]], hover_template: str) -> Figure:
+def _heatmap_trace(values: list[list[Any]], labels: list[list[Any]], hover_template: str) -> Figure:
     return {
         "type": "heatmap",
         "z": values,
         "customdata": labels,
-        "colorscale": SHADES,
+        "colorscale": COLOUR_SCALE,
         "xgap": 1,
         "ygap": 1,
         "hovertemplate": f"{hover_template}<extra></extra>",
     }
 
 
-def _bar() -> Figure:
+def _colour_bar() -> Figure:
     return {"thickness": 12, "outlinewidth": 0, "len": 1}
 
 
-def _whole(count: int) -> Figure:
+def _integer_ticks(count: int) -> Figure:
     """Ticks at whole numbers."""
     return {"tickmode": "array", "tickvals": list(heatmap.axis_ticks(count, 0)), "showgrid": False}
 
 
-def _safe(text: str) -> str:
+def _escape_plotly(text: str) -> str:
     """Text from outside: plotly reads some tags, and %{...} in templates."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("%{", "% {")

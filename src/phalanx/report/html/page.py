@@ -15,12 +15,12 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_ratio, format_seconds
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
-TRACE = "train with --profile-steps FIRST:LAST"
-DRAWN: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
+PROFILE_HINT = "train with --profile-steps FIRST:LAST"
+FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
     "ranks": ("Where each rank's step went", figures.ranks, "Too few steps were noted to say where their time goes."),
-    "timeline": ("The passes of a step", timeline_figures.passes, f"No step was looked at closely: {TRACE}."),
+    "timeline": ("The passes of a step", timeline_figures.passes, f"No step was looked at closely: {PROFILE_HINT}."),
     "rounds": ("The rounds of the swarm", figures.rounds, ""),
-    "memory": ("What memory held over a step", figures.memory, f"No step was metered: {TRACE}."),
+    "memory": ("What memory held over a step", figures.memory, f"No step was metered: {PROFILE_HINT}."),
     "traffic": ("Who sends how much to whom", figures.traffic, ""),
     "experts": ("How much each expert is chosen", figures.experts, ""),
 }
@@ -52,29 +52,32 @@ def main(report: Facts) -> str:
     names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
     figures_by_id: dict[str, Figure] = {}
     parts = [_header(facts, name) for facts, name in zip(runs, names, strict=True)]
-    parts = [_beside_one_another(parts)]
+    parts = [_run_columns(parts)]
     if comparison:
         parts.append(_comparison(comparison))
     parts.append(_section("", names, [_verdict(facts) for facts in runs]))
     parts.append(_section("Predicted beside measured", names, [_table(facts) for facts in runs]))
-    parts += [_figures(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
+    parts += [_figure_section(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
     curves = figures.curves(runs, names)
     if curves:
         figures_by_id["curves"] = curves
         held_out = '<p class="quiet">Diamonds are held-out text.</p>' if comparison else ""
-        parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_place('curves', curves)}</section>")
-    parts += [_figures(section, runs, names, figures_by_id) for section in ("rounds", "memory", "traffic", "experts")]
+        parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_figure_slot('curves', curves)}</section>")
+    parts += [
+        _figure_section(section, runs, names, figures_by_id) for section in ("rounds", "memory", "traffic", "experts")
+    ]
     css_class = ' class="several"' if comparison else ""
-    return f"<main{css_class}>\n{''.join(parts)}\n{_json('facts', report)}\n{_json('figures', figures_by_id)}\n</main>"
+    scripts = f"{_json_script('facts', report)}\n{_json_script('figures', figures_by_id)}"
+    return f"<main{css_class}>\n{''.join(parts)}\n{scripts}\n</main>"
 
 
-def _json(name: str, value: Any) -> str:
+def _json_script(name: str, value: Any) -> str:
     """Data in the page; no text in it can end its element."""
     text = json.dumps(value, allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def _place(name: str, figure: Figure) -> str:
+def _figure_slot(name: str, figure: Figure) -> str:
     """Where a figure is drawn, below its legend."""
     colours = "".join(
         f'<li><span style="background:{colour}"></span>{label}</li>' for label, colour in figures.legend(figure).items()
@@ -86,7 +89,7 @@ def _place(name: str, figure: Figure) -> str:
     )
 
 
-def _beside_one_another(cells: Sequence[str]) -> str:
+def _run_columns(cells: Sequence[str]) -> str:
     return f'<div class="runs">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
 
@@ -95,12 +98,12 @@ def _section(title: str, names: Sequence[str], cells: Sequence[str]) -> str:
     if len(cells) > 1:
         cells = [f"<h3>{escape(name)}</h3>{cell}" for name, cell in zip(names, cells, strict=True)]
     heading = f"<h2>{title}</h2>" if title else ""
-    return f"<section>{heading}{_beside_one_another(cells)}</section>\n"
+    return f"<section>{heading}{_run_columns(cells)}</section>\n"
 
 
-def _figures(section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
+def _figure_section(section: str, runs: Sequence[Facts], names: Sequence[str], figures_by_id: dict[str, Figure]) -> str:
     """A section of a figure for each run; they are put in `drawn` by the places that they have in the page."""
-    title, make_figure, placeholder = DRAWN[section]
+    title, make_figure, placeholder = FIGURE_SECTIONS[section]
     run_figures = [make_figure(facts) for facts in runs]
     if not any(run_figures) and (
         not placeholder or all("swarm" in facts for facts in runs)
@@ -112,11 +115,12 @@ def _figures(section: str, runs: Sequence[Facts], names: Sequence[str], figures_
             cells.append(f'<p class="quiet">{placeholder or "Nothing of this is known."}</p>')
             continue
         figures_by_id[f"{section}-{index}"] = run_figure
-        cells.append(f'<p class="quiet">{escape(_note(section, facts))}</p>{_place(f"{section}-{index}", run_figure)}')
+        note = escape(_figure_note(section, facts))
+        cells.append(f'<p class="quiet">{note}</p>{_figure_slot(f"{section}-{index}", run_figure)}')
     return _section(title, names, cells)
 
 
-def _note(section: str, facts: Facts) -> str:
+def _figure_note(section: str, facts: Facts) -> str:
     """What a reader needs to know of a figure."""
     match section:
         case "ranks":
@@ -180,7 +184,7 @@ def _verdict(facts: Facts) -> str:
         return ""
     if verdict is None:
         return '<p class="quiet">There is no verdict: too few steps were noted.</p>'
-    items = "".join(f"<li>{_finding(finding)}</li>" for finding in other_findings)
+    items = "".join(f"<li>{_format_finding(finding)}</li>" for finding in other_findings)
     details = (
         f'<details><summary>{len(other_findings)} more</summary><ul class="findings">{items}</ul></details>'
         if other_findings
@@ -193,7 +197,7 @@ def _verdict(facts: Facts) -> str:
     )
 
 
-def _finding(finding: Facts) -> str:
+def _format_finding(finding: Facts) -> str:
     evidence = escape(formatting.as_sentence(finding["evidence"]))
     return (
         f"<b>{escape(formatting.bottleneck_headline(finding))}.</b> {evidence} "
@@ -235,7 +239,7 @@ def _comparison(comparison: Facts) -> str:
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in formatting.format_comparison(comparison))
     head = "".join(f"<th>{escape(name)}</th>" for name in comparison["names"])
     body = "".join(
-        f"<tr><td>{escape(formatting.NAMES.get(row['what'], row['what']))}</td>{_measures(row)}</tr>"
+        f"<tr><td>{escape(formatting.DISPLAY_NAMES.get(row['what'], row['what']))}</td>{_measures(row)}</tr>"
         for row in comparison["rows"]
     )
     table = f'<table class="compared"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'

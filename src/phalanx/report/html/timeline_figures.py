@@ -17,7 +17,7 @@ TIMELINES = {
 }
 
 
-LABELLED = 400
+MAX_LABELLED_PASSES = 400
 """Passes of a timeline that have their micro-batch written on them, at the most."""
 
 
@@ -47,7 +47,7 @@ def passes(facts: Facts) -> Figure | None:
         )
         domain = [max(0.0, top - len(rows[title]) / num_rows), top]
         layout[f"yaxis{axis}"] = make_axis(domain=domain, autorange="reversed", tickmode="array", tickvals=rows[title])
-        data += _passes(spans, f"y{axis}")
+        data += _pass_traces(spans, f"y{axis}")
         top = domain[0]
     seconds = make_axis("seconds", anchor=f"y{axis}", fixedrange=False, rangemode="tozero")
     return make_figure(
@@ -62,7 +62,7 @@ def passes(facts: Facts) -> Figure | None:
     )
 
 
-def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
+def _pass_traces(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
     """A trace for each kind of pass."""
     first_stage: dict[int, int] = {}
     for rank, _, stage, *_ in spans:
@@ -85,7 +85,9 @@ def _passes(spans: Sequence[Sequence[Any]], axis: str) -> Iterator[Figure]:
                         schedule.COLOURS[kind][int(stage != first_stage[rank])] for rank, _, stage, *_ in kind_spans
                     ]
                 },
-                "text": [str(micro) for _, _, _, micro, *_ in kind_spans] if len(spans) <= LABELLED else None,
+                "text": [str(micro) for _, _, _, micro, *_ in kind_spans]
+                if len(spans) <= MAX_LABELLED_PASSES
+                else None,
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "customdata": [

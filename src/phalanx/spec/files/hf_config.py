@@ -9,7 +9,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.model import ModelSpec, RopeSpec
 
 Table = dict[str, Any]
-KNOWN = ("gpt2", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe")
+MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe")
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 ARCHITECTURES = {
@@ -27,18 +27,18 @@ def model_table(config: Table) -> Table:
     Raises UserError for a model type that Phalanx does not have, or a variant of one that it cannot express.
     """
     model_type = config.get("model_type")
-    _known("model_type", model_type, KNOWN)
+    _require_supported("model_type", model_type, MODEL_TYPES)
     try:
-        return _gpt2(config) if model_type == "gpt2" else _llama_like(str(model_type), config)
+        return _parse_gpt2(config) if model_type == "gpt2" else _parse_llama_like(str(model_type), config)
     except KeyError as error:
         raise UserError("config.json", None, f"{error} is missing", "give that of a whole model") from None
 
 
-def _gpt2(config: Table) -> Table:
-    _plain(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+def _parse_gpt2(config: Table) -> Table:
+    _require_values(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     width = config["n_embd"]
     activation = config.get("activation_function", "gelu_new")
-    _known("activation_function", activation, GELUS)
+    _require_supported("activation_function", activation, GELUS)
     return {
         "vocab_size": config["vocab_size"],
         "hidden_size": width,
@@ -55,8 +55,8 @@ def _gpt2(config: Table) -> Table:
     }
 
 
-def _llama_like(model_type: str, config: Table) -> Table:
-    _plain(config, hidden_act="silu", attention_bias=False, mlp_bias=False, clip_qkv=None)
+def _parse_llama_like(model_type: str, config: Table) -> Table:
+    _require_values(config, hidden_act="silu", attention_bias=False, mlp_bias=False, clip_qkv=None)
     table = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -66,27 +66,27 @@ def _llama_like(model_type: str, config: Table) -> Table:
         "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "ffn_hidden_size": config["intermediate_size"],
         # Within a sliding window attention is full attention: the window is the context we have.
-        "max_seq_len": min(config["max_position_embeddings"], _window(model_type, config) or math.inf),
+        "max_seq_len": min(config["max_position_embeddings"], _sliding_window(model_type, config) or math.inf),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope": _rope(config),
+        "rope": _parse_rope(config),
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
         "tie_embeddings": config.get("tie_word_embeddings", False),
     }
     if model_type in ("mixtral", "olmoe", "qwen3_moe"):
-        table["moe"] = _moe(model_type, config)
+        table["moe"] = _parse_moe(model_type, config)
     return table
 
 
-def _window(model_type: str, config: Table) -> int | None:
+def _sliding_window(model_type: str, config: Table) -> int | None:
     """Tokens that attention looks back over; None is all."""
     if model_type.startswith("qwen3") and not config.get("use_sliding_window"):
         return None
     return config.get("sliding_window", 4096 if model_type == "mistral" else None)
 
 
-def _moe(model_type: str, config: Table) -> Table:
+def _parse_moe(model_type: str, config: Table) -> Table:
     dense_layers = config.get("mlp_only_layers") or []
-    _plain(config, decoder_sparse_step=1, mlp_only_layers=list(range(len(dense_layers))))
+    _require_values(config, decoder_sparse_step=1, mlp_only_layers=list(range(len(dense_layers))))
     # Both names are written for every kind, by one version of transformers or another.
     experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return {
@@ -102,13 +102,13 @@ def _moe(model_type: str, config: Table) -> Table:
     }
 
 
-def _rope(config: Table) -> Table:
+def _parse_rope(config: Table) -> Table:
     # transformers 5 writes rope_parameters; earlier ones rope_theta beside rope_scaling.
     rope_config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope_config.get("rope_type", rope_config.get("type", "default"))
-    _known("rope_type", rope_type, SCALINGS)
-    _plain(config, partial_rotary_factor=1.0)
-    _plain(rope_config, partial_rotary_factor=1.0)
+    _require_supported("rope_type", rope_type, SCALINGS)
+    _require_values(config, partial_rotary_factor=1.0)
+    _require_values(rope_config, partial_rotary_factor=1.0)
     theta = rope_config.get("rope_theta") or config.get("rope_theta") or 10_000.0
     table: Table = {"theta": float(theta), "scaling": SCALINGS[rope_type]}
     if rope_type == "default":
@@ -120,19 +120,19 @@ def _rope(config: Table) -> Table:
         table["original_context"] = top_level or nested or config["max_position_embeddings"]
     if rope_type == "yarn":
         attention_factor = 0.1 * math.log(table["factor"]) + 1.0
-        _plain(rope_config, truncate=True, attention_factor=attention_factor, mscale_all_dim=0)
+        _require_values(rope_config, truncate=True, attention_factor=attention_factor, mscale_all_dim=0)
     for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
         if rope_config.get(field) is not None:
             table[field] = float(rope_config[field])
     return table
 
 
-def _known(field: str, value: object, supported: Any) -> None:
+def _require_supported(field: str, value: object, supported: Any) -> None:
     if value not in supported:
         raise UserError(f"config.json {field}", value, "is not supported", f"supported: {', '.join(supported)}")
 
 
-def _plain(config: Table, **expected: object) -> None:
+def _require_values(config: Table, **expected: object) -> None:
     """Raise UserError for a field that is there with another value than expected."""
     for field, value in expected.items():
         actual = config.get(field)
@@ -176,16 +176,16 @@ def hf_config(spec: ModelSpec) -> Table:
 
 def _architecture(spec: ModelSpec) -> str:
     """The Hugging Face model type with this shape."""
-    _exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
+    _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
     if spec.moe is None:
         model_types = {"none": "llama", "head": "qwen3"}
     else:
         model_types = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
-        _exportable("model.moe", spec.moe, num_shared_experts=0, router_score="softmax", bias_update_rate=0.0)
+        _require_exportable("model.moe", spec.moe, num_shared_experts=0, router_score="softmax", bias_update_rate=0.0)
         if spec.qk_norm != "head":
-            _exportable("model.moe", spec.moe, num_leading_dense_layers=0)
+            _require_exportable("model.moe", spec.moe, num_leading_dense_layers=0)
         if spec.qk_norm == "none":
-            _exportable("model.moe", spec.moe, normalize_top_k=True)
+            _require_exportable("model.moe", spec.moe, normalize_top_k=True)
     if spec.qk_norm not in model_types:
         raise UserError(
             "model.qk_norm",
@@ -196,7 +196,7 @@ def _architecture(spec: ModelSpec) -> str:
     return model_types[spec.qk_norm]
 
 
-def _exportable(table: str, spec: Any, **expected: object) -> None:
+def _require_exportable(table: str, spec: Any, **expected: object) -> None:
     """Raise UserError for a field with another value than any Hugging Face architecture of ours has."""
     for field, value in expected.items():
         actual = getattr(spec, field)
@@ -249,7 +249,7 @@ def _to_gpt2(spec: ModelSpec) -> Table:
         "moe": None,
         "qk_norm": "none",
     }
-    _exportable("model", spec, norm="layernorm", bias=True, **gpt2_shape)
+    _require_exportable("model", spec, norm="layernorm", bias=True, **gpt2_shape)
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.spec.files.load import preset_names
 from phalanx.spec.run import RunSpec
 
-PUBLISHED = Path(__file__).with_name("run.schema.json")
+SCHEMA_FILE = Path(__file__).with_name("run.schema.json")
 Schema = dict[str, Any]
 
 
@@ -24,8 +24,8 @@ def run_schema() -> Schema:
         definitions[spec_name]["properties"]["preset"]["enum"] = preset_names(folder)
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
-        **_as_toml(schema),
-        "definitions": {name: _as_toml(table) for name, table in definitions.items()},
+        **_table_schema(schema),
+        "definitions": {name: _table_schema(table) for name, table in definitions.items()},
     }
 
 
@@ -34,13 +34,13 @@ def schema_text() -> str:
     return json.dumps(run_schema(), indent=2) + "\n"
 
 
-def _as_toml(table: Schema) -> Schema:
+def _table_schema(table: Schema) -> Schema:
     """A table's schema where every key may be left out, since a preset may give it."""
     table = {key: value for key, value in table.items() if key not in ("required", "title")}
-    return {**table, "properties": {name: _field(field) for name, field in table["properties"].items()}}
+    return {**table, "properties": {name: _field_schema(field) for name, field in table["properties"].items()}}
 
 
-def _field(field: Schema) -> Schema:
+def _field_schema(field: Schema) -> Schema:
     """A field's schema without a title that repeats its key, a table for a default, or null, which TOML lacks."""
     keeps_default = isinstance(field.get("default", {}), bool | int | float | str | list)
     field = {key: value for key, value in field.items() if key != "title" and (key != "default" or keeps_default)}
@@ -49,4 +49,4 @@ def _field(field: Schema) -> Schema:
 
 
 if __name__ == "__main__":
-    PUBLISHED.write_text(schema_text())
+    SCHEMA_FILE.write_text(schema_text())

@@ -97,8 +97,8 @@ def run_from_table(table: Table) -> RunSpec:
         table |= {"layout": {}, "auto_layout": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
-    table["data"] = _with_tokenizer(table.get("data", {}), table.get("model"))
-    table["optimizer"] = _with_warmup(table.get("optimizer", {}), table.get("training"))
+    table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))
+    table["optimizer"] = _limit_warmup(table.get("optimizer", {}), table.get("training"))
     if isinstance(cluster := table.get("cluster", {}), dict):
         table["cluster"] = resolve_preset(cluster, "machines", "cluster")
     return parse_table(RunSpec, table)
@@ -137,7 +137,7 @@ def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
     return run.model_copy(update={"layout": parse_table(Layout, _read_json(file))}) if file.exists() else run
 
 
-def _with_tokenizer(data: Any, model: Any) -> Any:
+def _add_tokenizer(data: Any, model: Any) -> Any:
     """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
     if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
         return data
@@ -145,7 +145,7 @@ def _with_tokenizer(data: Any, model: Any) -> Any:
     return {**data, "tokenizer": str(path)} if path.is_file() else data
 
 
-def _with_warmup(optimizer: Any, training: Any) -> Any:
+def _limit_warmup(optimizer: Any, training: Any) -> Any:
     """A short run warms up for at most half of its steps, unless the run file says otherwise."""
     steps = training.get("steps") if isinstance(training, dict) else None
     if not isinstance(optimizer, dict) or "warmup_steps" in optimizer or not isinstance(steps, int) or steps < 1:
@@ -199,12 +199,14 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
     known_presets = preset_names(folder)
     if name not in known_presets:
         raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
-    return _deep_merge(tomllib.loads(_presets(folder).joinpath(f"{name}.toml").read_text()), table)
+    return _deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
 
 
 def preset_names(folder: str) -> list[str]:
     """Known presets: `folder` is "models" or "machines"."""
-    return sorted(file.name.removesuffix(".toml") for file in _presets(folder).iterdir() if file.name.endswith(".toml"))
+    return sorted(
+        file.name.removesuffix(".toml") for file in _presets_folder(folder).iterdir() if file.name.endswith(".toml")
+    )
 
 
 def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
@@ -224,7 +226,7 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         raise UserError(file_kind, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
 
 
-def _presets(folder: str) -> Any:
+def _presets_folder(folder: str) -> Any:
     return resources.files("phalanx.spec") / "presets" / folder
 
 

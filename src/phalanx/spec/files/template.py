@@ -25,11 +25,11 @@ UNCOMMENTED_FIELDS = {
     "layout.data_parallel",
 }
 """Fields that the file sets, to their defaults; all others are there as comments."""
-MEASURED = "cluster.calibration"
+CALIBRATION_TABLE = "cluster.calibration"
 """Written by `phalanx calibrate`, never by hand: the file leaves it out."""
-MODEL = "tiny"
-WIDTH = 100
-COLUMN = 36
+DEFAULT_MODEL = "tiny"
+LINE_WIDTH = 100
+COMMENT_COLUMN = 36
 """Where the comments begin."""
 
 HEADER = """\
@@ -46,64 +46,67 @@ HEADER = """\
 
 def run_file_template(path: str, schema: str) -> str:
     """A run file that equals the defaults, for the name `path`; `schema` says where the JSON schema is."""
-    run = run_from_table({"model": {"preset": MODEL}})
-    return "\n".join([HEADER.format(path=path, schema=schema), *_table(run, "")]) + "\n"
+    run = run_from_table({"model": {"preset": DEFAULT_MODEL}})
+    return "\n".join([HEADER.format(path=path, schema=schema), *_render_table(run, "")]) + "\n"
 
 
-def _table(spec: Spec, path: str) -> Iterator[str]:
+def _render_table(spec: Spec, path: str) -> Iterator[str]:
     """The lines of one table, then those of the tables in it."""
     subtables: list[tuple[str, Spec | type[Spec]]] = []
     for name, field in type(spec).model_fields.items():
         table = _inner_table(field, getattr(spec, name))
-        if f"{path}{name}" == MEASURED:
+        if f"{path}{name}" == CALIBRATION_TABLE:
             continue
         if table is not None:
             subtables.append((f"{path}{name}", table))
         else:
-            yield from _field(f"{path}{name}", field, getattr(spec, name))
+            yield from _render_field(f"{path}{name}", field, getattr(spec, name))
     for name, table in subtables:
-        yield from ("", *_section(name, table))
+        yield from ("", *_render_section(name, table))
 
 
-def _section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
+def _render_section(name: str, table: Spec | type[Spec]) -> Iterator[str]:
     spec_class = table if isinstance(table, type) else type(table)
-    yield from _comment((spec_class.__doc__ or "").partition("\n\n")[0])
+    yield from _render_comment((spec_class.__doc__ or "").partition("\n\n")[0])
     if isinstance(table, type):
         # The header alone would already ask for the table, so it is a comment too.
         yield f"# [{name}]"
         subtables = {key: _inner_table(field, field.get_default()) for key, field in table.model_fields.items()}
         for key, field in table.model_fields.items():
             if subtables[key] is None:
-                yield from _field(f"{name}.{key}", field, field.get_default())
+                yield from _render_field(f"{name}.{key}", field, field.get_default())
         for key, subtable in subtables.items():
             if subtable is not None:
-                yield from ("", *_section(f"{name}.{key}", subtable if isinstance(subtable, type) else type(subtable)))
+                yield from (
+                    "",
+                    *_render_section(f"{name}.{key}", subtable if isinstance(subtable, type) else type(subtable)),
+                )
     else:
         yield f"[{name}]"
-        yield from _table(table, f"{name}.")
+        yield from _render_table(table, f"{name}.")
 
 
-def _field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
+def _render_field(path: str, field: FieldInfo, value: Any) -> Iterator[str]:
     """`key = value  # doc`, the doc wrapped in its own column, and all of it a comment unless essential."""
     if not isinstance(value, bool | int | float | str | list | tuple):
         value = (field.examples or [None])[0]
     setting = f"{path.rpartition('.')[2]} = {json.dumps(value)}"
     setting = setting if path in UNCOMMENTED_FIELDS else f"# {setting}"
-    if len(setting) > COLUMN - 2:
-        yield from (*_comment(_doc(field)), setting)
+    if len(setting) > COMMENT_COLUMN - 2:
+        yield from (*_render_comment(_field_doc(field)), setting)
         return
-    first_line, *more_lines = textwrap.wrap(_doc(field), WIDTH - COLUMN - 2) or [""]
-    yield f"{setting:{COLUMN}}# {first_line}" if first_line else setting
-    yield from (f"{'':{COLUMN}}# {line}" for line in more_lines)
+    first_line, *more_lines = textwrap.wrap(_field_doc(field), LINE_WIDTH - COMMENT_COLUMN - 2) or [""]
+    yield f"{setting:{COMMENT_COLUMN}}# {first_line}" if first_line else setting
+    yield from (f"{'':{COMMENT_COLUMN}}# {line}" for line in more_lines)
 
 
-def _doc(field: FieldInfo) -> str:
+def _field_doc(field: FieldInfo) -> str:
     choices = " | ".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else ""
     return ". ".join(part for part in (choices, field.description) if part)
 
 
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")
+def _render_comment(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), LINE_WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def _inner_table(field: FieldInfo, value: Any) -> Spec | type[Spec] | None:

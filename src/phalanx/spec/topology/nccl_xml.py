@@ -15,71 +15,73 @@ def parse_nccl(text: str) -> NodeTopology:
 
     Between host bridges of a NUMA node it knows no NODE: that is PHB.
     """
-    root = _tree(text)
+    root = _parse_tree(text)
     if root.tag != "system" or not root.findall("cpu"):
         topology_error(
-            _line(root), f"<{root.tag}> is not a <system> with <cpu>", "give a file that NCCL_TOPO_DUMP_FILE names"
+            _line_index(root),
+            f"<{root.tag}> is not a <system> with <cpu>",
+            "give a file that NCCL_TOPO_DUMP_FILE names",
         )
     if len({cpu.get("host_hash") for cpu in root.iter("cpu")}) > 1:
-        topology_error(_line(root), "has the CPUs of several nodes", "dump one node's, with NCCL_MNNVL_ENABLE=0")
+        topology_error(_line_index(root), "has the CPUs of several nodes", "dump one node's, with NCCL_MNNVL_ENABLE=0")
     parents = {child: parent for parent in root.iter() for child in parent}
-    gpus, has_gpu_elements = _gpus(root)
+    gpus, has_gpu_elements = _find_gpus(root)
     nets = list(root.iter("net")) or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x02")]
-    devices = [_device(net, parents) for net in nets]
-    capabilities = {_number(gpu, "sm") for pci in gpus for gpu in pci.iter("gpu")}
-    speeds = [_number(net, "speed") for net in nets]
+    devices = [_pci_device(net, parents) for net in nets]
+    capabilities = {_read_int(gpu, "sm") for pci in gpus for gpu in pci.iter("gpu")}
+    speeds = [_read_int(net, "speed") for net in nets]
     return NodeTopology(
         gpus=tuple(f"GPU{i}" for i in range(len(gpus))),
         nics=tuple(net.get("name") or net.get("busid") or f"NIC{i}" for i, net in enumerate(nets)),
-        links=_nvlinks(gpus, parents),
-        nic_paths=tuple(tuple(_path(gpu, device, parents) for device in devices) for gpu in gpus),
-        numa_nodes=tuple(_numa_of(gpu, parents) for gpu in gpus),
-        nvlinks=tuple(sum(_ports(gpu).values()) if has_gpu_elements else None for gpu in gpus),
+        links=_link_matrix(gpus, parents),
+        nic_paths=tuple(tuple(_pcie_path(gpu, device, parents) for device in devices) for gpu in gpus),
+        numa_nodes=tuple(_numa_node(gpu, parents) for gpu in gpus),
+        nvlinks=tuple(sum(_count_nvlinks(gpu).values()) if has_gpu_elements else None for gpu in gpus),
         capability=capabilities.pop() if len(capabilities) == 1 else None,
         nic_bytes_per_second=tuple(speed * 1e6 / 8 if speed and speed > 0 else None for speed in speeds),
-        rails=tuple(_number(net, "rail") for net in nets),
+        rails=tuple(_read_int(net, "rail") for net in nets),
     )
 
 
-def _gpus(root: Element) -> tuple[list[Element], bool]:
+def _find_gpus(root: Element) -> tuple[list[Element], bool]:
     """The <pci> of the GPUs by their `dev`, or where there is no <gpu>, those of their class; and whether there was."""
     dumped_gpus = [pci for pci in root.iter("pci") if pci.find("gpu") is not None]
     gpus = dumped_gpus or [pci for pci in root.iter("pci") if pci.get("class", "").startswith("0x0302")]
     if not gpus:
-        topology_error(_line(root), "has no GPUs", "give a file that NCCL_TOPO_DUMP_FILE names")
+        topology_error(_line_index(root), "has no GPUs", "give a file that NCCL_TOPO_DUMP_FILE names")
     for pci in gpus:
         if not pci.get("busid"):
-            topology_error(_line(pci), "<pci> has no busid", "give the file as NCCL wrote it")
-    return sorted(gpus, key=lambda pci: max((_number(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0)), bool(
+            topology_error(_line_index(pci), "<pci> has no busid", "give the file as NCCL wrote it")
+    return sorted(gpus, key=lambda pci: max((_read_int(gpu, "dev") or 0 for gpu in pci.iter("gpu")), default=0)), bool(
         dumped_gpus
     )
 
 
-def _ports(pci: Element) -> dict[str, int]:
+def _count_nvlinks(pci: Element) -> dict[str, int]:
     """NVLinks of a GPU by the bus id at their other end, "" for a switch; those to a CPU (POWER9) are left out."""
     ports: dict[str, int] = {}
     for link in pci.iter("nvlink"):
         kind = link.get("tclass", "")
         target = "" if kind.startswith("0x0680") else link.get("target", "").lower()
         if kind != "0x068001":
-            ports[target] = ports.get(target, 0) + (_number(link, "count") or 0)
+            ports[target] = ports.get(target, 0) + (_read_int(link, "count") or 0)
     return ports
 
 
-def _nvlinks(gpus: Sequence[Element], parents: dict[Element, Element]) -> tuple[tuple[str, ...], ...]:
+def _link_matrix(gpus: Sequence[Element], parents: dict[Element, Element]) -> tuple[tuple[str, ...], ...]:
     """The way between each two GPUs: NVLinks between them, else those of both to switches, else PCIe."""
-    ports = [_ports(gpu) for gpu in gpus]
+    ports = [_count_nvlinks(gpu) for gpu in gpus]
 
     def path_type(i: int, j: int) -> str:
         count = ports[i].get(gpus[j].get("busid", "").lower(), 0) or min(ports[i].get("", 0), ports[j].get("", 0))
-        return "X" if i == j else f"NV{count}" if count else _path(gpus[i], gpus[j], parents)
+        return "X" if i == j else f"NV{count}" if count else _pcie_path(gpus[i], gpus[j], parents)
 
     return tuple(tuple(path_type(i, j) for j in range(len(gpus))) for i in range(len(gpus)))
 
 
-def _path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
+def _pcie_path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
     """The way over PCIe between two devices, by what is above both."""
-    ancestors, other_ancestors = _above(device, parents), _above(other, parents)
+    ancestors, other_ancestors = _ancestors(device, parents), _ancestors(other, parents)
     common_ancestor = next((element for element in ancestors if element in other_ancestors), None)
     if common_ancestor is None or common_ancestor.tag == "system":
         return "SYS"
@@ -88,7 +90,7 @@ def _path(device: Element, other: Element, parents: dict[Element, Element]) -> s
     return "PIX" if ancestors[0] is other_ancestors[0] else "PXB"
 
 
-def _above(element: Element, parents: dict[Element, Element]) -> list[Element]:
+def _ancestors(element: Element, parents: dict[Element, Element]) -> list[Element]:
     """The elements that hold this one, from the nearest."""
     ancestors = []
     while element in parents:
@@ -97,17 +99,17 @@ def _above(element: Element, parents: dict[Element, Element]) -> list[Element]:
     return ancestors
 
 
-def _device(net: Element, parents: dict[Element, Element]) -> Element:
+def _pci_device(net: Element, parents: dict[Element, Element]) -> Element:
     """The <pci> of a <net>, which a virtual card lacks."""
-    return next((element for element in (net, *_above(net, parents)) if element.tag == "pci"), net)
+    return next((element for element in (net, *_ancestors(net, parents)) if element.tag == "pci"), net)
 
 
-def _numa_of(gpu: Element, parents: dict[Element, Element]) -> int | None:
-    node = next((_number(cpu, "numaid") for cpu in _above(gpu, parents) if cpu.tag == "cpu"), None)
+def _numa_node(gpu: Element, parents: dict[Element, Element]) -> int | None:
+    node = next((_read_int(cpu, "numaid") for cpu in _ancestors(gpu, parents) if cpu.tag == "cpu"), None)
     return None if node is None or node < 0 else node
 
 
-def _tree(text: str) -> Element:
+def _parse_tree(text: str) -> Element:
     """The elements of an XML text, each with its line. A document type is refused, and with it all entities."""
     builder, parser = ElementTree.TreeBuilder(), expat.ParserCreate()
 
@@ -129,16 +131,16 @@ def _tree(text: str) -> Element:
     return builder.close()
 
 
-def _number(element: Element, key: str) -> int | None:
+def _read_int(element: Element, key: str) -> int | None:
     """A whole number of an element, decimal or 0x hexadecimal; None where it is not given."""
     text = element.get(key)
     try:
         return int(text, 0) if text else None
     except ValueError:
         topology_error(
-            _line(element), f'{key}="{text}" of <{element.tag}> is not a whole number', "give it as NCCL wrote it"
+            _line_index(element), f'{key}="{text}" of <{element.tag}> is not a whole number', "give it as NCCL wrote it"
         )
 
 
-def _line(element: Element) -> int:
+def _line_index(element: Element) -> int:
     return int(element.attrib["#line"]) - 1

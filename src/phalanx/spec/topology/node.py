@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from phalanx.spec.errors import UserError
 
-PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Ways over PCIe, nearest first: over one bridge, several, the CPU, a NUMA node's host bridges, between NUMA nodes."""
 
 
@@ -37,8 +37,8 @@ class NodeTopology:
     def nearest_nics(self, gpu: int) -> tuple[str, ...]:
         """The network devices that no other is nearer to than this GPU's way to them: several if they are as near."""
         paths = self.nic_paths[gpu]
-        best_index = min(map(PATHS.index, paths), default=0)
-        return tuple(nic for nic, path in zip(self.nics, paths, strict=True) if path == PATHS[best_index])
+        best_index = min(map(PCIE_PATHS.index, paths), default=0)
+        return tuple(nic for nic, path in zip(self.nics, paths, strict=True) if path == PCIE_PATHS[best_index])
 
     def nvlink_domains(self) -> tuple[tuple[int, ...], ...]:
         """The GPUs that NVLinks join, directly or over others: by index, each in one domain."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from phalanx.spec.errors import UserError
-from phalanx.spec.topology.node import PATHS, NodeTopology, topology_error
+from phalanx.spec.topology.node import PCIE_PATHS, NodeTopology, topology_error
 
-NVLINKS = 18
+MAX_NVLINKS = 18
 """Most NVLinks that a GPU has (Hopper, Blackwell)."""
 ESCAPE = re.compile(r"\x1b?\[[0-9;]*m")
 CELL = re.compile(r"\s*(NV\d+|NODE|SYS|SOC|PHB|PXB|PIX|X)")
@@ -23,17 +23,17 @@ def parse_matrix(text: str) -> NodeTopology:
     `topo -mp` shows none, and its legend no NV#.
     """
     lines = [ESCAPE.sub("", line) for line in text.splitlines()]
-    header_index = _header(lines)
+    header_index = _find_header(lines)
     devices = DEVICE.findall(lines[header_index].partition("CPU Affinity")[0])
     gpus = [name for name in devices if GPU.fullmatch(name)]
     if len(set(devices)) < len(devices):
         topology_error(header_index, "names a device twice", "give it as nvidia-smi topo -m prints it")
-    row_indices = _rows(lines, header_index, gpus)
+    row_indices = _find_rows(lines, header_index, gpus)
     cells, numa = [], []
     for name in gpus:
-        row, remainder = _cells(lines[row_indices[name]], row_indices[name], name, devices)
+        row, remainder = _parse_cells(lines[row_indices[name]], row_indices[name], name, devices)
         cells.append(row)
-        numa.append(_numa(remainder, lines[header_index]))
+        numa.append(_parse_numa_node(remainder, lines[header_index]))
     nic_names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[header_index:]), re.MULTILINE))
     links = [[row[devices.index(gpu)] for gpu in gpus] for row in cells]
     _check_symmetry(links, gpus, row_indices)
@@ -46,11 +46,11 @@ def parse_matrix(text: str) -> NodeTopology:
         links=tuple(map(tuple, links)),
         nic_paths=tuple(tuple(row[i] for i in nics) for row in cells),
         numa_nodes=tuple(numa),
-        nvlinks=tuple((sum(row) if sum(row) <= NVLINKS else max(row)) if shows_nvlinks else None for row in counts),
+        nvlinks=tuple((sum(row) if sum(row) <= MAX_NVLINKS else max(row)) if shows_nvlinks else None for row in counts),
     )
 
 
-def _header(lines: Sequence[str]) -> int:
+def _find_header(lines: Sequence[str]) -> int:
     """The index of the line that names the columns: of devices, with the first GPU's row below."""
     for index, line in enumerate(lines):
         words = line.split()
@@ -64,7 +64,7 @@ def _is_row(words: Sequence[str]) -> bool:
     return len(words) > 1 and CELL.match(words[1]) is not None
 
 
-def _rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> dict[str, int]:
+def _find_rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> dict[str, int]:
     """The index of each GPU's line."""
     row_indices: dict[str, int] = {}
     for index, line in enumerate(lines[header_index + 1 :], header_index + 1):
@@ -81,14 +81,14 @@ def _rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> dict[
     return row_indices
 
 
-def _cells(line: str, line_index: int, name: str, devices: Sequence[str]) -> tuple[list[str], str]:
+def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) -> tuple[list[str], str]:
     """The ways of a GPU's row, and what follows them. A wide terminal may leave no space between two."""
     remainder, cells = line.strip("\r\n ")[len(name) :], []
     for device in devices:
         match = CELL.match(remainder)
         if match is None or (match[1].startswith("NV") and not GPU.fullmatch(device)):
             word = (remainder.split() or ["nothing"])[0]
-            allowed = f"{'X, NV# or ' if GPU.fullmatch(device) else ''}one of {', '.join(PATHS)}"
+            allowed = f"{'X, NV# or ' if GPU.fullmatch(device) else ''}one of {', '.join(PCIE_PATHS)}"
             topology_error(line_index, f"{name} to {device} is {word}", f"it must be {allowed}")
         is_self = match[1] == "X"
         if is_self != (device == name):
@@ -100,7 +100,7 @@ def _cells(line: str, line_index: int, name: str, devices: Sequence[str]) -> tup
     return cells, remainder
 
 
-def _numa(remainder: str, header: str) -> int | None:
+def _parse_numa_node(remainder: str, header: str) -> int | None:
     """The NUMA node at the end of a row, whose CPU affinity may be blank."""
     if "NUMA Affinity" not in header:
         return None

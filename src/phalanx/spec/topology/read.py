@@ -11,11 +11,11 @@ from phalanx.spec.topology.nccl_xml import parse_nccl
 from phalanx.spec.topology.node import NodeTopology
 from phalanx.spec.topology.nvidia_smi import parse_matrix
 
-NODE_GPUS = 16
+MAX_NVLINK_GPUS_PER_NODE = 16
 """Most GPUs that NVLinks join inside a node (DGX-2); of larger domains a node shows but a part."""
 NVLINK_BYTES_PER_SECOND = {60: 20e9, 70: 25e9, 80: 25e9, 86: 14.0625e9, 90: 25e9, 100: 50e9, 103: 50e9}
 """What one NVLink carries in one direction, by compute capability (data sheets)."""
-CAPABILITY = {
+COMPUTE_CAPABILITY = {
     "v100": 70,
     "a100": 80,
     "a800": 80,
@@ -30,7 +30,7 @@ CAPABILITY = {
     "gb300": 103,
 }
 """Compute capability by the preset's name up to its first dash."""
-BLIND = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump of NCCL (NCCL_TOPO_DUMP_FILE)"
+NO_NVLINK_DATA = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump of NCCL (NCCL_TOPO_DUMP_FILE)"
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredClus
     fields: dict[str, int | float] = {"nproc_per_node": len(node.gpus)}
     unknown: dict[str, str] = {}
     for name, value in (
-        ("fast_link_domain", _domain(node, preset)),
-        ("link_bytes_per_second", _link_speed(node, preset)),
-        ("network_bytes_per_second", _network_speed(node)),
+        ("fast_link_domain", _infer_domain(node, preset)),
+        ("link_bytes_per_second", _infer_link_speed(node, preset)),
+        ("network_bytes_per_second", _infer_network_speed(node)),
     ):
         if isinstance(value, str):
             unknown[name] = value
@@ -72,23 +72,23 @@ def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredClus
     return InferredCluster(fields, unknown)
 
 
-def _domain(node: NodeTopology, preset: str | None) -> int | str:
+def _infer_domain(node: NodeTopology, preset: str | None) -> int | str:
     sizes = sorted({len(domain) for domain in node.nvlink_domains()})
     preset_domain = (load_machine(preset).fast_link_domain or 0) if preset else 0
     if None in node.nvlinks:
-        return BLIND
+        return NO_NVLINK_DATA
     if len(sizes) > 1:
         return f"NVLinks join GPUs in groups of different sizes: {', '.join(map(str, sizes))}"
-    if preset_domain > NODE_GPUS:
+    if preset_domain > MAX_NVLINK_GPUS_PER_NODE:
         return f"NVLinks join up to {preset_domain} GPUs of several nodes ({preset}), and this is one node"
     return sizes[0]
 
 
-def _link_speed(node: NodeTopology, preset: str | None) -> float | str:
+def _infer_link_speed(node: NodeTopology, preset: str | None) -> float | str:
     counts = sorted({count for count in node.nvlinks if count is not None})
-    capability = node.capability or (CAPABILITY.get(preset.partition("-")[0]) if preset else None)
+    capability = node.capability or (COMPUTE_CAPABILITY.get(preset.partition("-")[0]) if preset else None)
     if None in node.nvlinks:
-        return BLIND
+        return NO_NVLINK_DATA
     if counts == [0]:
         return "the GPUs have no NVLinks"
     if len(counts) > 1:
@@ -98,7 +98,7 @@ def _link_speed(node: NodeTopology, preset: str | None) -> float | str:
     return counts[0] * NVLINK_BYTES_PER_SECOND[capability]
 
 
-def _network_speed(node: NodeTopology) -> float | str:
+def _infer_network_speed(node: NodeTopology) -> float | str:
     if not node.nics:
         return "no network devices are listed"
     nearest = {nic for gpu in range(len(node.gpus)) for nic in node.nearest_nics(gpu)}

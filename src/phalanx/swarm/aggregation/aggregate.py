@@ -22,13 +22,13 @@ from phalanx.swarm.aggregation.adamw_step import MOMENTS, AdamWStep
 from phalanx.swarm.aggregation.expert_merging import merge_experts
 from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
 from phalanx.swarm.codec import Buffer, decode, encode
-from phalanx.swarm.pieces import STACKED, ModelPiece
+from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import decode_piece, sends_weights
 
 Robust = Literal["none", "trimmed"]
-AVERAGE = OuterSGD()
-AT_A_TIME = 2
+PLAIN_MEAN = OuterSGD()
+MAX_CONCURRENT_PIECES = 2
 """Pieces under way: while one is computed another is read or written."""
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class AggregationConfig:
     """How a swarm makes one model of what its nodes tell."""
 
     codec: Codec = "fp32"
-    outer: OuterSGD = AVERAGE
+    outer: OuterSGD = PLAIN_MEAN
     robust: Robust = "none"
     merge_alpha: float = 0.0
     """Of this round: see `merge.merge_ratio`."""
@@ -101,22 +101,22 @@ def aggregate(
         if not piece_updates:
             new.carry_over(piece, old)
             return "" if is_merged else None
-        _average(piece, piece_updates, config, old, new)
+        _average_updates(piece, piece_updates, config, old, new)
         return piece_updates[0].node if len(piece_updates) == 1 and config.outer.is_plain_mean and not is_merged else ""
 
     piece_senders = zip(pieces, _map_pieces(pieces, aggregate_piece), strict=True)
     if is_merging:
-        _merge(pieces, config, new.base)
+        _merge_experts(pieces, config, new.base)
     return {piece.key: sender for piece, sender in piece_senders if sender is not None}
 
 
 def _map_pieces(pieces: Sequence[ModelPiece], function: Callable[[ModelPiece], T]) -> list[T]:
     """What becomes of every piece, some at a time."""
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT_PIECES) as pool:
         return list(pool.map(function, pieces))
 
 
-def _average(
+def _average_updates(
     piece: ModelPiece, updates: Sequence[NodeUpdate], config: AggregationConfig, old: ModelState, new: ModelState
 ) -> None:
     """A piece that these told, after the outer optimizer's step."""
@@ -181,12 +181,12 @@ def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust
     return (total / sum(weights)).float()
 
 
-def _merge(pieces: Sequence[ModelPiece], config: AggregationConfig, base: TensorFile) -> None:
+def _merge_experts(pieces: Sequence[ModelPiece], config: AggregationConfig, base: TensorFile) -> None:
     """A layer's experts drawn together, in place."""
     layers: dict[str, dict[str, list[ModelPiece]]] = defaultdict(lambda: defaultdict(list))
     for piece in pieces:
         if piece.expert is not None:
-            layer, _, kind = piece.name.partition(STACKED)
+            layer, _, kind = piece.name.partition(STACKED_EXPERTS_INFIX)
             layers[layer][kind].append(piece)
     for kinds in layers.values():
         stacked = {
@@ -217,7 +217,7 @@ def encode_broadcast(
             new.error_feedback.write(piece, old.error_feedback.read(piece))
         if sender is None:
             return
-        data = file_by_node[sender].raw(piece.key) if sender else _coded(piece, codec, old, new)
+        data = file_by_node[sender].raw(piece.key) if sender else _encode_update(piece, codec, old, new)
         broadcast.write_raw(piece.key, data)
         if not sends_weights(codec):  # else it is there, bit for bit
             new.base.write(piece, decode_piece(piece, data, codec, old.base.read))
@@ -225,7 +225,7 @@ def encode_broadcast(
     _map_pieces(pieces, broadcast_piece)
 
 
-def _coded(piece: ModelPiece, codec: Codec, old: ModelState, new: ModelState) -> Buffer:
+def _encode_update(piece: ModelPiece, codec: Codec, old: ModelState, new: ModelState) -> Buffer:
     """What a piece became, coded; what that leaves out is told another time."""
     new_weights = new.base.read(piece)
     if sends_weights(codec):

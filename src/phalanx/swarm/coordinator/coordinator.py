@@ -23,15 +23,15 @@ from phalanx.swarm.aggregation.expert_merging import merge_ratio
 from phalanx.swarm.aggregation.outer_optimizer import OuterSGD
 from phalanx.swarm.coordinator.journal import Journal
 from phalanx.swarm.coordinator.store import SwarmStore
-from phalanx.swarm.coordinator.swarm_state import LATE, Event, SwarmState, replay, summary
+from phalanx.swarm.coordinator.swarm_state import ROUND_CLOSED, Event, SwarmState, replay, summary
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected, check_update, find_outliers, size_limit
 from phalanx.swarm.pieces import round_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, update_base
 from phalanx.train.optim.optimizers import learning_rate_factor
 
-NORMS_KEPT = 64
-SAID = 200
+MAX_RECENT_NORMS = 64
+MAX_REASON_CHARS = 200
 """Characters of why something was refused that are kept: some are the sender's."""
 
 
@@ -97,11 +97,11 @@ class Coordinator:
         """Whether nobody is to wait here any longer."""
         self.changed = threading.Condition()
         """Held while anything here is read or changed; notified when a round opens or closes."""
-        self._checking = threading.Lock()
+        self._check_lock = threading.Lock()
         """Updates are checked one at a time: memory is that of one."""
-        self._keeping = ThreadPoolExecutor(1, thread_name_prefix="keeping")
+        self._store_executor = ThreadPoolExecutor(1, thread_name_prefix="keeping")
         """The disk has an update when it was checked."""
-        self._telling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._upload_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         if not self.store.base.exists():
             self.store.initialize(weights, aggregation_config(run, 0))
         if self.state.committed:
@@ -121,7 +121,7 @@ class Coordinator:
             if not (isfinite(capacity) and capacity >= 1):
                 raise UpdateRejected("capacity: it is for less than one expert of each layer")
             capacity = min(int(capacity), self.run.model.moe.num_experts if self.run.model.moe else 1)
-            if self.state.text not in (None, data_fingerprint) or len(data_fingerprint) > SAID:
+            if self.state.text not in (None, data_fingerprint) or len(data_fingerprint) > MAX_REASON_CHARS:
                 raise UpdateRejected("text: it is not what the other nodes read")
             if not begin:
                 self.leave(node, "begins anew")
@@ -179,16 +179,16 @@ class Coordinator:
 
         Raises Refused where the node has nothing to tell, or is telling it already.
         """
-        if not self._telling[node].acquire(blocking=False):
+        if not self._upload_locks[node].acquire(blocking=False):
             raise UpdateRejected(f"{BUSY}: another update of this node is coming")
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
                 max_bytes = size_limit(self.state.expected_pieces(node), self.swarm.effective_codec)
-                self.store.forget_coming(round_number, node, upload_id)
+                self.store.remove_partial_updates(round_number, node, upload_id)
             yield self.store.partial_update_path(round_number, node, upload_id), max_bytes
         finally:
-            self._telling[node].release()
+            self._upload_locks[node].release()
 
     def accept_update(self, node: str, round_number: int, upload_id: str, tokens: int, steps: int) -> None:
         """Check what came, whole and undamaged, and count it.
@@ -202,15 +202,15 @@ class Coordinator:
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
-                pieces, norms = self.state.expected_pieces(node), self.norms[-NORMS_KEPT:]
+                pieces, norms = self.state.expected_pieces(node), self.norms[-MAX_RECENT_NORMS:]
                 _, assigned_steps = self.state.round.data_assignments[node] if self.state.round else (0, 0)
             min_tokens = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
             if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * self.run.training.tokens_per_step):
                 raise UpdateRejected(
                     f"malformed: {steps} steps of {assigned_steps}, and tokens that are not of so many"
                 )
-            sync_future = self._keeping.submit(sync, partial_path)
-            with self._checking, TensorFile(self.store.base) as base:
+            sync_future = self._store_executor.submit(sync, partial_path)
+            with self._check_lock, TensorFile(self.store.base) as base:
                 base_weights = update_base(self.swarm, base.read)
                 norm = check_update(
                     partial_path, pieces, self.swarm.effective_codec, base_weights, norms, self.swarm.outlier
@@ -248,7 +248,7 @@ class Coordinator:
                     "round": round_number,
                     "node": node,
                     "why": kind,
-                    "said": reason[:SAID],
+                    "said": reason[:MAX_REASON_CHARS],
                     "at": self.clock(),
                 }
             )
@@ -256,7 +256,7 @@ class Coordinator:
     def _check_accepting(self, node: str, round_number: int) -> None:
         rejection = self.state.rejection_reason(node, round_number)
         if rejection is None and self.closing:
-            rejection = LATE
+            rejection = ROUND_CLOSED
         if rejection is not None:
             raise UpdateRejected(f"{rejection}: round {round_number}")
 
@@ -298,7 +298,7 @@ class Coordinator:
                     }
                 )
         round_number, pieces = open_round.number, round_pieces(self.run, open_round.number)
-        config = aggregation_config(self.run, round_number, self.state.learned)
+        config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
         node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
         self.store.aggregate_round(round_number, pieces, node_tokens, config)
         with self.changed:
@@ -316,7 +316,7 @@ class Coordinator:
     def was_included(self, node: str, round_number: int) -> bool:
         """Whether a node's word is in what a round came to; only of the last one is that known."""
         with self.changed:
-            return round_number == self.state.committed - 1 and node in self.state.last_told
+            return round_number == self.state.committed - 1 and node in self.state.last_included_nodes
 
     def shutdown(self) -> None:
         """Let go of all that wait."""

@@ -29,8 +29,8 @@ from phalanx.swarm.pieces import ModelPiece, model_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights, sends_weights
 
-KINDS = tuple(field.name for field in fields(ModelState))
-KEPT = 2
+MODEL_FILE_KINDS = tuple(field.name for field in fields(ModelState))
+MIN_RETAINED_ROUNDS = 2
 """Rounds whose results are kept at least, for nodes that come for them late."""
 
 
@@ -58,7 +58,7 @@ class SwarmStore:
         """The same while it comes, by its upload id: an update that a node began to send before is another."""
         return self.round(round_number) / f"{node}.{hashlib.sha256(upload_id.encode()).hexdigest()[:16]}.part"
 
-    def forget_coming(self, round_number: int, node: str, upload_id: str) -> None:
+    def remove_partial_updates(self, round_number: int, node: str, upload_id: str) -> None:
         """What the node began to send of the round before this."""
         for path in self.round(round_number).glob(f"{node}.{'[0-9a-f]' * 16}.part"):
             if path != self.partial_update_path(round_number, node, upload_id):
@@ -72,8 +72,8 @@ class SwarmStore:
         """The model at the start; the last of its files is the weights."""
         self.base.parent.mkdir(parents=True, exist_ok=True)
         shapes = parameter_shapes(self.run.model)
-        for kind in self._kinds(config)[1:]:
-            TensorFile.create(self._model(kind), shapes).close()
+        for kind in self._used_kinds(config)[1:]:
+            TensorFile.create(self._model_path(kind), shapes).close()
         partial_path = self.base.with_suffix(".part")
         with TensorFile.create(partial_path, shapes) as file:
             for piece in model_pieces(self.run.model):
@@ -95,11 +95,13 @@ class SwarmStore:
         updates = [
             NodeUpdate(node, tokens, TensorFile(self.update(round_number, node))) for node, tokens in node_tokens
         ]
-        old = self._state(config, lambda kind: TensorFile(self._model(kind)))
-        new = self._state(config, lambda kind: TensorFile.create(self._new(round_number, kind), round_shapes))
+        old = self._open_state(config, lambda kind: TensorFile(self._model_path(kind)))
+        new = self._open_state(config, lambda kind: TensorFile.create(self._new_path(round_number, kind), round_shapes))
         piece_senders = aggregate(pieces, updates, config, old, new)
         sizes = {
-            piece.key: (encoded_bytes(piece.numbers, config.codec),) for piece in pieces if piece.key in piece_senders
+            piece.key: (encoded_bytes(piece.num_elements, config.codec),)
+            for piece in pieces
+            if piece.key in piece_senders
         }
         partial_path = self.broadcast_path(round_number).with_suffix(".part")
         with TensorFile.create(partial_path, sizes, "U8") as broadcast:
@@ -114,30 +116,30 @@ class SwarmStore:
 
     def apply_round(self, round_number: int, pieces: Sequence[ModelPiece], config: AggregationConfig) -> None:
         """Put what a round came to into the model; again, if that was interrupted."""
-        for kind in self._kinds(config):
-            path = self._new(round_number, kind)
-            if path.exists() and self._one_fragment:
-                path.replace(self._model(kind))
+        for kind in self._used_kinds(config):
+            path = self._new_path(round_number, kind)
+            if path.exists() and self._is_unfragmented:
+                path.replace(self._model_path(kind))
             elif path.exists():
-                with TensorFile(path) as new, TensorFile(self._model(kind), writable=True) as model:
+                with TensorFile(path) as new, TensorFile(self._model_path(kind), writable=True) as model:
                     for piece in pieces:
                         model.write(piece, new.read(piece))
                     model.sync()
-        for kind in KINDS:
-            self._new(round_number, kind).unlink(missing_ok=True)
+        for kind in MODEL_FILE_KINDS:
+            self._new_path(round_number, kind).unlink(missing_ok=True)
         for pattern in ("*.update", "*.part"):
             for leftover in self.round(round_number).glob(pattern):
                 leftover.unlink(missing_ok=True)
-        self._forget(round_number)
+        self._remove_old_rounds(round_number)
 
-    def _forget(self, round_number: int) -> None:
+    def _remove_old_rounds(self, round_number: int) -> None:
         """Remove rounds before this one, but for the last ones as far as their results are together no more than all
         weights: who comes later receives these."""
         retained_bytes, model_bytes = 0, self.base.stat().st_size
         for round_directory in sorted((self.directory / "rounds").iterdir(), reverse=True):
             broadcast_file = round_directory / "down"
             retained_bytes += broadcast_file.stat().st_size if broadcast_file.exists() else 0
-            if retained_bytes > model_bytes and int(round_directory.name) <= round_number - KEPT:
+            if retained_bytes > model_bytes and int(round_directory.name) <= round_number - MIN_RETAINED_ROUNDS:
                 shutil.rmtree(round_directory, ignore_errors=True)
 
     def base_of_round(self, round_number: int) -> Path:
@@ -150,7 +152,7 @@ class SwarmStore:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial_path = path.with_suffix(".part")
-            if self._one_fragment:  # each round's model is a file of its own
+            if self._is_unfragmented:  # each round's model is a file of its own
                 partial_path.unlink(missing_ok=True)
                 partial_path.hardlink_to(self.base)
             else:
@@ -159,14 +161,14 @@ class SwarmStore:
             partial_path.rename(path)
 
     @property
-    def _one_fragment(self) -> bool:
+    def _is_unfragmented(self) -> bool:
         """Whether a round is of the whole model."""
         return self.run.swarm is not None and self.run.swarm.fragments == 1
 
-    def _state(self, config: AggregationConfig, open_file: Callable[[str], TensorFile]) -> ModelState:
-        return ModelState(**{kind: open_file(kind) for kind in self._kinds(config)})
+    def _open_state(self, config: AggregationConfig, open_file: Callable[[str], TensorFile]) -> ModelState:
+        return ModelState(**{kind: open_file(kind) for kind in self._used_kinds(config)})
 
-    def _kinds(self, config: AggregationConfig) -> list[str]:
+    def _used_kinds(self, config: AggregationConfig) -> list[str]:
         """The files of the model that there are."""
         moments = dict.fromkeys(MOMENTS, config.descent is not None)
         used = {
@@ -174,10 +176,10 @@ class SwarmStore:
             "velocity": not config.outer.is_plain_mean,
             **moments,
         }
-        return [kind for kind in KINDS if used.get(kind, True)]
+        return [kind for kind in MODEL_FILE_KINDS if used.get(kind, True)]
 
-    def _model(self, kind: str) -> Path:
+    def _model_path(self, kind: str) -> Path:
         return self.base.with_stem(kind)
 
-    def _new(self, round_number: int, kind: str) -> Path:
+    def _new_path(self, round_number: int, kind: str) -> Path:
         return self.round(round_number) / f"new-{kind}"

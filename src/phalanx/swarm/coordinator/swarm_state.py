@@ -14,14 +14,14 @@ from typing import Any
 
 from phalanx.spec.formatting import plural
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import SPLIT, RoundSpec
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS, RoundSpec
 from phalanx.swarm.expert_ownership import Owners, assign_experts, experts_of, rotate_owners
 from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
 
 Event = dict[str, Any]
-REMEMBERED = 5
+MAX_ARRIVAL_ROUNDS = 5
 """Rounds whose arrivals say when the next ones are to be expected."""
-ALREADY, LATE, EARLY, STRANGER = "already told", "closed", "not open yet", "not of this round"
+ALREADY_SENT, ROUND_CLOSED, NOT_OPEN_YET, NOT_A_MEMBER = "already told", "closed", "not open yet", "not of this round"
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class SwarmState:
         self.round: OpenRound | None = None
         self.committed = 0
         """Rounds that are."""
-        self.learned = 0
+        self.rounds_with_training = 0
         """Of these, the rounds of which somebody told something."""
         self.owners: Owners | None = None
         self.steps_assigned = 0
         """Steps' worth of text that was given out."""
-        self.before: frozenset[str] = frozenset()
+        self.previous_nodes: frozenset[str] = frozenset()
         """The nodes of the last round."""
-        self.last_told: frozenset[str] = frozenset()
+        self.last_included_nodes: frozenset[str] = frozenset()
         """Those whose word is in what it came to."""
         self.arrivals: list[list[float]] = []
         """Of the last rounds, seconds from opening until each node's update was there."""
@@ -86,11 +86,11 @@ class SwarmState:
         match event["what"]:
             case "joined":
                 self.members[event["node"]], self.text = event["capacity"], event["text"]
-                self.before -= {event["node"]}  # it may have been here, and begins anew
+                self.previous_nodes -= {event["node"]}  # it may have been here, and begins anew
             case "left":
                 self.members.pop(event["node"], None)
             case "opened":
-                self._open(event)
+                self._open_round(event)
             case "accepted":
                 assert self.round is not None
                 names = ("node", "tokens", "steps", "bytes", "norm", "at")
@@ -104,22 +104,22 @@ class SwarmState:
                 self.refused[event["node"], event["why"]] += 1
                 del self.round.updates[event["node"]]
             case "committed":
-                self._commit()
+                self._commit_round()
 
-    def _open(self, event: Event) -> None:
+    def _open_round(self, event: Event) -> None:
         owners = event["owners"]
         self.owners = None if owners is None else tuple(map(tuple, owners))
         assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
         self.round = OpenRound(event["round"], event["at"], self.owners, assignments)
         self.steps_assigned += sum(steps for _, steps in assignments.values())
-        self.before = frozenset(assignments)
+        self.previous_nodes = frozenset(assignments)
 
-    def _commit(self) -> None:
+    def _commit_round(self) -> None:
         assert self.round is not None
         offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
-        self.arrivals = [*self.arrivals, offsets][-REMEMBERED:]
-        self.learned += any(update.tokens for update in self.round.updates.values())
-        self.last_told = frozenset(self.round.updates)
+        self.arrivals = [*self.arrivals, offsets][-MAX_ARRIVAL_ROUNDS:]
+        self.rounds_with_training += any(update.tokens for update in self.round.updates.values())
+        self.last_included_nodes = frozenset(self.round.updates)
         self.committed, self.round = self.round.number + 1, None
 
     # -- what follows ----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class SwarmState:
             return None
         assignments, first_step = {}, self.steps_assigned
         for node in self.members:  # who learns on while its word is under way is always so far ahead
-            steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.before else 0)
+            steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.previous_nodes else 0)
             assignments[node] = first_step, steps
             first_step += steps
         return {
@@ -157,18 +157,18 @@ class SwarmState:
         min_nodes = self.swarm.nodes if self.committed == 0 else 1
         if len(self.members) < min_nodes:
             return plural(min_nodes - len(self.members), "more node", one="one")
-        missing = self._experts - sum(self.members.values())
+        missing = self._num_split_experts - sum(self.members.values())
         return f"memory for {missing:g} more experts of each layer" if missing > 0 else ""
 
     @property
-    def _experts(self) -> int:
+    def _num_split_experts(self) -> int:
         """That are shared out."""
         moe = self.run.model.moe
-        return moe.num_experts if moe is not None and self.swarm.method in SPLIT else 0
+        return moe.num_experts if moe is not None and self.swarm.method in EXPERT_SPLIT_METHODS else 0
 
     def _next_owners(self) -> Owners | None:
         swarm = self.swarm
-        if not self._experts:
+        if not self._num_split_experts:
             return None
         owners, nodes = self.owners, list(self.members)
         rotates = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
@@ -178,8 +178,8 @@ class SwarmState:
             and {node for expert_owners in owners for node in expert_owners} <= set(nodes)
         ):
             owners = rotate_owners(owners, nodes)
-        copies = min(swarm.replication, int(sum(self.members.values()) // self._experts))
-        return assign_experts(self._experts, self.members, copies, owners)
+        copies = min(swarm.replication, int(sum(self.members.values()) // self._num_split_experts))
+        return assign_experts(self._num_split_experts, self.members, copies, owners)
 
     def expected_pieces(self, node: str) -> tuple[ModelPiece, ...]:
         """What a node is to tell of the open round."""
@@ -193,12 +193,16 @@ class SwarmState:
     def rejection_reason(self, node: str, round_number: int) -> str | None:
         """Why a node may tell nothing of a round; None if it may."""
         if round_number < self.committed:  # who did not hear that it counted may ask once more
-            return ALREADY if round_number == self.committed - 1 and node in self.last_told else LATE
+            return (
+                ALREADY_SENT
+                if round_number == self.committed - 1 and node in self.last_included_nodes
+                else ROUND_CLOSED
+            )
         if self.round is None or round_number > self.round.number:
-            return EARLY
+            return NOT_OPEN_YET
         if node not in self.round.data_assignments:
-            return STRANGER
-        return ALREADY if node in self.round.updates else None
+            return NOT_A_MEMBER
+        return ALREADY_SENT if node in self.round.updates else None
 
     def closes_at(self) -> float | None:
         """When the open round need not wait for the missing any longer; None if nothing tells that yet."""
@@ -206,10 +210,10 @@ class SwarmState:
             return None
         round_offsets = [update.at - self.round.opened_at for update in self.round.updates.values()]
         known_offsets = [*round_offsets, *(offset for offsets in self.arrivals for offset in offsets)]
-        if not self._awaited - self.round.updates.keys():  # whoever is there told, or was refused
+        if not self._expected_nodes - self.round.updates.keys():  # whoever is there told, or was refused
             return self.round.opened_at + deadline_offset(known_offsets or [0.0], self.swarm.round)
         if not known_offsets or (
-            not self.arrivals and len(round_offsets) < self._quorum(len(self.round.data_assignments))
+            not self.arrivals and len(round_offsets) < self._quorum_size(len(self.round.data_assignments))
         ):
             return None
         return self.round.opened_at + deadline_offset(known_offsets, self.swarm.round)
@@ -223,11 +227,11 @@ class SwarmState:
         if all(node in updates for node in active_nodes):  # also if none of its nodes is left
             return True
         close_time = self.closes_at()
-        quorum = self._quorum(len(self._awaited)) if self._awaited else 0
+        quorum = self._quorum_size(len(self._expected_nodes)) if self._expected_nodes else 0
         return len(updates) >= quorum and close_time is not None and now >= close_time
 
     @property
-    def _awaited(self) -> set[str]:
+    def _expected_nodes(self) -> set[str]:
         """Nodes of the open round that are there and told, or are still to tell: who was refused need not again."""
         assert self.round is not None
         updates, refused = self.round.updates, self.round.refused
@@ -237,7 +241,7 @@ class SwarmState:
             if node in self.members and (node in updates or node not in refused)
         }
 
-    def _quorum(self, nodes: int) -> int:
+    def _quorum_size(self, nodes: int) -> int:
         return max(1, -int(-nodes * self.swarm.round.quorum // 1))
 
 

@@ -17,11 +17,11 @@ from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.tensor_files import HEADER_BYTES, TensorFile, TensorFileError
 from phalanx.swarm.update_files import Weights, sends_weights
 
-HEADER_LIMIT, HEADER_OF_EACH = 2**16, 2**8
+BASE_HEADER_BYTES, HEADER_BYTES_PER_PIECE = 2**16, 2**8
 """Bytes that a file may have beside its numbers: names and places of its tensors."""
 BUSY = "busy"
 """Of an update while another of the node's comes: perhaps over a link that broke, and nobody has noticed yet."""
-COMPARED_WITH = 3
+MIN_RECENT_NORMS = 3
 """So many updates must be known before one can be an outlier."""
 
 
@@ -31,7 +31,9 @@ class UpdateRejected(Exception):  # noqa: N818 - a verdict, not an error of ours
 
 def size_limit(pieces: Sequence[ModelPiece], codec: Codec) -> int:
     """The most bytes that an update of these can have."""
-    return HEADER_LIMIT + sum(HEADER_OF_EACH + encoded_bytes(piece.numbers, codec) for piece in pieces)
+    return BASE_HEADER_BYTES + sum(
+        HEADER_BYTES_PER_PIECE + encoded_bytes(piece.num_elements, codec) for piece in pieces
+    )
 
 
 def check_update(
@@ -50,17 +52,17 @@ def check_update(
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(HEADER_BYTES), "little")
-    if HEADER_LIMIT + HEADER_OF_EACH * len(pieces) < header_bytes <= path.stat().st_size:
+    if BASE_HEADER_BYTES + HEADER_BYTES_PER_PIECE * len(pieces) < header_bytes <= path.stat().st_size:
         raise UpdateRejected(f"oversized: a header of {header_bytes} bytes")
     try:
         opened = TensorFile(path)
     except TensorFileError as error:
         raise UpdateRejected(f"malformed: {error}") from None
     with opened as file:
-        return _norm(file, pieces, codec, base, recent_norms, outlier_factor)
+        return _checked_norm(file, pieces, codec, base, recent_norms, outlier_factor)
 
 
-def _norm(
+def _checked_norm(
     file: TensorFile,
     pieces: Sequence[ModelPiece],
     codec: Codec,
@@ -68,7 +70,7 @@ def _norm(
     recent_norms: Sequence[float],
     outlier_factor: float,
 ) -> float:
-    expected_shapes, shapes = {piece.key: (encoded_bytes(piece.numbers, codec),) for piece in pieces}, file.shapes
+    expected_shapes, shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}, file.shapes
     if foreign := sorted(set(shapes) - set(expected_shapes)):
         raise UpdateRejected(f"foreign: it tells of {foreign[0]}, which the node does not train")
     if missing := sorted(set(expected_shapes) - set(shapes)):
@@ -86,7 +88,7 @@ def _norm(
             raise UpdateRejected(f"not finite: numbers of {piece.key}")
         piece_norms.append(piece_norm.double())
     norm = float(torch.stack(piece_norms).norm())
-    if outlier_factor and len(recent_norms) >= COMPARED_WITH and norm > outlier_factor * median(recent_norms):
+    if outlier_factor and len(recent_norms) >= MIN_RECENT_NORMS and norm > outlier_factor * median(recent_norms):
         raise UpdateRejected(f"outlying: a change of {norm:.3g}, where {median(recent_norms):.3g} is usual")
     return norm
 
@@ -95,6 +97,6 @@ def find_outliers(updates: Sequence[AcceptedUpdate], outlier_factor: float) -> l
     """Of a round's updates, those `outlier_factor` times as large as the median of all of them: who tells first is
     compared with nothing yet."""
     norms = [update.norm for update in updates if update.tokens]
-    if not outlier_factor or len(norms) < COMPARED_WITH:
+    if not outlier_factor or len(norms) < MIN_RECENT_NORMS:
         return []
     return [update for update in updates if update.norm > outlier_factor * median(norms)]

@@ -20,8 +20,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from phalanx.spec.errors import UserError
 
-DAYS = 365
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+VALID_DAYS = 365
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Of a member: it is also the name of its files."""
 
 
@@ -31,9 +31,9 @@ def create_certificate_authority(folder: Path) -> None:
         raise UserError("certs", str(folder), "has an authority already", "issue by it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     # Each has a name of its own, by which a certificate of another one is told from a forged one.
-    key, name = ec.generate_private_key(ec.SECP256R1()), _name(f"phalanx swarm authority {secrets.token_hex(4)}")
+    key, name = ec.generate_private_key(ec.SECP256R1()), _x509_name(f"phalanx swarm authority {secrets.token_hex(4)}")
     certificate = (
-        _certificate(name, name, key.public_key(), 10 * DAYS)
+        _build_certificate(name, name, key.public_key(), 10 * VALID_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
@@ -41,12 +41,12 @@ def create_certificate_authority(folder: Path) -> None:
     (folder / "ca.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def issue_certificate(folder: Path, member: str, hosts: list[str], days: float = DAYS) -> Path:
+def issue_certificate(folder: Path, member: str, hosts: list[str], days: float = VALID_DAYS) -> Path:
     """A certificate for a member; of a coordinator with the names and addresses that nodes reach it by.
 
     Raises UserError for a name that is none, or is taken, or where there is no authority.
     """
-    if not NAME.fullmatch(member):
+    if not NAME_PATTERN.fullmatch(member):
         raise UserError("name", member, "is no name for a member", "use letters, digits, dots, dashes and underscores")
     try:
         authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
@@ -60,9 +60,9 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
         raise UserError(
             "name", member, f"has a certificate already, in {member_folder}", "use another name, or remove it"
         )
-    names: list[x509.GeneralName] = [_host(host) for host in hosts] or [x509.DNSName(member)]
+    names: list[x509.GeneralName] = [_x509_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
-        _certificate(_name(member), authority.subject, member_key.public_key(), days)
+        _build_certificate(_x509_name(member), authority.subject, member_key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(
@@ -93,11 +93,11 @@ def certificate_member(folder: Path) -> str:
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
-def _name(common: str) -> x509.Name:
+def _x509_name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
-def _certificate(
+def _build_certificate(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
@@ -107,7 +107,7 @@ def _certificate(
     return builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=days))
 
 
-def _host(host: str) -> x509.GeneralName:
+def _x509_host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -12,19 +12,19 @@ import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import NodeTask
-from phalanx.swarm.coordinator.swarm_state import ALREADY
+from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
-from phalanx.swarm.rpc.protocol import OPTIONS, SERVICE, VERSION, Message, file_chunks, pack, unpack
+from phalanx.swarm.rpc.protocol import OPTIONS, PROTOCOL_VERSION, SERVICE, Message, file_chunks, pack, unpack
 from phalanx.swarm.tensor_files import TensorFile
 
-PATIENCE_SECONDS = 600.0
+RECONNECT_SECONDS = 600.0
 """For which a node tries to reach a coordinator that it has reached before."""
-FIRST_SECONDS = 20.0
+FIRST_CONNECT_SECONDS = 20.0
 """And one that it never has."""
-NOTICED_SECONDS = 5.0
+WARN_AFTER_SECONDS = 5.0
 """After which it says so."""
 CALL_SECONDS, WAIT_SECONDS = 20.0, 5.0
-BROKEN = (
+RETRYABLE_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
@@ -32,18 +32,18 @@ BROKEN = (
     grpc.StatusCode.INTERNAL,
 )
 """What may pass: a link that broke, a coordinator that dies or whose disk is full. All else it means."""
-SERVED = "see that phalanx swarm serve runs there"
-AUTHORITY = "make both certificates by one authority: phalanx swarm certs"
-REASONS = {
+SERVE_FIX = "see that phalanx swarm serve runs there"
+AUTHORITY_FIX = "make both certificates by one authority: phalanx swarm certs"
+UNREACHABLE_REASONS = {
     "address lookup failed": ("there is no such host", "mend the address"),
-    "CERTIFICATE_VERIFY_FAILED": ("its certificate is of another authority, or has run out", AUTHORITY),
-    "certificate required": ("it did not take this node's certificate", AUTHORITY),
+    "CERTIFICATE_VERIFY_FAILED": ("its certificate is of another authority, or has run out", AUTHORITY_FIX),
+    "certificate required": ("it did not take this node's certificate", AUTHORITY_FIX),
     "Hostname": ("its certificate is for another name or address", "make it with phalanx swarm certs --host ADDRESS"),
-    "WRONG_VERSION_NUMBER": ("what listens there does not speak TLS", SERVED),
-    "Connection refused": ("nobody listens there", SERVED),
+    "WRONG_VERSION_NUMBER": ("what listens there does not speak TLS", SERVE_FIX),
+    "Connection refused": ("nobody listens there", SERVE_FIX),
 }
 """By what gRPC says, why a coordinator cannot be reached, and what to do."""
-FOR_GOOD = tuple(REASONS)[:-1]
+PERMANENT_PHRASES = tuple(UNREACHABLE_REASONS)[:-1]
 """Those that time does not mend."""
 T = TypeVar("T")
 
@@ -63,9 +63,9 @@ class SwarmClient:
         self._reached, self._say = False, log
         self.leaving = False
         """Whether a coordinator that is away is not to be waited for."""
-        self.counted = False
+        self.was_included = False
         """Whether this node's word is in what the round that it received last came to."""
-        self.place: Message = {}
+        self.join_message: Message = {}
         """What it joined with: to join again, if it was taken for gone."""
         self.sent_bytes = self.received_bytes = 0
         """Of tensors and their names, since the link was made."""
@@ -78,11 +78,11 @@ class SwarmClient:
 
     def join(self, **message: Any) -> Message:
         """See `server.Calls.join`."""
-        return self._ask("join", {"version": VERSION, **message})
+        return self._call("join", {"version": PROTOCOL_VERSION, **message})
 
     def heartbeat(self) -> NodeTask:
         """Say that it is there; what it is to do."""
-        return _task(self._ask("heartbeat", {}))
+        return _parse_task(self._call("heartbeat", {}))
 
     def wait(self, round: int | None = None, committed: int | None = None) -> NodeTask:
         """Until it is in a round from this one on, or so many are committed, or the last one is."""
@@ -93,23 +93,23 @@ class SwarmClient:
     def poll(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
         """The same for half a minute at most: None if it is not so yet. It joins again if it was taken for gone."""
         request = {"round": round, "committed": committed, "seconds": WAIT_SECONDS}
-        task = _task(self._ask("wait", request, WAIT_SECONDS + CALL_SECONDS))
-        if not task.member and not task.done and self.place:
-            self.join(**self.place)
+        task = _parse_task(self._call("wait", request, WAIT_SECONDS + CALL_SECONDS))
+        if not task.member and not task.done and self.join_message:
+            self.join(**self.join_message)
         return task if task.reached(round, committed) else None
 
     def leave(self) -> None:
         """Say that it goes."""
-        self._ask("leave", {})
+        self._call("leave", {})
 
     def status(self) -> Message:
         """See `Coordinator.status`. Whoever only asks does not wait for one that is away."""
         self.leaving = True
-        return self._ask("status", {})
+        return self._call("status", {})
 
-    def _ask(self, method: str, message: Message, seconds: float = CALL_SECONDS) -> Message:
+    def _call(self, method: str, message: Message, seconds: float = CALL_SECONDS) -> Message:
         call = self._channel.unary_unary(f"/{SERVICE}/{method}")
-        return unpack(self._tried(lambda: call(pack(message), timeout=seconds)))
+        return unpack(self._retry(lambda: call(pack(message), timeout=seconds)))
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class SwarmClient:
         def send_file() -> None:
             nonlocal tries
             tries += 1
-            offset = int(self._ask("received", {"round": round, "mark": upload_id})["bytes"])
+            offset = int(self._call("received", {"round": round, "mark": upload_id})["bytes"])
             header = {
                 "round": round,
                 "offset": offset,
@@ -146,9 +146,9 @@ class SwarmClient:
             call(parts())
 
         try:
-            self._tried(send_file)
+            self._retry(send_file)
         except UpdateRejected as refused:
-            if tries == 1 or not str(refused).startswith(ALREADY):  # else its answer was lost with the link
+            if tries == 1 or not str(refused).startswith(ALREADY_SENT):  # else its answer was lost with the link
                 raise
 
     def download_round(
@@ -171,28 +171,30 @@ class SwarmClient:
                 message["committed"] = committed
             stream = iter(call(pack(message)))
             header = unpack(next(stream))
-            self.counted = bool(header["counted"])
+            self.was_included = bool(header["counted"])
             if not received_keys:
                 dtype, committed = "F32" if round is None else "U8", int(header["committed"])
                 TensorFile.recreate(path, {key: shapes(key) for key in header["pieces"]}, dtype).close()
             with TensorFile(path, writable=True) as file:
                 buffer = memoryview(b"")
                 for key, digest in header["pieces"].items():
-                    buffer = self._into(file, key, digest, stream, buffer)
+                    buffer = self._receive_tensor(file, key, digest, stream, buffer)
                     received_keys.add(key)
 
         while True:
             try:
-                self._tried(receive_pieces)
+                self._retry(receive_pieces)
                 return committed
             except RoundExpired:  # all weights are kept for a while only; the present ones are there
                 if round is not None:
                     raise
                 received_keys.clear()
 
-    def _into(self, file: TensorFile, key: str, digest: str, stream: Iterator[bytes], buffer: memoryview) -> memoryview:
+    def _receive_tensor(
+        self, file: TensorFile, key: str, digest: str, stream: Iterator[bytes], buffer: memoryview
+    ) -> memoryview:
         """Take a tensor from `buffer`, then from the stream; return the bytes that are left over."""
-        offset, size = file.place(key)
+        offset, size = file.locate(key)
         checksum, end = xxhash.xxh3_128(), offset + size
         while offset < end:
             if not buffer:
@@ -208,7 +210,7 @@ class SwarmClient:
             raise UpdateRejected(f"damaged: the checksum of {key} is another")
         return buffer
 
-    def _tried(self, call: Callable[[], T]) -> T:
+    def _retry(self, call: Callable[[], T]) -> T:
         """Again while the link is broken.
 
         Raises UserError if that takes too long, Refused and Gone for what the coordinator says.
@@ -225,17 +227,20 @@ class SwarmClient:
                 code, details = error.code(), error.details() or ""
                 if code == grpc.StatusCode.NOT_FOUND:
                     raise RoundExpired(details) from None
-                if code not in BROKEN and not details.startswith(BUSY):
+                if code not in RETRYABLE_CODES and not details.startswith(BUSY):
                     raise UpdateRejected(details) from None
                 if self.sent_bytes + self.received_bytes != moved_bytes:  # it goes on, if slowly
                     start, moved_bytes = time.monotonic(), self.sent_bytes + self.received_bytes
-                away_seconds, patience = time.monotonic() - start, PATIENCE_SECONDS if self._reached else FIRST_SECONDS
-                is_permanent = not self._reached and any(phrase in details for phrase in FOR_GOOD)
+                away_seconds, patience = (
+                    time.monotonic() - start,
+                    RECONNECT_SECONDS if self._reached else FIRST_CONNECT_SECONDS,
+                )
+                is_permanent = not self._reached and any(phrase in details for phrase in PERMANENT_PHRASES)
                 if away_seconds > patience or is_permanent or (self.leaving and away_seconds > 1):
-                    raise _unreachable(self.address, details) from None
-                if self._reached and not has_warned and away_seconds > NOTICED_SECONDS:
+                    raise _unreachable_error(self.address, details) from None
+                if self._reached and not has_warned and away_seconds > WARN_AFTER_SECONDS:
                     has_warned = True
-                    self._say(f"the coordinator is away; trying again for {PATIENCE_SECONDS:.0f} s")
+                    self._say(f"the coordinator is away; trying again for {RECONNECT_SECONDS:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
@@ -245,13 +250,14 @@ def update_id(path: Path) -> str:
     return str(path.stat().st_mtime_ns)
 
 
-def _task(message: Message) -> NodeTask:
+def _parse_task(message: Message) -> NodeTask:
     return NodeTask(**{**message, "owned": tuple(message["owned"])})
 
 
-def _unreachable(address: str, details: str) -> UserError:
+def _unreachable_error(address: str, details: str) -> UserError:
     """What keeps a coordinator from being reached, as far as TLS and the network say."""
     problem, fix = next(
-        (reason for phrase, reason in REASONS.items() if phrase in details), (details or "no answer", SERVED)
+        (reason for phrase, reason in UNREACHABLE_REASONS.items() if phrase in details),
+        (details or "no answer", SERVE_FIX),
     )
     return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix)

@@ -11,10 +11,10 @@ from typing import IO, Any
 
 from phalanx.swarm.tensor_files import TensorFile
 
-VERSION = 3
+PROTOCOL_VERSION = 3
 """Of these words: both ends must speak the same."""
 SERVICE = "phalanx.Swarm"
-CHUNK, LONGEST = 2**20, 2**24
+CHUNK_BYTES, MAX_MESSAGE_BYTES = 2**20, 2**24
 """Bytes of a message of tensors, and of any: the checksums of thousands of pieces are in one."""
 Message = dict[str, Any]
 OPTIONS = [
@@ -26,9 +26,9 @@ OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    ("grpc.http2.max_frame_size", LONGEST - 1),  # of 16 KB by default, which costs a sixth of the time
-    ("grpc.max_receive_message_length", LONGEST),
-    ("grpc.max_send_message_length", LONGEST),
+    ("grpc.http2.max_frame_size", MAX_MESSAGE_BYTES - 1),  # of 16 KB by default, which costs a sixth of the time
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 ]
 
 
@@ -47,7 +47,7 @@ def unpack(data: bytes) -> Message:
 
 def file_chunks(file: IO[bytes]) -> Iterator[bytes]:
     """The bytes of a file."""
-    while data := file.read(CHUNK):
+    while data := file.read(CHUNK_BYTES):
         yield data
 
 
@@ -55,10 +55,10 @@ def tensor_chunks(file: TensorFile, keys: Sequence[str]) -> Iterator[bytes]:
     """The bytes of some tensors, one after the other; small ones together. The file may lose its name meanwhile."""
     pending: list[bytes] = []
     for key in keys:
-        start, size = file.place(key)
-        for offset in range(start, start + size, CHUNK):
-            chunk = file.read_at(offset, min(CHUNK, start + size - offset))
-            if sum(map(len, pending)) + len(chunk) > CHUNK:
+        start, size = file.locate(key)
+        for offset in range(start, start + size, CHUNK_BYTES):
+            chunk = file.read_at(offset, min(CHUNK_BYTES, start + size - offset))
+            if sum(map(len, pending)) + len(chunk) > CHUNK_BYTES:
                 yield b"".join(pending)
                 pending = []
             pending.append(chunk)

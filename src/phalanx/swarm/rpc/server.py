@@ -15,26 +15,35 @@ import xxhash
 
 from phalanx.spec.errors import UserError
 from phalanx.swarm.coordinator.coordinator import Coordinator
-from phalanx.swarm.coordinator.swarm_state import ALREADY, EARLY, LATE, STRANGER
+from phalanx.swarm.coordinator.swarm_state import ALREADY_SENT, NOT_A_MEMBER, NOT_OPEN_YET, ROUND_CLOSED
 from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
-from phalanx.swarm.rpc.certificates import NAME
-from phalanx.swarm.rpc.protocol import OPTIONS, SERVICE, VERSION, Message, file_chunks, pack, tensor_chunks, unpack
-from phalanx.swarm.rpc.rate_limit import UNDER_WAY, RateLimiter
+from phalanx.swarm.rpc.certificates import NAME_PATTERN
+from phalanx.swarm.rpc.protocol import (
+    OPTIONS,
+    PROTOCOL_VERSION,
+    SERVICE,
+    Message,
+    file_chunks,
+    pack,
+    tensor_chunks,
+    unpack,
+)
+from phalanx.swarm.rpc.rate_limit import MAX_CONCURRENT_CALLS, RateLimiter
 from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
-NODES, CALLS_PER_NODE = 64, 3
+MAX_NODES, CALLS_PER_NODE = 64, 3
 """At the same time: a transfer, a wait, and word that it is there."""
-DIGESTS_KEPT = 4
+MAX_CACHED_DIGESTS = 4
 WAIT_SECONDS = 30.0
 """For which a call waits at most for a round."""
 CODES = {
     BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     "oversized": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "foreign": grpc.StatusCode.PERMISSION_DENIED,
-    STRANGER: grpc.StatusCode.PERMISSION_DENIED,
-    ALREADY: grpc.StatusCode.ALREADY_EXISTS,
-    LATE: grpc.StatusCode.FAILED_PRECONDITION,
-    EARLY: grpc.StatusCode.FAILED_PRECONDITION,
+    NOT_A_MEMBER: grpc.StatusCode.PERMISSION_DENIED,
+    ALREADY_SENT: grpc.StatusCode.ALREADY_EXISTS,
+    ROUND_CLOSED: grpc.StatusCode.FAILED_PRECONDITION,
+    NOT_OPEN_YET: grpc.StatusCode.FAILED_PRECONDITION,
 }
 """Of refusals by what they begin with; of others that what was said is wrong."""
 
@@ -44,9 +53,9 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
 
     Raises UserError if the address cannot be served.
     """
-    workers = ThreadPoolExecutor(CALLS_PER_NODE * NODES, thread_name_prefix="swarm")
+    workers = ThreadPoolExecutor(CALLS_PER_NODE * MAX_NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
-    no_port_sharing, max_streams = ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", UNDER_WAY)
+    no_port_sharing, max_streams = ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS)
     server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, max_streams])
     server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting)),))
     key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
@@ -54,12 +63,12 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     try:
         port = server.add_secure_port(address, credentials)
     except RuntimeError:
-        raise _unlistenable(address) from None
+        raise _listen_error(address) from None
     server.start()
     return server, port
 
 
-def _unlistenable(address: str) -> UserError:
+def _listen_error(address: str) -> UserError:
     """Why an address cannot be served, which gRPC does not tell."""
     host, _, port = address.rpartition(":")
     reason = "it cannot be listened to"
@@ -99,9 +108,9 @@ def _unary_handler(
             with limiter.limited(node):
                 return pack(call(node, unpack(data)))
         except UpdateRejected as refused:
-            raise _aborted(context, str(refused)) from None
+            raise _abort(context, str(refused)) from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _aborted(context, f"malformed: {type(error).__name__}: {error}") from None
+            raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
     return handle_call
 
@@ -109,12 +118,12 @@ def _unary_handler(
 def certificate_name(context: grpc.ServicerContext) -> str:
     """The name in the certificate of who calls."""
     (name,) = context.auth_context()["x509_common_name"]
-    if not NAME.fullmatch(name.decode()):
+    if not NAME_PATTERN.fullmatch(name.decode()):
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate's name is none for a member")
     return str(name.decode())
 
 
-def _aborted(context: grpc.ServicerContext, reason: str) -> Exception:
+def _abort(context: grpc.ServicerContext, reason: str) -> Exception:
     """Ends the call; gRPC raises."""
     context.abort(CODES.get(reason.partition(":")[0], grpc.StatusCode.INVALID_ARGUMENT), reason)
     return AssertionError("a call that was ended")
@@ -125,14 +134,14 @@ class SwarmService:
 
     def __init__(self, coordinator: Coordinator, greeting: Message) -> None:
         self.coordinator, self.greeting = coordinator, greeting
-        self.pace, self._digesting = RateLimiter(), threading.Lock()
+        self.pace, self._digest_lock = RateLimiter(), threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
         """Of files that do not change any more: a few."""
 
     def join(self, node: str, message: Message) -> Message:
         """Take part: see `Coordinator.join`. Without a capacity it only asks what for."""
-        if message["version"] != VERSION:
-            raise UpdateRejected(f"version: the swarm speaks {VERSION}, this node {message['version']}")
+        if message["version"] != PROTOCOL_VERSION:
+            raise UpdateRejected(f"version: the swarm speaks {PROTOCOL_VERSION}, this node {message['version']}")
         if "capacity" in message:
             begin = bool(message.get("begin", True))
             self.coordinator.join(node, float(message["capacity"]), str(message["text"]), begin)
@@ -170,7 +179,7 @@ class SwarmService:
                 header = unpack(next(requests))
                 round_number, offset, upload_id = int(header["round"]), int(header["offset"]), str(header["mark"])
                 with self.coordinator.receiving_update(node, round_number, upload_id) as (path, max_bytes):
-                    _receive(path, offset, max_bytes, int(header["bytes"]), requests)
+                    _receive_file(path, offset, max_bytes, int(header["bytes"]), requests)
                     self.coordinator.accept_update(
                         node, round_number, upload_id, int(header["tokens"]), int(header["steps"])
                     )
@@ -181,7 +190,7 @@ class SwarmService:
             reason = f"malformed: {type(error).__name__}: {error}"
         if not reason.startswith(BUSY):
             self.coordinator.record_refusal(node, round_number, reason)
-        raise _aborted(context, reason)
+        raise _abort(context, reason)
 
     def get(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """What a round came to, piece by piece, but for the node's `local_keys`; or, without a round, all
@@ -192,15 +201,17 @@ class SwarmService:
             local_keys, round_number = set(message.get("has", ())), int(message.get("round", -1))
             requested_committed = int(message.get("committed", -1))
             with self.pace.limited(node):
-                yield from self._weights(node, round_number, requested_committed, local_keys)
+                yield from self._stream_weights(node, round_number, requested_committed, local_keys)
         except UpdateRejected as refused:
-            raise _aborted(context, str(refused)) from None
+            raise _abort(context, str(refused)) from None
         except TensorFileError:  # or cut off, if power failed: nobody waited for the disk to have it
             context.abort(grpc.StatusCode.NOT_FOUND, "that round's result is gone: take all weights")
         except (TypeError, ValueError) as error:
-            raise _aborted(context, f"malformed: {type(error).__name__}: {error}") from None
+            raise _abort(context, f"malformed: {type(error).__name__}: {error}") from None
 
-    def _weights(self, node: str, round_number: int, requested_committed: int, local_keys: set[str]) -> Iterator[bytes]:
+    def _stream_weights(
+        self, node: str, round_number: int, requested_committed: int, local_keys: set[str]
+    ) -> Iterator[bytes]:
         store = self.coordinator.store
         is_included = round_number >= 0 and self.coordinator.was_included(node, round_number)
         if round_number >= 0 and not is_included:  # what it has is not what all have
@@ -212,16 +223,18 @@ class SwarmService:
             path = store.base_of_round(committed) if round_number < 0 else store.broadcast_path(round_number)
         with TensorFile(path) as file:
             keys = [key for key in file.shapes if key not in local_keys]
-            with self._digesting:  # of many that ask at once, for one
+            with self._digest_lock:  # of many that ask at once, for one
                 if path not in self._digests:
-                    self._digests = dict([*self._digests.items()][-DIGESTS_KEPT + 1 :]) | {path: _digests_of(file)}
+                    self._digests = dict([*self._digests.items()][-MAX_CACHED_DIGESTS + 1 :]) | {
+                        path: _tensor_digests(file)
+                    }
                 digests = self._digests[path]
             piece_digests = {key: digests[key] for key in keys}
             yield pack({"committed": committed, "counted": is_included, "pieces": piece_digests})
             yield from tensor_chunks(file, keys)
 
 
-def _digests_of(file: TensorFile) -> dict[str, str]:
+def _tensor_digests(file: TensorFile) -> dict[str, str]:
     """The checksum of every tensor in a file."""
     digests = {}
     for key in file.shapes:
@@ -232,7 +245,7 @@ def _digests_of(file: TensorFile) -> dict[str, str]:
     return digests
 
 
-def _receive(path: Path, offset: int, max_bytes: int, size_bytes: int, requests: Iterator[bytes]) -> None:
+def _receive_file(path: Path, offset: int, max_bytes: int, size_bytes: int, requests: Iterator[bytes]) -> None:
     """Take the bytes of a file from `offset` on. What came stays if the connection breaks: it goes on from there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     received_bytes = path.stat().st_size if path.exists() else 0

@@ -18,7 +18,7 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.swarm import encoded_bytes
 from phalanx.runs.swarm_records import LOCAL_WEIGHTS_FILE, SHARED_WEIGHTS_FILE, RoundRecord
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import SPLIT
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.swarm.coordinator.coordinator import NodeTask, aggregation_config
 from phalanx.swarm.coordinator.update_checks import UpdateRejected
 from phalanx.swarm.expert_ownership import Owners
@@ -35,16 +35,16 @@ class RoundExchange:
         assert run.swarm is not None
         self.run, self.swarm, self.directory, self.name, self.link = run, run.swarm, directory, name, link
         self.base, self.local_weights = directory / SHARED_WEIGHTS_FILE, directory / LOCAL_WEIGHTS_FILE
-        self.own: tuple[int, ...] = ()
+        self.local_experts: tuple[int, ...] = ()
         """The experts that this node trains."""
         self.version = -1
         """Rounds that the base has."""
         self.initial_download_bytes = 0
         """All weights, received before the first round."""
-        self.fetched = -1
+        self.fetched_round = -1
         """The round of which `down` has what it came to."""
         self.feedback: Feedback = {}
-        self.telling_seconds = 0.0
+        self.upload_seconds = 0.0
         """The last time."""
 
     # -- telling -----------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class RoundExchange:
             self.feedback = feedback
         except UpdateRejected as refused:
             round_record.refused = str(refused)
-        self.telling_seconds = time.perf_counter() - start
+        self.upload_seconds = time.perf_counter() - start
         round_record.code_seconds += encoded_at - start
         round_record.send_seconds += time.perf_counter() - encoded_at
         round_record.sent_bytes += self.link.sent_bytes - sent_before
@@ -79,9 +79,9 @@ class RoundExchange:
     def pieces_to_send(self, round_number: int) -> tuple[ModelPiece, ...]:
         """What this node tells of a round."""
         owners: Owners | None = None
-        if self.swarm.method in SPLIT and self.run.model.moe is not None:
+        if self.swarm.method in EXPERT_SPLIT_METHODS and self.run.model.moe is not None:
             owners = tuple(
-                (self.name,) if expert in self.own else () for expert in range(self.run.model.moe.num_experts)
+                (self.name,) if expert in self.local_experts else () for expert in range(self.run.model.moe.num_experts)
             )
         return pieces_sent_by(round_pieces(self.run, round_number), owners, self.name)
 
@@ -90,16 +90,16 @@ class RoundExchange:
     def local_experts_are_final(self, round_number: int) -> bool:
         """Whether what this node tells of its experts in a round is what all have of them then."""
         config = aggregation_config(self.run, round_number)
-        return self._alone and config.outer.is_plain_mean and not config.merge_alpha
+        return self._trains_experts_alone and config.outer.is_plain_mean and not config.merge_alpha
 
-    def own_experts(self, round_number: int) -> list[ModelPiece]:
+    def local_expert_pieces(self, round_number: int) -> list[ModelPiece]:
         """Of what it tells of a round, its experts."""
         return [piece for piece in self.pieces_to_send(round_number) if piece.expert is not None]
 
     @property
-    def _alone(self) -> bool:
+    def _trains_experts_alone(self) -> bool:
         """Whether nobody else trains this node's experts."""
-        return self.swarm.method in SPLIT and self.swarm.replication == 1
+        return self.swarm.method in EXPERT_SPLIT_METHODS and self.swarm.replication == 1
 
     def download_model(self) -> int:
         """Receive all weights; returns how many rounds these have."""
@@ -121,7 +121,7 @@ class RoundExchange:
                 return
         if self.version == round_number:
             with suppress(RoundExpired):
-                self._get(round_number, was_accepted, round_record)
+                self._download_round(round_number, was_accepted, round_record)
 
     def catch_up(self, committed: int, round_record: RoundRecord, accepted_round: int | None) -> int:
         """Bring the base to so many rounds: round by round, or, if one of these is gone, whole. Returns how many it has
@@ -131,19 +131,19 @@ class RoundExchange:
             if self.version < 0:
                 raise RoundExpired
             for round_number in range(self.version, committed):
-                if self.fetched != round_number:
-                    self._get(round_number, round_number == accepted_round, round_record)
+                if self.fetched_round != round_number:
+                    self._download_round(round_number, round_number == accepted_round, round_record)
                 self._apply_round(round_number, round_number == accepted_round, round_record)
         except RoundExpired:
             received_before = self.link.received_bytes
-            with self._receiving(round_record):
+            with self._measure_download(round_record):
                 committed = self.download_model()
             round_record.whole_bytes += self.link.received_bytes - received_before
             self.feedback.clear()
         return max(self.version, committed)
 
     @contextmanager
-    def _receiving(self, round_record: RoundRecord) -> Iterator[None]:
+    def _measure_download(self, round_record: RoundRecord) -> Iterator[None]:
         assert self.link is not None
         received_before, start = self.link.received_bytes, time.perf_counter()
         try:
@@ -152,29 +152,29 @@ class RoundExchange:
             round_record.receive_seconds += time.perf_counter() - start
             round_record.received_bytes += self.link.received_bytes - received_before
 
-    def _get(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
+    def _download_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
         """Receive what a round came to."""
         assert self.link is not None
         sizes = {
-            piece.key: (encoded_bytes(piece.numbers, self.swarm.effective_codec),)
+            piece.key: (encoded_bytes(piece.num_elements, self.swarm.effective_codec),)
             for piece in round_pieces(self.run, round_number)
         }
-        with self._receiving(round_record):
+        with self._measure_download(round_record):
             self.link.download_round(
-                self.directory / "down", round_number, self._not_needed(round_number, was_accepted), sizes.__getitem__
+                self.directory / "down", round_number, self._skipped_keys(round_number, was_accepted), sizes.__getitem__
             )
-        self.fetched = round_number
+        self.fetched_round = round_number
 
-    def _not_needed(self, round_number: int, was_accepted: bool) -> list[str]:
+    def _skipped_keys(self, round_number: int, was_accepted: bool) -> list[str]:
         """What this node has of a round's result already."""
         skips = was_accepted and self.swarm.method == "spes+" and self.local_experts_are_final(round_number)
-        return [piece.key for piece in self.own_experts(round_number)] if skips else []
+        return [piece.key for piece in self.local_expert_pieces(round_number)] if skips else []
 
     def _apply_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
         """Put what a round came to into the base."""
         assert self.link is not None
         start, path = time.perf_counter(), self.directory / "down"
-        local_keys = self._not_needed(round_number, was_accepted) if self.link.counted else []
+        local_keys = self._skipped_keys(round_number, was_accepted) if self.link.was_included else []
         with (
             TensorFile(path) as broadcast,
             TensorFile(self.base, writable=True) as base,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.swarm.pieces import STACKED
+from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX
 from phalanx.train.learner import Learner
 
 Moments = dict[str, dict[str, Any]]
@@ -40,18 +40,18 @@ def transfer_moments(
             if not is_managed or name not in moments:
                 continue
             state = moments[name]
-            if STACKED not in name:
+            if STACKED_EXPERTS_INFIX not in name:
                 optimizer.state[parameter] = state
             elif not (is_expert_parallel or isinstance(parameter, DTensor)):
                 optimizer.state[parameter] = {
-                    key: _of_experts(value, old_experts, new_experts)
+                    key: _select_experts(value, old_experts, new_experts)
                     if isinstance(value, Tensor) and value.ndim
                     else value
                     for key, value in state.items()
                 }
 
 
-def _of_experts(stacked: Tensor, old_experts: Sequence[int], new_experts: Sequence[int]) -> Tensor:
+def _select_experts(stacked: Tensor, old_experts: Sequence[int], new_experts: Sequence[int]) -> Tensor:
     selected = stacked.new_zeros(len(new_experts), *stacked.shape[1:])
     for index, expert in enumerate(new_experts):
         if expert in old_experts:

@@ -21,7 +21,7 @@ from phalanx.parallel.expert.partial_experts import (
 )
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import Strategy
-from phalanx.swarm.pieces import STACKED, ModelPiece
+from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import Weights
 from phalanx.train.learner import Learner
@@ -31,7 +31,7 @@ def write_weights(
     strategy: Strategy, mesh: Mesh, trained_experts: TrainedExperts | None, num_experts: int, file: TensorFile
 ) -> None:
     """Write what is trained to a file of whole parameters."""
-    _write(
+    _write_tensors(
         strategy,
         mesh,
         trained_experts.experts if trained_experts is not None else range(num_experts),
@@ -55,11 +55,11 @@ class GradientCapture(torch.optim.Optimizer):
         parameters = self.strategy.trainable_parameters
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         with TensorFile(self.path, writable=True) as file:
-            _write(self.strategy, self.mesh, self.experts, gradients, file)
+            _write_tensors(self.strategy, self.mesh, self.experts, gradients, file)
 
 
 @torch.no_grad()
-def _write(
+def _write_tensors(
     strategy: Strategy, mesh: Mesh, experts: Sequence[int], tensors: Mapping[str, Tensor], file: TensorFile
 ) -> None:
     """Write tensors like what is trained, of these experts: each by the first rank that has it. Parts of one parameter
@@ -70,7 +70,7 @@ def _write(
         full_tensor = global_tensor.full_tensor() if isinstance(global_tensor, DTensor) else global_tensor
         if not is_writer:
             continue
-        if STACKED in name:
+        if STACKED_EXPERTS_INFIX in name:
             for index, expert in enumerate(experts):
                 file.write(ModelPiece(name, tuple(full_tensor.shape[1:]), expert), full_tensor[index])
         else:
@@ -95,7 +95,7 @@ def read_weights(
     of its value; to the others is added what was learned since `sent_weights` were sent."""
 
     def load_parameter(name: str, source: Weights) -> None:
-        read_full = partial(_whole, source)
+        read_full = partial(_read_parameter, source)
         init_parameter(
             strategy,
             name,
@@ -117,19 +117,19 @@ def read_weights(
         load_parameter(name, reference)
         # in this order nothing is rounded where both are the same
         parameter.neg_().add_(received_value).add_(local_value)
-    init_frozen_experts(strategy.module, partial(_whole, weights), num_experts)
+    init_frozen_experts(strategy.module, partial(_read_parameter, weights), num_experts)
     strategy.sync_model_weights()
 
 
-def _whole(weights: Weights, name: str, shape: torch.Size) -> Tensor:
+def _read_parameter(weights: Weights, name: str, shape: torch.Size) -> Tensor:
     """A parameter, from its pieces."""
-    if STACKED not in name:
+    if STACKED_EXPERTS_INFIX not in name:
         return weights(ModelPiece(name, tuple(shape)))
     return torch.stack([weights(ModelPiece(name, tuple(shape[1:]), expert)) for expert in range(shape[0])])
 
 
 @torch.no_grad()
-def held_bytes(strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def resident_bytes(strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Of weights, gradients and optimizer state that this rank holds now, and of experts that rest, each storage
     once; not of what is offloaded."""
     resident = strategy.resident_tensors(optimizers)

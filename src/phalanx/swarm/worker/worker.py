@@ -27,19 +27,19 @@ from phalanx.parallel.expert.partial_experts import TrainedExperts, set_local_ch
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.run import RunSpec
-from phalanx.spec.swarm import SPLIT
+from phalanx.spec.swarm import EXPERT_SPLIT_METHODS
 from phalanx.swarm.coordinator.coordinator import NodeTask
 from phalanx.swarm.pieces import fragment_pieces
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.optimizer_state import optimizer_moments, transfer_moments
-from phalanx.swarm.worker.replica import GradientCapture, held_bytes, read_weights, write_weights
+from phalanx.swarm.worker.replica import GradientCapture, read_weights, resident_bytes, write_weights
 from phalanx.train.loggers import Logger
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
-MARGIN_SECONDS = 2.0
+DEADLINE_MARGIN_SECONDS = 2.0
 """Before a round closes, beside what telling took the last time."""
 
 
@@ -59,21 +59,21 @@ class SwarmWorker:
         assert run.swarm is not None
         self.run, self.swarm, self.corpus, self.directory, self.device = run, run.swarm, corpus, directory, device
         self.link, self.exchange = link, RoundExchange(run, directory, name, link)
-        self.experts = run.model.moe.num_experts if run.model.moe else 0
+        self.total_experts = run.model.moe.num_experts if run.model.moe else 0
         self.trainer: Trainer | None = None
         self.batches: Generator[Batch] | None = None
         """Of the round's steps."""
         self.steps_ahead = 0
         """Steps that were learned of the next round already."""
-        self.held_bytes = 0
+        self.state_bytes = 0
         """When the optimizers stepped last."""
-        self.number = -1
+        self.current_round = -1
         """Of the round that it is in."""
-        self.stop_at: float | None = None
+        self.deadline: float | None = None
         """By time.monotonic(), on rank 0."""
         self.leaving = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="telling")
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def leave(self) -> None:
         """After the round that it is in; at once, where nobody answers."""
@@ -96,8 +96,8 @@ class SwarmWorker:
                 if not task.already_sent:  # else it was here before, and told of this round already
                     round_record, start = RoundRecord(task.round), time.perf_counter()
                     self._prepare(task, round_record)
-                    self._round(task, round_record, loggers)
-                    round_record.seconds, round_record.held_bytes = time.perf_counter() - start, self.held_bytes
+                    self._run_round(task, round_record, loggers)
+                    round_record.seconds, round_record.held_bytes = time.perf_counter() - start, self.state_bytes
                     if round_logger is not None:
                         round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(round_record)})
                         log(_format_round(round_record))
@@ -112,12 +112,12 @@ class SwarmWorker:
             self.leave()  # or what goes on beside would wait for the round's end
             raise
         finally:
-            self._over.set()
+            self._stopped.set()
             self._executor.shutdown()
 
     def _prepare(self, task: NodeTask, round_record: RoundRecord) -> None:
         """Have the weights that the round begins with, the experts that this node trains in it, and its text."""
-        self.number = task.round
+        self.current_round = task.round
         self._set_deadline(task)
         round_record.whole_bytes, round_record.received_bytes = (
             self.exchange.initial_download_bytes,
@@ -126,10 +126,10 @@ class SwarmWorker:
         self.exchange.initial_download_bytes = 0
         if self.exchange.version != task.committed:
             self._catch_up(task.committed, round_record)
-        if self.trainer is None or task.owned != self.exchange.own:
-            moments, old_experts = optimizer_moments(self.trainer) if self.trainer else {}, self.exchange.own
-            self.trainer, self.exchange.own = None, task.owned  # two would need twice the memory
-            self.trainer = self._trainer()
+        if self.trainer is None or task.owned != self.exchange.local_experts:
+            moments, old_experts = optimizer_moments(self.trainer) if self.trainer else {}, self.exchange.local_experts
+            self.trainer, self.exchange.local_experts = None, task.owned  # two would need twice the memory
+            self.trainer = self._build_trainer()
             transfer_moments(moments, old_experts, self.trainer, task.owned)
         round_record.experts = len(task.owned)
         if self.swarm.sends_gradients:  # a part that a step leaves unused has no gradient
@@ -142,13 +142,13 @@ class SwarmWorker:
         self.batches = prefetch(self.trainer.loader, task.first_step, task.first_step + task.steps)
         self.trainer.step = task.round * self.swarm.steps_per_round + self.steps_ahead
 
-    def _round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
+    def _run_round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
         """Learn, tell, hear what all nodes made of it."""
         is_last_round, steps = (
             (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps,
             self.swarm.steps_per_round - self.steps_ahead,
         )
-        self._learn(steps, round_record, loggers, in_time=True)
+        self._train_steps(steps, round_record, loggers, in_time=True)
         upload = self._send_update(task, round_record)
         # who begins has less text than that once
         extra_steps = 0 if is_last_round else min(self.swarm.delay, task.steps - steps)
@@ -157,7 +157,7 @@ class SwarmWorker:
             if extra_steps and upload
             else None
         )
-        self.steps_ahead = self._learn(extra_steps, round_record, loggers)
+        self.steps_ahead = self._train_steps(extra_steps, round_record, loggers)
         accepted = broadcast_from_rank0(lambda: upload.result() if upload else None)
         start = time.perf_counter()
         next_task = self._wait_for(committed=task.round + 1)
@@ -167,7 +167,7 @@ class SwarmWorker:
         if next_task is not None:
             self._catch_up(next_task.committed, round_record, task.round if accepted else None)
 
-    def _learn(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
+    def _train_steps(self, steps: int, round_record: RoundRecord, loggers: list[Logger], in_time: bool = False) -> int:
         """So many steps; `in_time` for the round's end fewer, but one at least. Returns how many were done."""
         assert self.trainer is not None
         assert self.batches is not None
@@ -178,7 +178,7 @@ class SwarmWorker:
                 (time.perf_counter() - start) / max(1, round_record.steps - steps_before),
                 trainer.tokens,
             )
-            if in_time and self.stop_at is not None and time.monotonic() + 2 * step_seconds > self.stop_at:
+            if in_time and self.deadline is not None and time.monotonic() + 2 * step_seconds > self.deadline:
                 trainer.stop_requested = True  # all ranks hear of it in this step
             if self.swarm.balance.local_expert_weight < 1:
                 set_local_choice_weight(trainer.module, self.swarm.balance.ratio(trainer.step, self.run.training.steps))
@@ -201,7 +201,9 @@ class SwarmWorker:
         start = time.perf_counter()
         if not self.swarm.sends_gradients:  # which are there since they were to be stepped by
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
-                write_weights(self.trainer.strategy, self.trainer.mesh, self._frozen(), self.experts, local_file)
+                write_weights(
+                    self.trainer.strategy, self.trainer.mesh, self._trained_experts(), self.total_experts, local_file
+                )
         if dist.is_initialized():
             dist.barrier()
         round_record.code_seconds += time.perf_counter() - start
@@ -228,7 +230,7 @@ class SwarmWorker:
         adds_local_change = blends and self.swarm.mixing is None and not is_final
         keeps_local_experts = accepted_round is not None and blends and exchange.local_experts_are_final(accepted_round)
         if keeps_local_experts:  # what coding left out of these is still in the weights
-            for piece in exchange.own_experts(committed - 1):
+            for piece in exchange.local_expert_pieces(committed - 1):
                 exchange.feedback.pop(piece.key, None)
         updated_fragments = {
             round_number % self.swarm.fragments for round_number in range(old_version, exchange.version)
@@ -237,7 +239,14 @@ class SwarmWorker:
         blend_factors = {} if is_final else self._blend_factors(updated_fragments, blends, keeps_local_experts)
         with TensorFile(exchange.base) as base, TensorFile(exchange.local_weights) as local_file:
             sent_weights = local_file.read if adds_local_change else None
-            read_weights(self.trainer.strategy, self._frozen(), self.experts, base.read, blend_factors, sent_weights)
+            read_weights(
+                self.trainer.strategy,
+                self._trained_experts(),
+                self.total_experts,
+                base.read,
+                blend_factors,
+                sent_weights,
+            )
         round_record.code_seconds += time.perf_counter() - start
 
     def _blend_factors(self, updated_fragments: set[int], blends: bool, keeps_local_experts: bool) -> dict[str, float]:
@@ -259,51 +268,55 @@ class SwarmWorker:
     def _wait_for(self, round: int | None = None, committed: int | None = None) -> NodeTask | None:
         """What the coordinator says once that is so, on all ranks; None if this node is to leave before."""
         while True:
-            leaving, task = broadcast_from_rank0(lambda: self._ask(round, committed))
+            leaving, task = broadcast_from_rank0(lambda: self._poll_coordinator(round, committed))
             if leaving or task is not None:
                 return None if leaving else task
 
-    def _ask(self, round: int | None, committed: int | None) -> tuple[bool, NodeTask | None]:
+    def _poll_coordinator(self, round: int | None, committed: int | None) -> tuple[bool, NodeTask | None]:
         assert self.link is not None
         return self.leaving, None if self.leaving else self.link.poll(round, committed)
 
     def _heartbeat_loop(self) -> None:
         """Say now and then that this node is there."""
         assert self.link is not None
-        while not self._over.wait(min(5.0, self.swarm.round.lease_seconds / 6)):
+        while not self._stopped.wait(min(5.0, self.swarm.round.lease_seconds / 6)):
             with suppress(Exception):
                 self._set_deadline(self.link.heartbeat())
 
     def _set_deadline(self, task: NodeTask) -> None:
         """By when the round's steps must be done, if it says that of this round."""
-        if task.round != self.number:
+        if task.round != self.current_round:
             return
         closes_in_seconds = None if task.already_sent or self.link is None else task.closes_in_seconds
-        margin = self.exchange.telling_seconds + MARGIN_SECONDS
-        self.stop_at = None if closes_in_seconds is None else time.monotonic() + closes_in_seconds - margin
+        margin = self.exchange.upload_seconds + DEADLINE_MARGIN_SECONDS
+        self.deadline = None if closes_in_seconds is None else time.monotonic() + closes_in_seconds - margin
 
-    def _trainer(self) -> Trainer:
+    def _build_trainer(self) -> Trainer:
         with TensorFile(self.exchange.base) as base:
 
             def read_weight(name: str, shape: torch.Size) -> torch.Tensor:
-                return base.whole(name)
+                return base.read_tensor(name)
 
             corpus, run = replace(self.corpus, weights=read_weight), self.run
             if self.swarm.sends_gradients:  # it is their mean that is clipped
                 run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
-            trainer = Trainer(run, corpus, self.directory, self.device, trained_experts=self._frozen())
+            trainer = Trainer(run, corpus, self.directory, self.device, trained_experts=self._trained_experts())
         if self.swarm.sends_gradients:
             trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
 
         def record_state_bytes(*_: object) -> None:
-            self.held_bytes = held_bytes(trainer.strategy, trainer.optimizers)
+            self.state_bytes = resident_bytes(trainer.strategy, trainer.optimizers)
 
         for last_optimizer in trainer.optimizers[-1:]:  # gradients are still there, moments already
             last_optimizer.register_step_post_hook(record_state_bytes)
         return trainer
 
-    def _frozen(self) -> TrainedExperts | None:
-        return TrainedExperts(self.exchange.own, self.swarm.frozen_expert_codec) if self.swarm.method in SPLIT else None
+    def _trained_experts(self) -> TrainedExperts | None:
+        return (
+            TrainedExperts(self.exchange.local_experts, self.swarm.frozen_expert_codec)
+            if self.swarm.method in EXPERT_SPLIT_METHODS
+            else None
+        )
 
 
 def _format_round(round_record: RoundRecord) -> str:

@@ -24,34 +24,37 @@ class CheckpointScheduler:
 
     def __init__(self, run: RunSpec, ranks: int, directory: Path) -> None:
         self.every, self.directory = run.checkpoint.every, directory
-        self.next = FIRST_STEPS
+        self.next_step = FIRST_STEPS
         """With "auto", the step after which the next is due."""
         self.reason: str | None = None
         """Why, where that is to be said."""
-        self._expected_seconds = mtbf_seconds(failure_rate(run), ranks)
+        self._expected_mtbf_seconds = mtbf_seconds(failure_rate(run), ranks)
         self._step_seconds: deque[float] = deque(maxlen=50)
-        self._still_seconds: float | None = None
+        self._blocked_seconds: float | None = None
         """For which the last save kept training waiting."""
-        self._written_behind, self._behind, self._behind_seconds = False, 0, 0.0
+        self._write_in_progress, self._overlapped_steps, self._overlapped_seconds = False, 0, 0.0
         """Whether it was being written when the next step began; of how many steps that was so, and how long they took
         together."""
         self._cost_seconds: deque[float] = deque(maxlen=9)
         """Of the saves before it; that of one alone may be several times another's."""
-        self._said = 0
+        self._reported_steps = 0
 
     def start(self, step: int) -> None:
         """Go on after a step."""
-        self.next = step + FIRST_STEPS
+        self.next_step = step + FIRST_STEPS
 
     def due(self, step: int, seconds: float, writing: bool = False) -> bool:
         """Whether the state after this step, which took so long, is to be saved; `writing` says that the last one saved
         is not all on disk yet."""
         self._step_seconds.append(seconds)
-        if self._written_behind:
-            self._behind, self._behind_seconds = self._behind + 1, self._behind_seconds + seconds
-        self._written_behind = writing
+        if self._write_in_progress:
+            self._overlapped_steps, self._overlapped_seconds = (
+                self._overlapped_steps + 1,
+                self._overlapped_seconds + seconds,
+            )
+        self._write_in_progress = writing
         if self.every == "auto":
-            return step >= self.next
+            return step >= self.next_step
         return self.every > 0 and step % self.every == 0
 
     def next_due_step(self, step: int, blocked_seconds: float, write_seconds: float) -> int:
@@ -59,17 +62,17 @@ class CheckpointScheduler:
         one before took `write_seconds` in all, behind it. A save costs that wait, and by how much longer than usual the
         steps took behind which it was written."""
         failures, seconds = failure_count_and_uptime(self.directory)
-        mtbf = observed_mtbf_seconds(self._expected_seconds, failures, seconds)
+        mtbf = observed_mtbf_seconds(self._expected_mtbf_seconds, failures, seconds)
         step_seconds = median(self._step_seconds)
-        if self._still_seconds is not None:  # writing takes cores, and memory's and the network's speed
-            slowed_by = max(0.0, self._behind_seconds - self._behind * step_seconds)
-            self._cost_seconds.append(self._still_seconds + slowed_by)
-        self._still_seconds = blocked_seconds
-        self._written_behind, self._behind, self._behind_seconds = True, 0, 0.0
+        if self._blocked_seconds is not None:  # writing takes cores, and memory's and the network's speed
+            slowed_by = max(0.0, self._overlapped_seconds - self._overlapped_steps * step_seconds)
+            self._cost_seconds.append(self._blocked_seconds + slowed_by)
+        self._blocked_seconds = blocked_seconds
+        self._write_in_progress, self._overlapped_steps, self._overlapped_seconds = True, 0, 0.0
         cost = median(self._cost_seconds or [blocked_seconds])
         steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / step_seconds))
-        changed = max(steps, self._said) > REPORT_CHANGE_RATIO * min(steps, self._said)
-        observed_text = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_seconds else ""
+        changed = max(steps, self._reported_steps) > REPORT_CHANGE_RATIO * min(steps, self._reported_steps)
+        observed_text = f" ({failures} in {format_duration(seconds)})" if mtbf < self._expected_mtbf_seconds else ""
         self.reason = (
             f"a checkpoint every {steps:,} steps ({format_duration(steps * step_seconds)}): one costs "
             f"{format_duration(cost)} of training, "
@@ -77,6 +80,6 @@ class CheckpointScheduler:
             if changed
             else None
         )
-        self._said = steps if changed else self._said
-        self.next = step + steps
-        return self.next
+        self._reported_steps = steps if changed else self._reported_steps
+        self.next_step = step + steps
+        return self.next_step

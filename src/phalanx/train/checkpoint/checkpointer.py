@@ -59,7 +59,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if distributed else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.seconds = 0.0
+        self.save_seconds = 0.0
         """What the last complete save took, most of it behind the training."""
         if self.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Checkpointer:
                     checksums |= json.loads(file.read_text())["sha256"]
                 publish(path, checksums)
                 self._remove_old()
-            self.seconds = time.perf_counter() - started_at
+            self.save_seconds = time.perf_counter() - started_at
         except BaseException as error:  # DCP's CheckpointException is no Exception; `wait` raises it in the main thread
             self._error = error
             self._discard(path)  # what it takes of a full disk is needed to say so
@@ -149,7 +149,7 @@ class Checkpointer:
             raise UserError(
                 "checkpoint",
                 str(self.directory),
-                f"could not be written: {_reason(error)}",
+                f"could not be written: {_format_error(error)}",
                 "free space or check the directory; the checkpoints before it are intact",
             ) from error
 
@@ -184,7 +184,7 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
     return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
-def _reason(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     failures = getattr(error, "failures", None)  # of a CheckpointException: what each rank met
     return str(next(iter(failures.values()))[0] if failures else error) or type(error).__name__
 
@@ -205,7 +205,7 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
 
     checkpoint, damaged = None, {}
     for name in broadcast_from_rank0(candidates):
-        problem = _damage(directory / name)
+        problem = _find_damage_collectively(directory / name)
         if problem is None:
             checkpoint = directory / name
             break
@@ -215,7 +215,7 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
     return checkpoint, damaged
 
 
-def _damage(checkpoint: Path) -> str | None:
+def _find_damage_collectively(checkpoint: Path) -> str | None:
     """`manifest.find_damage`, found by all ranks together."""
 
     def load_checksums() -> tuple[dict[str, str], str | None]:

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.launch.shared_memory import HEADER, NEIGHBOUR_SLOTS, OWN_SLOTS, SLOTS_ENV, SharedMemorySlot
+from phalanx.launch.shared_memory import HEADER, LOCAL_SLOTS, NEIGHBOR_SLOTS, SLOTS_ENV, SharedMemorySlot
 from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.errors import UserError
 
-ALIGNED = 64
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,23 @@ class InMemoryCheckpointer:
             fix = "start the run with phalanx train, or set it to 0"
             raise UserError("recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix)
         launcher_pid, _, fds = slots_text.partition(":")
-        first = int(os.environ["LOCAL_RANK"]) * len(OWN_SLOTS + NEIGHBOUR_SLOTS)
-        local_fds = fds.split(",")[first : first + len(OWN_SLOTS + NEIGHBOUR_SLOTS)]
-        self._places = [SharedMemorySlot(Path(f"/proc/{launcher_pid}/fd/{fd}")) for fd in local_fds]
+        first = int(os.environ["LOCAL_RANK"]) * len(LOCAL_SLOTS + NEIGHBOR_SLOTS)
+        local_fds = fds.split(",")[first : first + len(LOCAL_SLOTS + NEIGHBOR_SLOTS)]
+        self._slots = [SharedMemorySlot(Path(f"/proc/{launcher_pid}/fd/{fd}")) for fd in local_fds]
         self._identity = json.loads(json.dumps(identity))
         self._group = group
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        self._next, self._before = (self.rank + local_world_size) % ranks, (self.rank - local_world_size) % ranks
-        self._turn = 0
+        self._next_rank, self._previous_rank = (
+            (self.rank + local_world_size) % ranks,
+            (self.rank - local_world_size) % ranks,
+        )
+        self._slot_index = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Copy this rank's state after a step, here and at the next node. A collective."""
-        local_slot, neighbor_slot = (self._places[slots[self._turn]] for slots in (OWN_SLOTS, NEIGHBOUR_SLOTS))
-        self._turn = 1 - self._turn
+        local_slot, neighbor_slot = (self._slots[slots[self._slot_index]] for slots in (LOCAL_SLOTS, NEIGHBOR_SLOTS))
+        self._slot_index = 1 - self._slot_index
         local_slot.invalidate()
         parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         entries = {
@@ -71,21 +74,23 @@ class InMemoryCheckpointer:
         }
         metadata = json.dumps({"identity": self._identity, "manifest": manifest, "tensors": entries}).encode()
         local_slot.ensure_size(
-            HEADER.size + _aligned(len(metadata)) + sum(_aligned(part.nbytes) for part in parts.values())
+            HEADER.size + _align(len(metadata)) + sum(_align(part.nbytes) for part in parts.values())
         )
         local_slot.memory[HEADER.size : HEADER.size + len(metadata)] = metadata
         views = _tensor_views(
-            local_slot.bytes()[_aligned(len(metadata)) :], [(part.shape, part.dtype) for part in parts.values()]
+            local_slot.bytes()[_align(len(metadata)) :], [(part.shape, part.dtype) for part in parts.values()]
         )
         for view, part in zip(views, parts.values(), strict=True):
             view.copy_(part)
         local_slot.commit(step, self.rank, len(metadata))
-        if self._next != self.rank:
+        if self._next_rank != self.rank:
             neighbor_slot.invalidate()
-            metadata_length = self._exchange_with_neighbours(local_slot, self._next, neighbor_slot, self._before)
-            neighbor_slot.commit(step, self._before, metadata_length)
+            metadata_length = self._exchange_with_neighbors(
+                local_slot, self._next_rank, neighbor_slot, self._previous_rank
+            )
+            neighbor_slot.commit(step, self._previous_rank, metadata_length)
 
-    def _exchange_with_neighbours(
+    def _exchange_with_neighbors(
         self, local_slot: SharedMemorySlot, destination: int, neighbor_slot: SharedMemorySlot, source: int
     ) -> int:
         """Send a copy, and receive another; returns the length of what describes that."""
@@ -98,9 +103,7 @@ class InMemoryCheckpointer:
 
     def load_latest(self) -> InMemoryCheckpoint | None:
         """The newest copy of which every rank's part is somewhere, brought to its rank. A collective."""
-        local_copies = [
-            slot.header[:2] for slot in self._places if slot.header[0] >= 0 and self._matches_identity(slot)
-        ]
+        local_copies = [slot.header[:2] for slot in self._slots if slot.header[0] >= 0 and self._matches_identity(slot)]
         latest = latest_common_step(all_gather_objects(local_copies, self._group))
         if latest is None:
             return None
@@ -110,31 +113,31 @@ class InMemoryCheckpointer:
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
                 self._transfer(step, rank, holder, needed_copies)
-        return self._read(self._place(step, self.rank))
+        return self._read_slot(self._find_slot(step, self.rank))
 
     def _matches_identity(self, slot: SharedMemorySlot) -> bool:
         return bool(slot.metadata(slot.header[2])["identity"] == self._identity)
 
-    def _place(self, step: int, rank: int) -> SharedMemorySlot:
-        return next(slot for slot in self._places if slot.header[:2] == (step, rank))
+    def _find_slot(self, step: int, rank: int) -> SharedMemorySlot:
+        return next(slot for slot in self._slots if slot.header[:2] == (step, rank))
 
     def _transfer(self, step: int, rank: int, holder: int, needed_copies: Collection[tuple[int, int]]) -> None:
         """Send a rank its state from whoever holds it; the slots of `needed_copies` are not overwritten."""
         if self.rank == holder:
-            slot = self._place(step, rank)
+            slot = self._find_slot(step, rank)
             payload = slot.bytes()
             dist.send(torch.tensor([payload.numel(), slot.header[2]]), rank, group=self._group)
             dist.send(payload, rank, group=self._group)
             return
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, holder, group=self._group)
-        slot = next(slot for slot in self._places if slot.header[:2] not in needed_copies)
+        slot = next(slot for slot in self._slots if slot.header[:2] not in needed_copies)
         slot.invalidate()
         slot.ensure_size(HEADER.size + int(sizes[0]))
         dist.recv(slot.bytes()[: int(sizes[0])], holder, group=self._group)
         slot.commit(step, rank, int(sizes[1]))
 
-    def _read(self, slot: SharedMemorySlot) -> InMemoryCheckpoint:
+    def _read_slot(self, slot: SharedMemorySlot) -> InMemoryCheckpoint:
         step, _, length = slot.header
         metadata = slot.metadata(length)
         entries = metadata["tensors"]
@@ -142,8 +145,8 @@ class InMemoryCheckpointer:
             (torch.Size(entry["shape"]), getattr(torch, entry["dtype"].removeprefix("torch.")))
             for entry in entries.values()
         ]
-        parts = _tensor_views(slot.bytes()[_aligned(length) :], shapes_and_dtypes)
-        self._turn = 1 - OWN_SLOTS.index(self._places.index(slot)) if slot in self._places[:2] else 0
+        parts = _tensor_views(slot.bytes()[_align(length) :], shapes_and_dtypes)
+        self._slot_index = 1 - LOCAL_SLOTS.index(self._slots.index(slot)) if slot in self._slots[:2] else 0
         shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
         return InMemoryCheckpoint(step, metadata["manifest"], shapes, dict(zip(entries, parts, strict=True)))
 
@@ -165,8 +168,8 @@ def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> t
     return None
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
@@ -175,7 +178,7 @@ def _tensor_views(memory: Tensor, shapes_and_dtypes: Sequence[tuple[torch.Size, 
     for shape, dtype in shapes_and_dtypes:
         size = shape.numel() * dtype.itemsize
         yield memory[offset : offset + size].view(dtype).view(shape)
-        offset += _aligned(size)
+        offset += _align(size)
 
 
 def _send_and_receive(

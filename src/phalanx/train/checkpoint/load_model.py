@@ -38,7 +38,7 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]
     run = load_run(run_directory / RUN_FILE, environment={})
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
     checkpoint = require_valid_checkpoint(run_directory) if swarm_weights is None else None
-    tokenizer = _tokenizer_of(run, run_directory)
+    tokenizer = _find_tokenizer(run, run_directory)
     with torch.device("meta"):
         module = Transformer(run.model)
     materialize(module, torch.device("cpu"))
@@ -66,7 +66,7 @@ def _load_weights(file: Path, module: Transformer) -> None:
         raise UserError("weights", str(file), problem, "give the directory as the swarm left it") from None
 
 
-def _tokenizer_of(run: RunSpec, run_directory: Path) -> Path:
+def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
     """The tokenizer of a run; a swarm's coordinator, which reads no text, is given it here if that needs none.
 
     Raises UserError if it does.

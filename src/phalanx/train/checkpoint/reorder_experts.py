@@ -13,7 +13,7 @@ from phalanx.runs.checkpoints import PREVIOUS_SUFFIX, checkpoints, read_manifest
 from phalanx.train.checkpoint.checkpointer import Checkpointer
 from phalanx.train.checkpoint.state import load_full_tensors, restore_rng_state
 
-_OF_EXPERTS = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.weight|router\.bias)$")
+_EXPERT_TENSOR = re.compile(r"blocks\.(\d+)\.mlp\.(experts\.\w+|router\.gate\.weight|router\.bias)$")
 
 
 def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Path:
@@ -24,7 +24,7 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
     """
     tensors, manifest = load_full_tensors(checkpoint), read_manifest(checkpoint)
     for name, tensor in tensors.items():
-        match = _OF_EXPERTS.search(name)
+        match = _EXPERT_TENSOR.search(name)
         if match and tensor.ndim and int(match[1]) in orders:
             tensors[name] = tensor[torch.tensor(orders[int(match[1])])]
     manifest["expert_tokens"] = [

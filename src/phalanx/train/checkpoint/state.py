@@ -41,13 +41,13 @@ def checkpoint_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimize
 def load_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All of a checkpoint, whole, in CPU memory."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = _saved(reader).items()
+    saved = _saved_tensors(reader).items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved}
     load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
-def _saved(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
+def _saved_tensors(reader: HuggingFaceStorageReader) -> dict[str, TensorStorageMetadata]:
     """What a checkpoint has of each tensor."""
     entries = reader.read_metadata().state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -59,7 +59,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
     Raises UserError if the checkpoint is of another model.
     """
     reader = HuggingFaceStorageReader(str(checkpoint))
-    saved = {name: tuple(entry.size) for name, entry in _saved(reader).items()}
+    saved = {name: tuple(entry.size) for name, entry in _saved_tensors(reader).items()}
     for optimizer in optimizers:
         _materialize_optimizer_state(optimizer, strategy, saved)
     tensors = checkpoint_tensors(strategy, optimizers)

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.runs.events import ROLLED_BACK, append_event, read_events
 from phalanx.spec.errors import UserError
 
-HISTORY, LEAST = 50, 10
+HISTORY, MIN_HISTORY = 50, 10
 """Steps whose losses say what is usual, and how many it takes."""
 
 
@@ -20,16 +20,16 @@ class LossSpikeDetector:
     """The losses of the last steps."""
 
     def __init__(self, max_ratio: float | None) -> None:
-        self.spike = max_ratio
-        self._last: deque[float] = deque(maxlen=HISTORY)
+        self.spike_threshold = max_ratio
+        self._recent_losses: deque[float] = deque(maxlen=HISTORY)
 
     def spike_ratio(self, loss: float) -> float | None:
         """How many times the median of the steps before it a loss is, where that makes it a spike."""
-        ratio = loss / median(self._last) if len(self._last) >= LEAST else 1.0
-        if self.spike is not None and math.isfinite(loss) and ratio > self.spike:
+        ratio = loss / median(self._recent_losses) if len(self._recent_losses) >= MIN_HISTORY else 1.0
+        if self.spike_threshold is not None and math.isfinite(loss) and ratio > self.spike_threshold:
             return ratio
         if math.isfinite(loss):
-            self._last.append(loss)
+            self._recent_losses.append(loss)
         return None
 
 
@@ -38,7 +38,7 @@ def count_rollbacks(directory: Path) -> int:
     return len(_rollback_events(directory))
 
 
-def diverged_again(directory: Path, newest: int) -> bool:
+def has_diverged_again(directory: Path, newest: int) -> bool:
     """Whether a run has gone back to the checkpoint of its newest step already, and saved nothing since: then it is
     that checkpoint which leads astray, and not the text behind it."""
     rollbacks = _rollback_events(directory)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from phalanx.debug.collective_log import is_user_code
 from phalanx.runs.hang_dumps import Frame, RecordedCollective
 
-KEPT, KEPT_OF_GROUP = 300, 4
+MAX_COLLECTIVES, MAX_COLLECTIVES_PER_GROUP = 300, 4
 """Of these, so many are written down: the last ones of all, and of every group."""
 RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """PyTorch's, by backend; that of NCCL is where it has CUDA."""
@@ -34,14 +34,14 @@ def recent_collectives(with_lines: bool) -> list[RecordedCollective]:
         entries = pickle.loads(dump(True, with_lines, False)).get("entries", [])
         calls += [(backend, entry) for entry in entries if not entry["is_p2p"]]
     calls.sort(key=lambda item: item[1]["time_created_ns"])
-    return keep_most_recent([_call(backend, entry) for backend, entry in calls])
+    return keep_most_recent([_to_record(backend, entry) for backend, entry in calls])
 
 
 def group_ranks() -> dict[str, list[int]]:
     """The ranks of this rank's process groups, by the names that its collectives have."""
     groups = list(dist.distributed_c10d._world.pg_map)
     return {
-        _name(group.group_name, backend): dist.get_process_group_ranks(group)
+        _group_label(group.group_name, backend): dist.get_process_group_ranks(group)
         for group in groups
         for backend in _recorders()
     }
@@ -53,7 +53,7 @@ def keep_most_recent(calls: Sequence[RecordedCollective]) -> list[RecordedCollec
     chosen = []
     for index, call in enumerate(reversed(calls)):
         newer_calls[call["group"]] += 1
-        if index < KEPT or newer_calls[call["group"]] <= KEPT_OF_GROUP:
+        if index < MAX_COLLECTIVES or newer_calls[call["group"]] <= MAX_COLLECTIVES_PER_GROUP:
             chosen.append(call)
     return chosen[::-1]
 
@@ -63,15 +63,15 @@ def _recorders() -> dict[str, Callable[[bool, bool, bool], bytes]]:
     return {backend: getattr(c10d, name) for backend, name in RECORDERS.items() if hasattr(c10d, name)}
 
 
-def _name(group: str, backend: str) -> str:
+def _group_label(group: str, backend: str) -> str:
     """A group of several backends counts the collectives of each by itself."""
     return f"{group} ({backend})"
 
 
-def _call(backend: str, entry: dict[str, Any]) -> RecordedCollective:
+def _to_record(backend: str, entry: dict[str, Any]) -> RecordedCollective:
     frames: list[Frame] = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     return {
-        "group": _name(entry["process_group"][0], backend),
+        "group": _group_label(entry["process_group"][0], backend),
         "number": entry["collective_seq_id"],
         "operation": entry["profiling_name"].partition(":")[2],
         "inputs": entry["input_sizes"],

@@ -23,11 +23,11 @@ from phalanx.runs.errors import CorruptionError
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.train.checkpoint.state import checkpoint_tensors
 
-CHUNK = 2**20
+CHUNK_ELEMENTS = 2**20
 """Elements that are looked at together: each takes 8 bytes meanwhile."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SHOWN = 8
-COMPUTING = "computing"
+BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MAX_RANKS_SHOWN = 8
+COMPUTE_PREFIX = "computing"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def check_replica_consistency(
     `every` so many steps. Returns what is to be raised of the first tensor that differs, on all ranks alike."""
     if not dist.is_initialized():
         return None
-    local_hashes = {key: (name, value) for key, name, value in _held(strategy, optimizers)}
-    mismatch = find_mismatch(_gathered({key: value for key, (_, value) in local_hashes.items()}))
+    local_hashes = {key: (name, value) for key, name, value in _hash_tensors(strategy, optimizers)}
+    mismatch = find_mismatch(_gather_hashes({key: value for key, (_, value) in local_hashes.items()}))
     if mismatch is None:
         return None
     name = broadcast_object(
@@ -76,8 +76,8 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
     """What to tell people."""
-    ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:SHOWN]]
-    rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > SHOWN else "")
+    ranks = [f"rank {rank} ({format_coordinates(sizes, rank)})" for rank in mismatch.ranks[:MAX_RANKS_SHOWN]]
+    rank_names = ", ".join(ranks) + (", ..." if len(mismatch.ranks) > MAX_RANKS_SHOWN else "")
     is_tie = set(mismatch.ranks) == set(mismatch.holders)
     where = (
         f"between {rank_names}"
@@ -99,21 +99,21 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     """A number of 64 bits (int64, on the tensor's device) that any single changed bit changes: the sum over elements of
     their bits times odd numbers that rise with the place, modulo 2**64."""
     flat = tensor.detach().contiguous().flatten()
-    bits = flat.view(BITS[flat.element_size()])
+    bits = flat.view(BIT_DTYPES[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, len(bits), CHUNK):
-        chunk = bits[start : start + CHUNK].long()
+    for start in range(0, len(bits), CHUNK_ELEMENTS):
+        chunk = bits[start : start + CHUNK_ELEMENTS].long()
         total += (chunk * torch.arange(2 * start + 1, 2 * (start + len(chunk)) + 1, 2, device=flat.device)).sum()
     return total
 
 
-def _held(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, int]]:
+def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[int, str, int]]:
     """Of each tensor of this rank: a number for its place in the whole model, its name, its fingerprint."""
     tensors = checkpoint_tensors(strategy, optimizers)
     trained = {id(parameter) for parameter in strategy.trainable_parameters.values()}
     for name, parameter in named_parameters(strategy.module):
         if id(parameter) not in trained:  # what is computed with, where ranks train only rows of it
-            tensors[f"{COMPUTING}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
+            tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
     hashes = [tensor_hash(local_tensor(tensor)).cpu() for tensor in tensors.values()]
     values = torch.stack(hashes).tolist() if hashes else []
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
@@ -129,7 +129,7 @@ def shard_id(name: str, tensor: Tensor) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _gathered(local_hashes: Mapping[int, int]) -> list[dict[int, int]]:
+def _gather_hashes(local_hashes: Mapping[int, int]) -> list[dict[int, int]]:
     """What every rank holds, on every rank: 16 bytes a tensor."""
     ranks = dist.get_world_size()
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]

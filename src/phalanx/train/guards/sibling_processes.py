@@ -24,7 +24,7 @@ def sibling_process_states() -> dict[int, tuple[int, str]]:
             # pid (name) state parent ...; the name may hold anything, brackets too
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getppid():
-                rank = _rank_of(folder)
+                rank = _read_rank(folder)
                 if rank in states:
                     states[rank] = int(folder.name), state
     states.pop(first + local)
@@ -39,7 +39,7 @@ def resume_stopped(processes: dict[int, tuple[int, str]]) -> None:
                 os.kill(process, signal.SIGCONT)
 
 
-def _rank_of(folder: Path) -> int | None:
+def _read_rank(folder: Path) -> int | None:
     for variable in (folder / "environ").read_bytes().split(b"\0"):
         name, _, value = variable.partition(b"=")
         if name == b"RANK":

@@ -32,13 +32,13 @@ from phalanx.train.trainer import Trainer
 
 STALL_FRACTION = 0.85
 """Of the time that a collective may take, so much may pass without anything moving: the rest is for writing."""
-LOOKS, LOOK_SECONDS = 40, 0.25
+MIN_POLLS, MAX_POLL_SECONDS = 40, 0.25
 """So many looks in that time, or one in so many seconds."""
-LAST_LOOK_SECONDS = 5.0
+JOIN_SECONDS = 5.0
 """For what is being written to be written, before it is removed."""
-DEPTH = 40
+MAX_STACK_FRAMES = 40
 """Of a stack, so many places are kept."""
-COLLECTIVES = "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"
+COLLECTIVE_FILES = "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"
 """Where PyTorch waits for other ranks. (In the rest of torch/distributed it reads and writes checkpoints too.)"""
 
 
@@ -52,36 +52,36 @@ class Watchdog:
         self.deadline_seconds = STALL_FRACTION * timeout_seconds
         self.trainer: Trainer | None = None
         """Of which it says how many steps are done, once there is one."""
-        self._killed = cgroup_oom_kills() or 0
-        self._main = threading.main_thread().ident or 0
-        self._pause = min(LOOK_SECONDS, timeout_seconds / LOOKS)
-        self._ended, self._writing = threading.Event(), threading.Lock()
-        self._stood_since, self._seen = time.monotonic(), (0, 0.0, b"")
-        self._wrote: HangDump | None = None
-        self._was_asked = False
+        self._oom_kills_at_start = cgroup_oom_kills() or 0
+        self._main_thread_id = threading.main_thread().ident or 0
+        self._poll_seconds = min(MAX_POLL_SECONDS, timeout_seconds / MIN_POLLS)
+        self._finished, self._write_lock = threading.Event(), threading.Lock()
+        self._stalled_since, self._last_progress = time.monotonic(), (0, 0.0, b"")
+        self._last_dump: HangDump | None = None
+        self._stop_preceded_stall = False
         """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._faults: IO[str] | None = None
+        self._fault_log: IO[str] | None = None
 
     def __enter__(self) -> Self:
         file = fault_file(self.directory, self.rank)
         with suppress(OSError):
             file.parent.mkdir(exist_ok=True)
-            self._faults = file.open("w")
-            _install_abort_handler(self._faults)
+            self._fault_log = file.open("w")
+            _install_abort_handler(self._fault_log)
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._ended.set()
+        self._finished.set()
         if error is not None and not isinstance(error, SystemExit | UserError | DivergenceError):
-            self.failed(error)
-        self._thread.join(LAST_LOOK_SECONDS)
+            self.record_failure(error)
+        self._thread.join(JOIN_SECONDS)
         if error is None:
             self._discard_dump()
-        if self._faults is not None:
+        if self._fault_log is not None:
             faulthandler.disable()
-            self._faults.close()
+            self._fault_log.close()
             with suppress(OSError):
                 fault_file(self.directory, self.rank).unlink()
 
@@ -94,14 +94,14 @@ class Watchdog:
         """Another number whenever a wait for a message of another stage is over: no recorder has these."""
         return self.trainer.strategy.comm_wait.seconds if self.trainer is not None else 0.0
 
-    def failed(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Write down where this rank stood when it failed, and let stopped ranks beside it go on, to end."""
-        with self._writing:
+        with self._write_lock:
             stack = traceback.extract_tb(error.__traceback__)
             message = f"{type(error).__name__}: {error}"
-            if self._wrote is not None:  # before the collective gave up, and so the better word
-                self._wrote["error"] = message
-                self._write_dump(self._wrote)
+            if self._last_dump is not None:  # before the collective gave up, and so the better word
+                self._last_dump["error"] = message
+                self._write_dump(self._last_dump)
             else:
                 self._dump(FAILED, stack, message)
             resume_stopped(sibling_process_states())
@@ -109,37 +109,39 @@ class Watchdog:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._pause):
-            if self._aborting():
-                self._end_aborted()
+        while not self._finished.wait(self._poll_seconds):
+            if self._is_aborting():
+                self._record_abort()
                 return
             now = time.monotonic()
             seen = self.step, self._wait_counter(), recorder_fingerprint()
-            if seen != self._seen:
-                self._seen, self._stood_since = seen, now
-                with self._writing:
-                    if not self._ended.is_set():  # what is left of a failure stays
+            if seen != self._last_progress:
+                self._last_progress, self._stalled_since = seen, now
+                with self._write_lock:
+                    if not self._finished.is_set():  # what is left of a failure stays
                         self._discard_dump()
-            elif now - self._stood_since > self.deadline_seconds:
+            elif now - self._stalled_since > self.deadline_seconds:
                 self._on_stall()
 
     def _on_stall(self) -> None:
         stop_requested = self.trainer is not None and self.trainer.stop_requested
-        if self._wrote is None:
-            self._was_asked = stop_requested
-            with self._writing:
-                if not self._ended.is_set():
-                    self._dump(STALLED, _stack(self._main))
-        elif stop_requested and not self._was_asked:
+        if self._last_dump is None:
+            self._stop_preceded_stall = stop_requested
+            with self._write_lock:
+                if not self._finished.is_set():
+                    self._dump(STALLED, _thread_stack(self._main_thread_id))
+        elif stop_requested and not self._stop_preceded_stall:
             os._exit(1)  # it stood still before it was asked, and would do so until it is killed
 
-    def _aborting(self) -> bool:
-        return self._faults is not None and os.fstat(self._faults.fileno()).st_size > 0
+    def _is_aborting(self) -> bool:
+        return self._fault_log is not None and os.fstat(self._fault_log.fileno()).st_size > 0
 
-    def _end_aborted(self) -> None:
+    def _record_abort(self) -> None:
         """A thread of PyTorch's has given up and waits (`_install_abort_handler`): leave word in its place."""
-        with self._writing:
-            self._dump(ABORTED, _stack(self._main), "aborted (SIGABRT) by a library: see its last output")
+        with self._write_lock:
+            self._dump(
+                ABORTED, _thread_stack(self._main_thread_id), "aborted (SIGABRT) by a library: see its last output"
+            )
         ctypes.CDLL(None).signal(int(signal.SIGABRT), None)
         os.kill(os.getpid(), signal.SIGABRT)
 
@@ -154,17 +156,17 @@ class Watchdog:
             "time": time.time(),
             "step": self.step,
             "why": reason,
-            "stalled_seconds": round(time.monotonic() - self._stood_since, 1),
-            "stack": [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)][:DEPTH],
+            "stalled_seconds": round(time.monotonic() - self._stalled_since, 1),
+            "stack": [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)][:MAX_STACK_FRAMES],
             "waiting": _is_waiting(stack),
             "groups": group_ranks(),
             "calls": [],
-            "oom_kills": (cgroup_oom_kills() or 0) - self._killed,
+            "oom_kills": (cgroup_oom_kills() or 0) - self._oom_kills_at_start,
             "sibling_states": {str(rank): state for rank, (_, state) in sibling_process_states().items()},
         }
         if error is not None:
             dump["error"] = error
-        self._wrote = dump
+        self._last_dump = dump
         self._write_dump(dump)  # a driver that hangs may not answer what its recorder holds
         for with_lines in (False, True):
             dump["calls"] = recent_collectives(with_lines)
@@ -176,12 +178,12 @@ class Watchdog:
 
     def _discard_dump(self) -> None:
         """It goes on."""
-        if self._wrote is not None:
-            self._wrote = None
+        if self._last_dump is not None:
+            self._last_dump = None
             dump_file(self.directory, self.rank).unlink(missing_ok=True)
 
 
-def _stack(thread: int) -> traceback.StackSummary:
+def _thread_stack(thread: int) -> traceback.StackSummary:
     """Where a thread stands, outermost first."""
     frames = sys._current_frames()
     stack = traceback.extract_stack(frames.get(thread))
@@ -194,7 +196,7 @@ def _stack(thread: int) -> traceback.StackSummary:
 
 def _is_waiting(stack: traceback.StackSummary) -> bool:
     """Whether a thread that stands there waits for other ranks: in PyTorch's collectives, or for one under way."""
-    in_collective = any(frame.filename.endswith(COLLECTIVES) for frame in stack[-4:])
+    in_collective = any(frame.filename.endswith(COLLECTIVE_FILES) for frame in stack[-4:])
     return in_collective or (bool(stack) and ".wait(" in (stack[-1].line or ""))
 
 

@@ -15,17 +15,17 @@ from phalanx.parallel.dtensor_shards import local_tensor, rows_per_rank
 
 # Quintic coefficients that raise small singular values fastest (same source).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-STEPS = 5
+NEWTON_SCHULZ_STEPS = 5
 
 
-def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace the singular values of each matrix [..., rows, columns] by about 1 (Newton-Schulz, five steps)."""
     a, b, c = COEFFICIENTS
     x = matrices.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     return x.mT if tall else x
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
         """`parts` are the parameters as parts of whole matrices, where they do not say so themselves."""
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         pairs = zip(parameters, parts or parameters, strict=True)
-        self.lies = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}
+        self.matrix_layouts = {parameter: (part.shape, matrix_shardings(part)) for parameter, part in pairs}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
             groups: dict[tuple[torch.Size, tuple[MatrixSharding, ...]], list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    groups[self.lies[parameter]].append(parameter)
+                    groups[self.matrix_layouts[parameter]].append(parameter)
             for (shape, shardings), parameters in groups.items():
                 scale = group["lr"] * max(1.0, shape[-2] / shape[-1]) ** 0.5
                 updates = orthogonal_parts(
@@ -102,16 +102,16 @@ def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]
     """This rank's parts of the orthogonalised matrices, all of one shape."""
     dtype = compute_dtype(matrices[0])
     stacked = torch.stack([part.to(dtype) for part in matrices])
-    return list(_orthogonal(stacked.flatten(0, -3), shardings).view(stacked.shape))
+    return list(_orthogonalize_sharded(stacked.flatten(0, -3), shardings).view(stacked.shape))
 
 
-def _orthogonal(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
+def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
     """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
     if not shardings or not len(parts):
-        return orthogonalise(parts, parts.dtype)
+        return orthogonalize(parts, parts.dtype)
     (sharding, *remaining), columns = shardings, shardings[0].axis == -1
     gathered = gather_assigned(parts.mT if columns else parts, sharding.total, sharding.group)
-    result = _orthogonal(gathered.mT if columns else gathered, remaining)
+    result = _orthogonalize_sharded(gathered.mT if columns else gathered, remaining)
     local = scatter_back(result.mT if columns else result, len(parts), sharding.group)
     return local.mT.contiguous() if columns else local
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from phalanx.parallel.comm.collectives import all_gather
 
 NUM_PROBES = 8
-BOOT, NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+BOOT_ID_FILE, TIME_NAMESPACE_FILE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ClockOffset:
 
 def clock_domain() -> str:
     """Processes with the same have the same clock."""
-    boot = BOOT.read_text().strip() if BOOT.exists() else ""
-    namespace = os.stat(NAMESPACE).st_ino if NAMESPACE.exists() else ""
+    boot = BOOT_ID_FILE.read_text().strip() if BOOT_ID_FILE.exists() else ""
+    namespace = os.stat(TIME_NAMESPACE_FILE).st_ino if TIME_NAMESPACE_FILE.exists() else ""
     return f"{socket.gethostname()} {boot} {namespace}"
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.cost.formulas import collectives
 from phalanx.cost.formulas.collectives import sent_bytes
 
-NAMES = {
+OPERATION_NAMES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -93,16 +93,16 @@ class CollectiveRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         started_at = time.perf_counter()
         out = func(*args, **(kwargs or {}))
-        operation = NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
+        operation = OPERATION_NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
         if operation is not None:
             requested = self.requested_operation() or operation
-            call = CollectiveCall(requested, operation, _group(args), _size(operation, args), started_at)
+            call = CollectiveCall(requested, operation, _group_ranks(args), _total_bytes(operation, args), started_at)
             self.calls.append(call)
             _record_end(call, out)
         return out
 
 
-def _group(args: Sequence[Any]) -> tuple[int, ...]:
+def _group_ranks(args: Sequence[Any]) -> tuple[int, ...]:
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             # PyTorch knows the ranks of the group that it made, not of this other object for it.
@@ -114,7 +114,7 @@ def _group(args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()))
 
 
-def _size(operation: str, args: Sequence[Any]) -> int:
+def _total_bytes(operation: str, args: Sequence[Any]) -> int:
     sizes = [sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)) for argument in args]
     # Outputs come before inputs, where there are both; the larger is the whole.
     return sizes[1] if operation == "all_to_all" else max(sizes)

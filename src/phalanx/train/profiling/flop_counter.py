@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 MATMUL_OPS = {"mm": aten.mm, "addmm": aten.addmm, "bmm": aten.bmm, "baddbmm": aten.baddbmm}
 """Also of those that write in place, whose names end with an underscore."""
-ATTENTION = "_scaled_dot_product_"
+ATTENTION_PREFIX = "_scaled_dot_product_"
 
 
 class FlopCounter(TorchDispatchMode):
@@ -32,24 +32,24 @@ class FlopCounter(TorchDispatchMode):
         if (product := MATMUL_OPS.get(name.rstrip("_"))) is not None:
             self.flops += flop_registry[product](*args, **(kwargs or {}), out_val=out)
         elif name == "_grouped_mm":
-            self.flops += _grouped(args[0], out)
-        elif name.startswith(ATTENTION):
+            self.flops += _grouped_mm_flops(args[0], out)
+        elif name.startswith(ATTENTION_PREFIX):
             names = [argument.name for argument in func._schema.arguments]
             bound_args = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             backward = name.endswith("_backward")
-            self.flops += _attention(
+            self.flops += _attention_flops(
                 bound_args["query"], bound_args["key"], bound_args.get("is_causal", False), backward
             )
         return out
 
 
-def _grouped(first: Tensor, out: Tensor) -> int:
+def _grouped_mm_flops(first: Tensor, out: Tensor) -> int:
     """Of rows [N, I] times [E, I, O], and of columns [O, N] times rows [N, I], which give [E, O, I]: every number of
     the first meets as many as the result is wide."""
     return 2 * prod(first.shape) * out.shape[-1]
 
 
-def _attention(query: Tensor, key: Tensor, causal: bool, backward: bool) -> int:
+def _attention_flops(query: Tensor, key: Tensor, causal: bool, backward: bool) -> int:
     batch, heads, queries, width = query.shape
     products = 2 * 2 * batch * heads * queries * key.shape[2] * width
     return products * (2 if backward else 1) // (2 if causal else 1)

@@ -38,11 +38,11 @@ class MemoryMeter(TorchDispatchMode):
         changed, and when by time.perf_counter()."""
         super().__init__()
         self.history = history
-        self.known, self.elastic = known, [tensor.untyped_storage() for tensor in elastic]
-        self._elastic_keys = {storage._cdata for storage in self.elastic}
-        self.part_of: dict[int, str] = {}
-        self.bytes_of: dict[int, int] = {}
-        self.held: Counter[str] = Counter()
+        self.get_tensors_by_part, self.elastic_storages = known, [tensor.untyped_storage() for tensor in elastic]
+        self._elastic_keys = {storage._cdata for storage in self.elastic_storages}
+        self.part_by_storage: dict[int, str] = {}
+        self.bytes_by_storage: dict[int, int] = {}
+        self.bytes_by_part: Counter[str] = Counter()
         self.peaks: Counter[str] = Counter()
         """The most that each part held at any time."""
         self.peak_working = 0
@@ -57,45 +57,47 @@ class MemoryMeter(TorchDispatchMode):
         communicates = func.namespace in COMMUNICATION
         for leaf in tree_leaves((args, kwargs, out) if communicates else out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                self._note(leaf, "communication" if communicates else "activations", moves=communicates)
-        self.reclassify() if communicates else self._measure()  # what came of a collective may be a gradient
+                self._track(leaf, "communication" if communicates else "activations", moves=communicates)
+        self.reclassify() if communicates else self._update_peaks()  # what came of a collective may be a gradient
         return out
 
     def reclassify(self) -> None:
         """Ask again what belongs to which part."""
-        for part, tensors in self.known().items():
+        for part, tensors in self.get_tensors_by_part().items():
             for tensor in tensors:
-                self._note(_local(tensor), part, moves=True)
-        self._measure()
+                self._track(_local(tensor), part, moves=True)
+        self._update_peaks()
 
-    def _note(self, tensor: Tensor, part: str, moves: bool) -> None:
+    def _track(self, tensor: Tensor, part: str, moves: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        previous_part = self.part_of.get(key)
+        previous_part = self.part_by_storage.get(key)
         if previous_part == part or key in self._elastic_keys:
             return
         if previous_part is None:
             if tensor.is_meta:
                 return
-            self.part_of[key], self.bytes_of[key] = part, storage.nbytes()
-            self.held[part] += storage.nbytes()
+            self.part_by_storage[key], self.bytes_by_storage[key] = part, storage.nbytes()
+            self.bytes_by_part[part] += storage.nbytes()
             # Not of this meter: it would live, with all it knows, as long as the storage.
-            weakref.finalize(storage, _freed, self.part_of, self.bytes_of, self.held, key)
+            weakref.finalize(storage, _release, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key)
         elif moves and (previous_part == "activations" or part != "communication"):
-            self.part_of[key] = part
-            self.held[previous_part] -= self.bytes_of[key]
-            self.held[part] += self.bytes_of[key]
+            self.part_by_storage[key] = part
+            self.bytes_by_part[previous_part] -= self.bytes_by_storage[key]
+            self.bytes_by_part[part] += self.bytes_by_storage[key]
 
-    def _measure(self) -> None:
-        elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic))
-        self.held["communication"] += elastic - self._elastic_bytes
+    def _update_peaks(self) -> None:
+        elastic = sum(map(torch.UntypedStorage.nbytes, self.elastic_storages))
+        self.bytes_by_part["communication"] += elastic - self._elastic_bytes
         self._elastic_bytes = elastic
-        if self.history is not None and (not self.history or self.history[-1][1] != self.held):
-            self.history.append((time.perf_counter(), dict(self.held)))
-        for part, size_bytes in self.held.items():
+        if self.history is not None and (not self.history or self.history[-1][1] != self.bytes_by_part):
+            self.history.append((time.perf_counter(), dict(self.bytes_by_part)))
+        for part, size_bytes in self.bytes_by_part.items():
             self.peaks[part] = max(self.peaks[part], size_bytes)
-        self.peak_working = max(self.peak_working, self.held["activations"] + self.held["communication"])
-        self.peak_total = max(self.peak_total, sum(self.held.values()))
+        self.peak_working = max(
+            self.peak_working, self.bytes_by_part["activations"] + self.bytes_by_part["communication"]
+        )
+        self.peak_total = max(self.peak_total, sum(self.bytes_by_part.values()))
 
     @contextmanager
     def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -103,7 +105,7 @@ class MemoryMeter(TorchDispatchMode):
 
         def on_gradient(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._note(_local(parameter.grad), "gradients", moves=True)
+                self._track(_local(parameter.grad), "gradients", moves=True)
 
         hooks = [
             parameter.register_post_accumulate_grad_hook(on_gradient)
@@ -122,5 +124,5 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _freed(part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int) -> None:
+def _release(part_by_key: dict[int, str], bytes_by_key: dict[int, int], bytes_by_part: Counter[str], key: int) -> None:
     bytes_by_part[part_by_key.pop(key)] -= bytes_by_key.pop(key)

@@ -20,34 +20,34 @@ class StepPhaseTimer:
             timer.pop_seconds()  # that of an evaluation
         if strategy.pop_expert_rows is not None:
             strategy.pop_expert_rows()
-        self.names: list[str] = []
-        self.marks: list[Timestamp] = [self.clock.record()]
-        self.waited: dict[str, float] = {}
+        self.phase_names: list[str] = []
+        self.timestamps: list[Timestamp] = [self.clock.record()]
+        self.comm_wait_seconds: dict[str, float] = {}
         """Of each, for collectives."""
 
     def end(self, name: str) -> None:
         """The phase `name` is over, and the next begins."""
-        self.names.append(name)
-        self.marks.append(self.clock.record())
-        self.waited[name] = self.strategy.comm_wait.pop_seconds()
+        self.phase_names.append(name)
+        self.timestamps.append(self.clock.record())
+        self.comm_wait_seconds[name] = self.strategy.comm_wait.pop_seconds()
 
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
         """What there is to say of the step, which is over."""
-        strategy, times = self.strategy, self.clock.resolve(self.marks)
+        strategy, times = self.strategy, self.clock.resolve(self.timestamps)
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for kind, stage, _, start, end in executed_passes(strategy):
             stages[str(stage)][kind] += end - start
         record: StepRecord = {
             "step": step,
             "start": times[0],
-            "seconds": dict(zip(self.names, (b - a for a, b in pairwise(times)), strict=True)),
+            "seconds": dict(zip(self.phase_names, (b - a for a, b in pairwise(times)), strict=True)),
             "stages": {stage: dict(kinds) for stage, kinds in stages.items()},
             "peak_memory_bytes": peak_memory_bytes,
         }
         if self.clock.device.type == "cpu":  # on a GPU the host does not wait
             waits = {name: timer.pop_seconds() for name, timer in strategy.wait_timers.items()}
             pipeline = {} if strategy.pipeline_wait is None else {"pipeline": strategy.pipeline_wait.pop_seconds()}
-            record["wait_seconds"] = self.waited | waits | pipeline
+            record["wait_seconds"] = self.comm_wait_seconds | waits | pipeline
         return record
 
 

@@ -50,27 +50,27 @@ class StepProfiler:
 
     def __init__(self, trainer: Trainer, window: range) -> None:
         """`window` are steps that are still to be done."""
-        self.trainer, self.window, self.offset = trainer, window, ClockOffset()
+        self.trainer, self.window, self.clock_offset = trainer, window, ClockOffset()
         self.first_steady_step = trainer.step + first_steady_step(trainer.run)
         """The first step that is like all that follow."""
-        self.metered = next((step for step in window if step >= self.first_steady_step), None)
+        self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
 
     def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
         trainer, step_number = self.trainer, self.trainer.step + 1
         if step_number not in self.window:
             return trainer.train_step(batches)
         if step_number == self.window[0]:  # clocks drift apart: not the offset of the run's start
-            self.offset = measure_clock_offset(
+            self.clock_offset = measure_clock_offset(
                 trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
             )
         tokens, step = trainer.expert_loads[0].clone(), partial(trainer.train_step, batches)
-        if step_number == self.metered:
+        if step_number == self.metered_step:
             record, profile = profile_step(trainer, step, over_time=True)
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
         else:
             record, profile = time_step(trainer.strategy, step)
         assert trainer.step_record is not None
-        trainer.step_record |= profile.as_step_record(self.offset)
+        trainer.step_record |= profile.as_step_record(self.clock_offset)
         trainer.step_record["spans"] = executed_passes(trainer.strategy)
         if trainer.moe_layers:
             trainer.step_record["expert_tokens"] = (trainer.expert_loads[0] - tokens).long().tolist()
@@ -84,7 +84,7 @@ class StepProfile:
     waits: dict[str, list[Wait]]
     """For what, and from when to when."""
     calls: list[CollectiveCall] = field(default_factory=list)
-    held: Counter[str] = field(default_factory=Counter)
+    resident_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes by part between the backward pass and the update."""
     peak: dict[str, int] = field(default_factory=dict)
     """The most of each part, and of all together."""
@@ -97,7 +97,7 @@ class StepProfile:
     def as_dict(self) -> dict[str, Any]:
         """As `measured/` has it."""
         return {
-            "held_bytes": dict(self.held),
+            "held_bytes": dict(self.resident_bytes),
             "peak_bytes": self.peak,
             "flops": self.flops,
             "collectives": summarize_collectives(self.calls, self.waits[COMMUNICATION]),
@@ -108,13 +108,13 @@ class StepProfile:
         record: dict[str, Any] = {
             "clock": (offset.seconds, offset.error_seconds),
             "waits": [(wait_name, *wait) for wait_name, waits in self.waits.items() for wait in waits],
-            "collectives": [self._span(call) for call in self.calls],
+            "collectives": [self._collective_span(call) for call in self.calls],
         }
         return cast(
             StepRecord, record | ({"memory": downsample_memory(self.memory_history)} if self.memory_history else {})
         )
 
-    def _span(self, call: CollectiveCall) -> CollectiveSpan:
+    def _collective_span(self, call: CollectiveCall) -> CollectiveSpan:
         return {
             "operation": call.operation,
             "executed_as": call.executed_as,
@@ -143,7 +143,7 @@ def profile_step(
         profile.flops = flop_counter.flops
         reduced = type(strategy).reduce(strategy, sums, clip_norm)
         memory.reclassify()
-        profile.held.update(memory.held)
+        profile.resident_bytes.update(memory.bytes_by_part)
         return reduced
 
     strategy.reduce = reduce  # type: ignore[method-assign]
