@@ -263,7 +263,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         own = run.run.model_copy(update={"cluster": cluster})
         option = evaluate_layout(own, run.ranks, own.layout)
         recorded = read_run(directory)
-        rows = {row["what"]: row["measured"] for row in step_rows(recorded, step_times(recorded), None, None)}
+        rows = {row.quantity: row.measured for row in step_rows(recorded, step_times(recorded), None, None)}
         found["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
             computing = option.parts["compute"] - option.parts["exchange"]
@@ -276,9 +276,9 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         sent = [
             row
             for row in compare_with_prediction(own, run.ranks, recorded.measured)
-            if row["what"] in SENT and row["predicted"]
+            if row.quantity in SENT and row.predicted
         ]
-        found["bytes of a collective"] += [row["predicted"] / row["measured"] - 1 for row in sent]
+        found["bytes of a collective"] += [row.predicted / row.measured - 1 for row in sent]
         if own.layout.pp > 1:
             planned = simulate_candidate(own, run.ranks, candidate_from_run(own, run.ranks))
             found[BUBBLE].append(float(planned.bubble) - rows["bubble"])

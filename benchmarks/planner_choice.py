@@ -114,7 +114,7 @@ def best_of_sweeps(path: Path) -> Iterator[str]:
 
 
 def _key(choice: JobRow) -> tuple[float, ...]:
-    return tuple(choice[column] for column in ("tp", "pp", "micro_batch", "zero"))
+    return tuple(choice[column] for column in ("tp", "pp", "micro_batch", "zero_stage"))
 
 
 def _grid(own: JobRow, ranks: float, batch: float) -> Iterator[JobRow]:

@@ -96,8 +96,8 @@ class Machine:
         return paths
 
     def run(self, name: str, *argv: str, seconds: float = COMMAND_SECONDS) -> CommandOutput | None:
-        """What a program answers; None where it is not installed. `name` is that of its record. Raises Stuck if it
-        gives no answer in time."""
+        """What a program answers; None where it is not installed. `name` is that of its record. Raises CommandTimeout
+        if it gives no answer in time."""
         answer = self._recorded_output(name) if self.root else _try_command(argv, seconds)
         if answer is None:
             return None

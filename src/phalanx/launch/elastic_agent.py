@@ -218,7 +218,7 @@ def run_until_done(
     """Run local ranks, together with other nodes' where there are any, until all have ended well, or `on_failure`
     decides not to start them again; returns whether all went well.
 
-    Raises UserError where nodes cannot meet, NotMetError where they do not.
+    Raises UserError where nodes cannot meet, RendezvousError where they do not.
     """
     if rendezvous.max_nodes > 1:
         nodes_text, timeout_text = plural(rendezvous.max_nodes, "node"), f"{rendezvous.join_seconds:g} s at most"

@@ -74,7 +74,7 @@ def find_first_failure(
     directory: Path, failures: Mapping[int, Any], kills: int = 0, records: Sequence[Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
     """What the rank that failed first left word of (`write_failure`); of one that had no time to, how it ended. Where
-    it only lost another rank that left no word, it says so: "lost". `kills` are the kernel's for want of memory
+    it only lost another rank that left no word, it says so: "lost_peer". `kills` are the kernel's for want of memory
     since the ranks started, `records` the failure records that count, if not all that are there do."""
     records = read_failures(directory) if records is None else records
     root_causes = [failure for failure in records if not is_peer_loss(failure["reason"])]
@@ -116,7 +116,7 @@ def write_failure(
     final: bool = False,
 ) -> None:
     """Leave word of why this rank failed, for whoever started it. `step` is the last one that it finished, `memory`
-    what it held where that was not enough (`held.oom_report`); `final` says that it would fail again."""
+    what it held where that was not enough (`train.guards.oom_report`); `final` says that it would fail again."""
     is_user_error = isinstance(error, UserError)
     record = {
         "rank": rank,

@@ -54,7 +54,8 @@ def supervise_training(
     code, after saying what failed. `options` are those of phalanx.train. One rank alone that is not to be started again
     takes the process's place, and its memory.
 
-    Raises NotMetError where nodes do not meet, UserError where they cannot, or where too few are left for any layout.
+    Raises RendezvousError where nodes do not meet, UserError where they cannot, or where too few are left for any
+    layout.
     """
     set_worker_environment(nproc)
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU

@@ -123,8 +123,8 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
             share,
             f"rank {rank} computes {slowdown:.1f} times as long as others, for its experts are sent "
             f"{row_ratio:.1f} times as many rows{detail}",
-            "balance the router (moe.balance_loss, moe.bias_update_rate, a lower learning rate), or give its experts "
-            "to other ranks: phalanx experts --balance",
+            "balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower learning rate), or "
+            "give its experts to other ranks: phalanx experts --balance",
             rank=rank,
             expert=(layer, expert) if hot_share else None,
             since=step,

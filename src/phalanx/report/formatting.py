@@ -50,7 +50,7 @@ def format_number(value: float | None, unit: str) -> str:
 
 
 def row_label(row: Mapping[str, Any]) -> str:
-    """What a row of `beside` is about."""
+    """What a row of `comparison` is about."""
     name = str(row["what"])
     return name if row["role"] and name in STATE else DISPLAY_NAMES.get(name, name)
 
@@ -60,7 +60,7 @@ TITLES = {"": "of a step", PER_ROUND: "of a round of the swarm", ALL_ROUNDS: "of
 
 
 def group_rows(comparison: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Rows of `beside` under titles: a step, memory and bytes of each role of ranks, rounds; none that is 0
+    """Rows of `comparison` under titles: a step, memory and bytes of each role of ranks, rounds; none that is 0
     throughout."""
     shown = [row for row in comparison if row["predicted"] or row["measured"]]
     for role in dict.fromkeys(row["role"] for row in shown):

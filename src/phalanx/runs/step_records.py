@@ -15,7 +15,7 @@ from typing import NotRequired, TypedDict
 from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
-FORMAT = 1
+FORMAT = 2
 MAX_MEMORY_POINTS = 400
 """Of memory over a step, so many moments are kept."""
 

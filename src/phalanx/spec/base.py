@@ -18,7 +18,7 @@ ELSEWHERE = {
     "parallel": "layout",
     "tensor": "tp",
     "pipeline": "pp",
-    "cp_method": "cp",
+    "context": "cp",
     "expert": "ep",
     "zero": "data_parallel",
 }
@@ -40,7 +40,7 @@ class Spec(BaseModel):
 def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "") -> S:
     """Validate a table (as read from TOML or JSON) into a description; `path_prefix` precedes field names of errors.
 
-    Raises UserErrors that names every wrong field, its value, and what is allowed.
+    Raises UserErrorGroup that names every wrong field, its value, and what is allowed.
     """
     try:
         # JSON mode is strict about types and still takes a list for a tuple, which is what TOML gives.

@@ -55,7 +55,7 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         "training.base_dp_size",
         training.base_dp_size,
         f'{"is needed" if has_scaling else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
-        "set both base_ranks and scaling (linear or sqrt), or neither",
+        "set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither",
     )
     require(
         training.base_dp_size is None or sequences % base_dp == 0,

@@ -113,5 +113,5 @@ class ClusterSpec(Spec):
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes, of which each has one where `nproc` is not set."""
+        """Ranks of all nodes, of which each has one where `nproc_per_node` is not set."""
         return (self.nproc_per_node or 1) * self.nodes

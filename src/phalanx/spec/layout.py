@@ -30,7 +30,7 @@ VALID_DATA_STRATEGIES = {
     "num_servers": ("parameter_server",),
     "max_staleness": ("parameter_server",),
 }
-"""Choices that mean something only with these values of `data`."""
+"""Choices that mean something only with these values of `data_parallel`."""
 REQUIRES_DEGREE = {
     **dict.fromkeys(("rank_order", "schedule", "schedule_file", "virtual_stages"), "pp"),
     **dict.fromkeys(("sequence_parallel", "tp_attention"), "tp"),
@@ -68,9 +68,9 @@ class Layout(Spec):
     pp: int = Field(1, gt=0)
     """Pipeline stages in sequence."""
     rank_order: RankOrder = "data_outer"
-    """Which ranks are furthest apart: those with different data, which meet once per step (data), so that a pipeline's
-    are neighbours; or a pipeline's stages, which send little (pipeline), so that a stage's are, and with them its
-    experts."""
+    """Which ranks are furthest apart: those with different data, which meet once per step (data_outer), so that a
+    pipeline's are neighbours; or a pipeline's stages, which send little (pipeline_outer), so that a stage's are, and
+    with them its experts."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks share the tokens between pairs of products: less memory, as much traffic."""
     tp_attention: Literal["split", "gathered"] = "split"

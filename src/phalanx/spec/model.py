@@ -110,7 +110,7 @@ class ModelSpec(Spec):
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """Of the MLP: gated (swiglu: three matrices), or plain GELU, exact or by tanh (GPT-2)."""
     position_embedding: Literal["rope", "learned"] = "rope"
-    """Rotary (rope), or an embedding learned for each of `context` positions (GPT-2)."""
+    """Rotary (rope), or an embedding learned for each of `max_seq_len` positions (GPT-2)."""
     rope: RopeSpec = RopeSpec()
     """The rotary embedding's numbers."""
     bias: bool = False

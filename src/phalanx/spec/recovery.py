@@ -25,7 +25,8 @@ class RecoverySpec(Spec):
     """How often the run may go back to the checkpoint before a loss that is not finite `training.max_nonfinite_steps`
     times in a row, or a spike, and pass over the text of the steps since (PaLM, arXiv 2204.02311, section 5.1)."""
     loss_spike_ratio: float | None = Field(None, gt=1, examples=[2.0])
-    """A loss so many times the median of the 50 steps before it is a spike (with `rollbacks`); by default none is."""
+    """A loss so many times the median of the 50 steps before it is a spike (with `max_rollbacks`); by default none
+    is."""
 
     @model_validator(mode="after")
     def _check(self) -> RecoverySpec:

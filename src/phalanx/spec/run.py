@@ -55,9 +55,9 @@ class TrainingSpec(Spec):
     tokens_per_step: int = Field(16_384, gt=0)
     """Tokens in one optimizer update over all ranks. Micro-batch and accumulation follow from it."""
     batch_scaling: Literal["keep", "linear", "sqrt"] = "keep"
-    """What other ranks than `base_ranks` change: keep takes the same tokens per step, and accumulation changes; linear
-    (arXiv 1706.02677) and sqrt (arXiv 1404.5997) take the same tokens per rank, and learning rates are multiplied by
-    the ratio of ranks or by its root. A run that returns with other ranks warms up to its new rates."""
+    """What other ranks than `base_dp_size` change: keep takes the same tokens per step, and accumulation changes;
+    linear (arXiv 1706.02677) and sqrt (arXiv 1404.5997) take the same tokens per rank, and learning rates are
+    multiplied by the ratio of ranks or by its root. A run that returns with other ranks warms up to its new rates."""
     base_dp_size: int | None = Field(None, gt=0, examples=[8])
     """The data-parallel ranks that `tokens_per_step` and the learning rates are meant for (linear and sqrt)."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"

@@ -170,7 +170,8 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
     if spec.moe and layout.ep == 1:
         widths["model.moe.expert_ffn_size"] = spec.moe.expert_ffn_size
     elif spec.moe and spec.moe.num_shared_experts:
-        widths["model.moe.expert_ffn_size x shared_experts"] = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
+        shared_width = spec.moe.expert_ffn_size * spec.moe.num_shared_experts
+        widths["model.moe.expert_ffn_size x num_shared_experts"] = shared_width
     if layout.sequence_parallel:
         widths["training.seq_len"] = seq_len
     for field, size in widths.items():

@@ -1,7 +1,8 @@
 """Tensors as bytes: whole, in bf16, or in blocks of 8 or 4 bits that share a scale.
 
 A coded tensor is its scales (fp32, little-endian), one for each 256 numbers, and then its numbers in their order; of
-int4 two in a byte, the first in its lower half. What the numbers are is said in `parallel.blocks`; Q is 127 or 7."""
+int4 two in a byte, the first in its lower half. What the numbers are is said in `parallel.int8_blocks`; Q is 127 or
+7."""
 
 from __future__ import annotations
 

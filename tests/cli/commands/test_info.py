@@ -36,7 +36,7 @@ def test_info_list_prints_model_and_machine_presets():
     listed = info_json("--list")
     assert listed["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}
     assert listed["machines"]["a100"]["link_bytes_per_second"] == 300e9
-    assert "watts" not in listed["machines"]["tpuv5e"]
+    assert "watts_per_device" not in listed["machines"]["tpuv5e"]
 
 
 def test_info_accepts_run_file_and_hugging_face_config(tmp_path):

@@ -1,5 +1,5 @@
 """How long collectives take: latency and bandwidth over the hierarchy of fast links and network cards. Columns of many
-jobs at once (`cost.jobs`)."""
+jobs at once (`cost.estimate.job_table`)."""
 
 from __future__ import annotations
 

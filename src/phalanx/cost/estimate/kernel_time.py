@@ -1,5 +1,5 @@
 """How long operations take on one device: matrix products by their shape, attention by its kernel, the rest by the
-memory that they pass over. Columns of many jobs at once (`cost.jobs`)."""
+memory that they pass over. Columns of many jobs at once (`cost.estimate.job_table`)."""
 
 from __future__ import annotations
 

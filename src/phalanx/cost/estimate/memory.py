@@ -1,5 +1,6 @@
 """How much memory a layout takes on the fullest rank: model state, activations of the micro-batches in flight, logits,
-buffers. Of any trainer, many layouts at once; what Phalanx itself holds is counted to the byte in `cost.memory`."""
+buffers. Of any trainer, many layouts at once; what Phalanx itself holds is counted to the byte in
+`cost.exact.rank_memory`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What ranks need for a moment to send and receive: for each strategy an upper bound of what it holds, and when.
 
 Symbols: N ranks that share one copy. A reduce-scatter sends a whole buffer of N parts, and an N-th comes of it; on a
-CPU, where gloo has none, a second whole buffer receives what all ranks send (`parallel.collectives`)."""
+CPU, where gloo has none, a second whole buffer receives what all ranks send (`parallel.comm.collectives`)."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def pipeline_memory_peaks(
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
     """What an optimizer needs while it steps: SGD with decay a copy of the gradients; Muon of the largest group of
-    matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.muon`). Fused
-    AdamW needs nothing."""
+    matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.optim.muon`).
+    Fused AdamW needs nothing."""
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
     state_bytes, owned_elements = STATE_BYTES[run.training.precision], dict[str, int]()

@@ -1,5 +1,5 @@
 """What each part of a model's forward pass keeps for the backward pass, in bytes: the counts behind
-`cost.activations`, whose symbols these are."""
+`cost.exact.activation_memory`, whose symbols these are."""
 
 from __future__ import annotations
 
@@ -266,8 +266,8 @@ def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
 
 
 def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
-    """What the second half of a block's backward pass needs (`parallel.split_backward`): of every linear layer its
-    input, the gradient of its output, and under autocast the copy of its weight."""
+    """What the second half of a block's backward pass needs (`parallel.pipeline.split_backward`): of every linear layer
+    its input, the gradient of its output, and under autocast the copy of its weight."""
     D, q, kv = (
         spec.hidden_size,
         shape.max_local_count(spec.num_heads) * spec.head_dim,

@@ -232,7 +232,7 @@ def _powersgd_elements(shapes: Shapes, rank: int) -> int:
 
 def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
     """What Muon sends where ranks have rows of its matrices: its momenta, so that each matrix is whole on one rank, and
-    the rows of what comes of it back (`train.muon`). Experts are whole matrices already."""
+    the rows of what comes of it back (`train.optim.muon`). Experts are whole matrices already."""
     if run.optimizer.name != "muon" or ranks == 1:
         return []
     shape_counts = Counter(

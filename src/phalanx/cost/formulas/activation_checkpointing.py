@@ -1,5 +1,5 @@
 """Recomputation by rule of thumb: how many checkpoints, and what computing again costs. What Phalanx itself keeps (the
-input of every block) is counted in `cost.activations`."""
+input of every block) is counted in `cost.exact.activation_memory`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ WORK = PurePosixPath("/work")
 def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
     """The values of options that have no default; each comes with what it is.
 
-    Raises UserErrors of all that are not given.
+    Raises UserErrorGroup of all that are not given.
     """
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:

@@ -1,6 +1,6 @@
 """Published rules of thumb for choosing a layout, as data: when each applies, and which layouts obey it.
 
-They are quoted, not endorsed: `plan.advise` holds each against the planner. GiB is 2**30 bytes."""
+They are quoted, not endorsed: `plan.advice.compare_rules` holds each against the planner. GiB is 2**30 bytes."""
 
 from __future__ import annotations
 

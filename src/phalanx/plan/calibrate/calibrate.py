@@ -189,7 +189,7 @@ def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFi
 
 
 def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
-    """The columns of a run on a machine (`cost.jobs`).
+    """The columns of a run on a machine (`cost.estimate.job_table`).
 
     Raises UserError for a layout that the planner does not know.
     """

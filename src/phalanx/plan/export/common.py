@@ -66,7 +66,7 @@ class ExportJob:
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of initial matrices, as in `model.weights`."""
+        """Standard deviation of initial matrices, as in `model.init`."""
         return sqrt(2 / (5 * self.run.model.hidden_size))
 
 

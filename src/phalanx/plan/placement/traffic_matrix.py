@@ -1,5 +1,5 @@
-"""Who sends how much to whom in one optimizer update: the bytes that `cost.traffic` counts for each rank, spread over
-the members of its groups by the algorithm that the count assumes."""
+"""Who sends how much to whom in one optimizer update: the bytes that `cost.exact.traffic` counts for each rank, spread
+over the members of its groups by the algorithm that the count assumes."""
 
 from __future__ import annotations
 

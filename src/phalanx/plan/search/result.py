@@ -35,7 +35,7 @@ class EvaluatedLayout:
     tokens_per_second: float
     mfu: float
     """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
-    pairs (`describe.flops_per_token`), as most publications do."""
+    pairs (`job_columns.flops_per_token`), as most publications do."""
     hfu: float
     """With what recomputation does once more."""
 

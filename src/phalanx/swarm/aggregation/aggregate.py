@@ -51,7 +51,7 @@ class AggregationConfig:
     outer: OuterSGD = PLAIN_MEAN
     robust: Robust = "none"
     merge_alpha: float = 0.0
-    """Of this round: see `merge.merge_ratio`."""
+    """Of this round: see `expert_merging.merge_ratio`."""
     merge_nearest: int = 4
     descent: AdamWStep | None = None
     """The step that is made of gradients, where nodes tell these (ddp)."""

@@ -115,7 +115,7 @@ class Coordinator:
         layer it can train, `data_fingerprint` a checksum of what it reads. If it is not to `begin` yet, it only hears
         whether it may, and nobody counts on it.
 
-        Raises Refused for other text than the others', or no capacity.
+        Raises UpdateRejected for other text than the others', or no capacity.
         """
         with self.changed:
             if not (isfinite(capacity) and capacity >= 1):
@@ -177,7 +177,7 @@ class Coordinator:
     def receiving_update(self, node: str, round_number: int, upload_id: str) -> Iterator[tuple[Path, int]]:
         """Around the bytes of a node's update, which it marks: where they go, and how many there may be.
 
-        Raises Refused where the node has nothing to tell, or is telling it already.
+        Raises UpdateRejected where the node has nothing to tell, or is telling it already.
         """
         if not self._upload_locks[node].acquire(blocking=False):
             raise UpdateRejected(f"{BUSY}: another update of this node is coming")
@@ -193,7 +193,7 @@ class Coordinator:
     def accept_update(self, node: str, round_number: int, upload_id: str, tokens: int, steps: int) -> None:
         """Check what came, whole and undamaged, and count it.
 
-        Raises Refused for what does not count.
+        Raises UpdateRejected for what does not count.
         """
         path, partial_path = (
             self.store.update(round_number, node),

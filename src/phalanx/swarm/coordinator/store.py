@@ -1,8 +1,8 @@
 """The coordinator's files: the model as all nodes have it, and what nodes told of a round.
 
     run.toml  journal.jsonl
-    model/base.safetensors      weights; beside it left, velocity, or exp_avg and exp_avg_sq: see `aggregate.ModelState`
-    rounds/000012/NODE.update   what a node told; .part while it comes
+    model/base.safetensors      weights; beside it error_feedback, velocity, or exp_avg and exp_avg_sq: see
+    `aggregate.ModelState` rounds/000012/NODE.update   what a node told; .part while it comes
     rounds/000012/new-*         what the round came to, until it is in model/
     rounds/000012/down          what nodes are told of it
     rounds/000012/begin.*       the weights that it began with, if a node asked for all

@@ -46,8 +46,8 @@ def check_update(
 ) -> float:
     """How large the update in a file is: the norm of the change of all of it.
 
-    Raises Refused for pieces that the node may not tell, or that are missing or of another size; for numbers that are
-    not finite; for a change `outlier_factor` times as large as the median of `recent_norms`, those of
+    Raises UpdateRejected for pieces that the node may not tell, or that are missing or of another size; for numbers
+    that are not finite; for a change `outlier_factor` times as large as the median of `recent_norms`, those of
     the updates before.
     """
     with path.open("rb") as file:

@@ -77,7 +77,7 @@ class SwarmClient:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def join(self, **message: Any) -> Message:
-        """See `server.Calls.join`."""
+        """See `server.py`."""
         return self._call("join", {"version": PROTOCOL_VERSION, **message})
 
     def heartbeat(self) -> NodeTask:
@@ -114,7 +114,7 @@ class SwarmClient:
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
-        """Send an update. Raises Refused where it does not count."""
+        """Send an update. Raises UpdateRejected where it does not count."""
         size_bytes, upload_id = path.stat().st_size, update_id(path)
         call, tries = self._channel.stream_unary(f"/{SERVICE}/put"), 0
 
@@ -157,7 +157,7 @@ class SwarmClient:
         """Receive what a round came to, but for the node's own pieces, into a file; or all weights. Returns how many
         rounds are committed. `shapes` are those of pieces by name. Where the link breaks it goes on with the next one.
 
-        Raises Gone if that is not kept any more, and Refused for what did not arrive as it was sent.
+        Raises RoundExpired if that is not kept any more, and UpdateRejected for what did not arrive as it was sent.
         """
         call, committed = self._channel.unary_stream(f"/{SERVICE}/get"), -1
         received_keys: set[str] = set()

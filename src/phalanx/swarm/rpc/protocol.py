@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from phalanx.swarm.tensor_files import TensorFile
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of these words: both ends must speak the same."""
 SERVICE = "phalanx.Swarm"
 CHUNK_BYTES, MAX_MESSAGE_BYTES = 2**20, 2**24

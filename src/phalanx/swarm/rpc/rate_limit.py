@@ -29,7 +29,7 @@ class RateLimiter:
 
     @contextmanager
     def limited(self, member: str) -> Iterator[None]:
-        """Around a call. Raises Refused if it is one too many."""
+        """Around a call. Raises UpdateRejected if it is one too many."""
         with self._lock:
             now = self._clock()
             tokens, counted_at = self._tokens.get(member, (MAX_BURST, now))

@@ -3,7 +3,7 @@
 Rank 0 speaks with the coordinator; the others do what it says. A node's directory has, beside what every run has:
 
     swarm.jsonl          of each round bytes and seconds (`runs.swarm_records`)
-    base.safetensors, live.safetensors, update, down: see `swarm.exchange`"""
+    base.safetensors, live.safetensors, update, down: see `swarm.worker.exchange`"""
 
 from __future__ import annotations
 
