@@ -18,5 +18,5 @@ read are made when needed."""
 
 
 def master_weight_bytes(number_bytes: Column) -> Column:
-    """`KEPT`, of many jobs by what they compute with: fp32, unless that is wider. Losses are as exact."""
+    """`STATE_BYTES`, of many jobs by what they compute with: fp32, unless that is wider. Losses are as exact."""
     return np.maximum(number_bytes, STATE_BYTES["bf16"])

@@ -19,7 +19,7 @@ one is half a millisecond's work, so that who floods takes a twentieth of a core
 
 
 class RateLimiter:
-    """A token bucket for each member: it fills by `CALLS_PER_SECOND`, holds `AT_ONCE`, and each call takes one."""
+    """A token bucket for each member: it fills by `CALLS_PER_SECOND`, holds `MAX_BURST`, and each call takes one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
