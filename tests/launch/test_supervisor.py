@@ -13,7 +13,7 @@ import pytest
 from phalanx.launch.elastic_agent import FailureAction
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.supervisor import FailurePolicy
-from phalanx.runs.events import FAILED, STARTED, append_event, read_events
+from phalanx.runs.events import FAILED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.runs.hang_dumps import write_dump
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.layout import Layout
@@ -163,7 +163,7 @@ def test_drop_failing_rank_drops_hung_rank_not_reporting_rank(has_hang_dump: boo
         then = recovery.decide({0: FakeProcessFailure(1)})
     assert then is FailureAction.STOP
     assert recovery.drop_failing_rank(3, lambda _: Layout()) == (2 if has_hang_dump else None)
-    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == "rank_dropped"] == (
+    assert [event["rank"] for event in read_events(tmp_path) if event["what"] == RANK_DROPPED] == (
         [1] if has_hang_dump else []
     )
 

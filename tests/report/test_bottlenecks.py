@@ -12,8 +12,8 @@ import pytest
 
 from phalanx.report.bottlenecks import MIN_SHARE, Bottleneck, change_point, find_bottlenecks
 from phalanx.report.run_data import RunData
-from phalanx.report.run_files import RankRecord
 from phalanx.report.step_breakdown import StepTimes, step_times
+from phalanx.runs.step_records import RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.schedule import actions
 from phalanx.schedule.simulate import ActionTimes, simulate

@@ -9,7 +9,7 @@ from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.collective_times import collective_times
 from phalanx.report.measured_run import read_measured_run, with_measured_parts
 from phalanx.report.run_data import RunData, read_run
-from phalanx.report.run_files import RankRecord
+from phalanx.runs.step_records import RankRecord
 from tests.helpers import trained_runs
 
 

@@ -11,6 +11,7 @@ from phalanx.runs.events import (
     EVENTS_FILE,
     FAILED,
     FINISHED,
+    RANK_DROPPED,
     REQUIRED_FIELDS,
     ROLLED_BACK,
     STARTED,
@@ -73,8 +74,8 @@ def test_read_events_skips_truncated_line(tmp_path: Path) -> None:
         ([STARTED, ROLLED_BACK, STARTED], 0),
         ([FAILED], 1),
         ([FAILED, STARTED], 1),
-        ([STARTED, FAILED, "rank_dropped"], 1),
-        ([STARTED, FAILED, "rank_dropped", STARTED, FAILED], 2),
+        ([STARTED, FAILED, RANK_DROPPED], 1),
+        ([STARTED, FAILED, RANK_DROPPED, STARTED, FAILED], 2),
     ],
 )
 def test_failure_count_and_uptime_counts_each_failure_once(event_kinds: list[str], count: int, tmp_path: Path) -> None:

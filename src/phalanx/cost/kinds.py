@@ -69,7 +69,7 @@ class ScheduleKind(IntEnum):
 
 
 class OffloadTarget(IntEnum):
-    """Where what a rank trains rests: on its device; in CPU memory; in files, as far as `parallel.offload` puts it
+    """Where what a rank trains rests: on its device; in CPU memory; in files, as far as `parallel.data.offload` puts it
     there."""
 
     NONE = 0

@@ -31,7 +31,7 @@ from phalanx.launch.process import select_device, set_worker_environment
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, is_finished, step_of
-from phalanx.runs.events import FAILED, FINISHED, STARTED, append_event, read_events
+from phalanx.runs.events import FAILED, FINISHED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.recovery import RecoverySpec
@@ -245,7 +245,7 @@ class FailurePolicy:
             return None
         hide_gpu(failing_rank)
         self.last_drop_step, self.consecutive_failures, self.suspect_ranks = self.last_step_reached, 0, set()
-        append_event(self.directory, "rank_dropped", rank=failing_rank)
+        append_event(self.directory, RANK_DROPPED, rank=failing_rank)
         print(
             f"phalanx: going on without rank {failing_rank}, which failed again and again: with {ranks} of {nproc}",
             file=sys.stderr,

@@ -7,7 +7,7 @@ from statistics import median
 
 from phalanx.plan.calibrate.microbenchmarks import CollectiveTiming
 from phalanx.report.run_data import RunData
-from phalanx.report.run_files import Line
+from phalanx.runs.jsonl import JsonRecord
 
 MIN_EXPOSED_FRACTION = 0.9
 """Of a collective's time, where nothing ran beside it: what does takes longer for it on a CPU, and may have stood in a
@@ -39,7 +39,7 @@ def collective_times(run_data: RunData) -> tuple[CollectiveTiming, ...]:
     )
 
 
-def _blocking_seconds(call: Line) -> float | None:
+def _blocking_seconds(call: JsonRecord) -> float | None:
     """Seconds of a collective that a rank stood still for; None of one that it did not, or whose end nobody knows."""
     if call["end"] is None:
         return None

@@ -22,9 +22,9 @@ from phalanx.report import profiled_steps, swarm_rounds
 from phalanx.report.bottlenecks import find_bottlenecks
 from phalanx.report.profiled_steps import Facts
 from phalanx.report.run_data import RunData, measured_peak
-from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import StepTimes, step_times
 from phalanx.runs.events import STARTED, active_seconds_until
+from phalanx.runs.jsonl import JsonRecord
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
@@ -235,7 +235,7 @@ def _goodput(run_data: RunData) -> float | None:
     )
 
 
-def _sum_seconds(line: Line) -> float:
+def _sum_seconds(line: JsonRecord) -> float:
     seconds = line["seconds"]
     return float(sum(seconds.values())) if isinstance(seconds, dict) else float(seconds)
 

@@ -8,8 +8,8 @@ from typing import Any
 from phalanx.plan.placement.traffic_matrix import merge_matrices, traffic_matrices
 from phalanx.report.drawing.schedule import executed_spans
 from phalanx.report.run_data import RunData
-from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import simulate_measured, stage_times
+from phalanx.runs.jsonl import JsonRecord
 from phalanx.schedule.simulate import Timeline
 from phalanx.spec.errors import UserError
 
@@ -45,7 +45,7 @@ def pass_timeline(run_data: RunData, planned: Timeline | None, can_simulate: boo
     return timeline
 
 
-def on_rank0_clock(line: Line, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
+def on_rank0_clock(line: JsonRecord, offset_seconds: float) -> Iterator[tuple[str, int, int, float, float]]:
     """The passes of a step on the clock of rank 0."""
     offset = line["clock"][0] if "clock" in line else offset_seconds
     for kind, stage, micro, start, end in line["spans"]:

@@ -10,23 +10,15 @@ from typing import Any
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.plan.calibrate.measured_run import MIN_STEPS, WARM_UP_STEPS
-from phalanx.report.run_files import (
-    Line,
-    RankRecord,
-    read_first_failure,
-    read_json_lines,
-    read_measurements,
-    read_metrics,
-    read_rank_records,
-    read_rounds,
-)
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import describe_damaged_checkpoints, describe_failures, describe_rollbacks, read_events
+from phalanx.runs.hang_dumps import describe_first_failure
+from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.runs.lock import is_running
-from phalanx.runs.measured import MEASURED_DIR
-from phalanx.runs.metrics import METRICS_FILE, peak_from_mfu
-from phalanx.runs.step_records import TRACE_DIR
-from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord
+from phalanx.runs.measured import read_measured_since
+from phalanx.runs.metrics import peak_from_mfu, read_metrics
+from phalanx.runs.step_records import RankRecord, read_rank_records
+from phalanx.runs.swarm_records import JOURNAL_FILE, ROUNDS_FILE, RoundRecord, read_rounds
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
@@ -52,9 +44,9 @@ class RunData:
     began_after: int
     ranks: dict[int, RankRecord]
     """Those that wrote a record of the last start."""
-    metrics: list[Line]
+    metrics: list[JsonRecord]
     """metrics.jsonl: of steps, and of evaluations."""
-    measured: dict[int, Line]
+    measured: dict[int, JsonRecord]
     """`measured/` by rank: what one step held, sent and computed."""
     problems: list[str]
     """What is missing or cannot be read."""
@@ -66,7 +58,7 @@ class RunData:
     """Of a swarm's node."""
     run_events: list[Mapping[str, Any]] = field(default_factory=list)
     """Its starts, failures and ends (`runs.events`)."""
-    swarm_journal: list[Line] | None = None
+    swarm_journal: list[JsonRecord] | None = None
     """What a swarm's coordinator wrote down, which trains nothing; None of other runs."""
 
     @property
@@ -85,12 +77,12 @@ class RunData:
         return self.run.name if self.run else self.directory.name
 
     @property
-    def step_metrics(self) -> list[Line]:
+    def step_metrics(self) -> list[JsonRecord]:
         """Of `metrics` those of steps."""
         return [line for line in self.metrics if "step_seconds" in line]
 
     @property
-    def evaluations(self) -> list[Line]:
+    def evaluations(self) -> list[JsonRecord]:
         """Of `metrics` those of evaluations."""
         return [line for line in self.metrics if "held_out_loss" in line]
 
@@ -112,11 +104,11 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
-    metrics = read_metrics(directory / METRICS_FILE, problems)
-    rounds = read_rounds(directory / ROUNDS_FILE, problems)
+    metrics = read_metrics(directory, problems)
+    rounds = read_rounds(directory, problems)
     is_node = (directory / ROUNDS_FILE).is_file()
     # Nodes of a swarm write no step records.
-    ranks, world_size, began_after = read_rank_records(directory / TRACE_DIR, [] if is_node else problems)
+    ranks, world_size, began_after = read_rank_records(directory, [] if is_node else problems)
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
         world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("resumed_at_step", 0)
@@ -128,7 +120,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks)})
-    failure, is_active = read_first_failure(directory), is_running(directory)
+    failure, is_active = describe_first_failure(directory), is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:
@@ -144,7 +136,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         problems.append(f"it went back {count_text}, the last time at {rollbacks[-1]}")
     if damaged_checkpoints := describe_damaged_checkpoints(events):
         problems.append(f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}")
-    measured = read_measurements(directory / MEASURED_DIR, began_after, world_size, problems)
+    measured = read_measured_since(directory, began_after, world_size, problems)
     return RunData(
         directory,
         run,
@@ -162,7 +154,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
-    events = read_json_lines(directory / JOURNAL_FILE, problems, {"what", "at"})
+    events = read_valid_jsonl(directory / JOURNAL_FILE, problems, {"what", "at"})
     run, is_active = _read_run(directory / RUN_FILE, 0, problems), is_running(directory)
     run_data = RunData(directory, run, 0, 0, {}, [], {}, problems, None, is_active, swarm_journal=events)
     if run is not None and run_data.step < run.training.steps:
@@ -209,7 +201,7 @@ def _measured_machine(
     return machine
 
 
-def measured_peak(run: RunSpec, steps: Sequence[Line], world_size: int) -> float | None:
+def measured_peak(run: RunSpec, steps: Sequence[JsonRecord], world_size: int) -> float | None:
     """FLOP/s of a rank, as it was measured or known when the run began."""
     flops = training_flops_per_token(run.model, run.training.seq_len)
     peaks = (peak_from_mfu(record, flops, record.get("ranks", world_size)) for record in reversed(steps))

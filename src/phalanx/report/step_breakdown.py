@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from phalanx.cost.exact.flops import rank_flops
 from phalanx.report.run_data import RunData, steady_steps
-from phalanx.report.run_files import Line, RankRecord
+from phalanx.runs.jsonl import JsonRecord
+from phalanx.runs.step_records import RankRecord
 from phalanx.schedule.registry import layout_schedule
 from phalanx.schedule.simulate import ActionTimes, Timeline, simulate
 from phalanx.spec.batch import plan_batch
@@ -85,7 +86,7 @@ def step_times(run_data: RunData) -> StepTimes | None:
         return None
     lines = [_select_steps(record, steps) for record in records]
 
-    def collect(value: Callable[[Line], float]) -> Table:
+    def collect(value: Callable[[JsonRecord], float]) -> Table:
         return np.array([[value(line) for line in rank] for rank in lines], float).T
 
     rows = collect(lambda line: line["expert_rows"]) if all("expert_rows" in rank[0] for rank in lines) else None
@@ -105,21 +106,21 @@ def step_times(run_data: RunData) -> StepTimes | None:
     )
 
 
-def computed_seconds(line: Line) -> float:
+def computed_seconds(line: JsonRecord) -> float:
     """Of a step's passes, without waits for collectives in them, as far as these are known."""
     return max(0.0, _pass_seconds(line) - _wait_seconds(line, "passes"))
 
 
-def _select_steps(record: RankRecord, steps: Sequence[int]) -> list[Line]:
+def _select_steps(record: RankRecord, steps: Sequence[int]) -> list[JsonRecord]:
     line_by_step = {line["step"]: line for line in record.steps}
     return [line_by_step[step] for step in steps]
 
 
-def _pass_seconds(line: Line) -> float:
+def _pass_seconds(line: JsonRecord) -> float:
     return sum(sum(kinds.values()) for kinds in line["stages"].values())
 
 
-def _wait_seconds(line: Line, phase: str) -> float:
+def _wait_seconds(line: JsonRecord, phase: str) -> float:
     return float(line.get("wait_seconds", {}).get(phase, 0.0))
 
 

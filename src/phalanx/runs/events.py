@@ -24,6 +24,8 @@ LIFECYCLE_EVENTS = (STARTED, FAILED, FINISHED, ROLLED_BACK)
 """By which it is known whether ranks are at work."""
 QUARANTINED = "checkpoint_quarantined"
 """A checkpoint was, for it was damaged."""
+RANK_DROPPED = "rank_dropped"
+"""The run goes on without a rank that failed again and again."""
 REQUIRED_FIELDS = {
     STARTED: ("ranks", "step"),
     FAILED: ("rank", "step", "reason"),

@@ -164,6 +164,19 @@ def read_failures(directory: Path) -> dict[int, dict[str, Any]]:
     }
 
 
+def describe_first_failure(directory: Path) -> str | None:
+    """Return the first failed rank and its reason, if any.
+
+    A killed rank cannot write its own record. Its launcher writes one without the step, later than the ranks that lost
+    the connection to it."""
+    records = read_failures(directory).values()
+    if not records:
+        return None
+    first = min(records, key=lambda record: ("step" in record, record["time"]))
+    reason = (first["reason"].splitlines() or [""])[0]
+    return f"rank {first['rank']} {'failed: ' if 'step' in first else ''}{reason}"
+
+
 def _read_records(folder: Path) -> list[Mapping[str, Any]]:
     records = []
     for file in sorted(folder.glob("rank-*.json")):

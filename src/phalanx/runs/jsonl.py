@@ -6,7 +6,7 @@ A line without a newline is still being written, or its writer was killed: no re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ def parse_jsonl(content: bytes) -> Iterator[tuple[bytes, JsonRecord | None]]:
         except ValueError:
             record = None
         yield line, record if isinstance(record, dict) else None
+
+
+def read_valid_jsonl(path: Path, problems: list[str], keys: Set[str] = frozenset({"step"})) -> list[JsonRecord]:
+    """Return the records of a file that have these keys, and add to `problems` how many lines cannot be read."""
+    records = [record for _, record in parse_jsonl(path.read_bytes())]
+    valid = [record for record in records if record is not None and keys <= record.keys()]
+    if unreadable := len(records) - len(valid):
+        problems.append(f"{path.parent.name}/{path.name}: {unreadable} lines cannot be read")
+    return valid
 
 
 class JsonlTail:

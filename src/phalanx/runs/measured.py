@@ -27,3 +27,22 @@ def write_measured(directory: Path, rank: int, measured: dict[str, Any]) -> None
 def read_measured(directory: Path) -> list[dict[str, Any]]:
     """Return what each rank measured, in the order of ranks."""
     return [json.loads(file.read_text()) for file in sorted((directory / MEASURED_DIR).glob("rank-*.json"))]
+
+
+def read_measured_since(
+    directory: Path, resumed_at_step: int, world_size: int, problems: list[str]
+) -> dict[int, dict[str, Any]]:
+    """Return what each rank measured since the last start; files that cannot be read are added to `problems`."""
+    measured_by_rank = {}
+    for file in sorted((directory / MEASURED_DIR).glob("rank-*.json")):
+        try:
+            measured = json.loads(file.read_text(errors="replace"))
+        except ValueError:
+            measured = None
+        if isinstance(measured, dict) and {"held_bytes", "peak_bytes", "collectives"} <= set(measured):
+            rank = int(file.stem.removeprefix("rank-"))
+            if measured.get("step", resumed_at_step + 1) > resumed_at_step and rank < (world_size or rank + 1):
+                measured_by_rank[rank] = measured
+        else:
+            problems.append(f"{MEASURED_DIR}/{file.name} cannot be read")
+    return measured_by_rank

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.runs.jsonl import JsonRecord, read_jsonl
+from phalanx.runs.jsonl import JsonRecord, read_jsonl, read_valid_jsonl
 
 MetricsRecord = JsonRecord
 METRICS_FILE, WANDB_ID_FILE, TENSORBOARD_DIR = "metrics.jsonl", "wandb.id", "tensorboard"
 
 
-def read_metrics(directory: Path) -> list[MetricsRecord]:
-    """Return all records of a run directory, in order. A number that was not finite is None."""
-    return read_jsonl(directory / METRICS_FILE)
+def read_metrics(directory: Path, problems: list[str] | None = None) -> list[MetricsRecord]:
+    """Return all records of a run directory, in order. A number that was not finite is None.
+
+    A missing file and lines that cannot be read are added to `problems`.
+    """
+    file = directory / METRICS_FILE
+    if problems is None:
+        return read_jsonl(file)
+    if not file.is_file():
+        problems.append(f"{file.name} is missing")
+        return []
+    return read_valid_jsonl(file, problems)
 
 
 def peak_from_mfu(record: MetricsRecord, flops_per_token: float, ranks: int) -> float | None:

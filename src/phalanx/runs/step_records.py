@@ -9,15 +9,19 @@ All times are seconds of the rank's own time.perf_counter(); the opening says wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from phalanx.runs.jsonl import JsonRecord, read_valid_jsonl
 from phalanx.spec.errors import UserError
 
 TRACE_DIR = "trace"
 FORMAT = 2
 MAX_MEMORY_POINTS = 400
 """Of memory over a step, so many moments are kept."""
+MAX_STEP_LAG = 2
+"""Steps that a rank's record may be behind others': they write now and then, and asynchronous workers apart."""
 
 
 class RunHeader(TypedDict):
@@ -125,3 +129,85 @@ def downsample_memory(
         if interval not in peaks or sum(bytes_by_part.values()) > sum(peaks[interval][1].values()):
             peaks[interval] = timestamp, bytes_by_part
     return [{"at": timestamp, **bytes_by_part} for timestamp, bytes_by_part in peaks.values()]
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What a rank noted since the run was last started."""
+
+    rank: int
+    host: str
+    device: str
+    offset_seconds: float
+    """To add to its times, to have those of rank 0."""
+    error_seconds: float
+    memory_bytes: int
+    """Of its device."""
+    cores: int | None
+    """That the ranks on its host may use, where they run on them."""
+    steps: list[JsonRecord] = field(default_factory=list)
+    """See `StepRecord`."""
+    pauses: list[JsonRecord] = field(default_factory=list)
+
+
+def read_rank_records(directory: Path, problems: list[str]) -> tuple[dict[int, RankRecord], int, int]:
+    """Return the record of each rank since the last start, the number of ranks, and the step that it continued from.
+
+    What cannot be read is added to `problems`.
+    """
+    starts: dict[int, list[JsonRecord]] = {}
+    for file in sorted((directory / TRACE_DIR).glob("rank-*.jsonl")):
+        lines = read_valid_jsonl(file, problems)
+        headers = [index for index, line in enumerate(lines) if "format" in line]
+        if not headers:
+            problems.append(f"{TRACE_DIR}/{file.name} has no opening")
+            continue
+        last_start = lines[headers[-1] :]
+        if (format_ := last_start[0]["format"]) != FORMAT:
+            problems.append(f"{TRACE_DIR}/{file.name} has format {format_}; this version reads {FORMAT}")
+            continue
+        starts[last_start[0]["rank"]] = last_start
+    if not starts:
+        reason = "they came to no step, metrics.per_rank_records was off, or an older version ran"
+        problems.append(f"{TRACE_DIR}/ has no records of ranks: {reason}")
+        return {}, 0, 0
+    newest = max((lines[0]["step"], lines[0]["ranks"]) for lines in starts.values())
+    header = starts.get(0, next(iter(starts.values())))[0]
+    resumed_at_step, world_size = (header["step"], header["ranks"]) if 0 in starts else newest
+    records = {
+        rank: _parse_rank_record(lines)
+        for rank, lines in starts.items()
+        if (lines[0]["step"], lines[0]["ranks"]) == (resumed_at_step, world_size)
+    }
+    problems += _incomplete_records(records, world_size)
+    return records, world_size, resumed_at_step
+
+
+def _incomplete_records(records: Mapping[int, RankRecord], world_size: int) -> list[str]:
+    """Which ranks have no record, or one that ends before others do."""
+    problems = []
+    last_steps = {rank: record.steps[-1]["step"] for rank, record in records.items() if record.steps}
+    behind = [rank for rank, step in last_steps.items() if step < max(last_steps.values()) - MAX_STEP_LAG]
+    if behind:
+        problems.append(f"the record of rank {behind[0]} ends before others do, at step {last_steps[behind[0]]}")
+    missing = sorted(set(range(world_size)) - set(records))
+    if missing:
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        problems.append(f"no record of {len(missing)} of {world_size} ranks: {shown}")
+    return problems
+
+
+def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:
+    header = lines[0]
+    steps = {line["step"]: line for line in lines[1:] if "seconds" in line and "stages" in line}
+    return RankRecord(
+        header["rank"],
+        header["host"],
+        header["device"],
+        header["clock_offset_seconds"],
+        header["clock_error_seconds"],
+        header["memory_bytes"],
+        header.get("cores"),
+        list(steps.values()),
+        [line for line in lines[1:] if "pause" in line],
+    )

@@ -9,7 +9,10 @@ RUN_DIR/journal.jsonl       the coordinator: every event (`swarm/coordinator/swa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from phalanx.runs.jsonl import read_valid_jsonl
 
 ROUNDS_FILE, JOURNAL_FILE = "swarm.jsonl", "journal.jsonl"
 SWARM_RUN_FILE, LINK_FILE = "swarm.toml", "link.json"
@@ -40,3 +43,13 @@ class RoundRecord:
     """Weights, gradients and optimizer state of rank 0 when it last stepped, and experts at rest."""
     seconds: float = 0.0
     refused: str = ""
+
+
+def read_rounds(directory: Path, problems: list[str]) -> list[RoundRecord]:
+    """Return the rounds of a node in its last swarm, whose numbers begin anew; none where it was in no swarm."""
+    file = directory / ROUNDS_FILE
+    names = {field.name for field in fields(RoundRecord)}
+    lines = read_valid_jsonl(file, problems, names) if file.is_file() else []
+    records = [RoundRecord(**{name: line[name] for name in names}) for line in lines]
+    swarm_starts = [index for index in range(1, len(records)) if records[index].round < records[index - 1].round]
+    return records[swarm_starts[-1] :] if swarm_starts else records

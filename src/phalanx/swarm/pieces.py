@@ -1,7 +1,7 @@
 """What nodes exchange, piece by piece: some rows of a tensor that all of them train, or one expert's part of one.
 
-No torch. Names are those of `cost.shapes`; of one expert with its number: "blocks.0.mlp.experts.up[3]"; of a part of a
-large tensor with its first row: "embedding.weight[4096:]". A piece is what is in memory at a time."""
+No torch. Names are those of `parameter_shapes`; of one expert with its number: "blocks.0.mlp.experts.up[3]"; of a part
+of a large tensor with its first row: "embedding.weight[4096:]". A piece is what is in memory at a time."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def test_parameter_server_traffic_matrix_uses_chain_only_when_synchronous(stalen
 
 @given(nodes=st.integers(1, 5), devices=st.integers(1, 6))
 def test_traffic_matrix_loads_equal_rail_fabric_formulas(nodes: int, devices: int) -> None:
-    """The formulas of `cost.fabric` (there enumerated) come out of the matrix."""
+    """The formulas of `rail_fabric` (there enumerated) come out of the matrix."""
     count, size = nodes * devices, 1e6
     members = np.arange(count)[None]
     if count == 1:

@@ -1,10 +1,10 @@
 """What offload saves a device and costs a step: bytes that rest elsewhere, bytes that move, and the update on a CPU.
 
-As Phalanx's strategies do it. ZeRO-1 and 2 (`parallel.zero`) copy gradients down, step their rows in pieces and copy
-them up, one after the other: nothing else goes on meanwhile, but for the gather of the piece before. ZeRO-3 (FSDP2's
-CPUOffloadPolicy) copies a block's parameters up before each gather, ahead of their use, and the first micro-batch's
-gradients down beside the backward pass; those of later ones wait to be added. Muon's products, which a CPU makes
-slowly, are not in it. The shares and the speed that stand here as constants are usual ones, not measured."""
+As Phalanx's strategies do it. ZeRO-1 and 2 (`parallel.data.zero`) copy gradients down, step their rows in pieces and
+copy them up, one after the other: nothing else goes on meanwhile, but for the gather of the piece before. ZeRO-3
+(FSDP2's CPUOffloadPolicy) copies a block's parameters up before each gather, ahead of their use, and the first
+micro-batch's gradients down beside the backward pass; those of later ones wait to be added. Muon's products, which a
+CPU makes slowly, are not in it. The shares and the speed that stand here as constants are usual ones, not measured."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
 def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> Column:
     """Seconds of a step in which a rank only moves or steps the `owned` parameters that rest elsewhere.
 
-    Files are read ahead and written behind (`parallel.offload`): of disk and CPU, the slower one counts. No CPU is
+    Files are read ahead and written behind (`parallel.data.offload`): of disk and CPU, the slower one counts. No CPU is
     taken to be faster than the device: to offload what would fit never pays.
     """
     host = HOST_MEMORY_EFFICIENCY * jobs.host_bytes_per_second

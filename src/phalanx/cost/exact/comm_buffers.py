@@ -157,8 +157,8 @@ def zero_buffers(
 ) -> list[CommBufferPeak]:
     """Of ZeRO-1 (`full_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
-    the one before it, each of an N-th and the whole. Buckets are as `parallel.zero` cuts them, with padded rows; those
-    of offload may be smaller."""
+    the one before it, each of an N-th and the whole. Buckets are as `parallel.data.zero` cuts them, with padded rows;
+    those of offload may be smaller."""
     shapes, ranks, owned = rank.all, list[int](), list[int]()
     buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
     for bucket in buckets:

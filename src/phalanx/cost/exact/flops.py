@@ -77,7 +77,7 @@ def recomputed_flops_per_token(
     sharded: bool = False,
     causal: bool = True,
 ) -> float:
-    """FLOPs that the backward pass does once more on one token: what the planner's times have too (`cost.block`).
+    """FLOPs that the backward pass does once more on one token: what the planner's times have too (`block_time`).
 
     Of attention's core alone (arXiv 2205.05198, section 5) none where `flash` kernels keep no scores; of operations'
     only products, which trainers on FSDP do again (`sharded`). What kernels do again inside themselves, such as flash

@@ -3,7 +3,7 @@
 Exact, tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank, split
 by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
 `cost.exact.activation_memory` says of them, in a pipeline of all micro-batches in flight, and communication buffers
-(`cost.buffers`). Each part is the most of it at any time, and these times differ: the total is the most at one time.
+(`comm_buffers`). Each part is the most of it at any time, and these times differ: the total is the most at one time.
 Not in it: a gradient that is added to another, the allocator's gaps, libraries, the process."""
 
 from __future__ import annotations

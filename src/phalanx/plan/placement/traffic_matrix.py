@@ -143,7 +143,7 @@ def _all_to_all_transfers(members: Ranks, bytes_per_pair: float) -> Transfers:
 def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Transfers:
     """To the next in the order of ranks, on one island; between islands by as many rings as a group has members on
     each, every member being where one of them leaves, to its counterpart on the next (NCCL's channels, aligned with
-    the rails: `fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
+    the rails: `rail_fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
     parts: list[Transfers] = []
     count = members.shape[1]
     on = members // island

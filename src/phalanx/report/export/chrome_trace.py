@@ -7,7 +7,8 @@ from typing import Any
 
 from phalanx.report.drawing.schedule import LEGEND
 from phalanx.report.run_data import RunData
-from phalanx.report.run_files import Line, RankRecord
+from phalanx.runs.jsonl import JsonRecord
+from phalanx.runs.step_records import RankRecord
 
 Event = dict[str, Any]
 LANES = ("steps", "passes", "waits", "collectives")
@@ -49,7 +50,7 @@ def _rank_events(record: RankRecord) -> Iterator[Event]:
     yield from events
 
 
-def _step_events(record: RankRecord, line: Line) -> Iterator[Event]:
+def _step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
     """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
     rank, step = record.rank, line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
@@ -73,7 +74,7 @@ def _step_events(record: RankRecord, line: Line) -> Iterator[Event]:
         yield {"ph": "C", "name": "memory", "pid": rank, "ts": 1e6 * (sample["at"] + offset), "args": bytes_by_part}
 
 
-def _assign_lanes(calls: Iterable[Line]) -> Iterator[tuple[int, Line]]:
+def _assign_lanes(calls: Iterable[JsonRecord]) -> Iterator[tuple[int, JsonRecord]]:
     """Each call with the first lane that is free when it begins."""
     free_at: list[float] = []
     for call in sorted(calls, key=lambda call: float(call["start"])):

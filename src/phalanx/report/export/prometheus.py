@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.report.run_files import Line
 from phalanx.report.step_breakdown import computed_seconds
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import STARTED, failure_count_and_uptime, read_events
 from phalanx.runs.hang_dumps import FAILURES_DIR
-from phalanx.runs.jsonl import JsonlTail
+from phalanx.runs.jsonl import JsonlTail, JsonRecord
 from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.step_records import FORMAT, TRACE_DIR
@@ -74,8 +73,8 @@ class RankMetrics:
     """What a rank noted last."""
 
     follower: JsonlTail
-    opening: Line = field(default_factory=dict)
-    step: Line = field(default_factory=dict)
+    opening: JsonRecord = field(default_factory=dict)
+    step: JsonRecord = field(default_factory=dict)
     """Of the last start."""
 
     def refresh(self) -> None:
@@ -96,8 +95,8 @@ class RunMetrics:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._metrics = JsonlTail(directory / METRICS_FILE)
-        self._step: Line = {}
-        self._evaluation: Line = {}
+        self._step: JsonRecord = {}
+        self._evaluation: JsonRecord = {}
         self._ranks: dict[Path, RankMetrics] = {}
 
     def exposition_text(self, checkpoints: Sequence[Path]) -> str:
@@ -182,7 +181,7 @@ def _modified_at(file: Path) -> float:
         return 0.0
 
 
-def _record_samples(labels: dict[str, str], header: Line, line: Line) -> Iterator[Sample]:
+def _record_samples(labels: dict[str, str], header: JsonRecord, line: JsonRecord) -> Iterator[Sample]:
     yield "phalanx_rank_info", {**labels, "host": header["host"], "device": header["device"]}, 1
     yield "phalanx_device_memory_bytes", labels, header["memory_bytes"]
     if not line:

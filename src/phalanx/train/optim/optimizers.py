@@ -17,7 +17,7 @@ from phalanx.train.optim.muon import Muon
 
 
 def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
-    """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.decay`.
+    """The learning rate of `step` (from 0) as a share of the peak: a linear warm-up, then `spec.lr_schedule`.
 
     wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `lr_decay_fraction` of the steps, or since
     the warm-up where that leaves fewer.

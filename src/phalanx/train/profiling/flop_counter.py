@@ -18,7 +18,7 @@ ATTENTION_PREFIX = "_scaled_dot_product_"
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up matrix products and attention, as `cost.compute` counts them: the two products of attention twice as
+    """Adds up matrix products and attention, as `cost.exact.flops` counts them: the two products of attention twice as
     often backward as forward, and of causal attention half of each; the scores that kernels compute again are not
     counted. (PyTorch's own counter knows neither causality, nor the CPU's kernels, nor grouped products.)"""
 
