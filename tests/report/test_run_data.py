@@ -18,6 +18,7 @@ from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
 from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
 from phalanx.runs.lock import acquire_run_lock
+from phalanx.runs.step_records import FORMAT
 from phalanx.spec.errors import UserError
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
@@ -80,7 +81,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a stage is lost": (_remove_last_stage_records, "no record of"),
     "a record is empty": (lambda run: (run / "trace" / "rank-00001.jsonl").write_text(""), "has no opening"),
     "an older version": (lambda run: shutil.rmtree(run / "trace"), "no records of ranks"),
-    "another format": (_set_other_trace_format, "has format 0; this version reads 1"),
+    "another format": (_set_other_trace_format, f"has format 0; this version reads {FORMAT}"),
     "an unknown field": (_add_unknown_field, "run.toml is not of this version"),
     "run.toml is cut": (lambda run: _truncate_file(run / "run.toml", 0.005), "run.toml is not of this version"),
 }
