@@ -112,3 +112,13 @@ def training_trajectory(run: RunSpec) -> list[tuple[float, float]]:
     result = train_until(under_way, run.training.steps)
     under_way.strategy.drain_pending_updates()
     return result
+
+
+def save_two_checkpoints(text: Path, out: Path) -> Path:
+    """The directory of checkpoints of a run on one rank, saved after steps 2 and 4."""
+    under_way = make_trainer(small_run(text, out, {"model": MOE}))
+    for last in (2, 4):
+        train_until(under_way, last)
+        under_way.save()
+        under_way.checkpointer.wait()
+    return under_way.directory / "checkpoints"
