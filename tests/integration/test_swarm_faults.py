@@ -21,7 +21,7 @@ from phalanx.swarm.expert_ownership import experts_of
 from phalanx.swarm.pieces import model_pieces, pieces_sent_by
 from phalanx.swarm.rpc.certificates import certificate_member, create_certificate_authority, issue_certificate
 from phalanx.swarm.rpc.client import SwarmClient, update_id
-from phalanx.swarm.rpc.protocol import SERVICE, pack
+from phalanx.swarm.rpc.protocol import PROTOCOL_VERSION, SERVICE, pack
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.testing.processes import wait_until
 from tests.helpers.local_swarm import (
@@ -489,7 +489,7 @@ def test_swarm_server_reports_port_already_in_use(tmp_path):
 def test_coordinator_rejects_join_with_wrong_version_data_or_capacity(tmp_path):
     run = tiny_swarm_run(tmp_path)
     with serve_local_swarm(run, tmp_path) as swarm:
-        with pytest.raises(UpdateRejected, match="version: the swarm speaks 3, this node 1"):
+        with pytest.raises(UpdateRejected, match=f"version: the swarm speaks {PROTOCOL_VERSION}, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
         swarm.joined_client("ann")
         with pytest.raises(UpdateRejected, match="text: it is not what the other nodes read"):
