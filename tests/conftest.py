@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -96,3 +96,22 @@ def tokens() -> Tensor:
     from tests.helpers.random_models import SMALL_MODEL
 
     return torch.randint(0, SMALL_MODEL["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def h100(tmp_path: Path) -> Path:
+    """The root of a snapshot of a healthy node of eight H100."""
+    from tests.helpers.h100_snapshot import write_h100_snapshot
+
+    write_h100_snapshot(tmp_path / "h100")
+    return tmp_path / "h100"
+
+
+@pytest.fixture(scope="session")
+def hybrid_facts() -> dict[str, Any]:
+    """What `phalanx report` finds in trained_runs.hybrid_run."""
+    from phalanx.report.facts import report_facts
+    from phalanx.report.run_data import read_run
+    from tests.helpers.trained_runs import hybrid_run
+
+    return report_facts(read_run(hybrid_run()))

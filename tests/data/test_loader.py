@@ -14,6 +14,7 @@ from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter, split_ta
 from phalanx.data.loader import TokenLoader, evaluation_batches, prefetch, rank_rows
 from phalanx.data.packing import IGNORE_INDEX, Batch, shuffle_epoch
 from phalanx.spec.errors import UserError
+from tests.helpers.batches import batch_rows
 
 lengths = st.lists(st.integers(0, 25), min_size=1, max_size=15)
 
@@ -42,11 +43,6 @@ def reference_rows(dataset, sequence, seed, epoch):
         ids = [token for token, _ in row]
         rows.append((ids[:-1], ids[1:], starts))
     return [rows[i] for i in generator.permutation(len(rows))]
-
-
-def batch_rows(batch):
-    starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
-    return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 
 
 @settings(max_examples=60, deadline=None)

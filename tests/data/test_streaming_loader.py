@@ -12,6 +12,7 @@ from phalanx.data.streaming_loader import StreamingLoader
 from phalanx.data.tokenizer import byte_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
+from tests.helpers.batches import batch_rows
 
 SEQUENCE, ROWS, SEED = 37, 6, 4
 TOKENIZER = byte_tokenizer()
@@ -41,11 +42,6 @@ def reference_rows(corpus, epochs):
             ids = [token for token, _ in row]
             rows.append((ids[:-1], ids[1:], [at - min(place, at) for at, (_, place) in enumerate(row[:-1])]))
     return rows
-
-
-def batch_rows(batch):
-    starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
-    return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
 
 
 @pytest.fixture

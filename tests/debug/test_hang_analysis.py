@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.debug.collective_log import is_peer_loss, minority_ranks
 from phalanx.debug.hang_analysis import diagnose_hang
-from phalanx.debug.hang_evidence import format_coordinates
 from phalanx.runs.hang_dumps import (
     ABORTED,
     FAILED,
-    dump_file,
-    failure_file,
-    read_dumps,
-    read_failures,
-    remove_dumps,
-    remove_dumps_from_rank,
-    write_dump,
-    write_failure,
 )
 from phalanx.spec.parallel_dims import ParallelDims
 from tests.helpers.hang_dumps import BUSY, WAITING, Op, Program, make_dump, simulate_hang
@@ -183,29 +172,6 @@ def test_diagnose_hang_reports_unfinished_collective_joined_by_all_ranks() -> No
     assert "all ranks came to all_reduce of [4] Float, number 1, and it did not end" in found.summary
 
 
-@pytest.mark.parametrize(
-    ("error", "loss"),
-    [
-        ("RuntimeError: Timed out waiting 1000ms for recv operation to complete", True),
-        ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4", True),
-        ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", True),
-        (
-            "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, remote process exited or there was a network",
-            True,
-        ),
-        (
-            "DistBackendError: Watchdog caught collective operation timeout: ran for 10 milliseconds before timing out",
-            True,
-        ),
-        ("RuntimeError: [enforce fail at gloo/transport/tcp/device.cc:84] Unable to find address for: nosuch0", False),
-        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled cuda error", False),
-        ("ValueError: no such file", False),
-    ],
-)
-def test_is_peer_loss_classifies_error_messages(error: str, loss: bool) -> None:
-    assert is_peer_loss(error) is loss
-
-
 def test_diagnose_hang_names_killed_or_failed_rank_before_peer_losses() -> None:
     sizes = ParallelDims(1, 2, 1, 1, 1)
     calls = simulate_hang([[Op("all", "all_reduce", 4, 1)], []], sizes)
@@ -301,51 +267,3 @@ def test_diagnose_hang_labels_expert_parallel_group_by_axis() -> None:
 
 def test_diagnose_hang_returns_nothing_without_dumps() -> None:
     assert diagnose_hang({}, {}, ParallelDims(1, 2, 1, 1, 1)).verdict.kind == "nothing"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "rank", "expected"),
-    [
-        (ParallelDims(1, 1, 1, 1, 1), 0, ""),
-        (ParallelDims(1, 2, 4, 1, 8), 21, "pp=2, tp=5, dp=0"),
-        (ParallelDims(2, 2, 1, 1, 1), 3, "dp_replicate=1, dp_shard=1"),
-        (ParallelDims(1, 4, 1, 1, 2, ep=4), 6, "tp=0, ep=2, dp=3"),
-        (ParallelDims(2, 1, 1, 1, 1, servers=1), 0, "server 0"),
-        (ParallelDims(2, 1, 1, 1, 1, servers=1), 2, "dp=1"),
-    ],
-)
-def test_format_coordinates_matches_layout(sizes: ParallelDims, rank: int, expected: str) -> None:
-    assert format_coordinates(sizes, rank) == expected
-
-
-@given(st.dictionaries(st.integers(0, 9), st.integers(0, 2), min_size=1))
-@example({0: 1, 1: 2})
-def test_minority_ranks_exclude_majority(values: dict[int, int]) -> None:
-    few = minority_ranks(values)
-    if 0 < len(few) < len(values):
-        most = {values[rank] for rank in values if rank not in few}
-        assert len(most) == 1
-        assert not most & {values[rank] for rank in few}
-
-
-def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
-    sizes = ParallelDims(1, 2, 1, 1, 1)
-    told = make_dump(1, sizes, [], BUSY)
-    write_dump(tmp_path, told)
-    (tmp_path / "hangs" / "rank-00000.json").write_text('{"format": 1, "ra')
-    (tmp_path / "hangs" / "rank-00002.json").write_text("[]")
-    (tmp_path / "hangs" / "rank-00003.json").write_text('{"format": 1, "rank": 3}')
-    assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
-
-
-def test_remove_dumps_deletes_dumps_and_failures_of_rank(tmp_path: Any) -> None:
-    for rank in range(4):
-        write_dump(tmp_path, make_dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
-        write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})
-    remove_dumps(tmp_path, 1)
-    assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2, 3]
-    remove_dumps_from_rank(tmp_path, 3)
-    assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2]
-    remove_dumps(tmp_path, 7)
-    for file in (dump_file(tmp_path, 0), failure_file(tmp_path, 0)):
-        assert {path.name for path in file.parent.iterdir()} == {"rank-00000.json", "rank-00002.json"}

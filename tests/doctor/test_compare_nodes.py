@@ -31,15 +31,10 @@ def filter_problems(found: list[DoctorFinding]) -> list[DoctorFinding]:
 
 
 @pytest.fixture(scope="module")
-def h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[NodeReport]:
     root = tmp_path_factory.mktemp("h100")
     h100_snapshot.write_h100_snapshot(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def nodes(h100: Path) -> list[NodeReport]:
-    one = run_checks.examine_node(Machine(h100), Expectations())
+    one = run_checks.examine_node(Machine(root), Expectations())
     return [replace(one, host=host, clock_offset_seconds=0.01 * number) for number, host in enumerate(HOSTS)]
 
 

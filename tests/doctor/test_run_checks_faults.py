@@ -13,7 +13,6 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.run_checks import CHECKS, run_all_checks
-from tests.helpers import h100_snapshot
 from tests.helpers.snapshot_edits import (
     SnapshotEdit,
     add_upstream_port,
@@ -740,12 +739,6 @@ def _truncate(path: Path, size: int) -> None:
 def _enable_ecn(root: Path, interface: str, priority: int) -> None:
     for role in ("roce_np", "roce_rp"):
         (root / f"sys/class/net/{interface}/ecn/{role}/enable/{priority}").write_text("1\n")
-
-
-@pytest.fixture
-def h100(tmp_path: Path) -> Path:
-    h100_snapshot.write_h100_snapshot(tmp_path)
-    return tmp_path
 
 
 def find_problems(root: Path, expected: Expectations = EXPECTED) -> list[DoctorFinding]:

@@ -285,12 +285,6 @@ SKIPPED_CHECKS: dict[str, tuple[SnapshotEdit, str, str]] = {
 """How it is planted; of which check or rule it is said, and a word of what is said."""
 
 
-@pytest.fixture
-def h100(tmp_path: Path) -> Path:
-    h100_snapshot.write_h100_snapshot(tmp_path)
-    return tmp_path
-
-
 def problem_summaries(root: Path, expected: Expectations = RUN_EXPECTATIONS) -> list[tuple[str, str, str]]:
     found = run_all_checks(Machine(root), expected)
     return [(each.id, each.device, str(each.measured)) for each in found if each.severity in ("WARN", "FAIL")]

@@ -18,7 +18,7 @@ from phalanx.data.prepare import prepare
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.network_namespaces import NamespacesUnavailable, StarNetwork, star_network
 from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import make_trainer, small_run, train_until
+from tests.helpers.small_runs import small_run
 
 NODE_NAMES = ("first", "second")
 PORT = 29_400
@@ -31,6 +31,7 @@ CHANGES = {
     "cluster.peak_flops": 5e10,
     "recovery": {"rendezvous_timeout_seconds": 60, "last_call_timeout_seconds": 3},
 }
+TRAINING_CHANGES = {name: value for name, value in CHANGES.items() if name.startswith("training.")}
 
 
 class MultiNodeRun:
@@ -93,9 +94,3 @@ def multi_node_run(tmp_path: Path, changes: dict[str, Any], count: str = "1:2") 
                 wait_until(lambda: not rank_pids(tmp_path / "parity"), "no rank is left")
     except NamespacesUnavailable as none:
         pytest.skip(f"this process may not make networks: {none}")
-
-
-def single_process_losses(tmp_path: Path, count: int) -> list[Any]:
-    changes = {name: value for name, value in CHANGES.items() if name.startswith("training.")}
-    one = make_trainer(small_run(Path(json.__file__).parent, tmp_path / "one", changes))
-    return [pytest.approx(step, rel=1e-10) for step in train_until(one, count)]

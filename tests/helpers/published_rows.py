@@ -33,3 +33,13 @@ MEGATRON_22B_ROW = {
     "facts": "",
 }
 """Megatron's 22 B, which took 1.42 s (arXiv 2205.05198, table 5)."""
+L40S_ROW = {
+    **MEGATRON_22B_ROW,
+    "gpu_type": "L40S",
+    "intra_bw": "",
+    "tp": "1",
+    "dp": "8",
+    "zero": "3",
+    "global_batch": "32",
+}
+"""The same with ZeRO-3 on a node of eight L40S, which have no NVLink."""

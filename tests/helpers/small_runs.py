@@ -19,7 +19,7 @@ from phalanx.data.prepare import prepare
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.train.profiling.step_profiler import profile_step
+from phalanx.train.profiling.step_profiler import first_steady_step, profile_step
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
@@ -91,6 +91,17 @@ def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsR
     return record, {"step": record["step"], **profile.as_dict}
 
 
+def measure_steady_step(run: RunSpec) -> Table:
+    """What this rank holds and sends in the first step whose memory and traffic are those of all that follow."""
+    under_way, number = make_trainer(run), first_steady_step(run)
+    batches = prefetch(under_way.loader, 0, number)
+    for _ in range(number - 1):
+        under_way.train_step(batches)
+    _, measured = metered_step(under_way, batches)
+    under_way.strategy.drain_pending_updates()
+    return measured
+
+
 def train_until(under_way: Trainer, last: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of the steps up to `last`."""
     batches = prefetch(under_way.loader, under_way.step, last)
@@ -112,3 +123,13 @@ def training_trajectory(run: RunSpec) -> list[tuple[float, float]]:
     result = train_until(under_way, run.training.steps)
     under_way.strategy.drain_pending_updates()
     return result
+
+
+def save_two_checkpoints(text: Path, out: Path) -> Path:
+    """The directory of checkpoints of a run on one rank, saved after steps 2 and 4."""
+    under_way = make_trainer(small_run(text, out, {"model": MOE}))
+    for last in (2, 4):
+        train_until(under_way, last)
+        under_way.save()
+        under_way.checkpointer.wait()
+    return under_way.directory / "checkpoints"

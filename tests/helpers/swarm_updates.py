@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,9 @@ from phalanx.swarm.pieces import model_pieces, pieces_sent_by
 from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.update_files import write_update
-from tests.helpers.local_swarm import NODES, TIMEOUT_SECONDS, LocalSwarm
+from tests.helpers.local_swarm import NODES, LocalSwarm
 
 ExpertIds = tuple[int, ...]
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def current_owners(swarm: LocalSwarm) -> Any:

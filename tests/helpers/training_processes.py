@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -10,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from phalanx.runs.events import read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import small_run
+from tests.helpers.small_runs import make_trainer, small_run, train_until
 
 STEPS = 24
 SHORT = {"training.steps": STEPS, "checkpoint.every": 5}
@@ -45,6 +48,12 @@ def has_reached_step(directory: Path, step: int) -> Callable[[], bool]:
 
 def recorded_losses(directory: Path) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
+
+
+def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
+    """Losses and gradient norms of the first steps of a run on one rank that never fails, to compare others with."""
+    trainer = make_trainer(small_run(Path(json.__file__).parent, folder / "one", changes))
+    return [pytest.approx(step, rel=1e-10) for step in train_until(trainer, count)]
 
 
 def events_of_kind(directory: Path, what: str) -> list[Any]:

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from phalanx.cost.exact.traffic import traffic_by_group
-from phalanx.data.loader import prefetch
 from phalanx.spec.communication_groups import communication_groups
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import MEASURED_STEP
-from tests.helpers.small_runs import DENSE, MOE, make_trainer, metered_step, small_run
+from tests.helpers.small_runs import DENSE, MOE, measure_steady_step, small_run
 
 Groups = dict[tuple[str, tuple[int, ...]], float]
 LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -28,18 +26,6 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MOE, {"layout.ep": 2, "layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
     (MOE, {"layout.ep": 2, "layout.cp": 2, "layout.cp_method": "ulysses"}),
 ]
-
-
-def record_collectives(run: RunSpec) -> list[dict[str, Any]]:
-    """Those of this rank in the step that is measured."""
-    under_way = make_trainer(run)
-    batches = prefetch(under_way.loader, 0, MEASURED_STEP)
-    for _ in range(MEASURED_STEP - 1):
-        under_way.train_step(batches)
-    _, measured = metered_step(under_way, batches)
-    under_way.strategy.drain_pending_updates()
-    found: list[dict[str, Any]] = measured["collectives"]
-    return found
 
 
 def predict_bytes_by_group(run: RunSpec, world_size: int) -> Groups:
@@ -62,8 +48,8 @@ def test_communicating_groups_match_recorded_collectives(
     numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
     run = small_run(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
     measured: Groups = defaultdict(float)
-    for rows in rank_pool(4).run(record_collectives, run):
-        for row in rows:
+    for of_rank in rank_pool(4).run(measure_steady_step, run):
+        for row in of_rank["collectives"]:
             group = tuple(sorted(row["group"]))
             measured[row["operation"], group] += row["sent_bytes"] / len(group)
     expected = predict_bytes_by_group(run, 4)

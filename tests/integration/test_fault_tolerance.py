@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,16 +22,17 @@ from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
 from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
-from tests.helpers.small_runs import make_trainer, small_run, train_until
-from tests.helpers.training_processes import LONG, events_of_kind, has_reached_step, recorded_losses, training_run
+from tests.helpers.small_runs import small_run
+from tests.helpers.training_processes import (
+    LONG,
+    events_of_kind,
+    has_reached_step,
+    recorded_losses,
+    single_process_losses,
+    training_run,
+)
 
 TEXT = Path(json.__file__).parent
-
-
-def single_process_losses(folder: Path, changes: dict[str, Any], count: int) -> list[Any]:
-    """What a run learns that never fails."""
-    one = make_trainer(small_run(TEXT, folder / "one", changes))
-    return [pytest.approx(step, rel=1e-10) for step in train_until(one, count)]
 
 
 def stop_gracefully(process: subprocess.Popen[str]) -> str:

@@ -21,9 +21,16 @@ from phalanx.testing import rank_pool
 from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
 from phalanx.train.checkpoint.in_memory import latest_common_step
 from phalanx.train.guards.divergence import record_rollback
-from tests.helpers.multi_node_runs import multi_node_run, single_process_losses
+from tests.helpers.multi_node_runs import TRAINING_CHANGES, multi_node_run
 from tests.helpers.small_runs import MOE, make_trainer, shared_data_cache, small_run, train_until
-from tests.helpers.training_processes import SHORT, events_of_kind, has_reached_step, recorded_losses, training_run
+from tests.helpers.training_processes import (
+    SHORT,
+    events_of_kind,
+    has_reached_step,
+    recorded_losses,
+    single_process_losses,
+    training_run,
+)
 
 TEXT = Path(json.__file__).parent
 IN_MEMORY_CHECKPOINTS_ONLY = {"recovery.in_memory_checkpoint_every": 1, "checkpoint.every": 0}
@@ -131,7 +138,7 @@ def test_in_memory_checkpoint_of_lost_node_is_restored_from_peer(tmp_path: Path)
         assert again["step"] >= len(last) - 1
         wait_until(has_reached_step(directory, again["step"] + 3), "some more steps")
     learned = recorded_losses(directory)
-    assert learned == single_process_losses(tmp_path, len(learned))
+    assert learned == single_process_losses(tmp_path, TRAINING_CHANGES, len(learned))
 
 
 def test_in_memory_checkpoint_recovers_single_rank_run_after_sigkill(tmp_path: Path) -> None:

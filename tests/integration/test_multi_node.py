@@ -8,9 +8,9 @@ from pathlib import Path
 from phalanx.runs.checkpoints import checkpoints
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.testing.processes import wait_until
-from tests.helpers.multi_node_runs import multi_node_run, single_process_losses
+from tests.helpers.multi_node_runs import TRAINING_CHANGES, multi_node_run
 from tests.helpers.small_runs import DENSE
-from tests.helpers.training_processes import events_of_kind, has_reached_step, recorded_losses
+from tests.helpers.training_processes import events_of_kind, has_reached_step, recorded_losses, single_process_losses
 
 
 def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_multi_node_run_survives_node_loss_and_return(tmp_path: Path) -> None:
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [4, 2, 4, 2]
     assert [event["reason"] for event in events_of_kind(directory, "failed")] == ["lost ranks of another node"]
     learned = recorded_losses(directory)
-    assert learned == single_process_losses(tmp_path, len(learned))
+    assert learned == single_process_losses(tmp_path, TRAINING_CHANGES, len(learned))
 
 
 def test_multi_node_run_survives_network_cut_and_rendezvous_host_loss(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_multi_node_run_survives_network_cut_and_rendezvous_host_loss(tmp_path: 
         wait_until(has_reached_step(directory, events_of_kind(directory, "started")[-1]["step"] + 2), "some more steps")
     assert [event["ranks"] for event in events_of_kind(directory, "started")] == [4, 2, 4, 4]
     learned = recorded_losses(directory)
-    assert learned == single_process_losses(tmp_path, len(learned))
+    assert learned == single_process_losses(tmp_path, TRAINING_CHANGES, len(learned))
 
 
 UNEVEN_BATCH = {

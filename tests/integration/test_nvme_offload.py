@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.runs.checkpoints import checkpoints, find_damage
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
+from phalanx.testing.processes import wait_until
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli.main import main; main()"]
 MODEL = {
@@ -138,7 +138,9 @@ def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Pat
 
     with mounted_tmpfs(offload, 2 * in_files):
         begun = start_resume(more)
-        wait_until(lambda: "steps = 4" in (tmp_path / "run" / "run.toml").read_text())  # it is checked, and not built
+        wait_until(  # the run is checked then, and not built
+            lambda: "steps = 4" in (tmp_path / "run" / "run.toml").read_text(), "run.toml has the new steps"
+        )
         # Room for the state that the checkpoint brings, and not for the gradients of the first step.
         state_bytes = checkpoint_bytes(run_from_table({"model": SMALL_MODEL}))
         (offload / "others").write_bytes(b"0" * (2 * in_files - state_bytes - 500_000))
@@ -153,10 +155,3 @@ def test_nvme_offload_full_disk_stops_run_and_preserves_checkpoint(tmp_path: Pat
     assert find_damage(checkpoint) is None
     with mounted_tmpfs(offload, 2 * in_files):
         assert run_train(more, "--resume").returncode == 0
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -12,7 +12,6 @@ import pytest
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.traffic import traffic_by_role
-from phalanx.data.loader import prefetch
 from phalanx.plan.predicted_vs_measured import (
     PARTS,
     STATE,
@@ -24,10 +23,8 @@ from phalanx.plan.predicted_vs_measured import (
     ranks_in_role,
 )
 from phalanx.spec.files.write import to_toml
-from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import first_steady_step
-from tests.helpers.small_runs import DENSE, MOE, make_trainer, metered_step, small_run
+from tests.helpers.small_runs import DENSE, MOE, measure_steady_step, small_run
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
 MODELS = {
@@ -60,17 +57,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "serversx4": (4, {"layout.data_parallel": "parameter_server", "layout.num_servers": 2}),
     "serverx4-async": (4, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1}),
 }
-
-
-def measure_steady_step(run: RunSpec) -> dict[str, Any]:
-    """What this rank holds and sends in the step that is measured."""
-    under_way, number = make_trainer(run), first_steady_step(run)
-    batches = prefetch(under_way.loader, 0, number)
-    for _ in range(number - 1):
-        under_way.train_step(batches)
-    _, measured = metered_step(under_way, batches)
-    under_way.strategy.drain_pending_updates()
-    return measured
 
 
 def is_within_bound(row: Comparison) -> bool:

@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from phalanx.runs.events import read_events
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.local_slurm import LocalSlurm, SlurmUnavailable, local_slurm
+from phalanx.testing.processes import wait_until
 from tests.helpers.cli_runner import command_output
 
 JOB_TIMEOUT_SECONDS = 150.0
@@ -85,13 +85,6 @@ def recorded_steps(directory: Path, name: str) -> list[int]:
     file = directory / name / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [record["step"] for record in map(json.loads, lines) if "loss" in record]
-
-
-def wait_until(true: Callable[[], bool], what: str) -> None:
-    ends = time.monotonic() + JOB_TIMEOUT_SECONDS
-    while not true():
-        assert time.monotonic() < ends, what
-        time.sleep(0.1)
 
 
 def is_finished(job: dict[str, str]) -> bool:
@@ -166,12 +159,12 @@ def test_slurm_job_does_not_blame_nodes_when_run_file_is_missing(cluster: LocalS
 def test_slurm_job_saves_on_scancel_and_resumes_when_resubmitted(cluster: LocalSlurm, tmp_path: Path) -> None:
     batch = write_batch_script(tmp_path, "stopped", steps=100_000)
     job = cluster.submit(batch)
-    wait_until(lambda: len(recorded_steps(tmp_path, "stopped")) > 2, "it trains")
+    wait_until(lambda: len(recorded_steps(tmp_path, "stopped")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", job)
     assert (
         cluster.wait(job, is_finished, JOB_TIMEOUT_SECONDS)["JobState"] == "CANCELLED"
     )  # and is not put into the queue again
-    wait_until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved")
+    wait_until(lambda: bool(checkpoints(tmp_path / "stopped" / "checkpoints")), "it has saved", JOB_TIMEOUT_SECONDS)
     [saved] = checkpoints(tmp_path / "stopped" / "checkpoints")
     assert find_damage(saved) is None
     step = int(saved.name.removeprefix("step-"))
@@ -211,7 +204,7 @@ def is_requeued(job: dict[str, str]) -> bool:
 def test_slurm_job_saves_and_is_requeued_on_sigterm(cluster: LocalSlurm, tmp_path: Path) -> None:
     """With the signal that `#SBATCH --signal` sends before the time limit: to the steps, not to the script."""
     job = cluster.submit(write_batch_script(tmp_path, "again", steps=100_000))
-    wait_until(lambda: len(recorded_steps(tmp_path, "again")) > 2, "it trains")
+    wait_until(lambda: len(recorded_steps(tmp_path, "again")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", "--signal=TERM", job)
     cluster.wait(job, is_requeued, JOB_TIMEOUT_SECONDS)
     [saved] = checkpoints(tmp_path / "again" / "checkpoints")
@@ -229,11 +222,11 @@ def test_slurm_job_saves_and_is_requeued_on_sigterm(cluster: LocalSlurm, tmp_pat
 def test_slurm_job_continues_when_one_of_two_nodes_goes_down(cluster: LocalSlurm, tmp_path: Path) -> None:
     """And what becomes of it is decided by the node that stays, not by what srun says of the other."""
     job = cluster.submit(write_batch_script(tmp_path, "two", steps=100_000, options=("--nodes", "1:2", "--nproc", "1")))
-    wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains")
+    wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains", JOB_TIMEOUT_SECONDS)
     assert cluster.job_info(job)["NumNodes"] == "2"
     cluster.run("scontrol", "update", f"NodeName={cluster.nodes[1]}", "State=down", "Reason=test")
-    wait_until(lambda: started_rank_counts(tmp_path, "two") == [2, 1], "it goes on alone")
-    wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains alone")
+    wait_until(lambda: started_rank_counts(tmp_path, "two") == [2, 1], "it goes on alone", JOB_TIMEOUT_SECONDS)
+    wait_until(lambda: len(recorded_steps(tmp_path, "two")) > 2, "it trains alone", JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", "--signal=TERM", job)
     cluster.wait(job, is_requeued, JOB_TIMEOUT_SECONDS)
     cluster.run("scancel", job)

@@ -21,6 +21,7 @@ from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.tensor_files import TensorFile
 from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.testing import rank_pool
+from phalanx.testing.processes import wait_until
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.training_data import open_training_data
 from tests.helpers.local_swarm import (
@@ -34,7 +35,6 @@ from tests.helpers.local_swarm import (
     train_local_swarm,
     train_without_swarm,
 )
-from tests.helpers.swarm_updates import wait_until
 
 ROUNDS = 6
 CLIP_NORM = 0.05
@@ -154,7 +154,7 @@ def test_swarm_ddp_coordinator_restores_adamw_moments_after_restart(tmp_path):
     run = swarm_ddp_run(tmp_path, 1, {"training.steps": 30})
     swarm = LocalSwarm(run, tmp_path / "lead")
     members = WorkerThreads(swarm, tmp_path, NODES[:1])
-    wait_until(lambda: swarm.coordinator.state.committed >= 3)
+    wait_until(lambda: swarm.coordinator.state.committed >= 3, "three rounds are committed")
     swarm.stop()
     assert not swarm.coordinator.state.done
     swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)

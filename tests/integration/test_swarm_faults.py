@@ -21,8 +21,9 @@ from phalanx.swarm.expert_ownership import experts_of
 from phalanx.swarm.pieces import model_pieces, pieces_sent_by
 from phalanx.swarm.rpc.certificates import certificate_member, create_certificate_authority, issue_certificate
 from phalanx.swarm.rpc.client import SwarmClient, update_id
-from phalanx.swarm.rpc.protocol import SERVICE, pack
+from phalanx.swarm.rpc.protocol import PROTOCOL_VERSION, SERVICE, pack
 from phalanx.swarm.tensor_files import TensorFile
+from phalanx.testing.processes import wait_until
 from tests.helpers.local_swarm import (
     NODES,
     TIMEOUT_SECONDS,
@@ -33,7 +34,7 @@ from tests.helpers.local_swarm import (
     serve_local_swarm,
     tiny_swarm_run,
 )
-from tests.helpers.swarm_updates import current_owners, join_and_wait_for_round, wait_until, write_node_update
+from tests.helpers.swarm_updates import current_owners, join_and_wait_for_round, write_node_update
 
 # -- who lies ----------------------------------------------------------------------------------------------------------
 
@@ -229,7 +230,8 @@ def test_coordinator_closes_round_without_dead_node_and_reassigns_experts(tmp_pa
         for name, change in (("ann", 0.01), ("bob", 0.03)):
             links[name].upload_update(write_node_update(swarm, tmp_path, name, change), 0, 100, 3)
         wait_until(
-            lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.state.committed == 1
+            lambda: links["ann"].heartbeat() and links["bob"].heartbeat() and swarm.coordinator.state.committed == 1,
+            "the round is committed without cid",
         )
         base = swarm.base()
         for item in model_pieces(run.model):
@@ -250,12 +252,14 @@ def test_swarm_node_rejoins_after_its_lease_expired(tmp_path):
     with serve_local_swarm(run, tmp_path) as swarm:
         links = join_and_wait_for_round(run, swarm)
         links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 0, 100, 3)
-        wait_until(lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.state.members)
+        wait_until(
+            lambda: links["bob"].heartbeat() and "ann" not in swarm.coordinator.state.members, "the lease of ann ends"
+        )
         links["bob"].wait(round=1)
         back = ThreadPoolExecutor(1).submit(links["ann"].wait, 1)
-        wait_until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.state.members)
+        wait_until(lambda: links["bob"].heartbeat() and "ann" in swarm.coordinator.state.members, "ann is back")
         links["bob"].upload_update(write_node_update(swarm, tmp_path, "bob"), 1, 100, 3)
-        wait_until(lambda: links["bob"].heartbeat() and back.done())
+        wait_until(lambda: links["bob"].heartbeat() and back.done(), "ann is in a round")
         assert back.result().round == 2
         assert len(back.result().owned) == 2
 
@@ -266,7 +270,10 @@ def test_coordinator_closes_round_unchanged_when_all_nodes_are_gone(tmp_path):
     with serve_local_swarm(run, tmp_path) as swarm:
         join_and_wait_for_round(run, swarm)
         before = swarm.base()
-        wait_until(lambda: swarm.coordinator.state.committed == 1 and not swarm.coordinator.state.members)
+        wait_until(
+            lambda: swarm.coordinator.state.committed == 1 and not swarm.coordinator.state.members,
+            "the round is closed",
+        )
         late = swarm.joined_client("cid")
         assert late.wait(round=1).round == 1
         assert all(torch.equal(value, before[key]) for key, value in swarm.base().items())
@@ -282,7 +289,7 @@ def test_coordinator_closes_round_at_quorum_and_weights_updates_by_tokens(tmp_pa
         late = write_node_update(swarm, tmp_path, "dee")
         for name in NODES[:3]:
             links[name].upload_update(write_node_update(swarm, tmp_path, name), 0, 100, 3)
-        wait_until(lambda: swarm.coordinator.state.committed == 1)
+        wait_until(lambda: swarm.coordinator.state.committed == 1, "the round is committed")
         with pytest.raises(UpdateRejected, match="closed"):
             links["dee"].upload_update(late, 0, 100, 3)
         assert links["dee"].wait(round=1).closes_in_seconds is not None  # it is told how long there is
@@ -301,7 +308,7 @@ def test_swarm_node_joins_running_swarm_at_round_boundary(tmp_path):
     run = tiny_swarm_run(tmp_path, {"training.steps": 240})
     with serve_local_swarm(run, tmp_path) as swarm:
         members = WorkerThreads(swarm, tmp_path, NODES[:2])
-        wait_until(lambda: swarm.coordinator.state.committed >= 1)
+        wait_until(lambda: swarm.coordinator.state.committed >= 1, "a round is committed")
         later = WorkerThreads(swarm, tmp_path, ["cid"])
         for each in (members, later):
             each.wait_all()
@@ -342,7 +349,7 @@ def test_swarm_workers_continue_training_through_coordinator_restart(tmp_path):
     run = tiny_swarm_run(tmp_path, {"training.steps": 30})
     swarm = LocalSwarm(run, tmp_path / "lead")
     members = WorkerThreads(swarm, tmp_path, NODES[:2])
-    wait_until(lambda: swarm.coordinator.state.committed >= 2)
+    wait_until(lambda: swarm.coordinator.state.committed >= 2, "two rounds are committed")
     swarm.stop()
     swarm = LocalSwarm(run, tmp_path / "lead", swarm.port)
     try:
@@ -376,7 +383,7 @@ def test_coordinator_restart_after_crash_in_round_close_gives_same_weights(tmp_p
                     swarm.coordinator.tick()
             swarm.stop()
             swarm = LocalSwarm(run, folder / "lead", swarm.port)
-        wait_until(lambda swarm=swarm: swarm.coordinator.state.committed == 1)
+        wait_until(lambda swarm=swarm: swarm.coordinator.state.committed == 1, "the round is committed")
         found.append(swarm.base())
         swarm.stop()
     assert all(torch.equal(found[1][key], value) for key, value in found[0].items())
@@ -482,7 +489,7 @@ def test_swarm_server_reports_port_already_in_use(tmp_path):
 def test_coordinator_rejects_join_with_wrong_version_data_or_capacity(tmp_path):
     run = tiny_swarm_run(tmp_path)
     with serve_local_swarm(run, tmp_path) as swarm:
-        with pytest.raises(UpdateRejected, match="version: the swarm speaks 3, this node 1"):
+        with pytest.raises(UpdateRejected, match=f"version: the swarm speaks {PROTOCOL_VERSION}, this node 1"):
             swarm.client("ann").join(capacity=4, text="text", version=1)
         swarm.joined_client("ann")
         with pytest.raises(UpdateRejected, match="text: it is not what the other nodes read"):
@@ -497,7 +504,10 @@ def test_coordinator_waits_until_capacity_covers_all_experts(tmp_path):
     with serve_local_swarm(run, tmp_path) as swarm:
         for node in NODES[:2]:
             swarm.joined_client(node, capacity=1)
-        wait_until(lambda: swarm.coordinator.status()["waits_for"] == "memory for 2 more experts of each layer")
+        wait_until(
+            lambda: swarm.coordinator.status()["waits_for"] == "memory for 2 more experts of each layer",
+            "it waits for memory",
+        )
         swarm.joined_client("cid", capacity=2)
         swarm.client("cid").wait(round=0)
         counts = {node: len(experts_of(current_owners(swarm), node)) for node in NODES[:3]}

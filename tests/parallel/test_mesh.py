@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.parallel.mesh import Mesh, build_mesh
-from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import ParallelDims, expert_parallel_groups, parallel_dims, process_groups
 from phalanx.testing import rank_pool
@@ -47,40 +46,11 @@ def test_parallel_dims_assign_expected_sizes_and_dp_ranks(
     assert set(dp_ranks) == set(range(made.dp_size))
 
 
-@pytest.mark.parametrize(
-    ("layout", "world_size", "field"),
-    [
-        ({"tp": 3}, 4, "layout.tp"),
-        ({"pp": 2, "cp": 2, "tp": 2}, 4, "layout.pp x cp x tp"),
-        ({"dp_shard": 2}, 4, "layout.dp_shard"),
-        ({"data_parallel": "hsdp"}, 4, "layout.dp_shard"),
-        ({"data_parallel": "hsdp", "dp_shard": 3}, 4, "layout.dp_shard"),
-        ({"data_parallel": "hsdp", "dp_shard": 4, "tp": 2}, 4, "layout.dp_shard"),
-    ],
-)
-def test_parallel_dims_rejects_invalid_degrees(layout: Any, world_size: int, field: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parallel_dims(Layout(**layout), world_size)
-    assert caught.value.field == field
-    assert caught.value.fix
-
-
 def test_mesh_of_single_rank_has_no_process_groups() -> None:
     sizes = parallel_dims(Layout(), 1)
     mesh = Mesh(sizes, 0, None, sizes.with_cp_as_data_parallel(sharded=False))
     assert mesh.submesh("dp_replicate", "tp") is None
     assert mesh.dp_group is None
-
-
-def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
-    """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
-    assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline_outer"), 8)) == [
-        (0, 1, 2, 3),
-        (4, 5, 6, 7),
-    ]
-    assert expert_parallel_groups(parallel_dims(Layout(), 8)) == []
 
 
 def build_groups_by_axis(layout: Layout) -> dict[str, list[int]]:

@@ -16,11 +16,6 @@ def two_rank_facts():
     return report_facts(read_run(two_rank_run()))
 
 
-@pytest.fixture(scope="module")
-def hybrid_facts():
-    return report_facts(read_run(hybrid_run()))
-
-
 def test_compare_runs_finds_no_difference_for_identical_runs(two_rank_facts):
     found = compare_runs([two_rank_facts, two_rank_facts])
     assert found["same_model"] is True

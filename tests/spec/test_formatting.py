@@ -61,7 +61,7 @@ def test_format_bytes_uses_decimal_units(number: float, text: str) -> None:
         (formatting.format_duration(1.234), "1.2 s"),
     ],
 )
-def test_formats_of_numbers(text: str, expected: str) -> None:
+def test_number_formats_match_expected_text(text: str, expected: str) -> None:
     assert text == expected
 
 
@@ -74,5 +74,5 @@ def test_plural_has_s_unless_one(count: int) -> None:
 @pytest.mark.parametrize(
     ("words", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")]
 )
-def test_join_words(words: list[str], text: str) -> None:
+def test_join_words_uses_commas_and_and_before_the_last(words: list[str], text: str) -> None:
     assert formatting.join_words(words) == text

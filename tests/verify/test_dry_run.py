@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data.loader import prefetch
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.step_profiler import first_steady_step
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, dry_run
 from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
 from tests.helpers import cli_runner
 from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, dry_run_case
-from tests.helpers.small_runs import make_trainer, metered_step, small_run
+from tests.helpers.small_runs import measure_steady_step, small_run
 
 
 def _case_id(value: object) -> str:
@@ -40,17 +38,6 @@ PEAK_MEMORY_TOLERANCES = {
 }
 """How far the planned peak may be off where it is by more than 5 %: of models so small buffers are a large part, and
 those of ranks that share products and of FSDP are estimates."""
-
-
-def measure_rank(run: RunSpec) -> Table:
-    """What this rank holds and sends in the step that is measured."""
-    under_way, number = make_trainer(run), first_steady_step(run)
-    batches = prefetch(under_way.loader, 0, number)
-    for _ in range(number - 1):
-        under_way.train_step(batches)
-    _, measured = metered_step(under_way, batches)
-    under_way.strategy.drain_pending_updates()
-    return measured
 
 
 def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, ...]], tuple[int, int]]:
@@ -78,7 +65,7 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     balanced = run.layout.ep == 1
     which = corner_ranks(run, world_size) if world_size == 8 and balanced else range(world_size)
     traced = list(dry_run(run, world_size, which))
-    real = rank_pool(world_size).run(measure_rank, run) if world_size > 1 else [measure_rank(run)]
+    real = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
     for mine in traced:
         its = real[mine["rank"]]
         if balanced:

@@ -16,19 +16,13 @@ from phalanx.doctor import rule_table
 from phalanx.doctor.machine import Machine
 from phalanx.spec.errors import UserError
 from phalanx.spec.topology.read import read_topology
-from tests.helpers import cli_runner, h100_snapshot
+from tests.helpers import cli_runner
 
 doctor_output = partial(cli_runner.command_output, "doctor")
 doctor_json = partial(cli_runner.command_json, "doctor")
 ROOT = Path(__file__).parents[3]
 CPU_SNAPSHOT = ROOT / "tests/doctor/cpu_snapshot"
 FINDING_KEYS = {"id", "severity", "host", "device", "measured", "unit", "threshold", "source", "remedy", "command"}
-
-
-@pytest.fixture
-def h100(tmp_path: Path) -> Path:
-    h100_snapshot.write_h100_snapshot(tmp_path / "node1")
-    return tmp_path / "node1"
 
 
 @pytest.fixture

@@ -7,18 +7,11 @@ import json
 import pytest
 
 from phalanx.report import formatting
-from phalanx.report.facts import report_facts
-from phalanx.report.run_data import read_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import format_ratio
 from tests.helpers import cli_runner
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.trained_runs import hybrid_run, two_rank_run
-
-
-@pytest.fixture(scope="module")
-def hybrid_facts():
-    return report_facts(read_run(hybrid_run()))
 
 
 def test_report_prints_bottleneck_and_all_compared_numbers(hybrid_facts):

@@ -86,29 +86,6 @@ def test_report_page_explains_missing_profiled_steps(two_run_report):
     assert "How much each expert" not in text
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "expected"),
-    [
-        (None, "s", "-"),
-        (0, "s", "0 s"),
-        (0.0000123, "s", "12.3 µs"),
-        (0.9999, "s", "1.00 s"),
-        (61, "s", "61.0 s"),
-        (125.4, "s", "2:05"),
-        (3723, "s", "1:02:03"),
-        (0, "B", "0 B"),
-        (999, "B", "999 B"),
-        (15e6, "B", "15.0 MB"),
-        (0.0713, "", "7.1 %"),
-        (1.0, "", "100 %"),
-        (12345.6, "tokens/s", "12,346"),
-        (2.41, "loss", "2.410"),
-    ],
-)
-def test_format_number(value, unit, expected):
-    assert formatting.format_number(value, unit) == expected
-
-
 def test_group_rows_omits_zero_rows(two_run_report):
     groups = dict(formatting.group_rows(two_run_report["runs"][0]["comparison"]))
     assert list(groups) == [

@@ -1,9 +1,11 @@
+import json
+
 import pytest
 
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config, model_table
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
 BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
@@ -59,12 +61,18 @@ def test_model_table_reads_rope_keys_of_older_transformers():
     assert (rope.theta, rope.scaling, rope.factor) == (1e4, "linear", 2.0)
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "llama3-405b", "mixtral-8x7b", "olmoe-1b-7b", "gpt2-124m"])
-def test_hf_config_round_trips_shapes_of_published_presets(preset):
+@pytest.mark.parametrize("preset", preset_names("models"))
+def test_hf_config_round_trips_model_presets(preset):
     spec = load_model(preset)
-    back = model_table(hf_config(spec))
-    for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_hidden_size", "max_seq_len"):
-        assert back[field] == getattr(spec, field)
+    back = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
+    moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()
+    # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.
+    ffn = (
+        spec.moe.expert_ffn_size
+        if spec.moe and hf_config(spec)["model_type"] in ("mixtral", "olmoe")
+        else spec.ffn_hidden_size
+    )
+    assert back == spec.replace(preset=None, moe=moe, ffn_hidden_size=ffn)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -75,28 +83,54 @@ def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
     assert model_table(theirs.to_dict()) == model_table(config)
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"model_type": "bert"}, "model_type"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
-    ],
-)
-def test_model_table_rejects_unsupported_hugging_face_settings(change, field):
+UNSUPPORTED_SETTINGS = [
+    ("attention_bias", {"attention_bias": True}),
+    ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
+    ("rope_type", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("attention_factor", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}}),
+    ("hidden_act", {"hidden_act": "relu"}),
+    ("hidden_act", {"hidden_act": "gelu"}),
+    ("model_type", {"model_type": "mamba"}),
+    ("model_type", {"model_type": "bert"}),
+    ("decoder_sparse_step", {"model_type": "qwen3_moe", "decoder_sparse_step": 2}),
+    ("mlp_only_layers", {"model_type": "qwen3_moe", "mlp_only_layers": [1]}),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), UNSUPPORTED_SETTINGS, ids=str)
+def test_model_table_rejects_unsupported_hugging_face_settings(field, change):
+    config = hf_config(parse_table(ModelSpec, {**BASE, "qk_norm": "head", "moe": MOE})) | {"model_type": "llama"}
     with pytest.raises(UserError, match=f"config.json {field}"):
-        model_table({**hf_config(parse_table(ModelSpec, BASE)), **change})
+        model_table(config | change)
 
 
-def test_model_table_names_missing_config_key():
-    with pytest.raises(UserError, match="'hidden_size' is missing"):
-        model_table({"model_type": "llama", "vocab_size": 10})
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers"])
+def test_model_table_names_missing_config_key(field):
+    config = hf_config(parse_table(ModelSpec, BASE))
+    del config[field]
+    with pytest.raises(UserError, match=f"'{field}' is missing"):
+        model_table(config)
 
 
-@pytest.mark.parametrize(
-    "change", [{"norm": "layernorm"}, {"qk_norm": "full"}, {"moe": {**MOE, "num_shared_experts": 1}}]
-)
-def test_hf_config_rejects_model_without_hugging_face_architecture(change):
-    with pytest.raises(UserError, match="can be exported"):
-        hf_config(parse_table(ModelSpec, {**BASE, **change}))
+GPT2 = {"norm": "layernorm", "position_embedding": "learned", "activation": "gelu", "bias": True}
+UNEXPORTABLE_FIELDS = {
+    "model.bias": {**GPT2, "bias": False},
+    "model.norm": {"norm": "layernorm"},
+    "model.qk_norm": {"qk_norm": "full"},
+    "model.moe.router_score": {"moe": {**MOE, "router_score": "sigmoid"}},
+    "model.moe.num_shared_experts": {"moe": {**MOE, "num_shared_experts": 1}},
+    "model.moe.num_leading_dense_layers": {"moe": {**MOE, "num_leading_dense_layers": 1}},
+    "model.moe.bias_update_rate": {"moe": {**MOE, "bias_update_rate": 0.1}},
+    "model.moe.normalize_top_k": {"moe": {**MOE, "normalize_top_k": False}},
+    "model.num_kv_heads": {**GPT2, "num_kv_heads": 2},
+    "model.activation": {"activation": "gelu"},
+}
+
+
+@pytest.mark.parametrize("field", UNEXPORTABLE_FIELDS)
+def test_hf_config_rejects_model_without_hugging_face_architecture(field):
+    spec = parse_table(ModelSpec, {**BASE, **UNEXPORTABLE_FIELDS[field]})
+    with pytest.raises(UserError, match="can be exported") as caught:
+        hf_config(spec)
+    assert caught.value.field == field

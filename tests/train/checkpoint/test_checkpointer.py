@@ -20,7 +20,7 @@ import pytest
 from phalanx.data.loader import prefetch
 from phalanx.launch.preflight import preflight
 from phalanx.runs import checkpoints as manifest
-from phalanx.runs.checkpoints import check_manifest, checkpoints, find_damage, latest_valid
+from phalanx.runs.checkpoints import checkpoints, find_damage, latest_valid
 from phalanx.runs.lock import is_running
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import UserError
@@ -31,7 +31,14 @@ from phalanx.testing.fault_injection import truncate_file
 from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
 from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
-from tests.helpers.small_runs import MOE, make_trainer, small_run, train_until, training_trajectory
+from tests.helpers.small_runs import (
+    MOE,
+    make_trainer,
+    save_two_checkpoints,
+    small_run,
+    train_until,
+    training_trajectory,
+)
 
 HALF = 5
 SHORT = {"training.steps": 2 * HALF}
@@ -252,62 +259,7 @@ def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, 
 
 @pytest.fixture(scope="module")
 def saved_checkpoints(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with two checkpoints of one process."""
-    out = tmp_path_factory.mktemp("saved")
-    under_way = make_trainer(small_run(text, out, {"model": MOE}))
-    for last in (2, 4):
-        train_until(under_way, last)
-        under_way.save()
-        under_way.checkpointer.wait()
-    return out / "parity" / "checkpoints"
-
-
-def test_checkpoints_are_listed_newest_first_and_valid(saved_checkpoints: Path) -> None:
-    assert [path.name for path in checkpoints(saved_checkpoints)] == ["step-00000004", "step-00000002"]
-    assert (saved_checkpoints / "latest").read_text() == "step-00000004\n"
-    assert latest_valid(saved_checkpoints) == (saved_checkpoints / "step-00000004", {})
-
-
-@pytest.mark.parametrize("kind", ["shard", "rank", "manifest.json", "SHA256SUMS"])
-def test_find_damage_detects_flipped_bit_in_checkpoint_files(
-    kind: str, saved_checkpoints: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(saved_checkpoints, tmp_path / "copy")
-    newest = tmp_path / "copy" / "step-00000004"
-    (file,) = [path for path in newest.iterdir() if path.name.startswith(kind)]
-    whole = file.read_bytes()
-    generator = random.Random(kind)
-    places = range(len(whole) * 8) if kind == "SHA256SUMS" else [generator.randrange(len(whole) * 8) for _ in range(40)]
-    for place in places:
-        flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
-        file.write_bytes(bytes(flipped))
-        assert find_damage(newest) is not None, f"bit {place} of {file.name}"
-    checkpoint, damaged = latest_valid(tmp_path / "copy")
-    assert checkpoint == tmp_path / "copy" / "step-00000002"
-    assert list(damaged) == ["step-00000004"]
-    file.write_bytes(whole)
-    assert find_damage(newest) is None
-
-
-@pytest.mark.parametrize("damage_kind", ["missing", "extra", "truncated", "empty", "no sums"])
-def test_find_damage_detects_missing_extra_and_truncated_files(
-    damage_kind: str, saved_checkpoints: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(saved_checkpoints, tmp_path / "copy")
-    newest = tmp_path / "copy" / "step-00000004"
-    shard = next(newest.glob("shard-*"))
-    if damage_kind == "missing":
-        shard.unlink()
-    elif damage_kind == "extra":
-        (newest / "more").touch()
-    elif damage_kind == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    elif damage_kind == "empty":
-        shard.write_bytes(b"")
-    else:
-        (newest / "SHA256SUMS").unlink()
-    assert find_damage(newest) is not None
+    return save_two_checkpoints(text, tmp_path_factory.mktemp("saved"))
 
 
 def find_latest_and_hashed_files(directory: Path) -> tuple[Path | None, dict[str, str], set[str]]:
@@ -493,11 +445,3 @@ def test_create_run_accepts_resume_with_unreadable_manifest(
     shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     create_run(small_run(text, tmp_path, {"model": MOE}), 1, resume=True)
-
-
-def test_check_manifest_rejects_fewer_steps_than_already_trained(text: Path, tmp_path: Path) -> None:
-    run = small_run(text, tmp_path, {})
-    manifest = {"model": run.model.model_dump(mode="json"), "optimizer": "adamw", "step": run.training.steps}
-    check_manifest(run, manifest)
-    with pytest.raises(UserError, match=r"training.steps = 20: is less than the 21 steps that the run has done"):
-        check_manifest(run, {**manifest, "step": run.training.steps + 1})

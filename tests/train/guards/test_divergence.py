@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from phalanx.runs.events import read_events
-from phalanx.runs.metrics import read_metrics
 from phalanx.spec.run import RunSpec
 from phalanx.train import worker
 from phalanx.train.create_run import create_run
@@ -25,6 +24,7 @@ from phalanx.train.guards.divergence import (
 from phalanx.train.learner import MicroBatch
 from phalanx.train.trainer import Trainer
 from tests.helpers.small_runs import make_trainer, shared_data_cache, small_run, train_until
+from tests.helpers.training_processes import recorded_losses
 
 STEPS, CHECKPOINT_EVERY, SPIKE_STEP = 30, 6, 15
 CHANGES = {
@@ -52,10 +52,6 @@ def replace_targets(monkeypatch: pytest.MonkeyPatch, sequences: range, targets: 
             return micros
 
     monkeypatch.setattr(worker, "Trainer", Spoiled)
-
-
-def recorded_losses(directory: Path) -> list[tuple[float, float]]:
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(directory) if "loss" in record]
 
 
 def inverted_targets(targets: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""What calibration reads of a run's directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.report.measured_run import read_measured_run
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.write import to_toml
+from tests.helpers.synthetic_machine import make_run
+
+
+def write_run_directory(path: Path, seconds: list[float], ranks: int = 2, **more: object) -> Path:
+    path.mkdir()
+    (path / "run.toml").write_text(to_toml(make_run(ranks, micro_batch_size=4)))
+    records = [
+        {
+            "step": step,
+            "ranks": ranks,
+            "step_seconds": each,
+            "tokens_per_second": 4096 / each,
+            "peak_memory_bytes": 7,
+            **more,
+        }
+        for step, each in enumerate(seconds, 1)
+    ]
+    lines = [*map(json.dumps, records), json.dumps({"step": len(seconds), "held_out_loss": 1.0})]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_read_measured_run_skips_warm_up_steps(tmp_path):
+    read = read_measured_run(write_run_directory(tmp_path / "run", [9, 8, 1, 3, 2]))
+    assert (read.step_seconds, read.ranks, read.memory_bytes, read.run.cluster.nproc_per_node) == (2, 2, 7, 2)
+
+
+def test_read_measured_run_uses_steps_of_last_world_size(tmp_path):
+    path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5])
+    more = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], ranks=4)
+    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text() + (more / "metrics.jsonl").read_text())
+    assert read_measured_run(path).step_seconds == 1
+    assert read_measured_run(path).ranks == 4
+
+
+def test_read_measured_run_uses_steps_since_last_start(tmp_path):
+    path = write_run_directory(tmp_path / "run", [5, 5, 5, 5, 5], began_after=0)
+    old = (path / "metrics.jsonl").read_text().replace('"ranks": 2, ', "")  # of before ranks were written down
+    more = write_run_directory(tmp_path / "more", [9, 8, 1, 1, 1], began_after=5)
+    (path / "metrics.jsonl").write_text(old + (more / "metrics.jsonl").read_text())
+    assert read_measured_run(path).step_seconds == 1
+
+
+def test_read_measured_run_derives_peak_flops_from_mfu(tmp_path):
+    read = read_measured_run(write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1], mfu=0.5))
+    again = read_measured_run(write_run_directory(tmp_path / "half", [1, 1, 1, 1, 1], mfu=0.25))
+    assert again.peak_flops == pytest.approx(2 * read.peak_flops)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda path: (path / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
+        (lambda path: (path / "metrics.jsonl").write_text('{"step": 1, "step_seconds": 1}\n'), "how many ranks"),
+        (lambda path: (path / "metrics.jsonl").write_text("{'step'}\n"), "not JSON"),
+        (lambda path: write_run_directory(path / "short", [1, 1, 1, 1]).rename(path.parent / "s"), ""),
+    ],
+)
+def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, message):
+    path = write_run_directory(tmp_path / "run", [1, 1, 1, 1, 1])
+    corrupt(path)
+    if not message:
+        path, message = tmp_path / "s", "3 more are needed"
+    with pytest.raises(UserError, match=message):
+        read_measured_run(path)

@@ -1,0 +1,56 @@
+"""Degrees of the axes of a layout, and the groups of ranks along them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
+from phalanx.spec.parallel_dims import expert_parallel_groups, parallel_dims, process_groups
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "field"),
+    [
+        ({"tp": 3}, 4, "layout.tp"),
+        ({"pp": 2, "cp": 2, "tp": 2}, 4, "layout.pp x cp x tp"),
+        ({"dp_shard": 2}, 4, "layout.dp_shard"),
+        ({"data_parallel": "hsdp"}, 4, "layout.dp_shard"),
+        ({"data_parallel": "hsdp", "dp_shard": 3}, 4, "layout.dp_shard"),
+        ({"data_parallel": "hsdp", "dp_shard": 4, "tp": 2}, 4, "layout.dp_shard"),
+    ],
+)
+def test_parallel_dims_rejects_invalid_degrees(layout: Any, world_size: int, field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parallel_dims(Layout(**layout), world_size)
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+def test_expert_parallel_groups_stay_within_pipeline_stage() -> None:
+    """Neighbours first; with a pipeline a group leaps over the other stages, unless these are outermost."""
+    assert expert_parallel_groups(parallel_dims(Layout(ep=4, tp=2), 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2), 8)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert expert_parallel_groups(parallel_dims(Layout(pp=2, ep=4, tp=2, rank_order="pipeline_outer"), 8)) == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+    ]
+    assert expert_parallel_groups(parallel_dims(Layout(), 8)) == []
+
+
+def test_process_groups_match_published_example_on_16_ranks() -> None:
+    """4 stages x 2 tensor-parallel ranks x 2 copies: rank = dp x 8 + pp x 2 + tp."""
+    sizes = parallel_dims(Layout(pp=4, tp=2), 16)
+    assert process_groups(sizes, "tp") == [(2 * i, 2 * i + 1) for i in range(8)]
+    assert process_groups(sizes, "pp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert process_groups(sizes, "dp_replicate") == [(i, i + 8) for i in range(8)]
+    assert parallel_dims(Layout(pp=4, tp=4), 32).dp_size == 2
+
+
+def test_process_groups_of_dp2_pp2_layout_match_expected_ranks() -> None:
+    sizes = parallel_dims(Layout(pp=2), 4)
+    assert process_groups(sizes, "pp") == [(0, 1), (2, 3)]
+    assert process_groups(sizes, "dp_replicate") == [(0, 2), (1, 3)]
+    assert process_groups(sizes, "dp_replicate", "pp") == [(0, 1, 2, 3)]
