@@ -141,7 +141,7 @@ LARGE_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * 
     [
         ({"activation_bytes": 2 * GIB}, {"activation memory"}, set()),
         (
-            {"state": LARGE_STATE, "alone": False},
+            {"state": LARGE_STATE, "fits_one_device": False},
             {"parameter memory", "state that ranks can share"},
             {"a copy fits one device"},
         ),
@@ -149,8 +149,12 @@ LARGE_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * 
         ({"sequences": 8}, {"compute inside layers"}, {"a large dataset"}),
         ({"experts": True}, {"more capacity at the same compute", "expert parallelism"}, set()),
         ({"activation_bytes": 9 * GIB}, {"activations of a sequence", "long context"}, {"optimizer state"}),
-        ({"alone": False}, {"it does not fit, memory tight", "pipeline"}, {"the smallest structure that fits"}),
-        ({"alone": False, "spare": True}, {"it does not fit, memory to spare"}, {"a copy fits one device"}),
+        (
+            {"fits_one_device": False},
+            {"it does not fit, memory tight", "pipeline"},
+            {"the smallest structure that fits"},
+        ),
+        ({"fits_one_device": False, "spare": True}, {"it does not fit, memory to spare"}, {"a copy fits one device"}),
         (
             {"ranks": 1, "domain": 1},
             set(),
