@@ -45,7 +45,7 @@ def _remove_all_steps(run: Path) -> None:
 
 def _set_other_trace_format(run: Path) -> None:
     for file in (run / "trace").glob("*"):
-        file.write_text(file.read_text().replace('"format": 1', '"format": 0'))
+        file.write_text(file.read_text().replace(f'"format": {FORMAT}', '"format": 0'))
 
 
 def _add_unknown_field(run: Path) -> None:

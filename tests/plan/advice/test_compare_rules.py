@@ -154,7 +154,11 @@ LARGE_STATE = {"parameters": 40 * GIB, "gradients": 40 * GIB, "optimizer": 80 * 
             {"it does not fit, memory tight", "pipeline"},
             {"the smallest structure that fits"},
         ),
-        ({"fits_one_device": False, "spare": True}, {"it does not fit, memory to spare"}, {"a copy fits one device"}),
+        (
+            {"fits_one_device": False, "fits_with_zb_h2": True},
+            {"it does not fit, memory to spare"},
+            {"a copy fits one device"},
+        ),
         (
             {"ranks": 1, "domain": 1},
             set(),
