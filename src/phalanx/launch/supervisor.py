@@ -132,11 +132,8 @@ class FailurePolicy:
     """
 
     def __init__(self, directory: Path, spec: RecoverySpec, rendezvous: Rendezvous) -> None:
-        self.directory, self.restart_limit, self.has_memory_copies = (
-            directory,
-            spec.max_restarts,
-            spec.in_memory_checkpoint_every > 0,
-        )
+        self.directory, self.restart_limit = directory, spec.max_restarts
+        self.has_memory_copies = spec.in_memory_checkpoint_every > 0
         self.nodes = rendezvous.max_nodes
         self.is_essential = rendezvous.max_nodes == 1 or rendezvous.is_host
         """Whether the others cannot go on without this node: there are none, or they meet here."""
@@ -206,10 +203,8 @@ class FailurePolicy:
             self.consecutive_remote_failures += 1
 
     def _has_used_up_restarts(self) -> bool:
-        return (
-            self.consecutive_failures > self.restart_limit
-            or self.consecutive_remote_failures > self.restart_limit * self.nodes
-        )
+        allowed_remote = self.restart_limit * self.nodes
+        return self.consecutive_failures > self.restart_limit or self.consecutive_remote_failures > allowed_remote
 
     def _resume_source(self, saved: list[Path], step: int) -> str:
         """Where the ranks start again, in words."""
