@@ -85,10 +85,8 @@ def _verdict_without_dumps(
         rank, first_failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
         fix = f"read {failure_file(directory, rank)}"
         return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix)
-    advice, resume_advice = (
-        f"phalanx report {directory} says how it went",
-        f"phalanx train {directory} --resume goes on with it",
-    )
+    advice = f"phalanx report {directory} says how it went"
+    resume_advice = f"phalanx train {directory} --resume goes on with it"
     lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
     steps = run.training.steps or 0

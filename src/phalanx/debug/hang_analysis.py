@@ -137,10 +137,8 @@ def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ran
     if len(deviating_ranks) != 1 or not other_ranks:
         return ""
     deviating_calls, other_calls = calls[deviating_ranks[0]], calls[other_ranks[0]]
-    deviating_pair, other_pair = (
-        (deviating_calls.get(number), deviating_calls.get(number + 1)),
-        (other_calls.get(number), other_calls.get(number + 1)),
-    )
+    deviating_pair = (deviating_calls.get(number), deviating_calls.get(number + 1))
+    other_pair = (other_calls.get(number), other_calls.get(number + 1))
     if (
         None in deviating_pair
         or None in other_pair

@@ -123,12 +123,10 @@ def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], clus
     bandwidths = []
     for group in benchmark["groups"]:
         ranks_per_host = [len(list(host_ranks)) for _, host_ranks in groupby(sorted(hosts[rank] for rank in group))]
-        k, n, link, network = (
-            min(ranks_per_host),
-            len(group),
-            cluster.link_bytes_per_second,
-            cluster.network_bytes_per_second,
-        )
+        k = min(ranks_per_host)
+        n = len(group)
+        link = cluster.link_bytes_per_second
+        network = cluster.network_bytes_per_second
         if len(ranks_per_host) == 1:
             limits = [link]
         elif benchmark["operation"] == "all_to_all":

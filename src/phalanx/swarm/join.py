@@ -175,10 +175,8 @@ def rank_main(directory: Path) -> int:
         lock = acquire_run_lock(directory) if is_first_rank else None
         link = SwarmClient(link_record["address"], Path(link_record["certificates"]), _log) if is_first_rank else None
         worker = SwarmWorker(run, open_training_data(run, data), directory, device, link_record["node"], link)
-        worker.exchange.version, worker.exchange.initial_download_bytes = (
-            link_record["version"],
-            link_record["received_bytes"],
-        )
+        worker.exchange.version = link_record["version"]
+        worker.exchange.initial_download_bytes = link_record["received_bytes"]
         logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if is_first_rank else []
         rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if is_first_rank else None
         if link is not None:

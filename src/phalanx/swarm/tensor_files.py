@@ -131,10 +131,8 @@ class TensorFile:
 
     def _locate_piece(self, piece: ModelPiece) -> tuple[int, int]:
         start, size = self.locate(piece.name)
-        row_bytes, row = (
-            size // self._entries[piece.name][1][0],
-            piece.expert if piece.first_row is None else piece.first_row,
-        )
+        row_bytes = size // self._entries[piece.name][1][0]
+        row = piece.expert if piece.first_row is None else piece.first_row
         if row is None:
             return start, size
         return start + row * row_bytes, row_bytes * (piece.shape[0] if piece.first_row is not None else 1)

@@ -27,12 +27,10 @@ class SwarmProcesses:
 
     def __init__(self, network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path) -> None:
         """`coordinator_directory` is the coordinator's directory."""
-        self.network, self.folder, self.run_file, self.coordinator_folder = (
-            network,
-            folder,
-            run_file,
-            coordinator_directory,
-        )
+        self.network = network
+        self.folder = folder
+        self.run_file = run_file
+        self.coordinator_folder = coordinator_directory
         self.process_by_name: dict[str, subprocess.Popen[bytes]] = {}
         create_certificate_authority(folder / "certs")
         issue_certificate(folder / "certs", COORDINATOR, [host.hub for host in network.hosts.values()])

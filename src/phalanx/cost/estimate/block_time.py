@@ -95,21 +95,15 @@ def _mlp_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _Sub
 def _expert_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
     """Whole experts; tensor-parallel ranks share the tokens that go to them."""
     num_experts, D = np.maximum(jobs.experts, 1), jobs.width
-    local_experts, ffn, shared_ffn = (
-        num_experts / jobs.ep,
-        np.maximum(jobs.expert_ffn, 1),
-        np.maximum(jobs.shared_ffn, 1) / jobs.tp,
-    )
+    local_experts = num_experts / jobs.ep
+    ffn = np.maximum(jobs.expert_ffn, 1)
+    shared_ffn = np.maximum(jobs.shared_ffn, 1) / jobs.tp
     token_copies = tokens * jobs.top_k / jobs.tp
     tokens_per_expert = token_copies * jobs.ep / num_experts
-    up, down = (
-        linear_seconds(constants, jobs, tokens_per_expert, 2 * ffn, D, local_experts),
-        linear_seconds(constants, jobs, tokens_per_expert, D, ffn, local_experts),
-    )
-    shared_up, shared_down = (
-        linear_seconds(constants, jobs, tokens, 2 * shared_ffn, D),
-        linear_seconds(constants, jobs, tokens, D, shared_ffn),
-    )
+    up = linear_seconds(constants, jobs, tokens_per_expert, 2 * ffn, D, local_experts)
+    down = linear_seconds(constants, jobs, tokens_per_expert, D, ffn, local_experts)
+    shared_up = linear_seconds(constants, jobs, tokens, 2 * shared_ffn, D)
+    shared_down = linear_seconds(constants, jobs, tokens, D, shared_ffn)
     has_experts, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
     forward, inputs, weights = (
         np.where(has_experts, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
@@ -161,10 +155,8 @@ def _block_time(
         (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
         0.0,
     )
-    forward_exchange, backward_exchange = (
-        tp_seconds + exchange_seconds + cp_forward,
-        tp_seconds - hidden_seconds + exchange_seconds + cp_backward,
-    )
+    forward_exchange = tp_seconds + exchange_seconds + cp_forward
+    backward_exchange = tp_seconds - hidden_seconds + exchange_seconds + cp_backward
 
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
     recomputed_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)

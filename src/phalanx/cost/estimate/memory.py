@@ -162,10 +162,8 @@ def _state_bytes(
     num_moe_blocks = np.maximum(jobs.layers - jobs.dense_layers, 1)
     experts_per_block = jobs.expert_parameters / num_moe_blocks / jobs.expert_shards
     expert_replicas = jobs.expert_replicas
-    dense_parameters, expert_parameters = (
-        blocks * dense_per_block + num_tables * table_parameters / jobs.tp,
-        moe_blocks * experts_per_block,
-    )
+    dense_parameters = blocks * dense_per_block + num_tables * table_parameters / jobs.tp
+    expert_parameters = moe_blocks * experts_per_block
     gathered_bytes = np.where(
         jobs.zero_stage >= 3, 2 * jobs.compute_dtype_bytes * constants.gathered_blocks * dense_per_block, 0.0
     )

@@ -74,10 +74,8 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
 def _copy_seconds_per_parameter(jobs: JobTable) -> Column:
     """Per parameter: gradients down, of ZeRO-2 and 3 at every micro-batch (the first into pinned memory, which ZeRO-3
     does not wait for), and what the rows have become up."""
-    pinned, staged = (
-        _pinned_bytes_per_second(jobs),
-        np.minimum(_pinned_bytes_per_second(jobs), MAX_UNPINNED_BYTES_PER_SECOND),
-    )
+    pinned = _pinned_bytes_per_second(jobs)
+    staged = np.minimum(_pinned_bytes_per_second(jobs), MAX_UNPINNED_BYTES_PER_SECOND)
     later_seconds = (jobs.micro_batches - 1) / staged
     seconds_per_gradient_byte = np.select(
         [jobs.zero_stage >= 3, jobs.zero_stage >= 2], [later_seconds, later_seconds + 1 / pinned], 1 / staged
@@ -92,11 +90,9 @@ def _host_pass_bytes(jobs: JobTable) -> Column:
     """Bytes of CPU memory read and written per parameter in a step: gradients added to those before, their norm, their
     scaling and casting; the step itself, which reads and writes rows and state and reads the gradients (PyTorch's
     fused); and rows cast for the model."""
-    gradient_bytes, row_bytes, is_zero3 = (
-        jobs.gradient_bytes,
-        master_weight_bytes(jobs.compute_dtype_bytes),
-        jobs.zero_stage >= 3,
-    )
+    gradient_bytes = jobs.gradient_bytes
+    row_bytes = master_weight_bytes(jobs.compute_dtype_bytes)
+    is_zero3 = jobs.zero_stage >= 3
     accumulated = np.where(jobs.zero_stage >= 2, 3 * gradient_bytes * (jobs.micro_batches - 1), 0.0)
     prepared = np.select(
         [is_zero3, jobs.zero_stage >= 2],

@@ -146,10 +146,8 @@ def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: Bl
         grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp)
         return np.where(gathers_singly, size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
 
-    gather, scatter = (
-        ring_exchange_seconds(jobs.compute_dtype_bytes * parameters),
-        ring_exchange_seconds(jobs.gradient_wire_bytes * parameters),
-    )
+    gather = ring_exchange_seconds(jobs.compute_dtype_bytes * parameters)
+    scatter = ring_exchange_seconds(jobs.gradient_wire_bytes * parameters)
     gather = gather + upload_seconds(jobs, parameters / ranks + experts)
     replica_reduce = ring_seconds(
         constants, jobs, jobs.gradient_wire_bytes * parameters / ranks, num_copies, jobs.tp * ranks, reduces=True

@@ -86,10 +86,8 @@ def _ring_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, Tr
     """Keys and values go on to all other ranks; backward once more, and their gradients one further, home
     (arXiv 2310.01889)."""
     cp, kv_elements = shape.layout.cp, 2 * shape.tokens * shape.max_local_count(spec.num_kv_heads) * spec.head_dim
-    kv_bytes, gradient_bytes = (
-        (cp - 1) * kv_elements * shape.compute_bytes,
-        (cp * kv_elements * shape.high_precision_bytes if cp > 1 else 0),
-    )
+    kv_bytes = (cp - 1) * kv_elements * shape.compute_bytes
+    gradient_bytes = cp * kv_elements * shape.high_precision_bytes if cp > 1 else 0
     forward = Traffic("send", kv_bytes, CONTEXT_PARALLEL_PURPOSE, "cp", calls=cp - 1)
     return [forward], [Traffic("send", kv_bytes + gradient_bytes, CONTEXT_PARALLEL_PURPOSE, "cp", calls=2 * cp - 1)]
 
@@ -98,10 +96,8 @@ def _ulysses_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows,
     """Queries, keys and values are exchanged, and what comes of them; backward the same (arXiv 2309.14509). Ranks that
     are more than key/value heads get copies of these."""
     cp, heads = shape.layout.cp, shape.max_local_count(spec.num_heads)
-    head_bytes, kv = (
-        shape.tokens * spec.head_dim * shape.compute_bytes,
-        max(shape.max_local_count(spec.num_kv_heads), cp),
-    )
+    head_bytes = shape.tokens * spec.head_dim * shape.compute_bytes
+    kv = max(shape.max_local_count(spec.num_kv_heads), cp)
     to_heads = _collective_traffic("all_to_all", head_bytes * (heads + 2 * kv), cp, CONTEXT_PARALLEL_PURPOSE, "cp")
     to_tokens = _collective_traffic("all_to_all", head_bytes * heads, cp, CONTEXT_PARALLEL_PURPOSE, "cp")
     return to_heads + to_tokens, to_heads + to_tokens
@@ -125,15 +121,11 @@ def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassT
         backward = 2 * _collective_traffic("all_to_all", row_bytes, layout.ep, EXPERT_PARALLEL_PURPOSE, "ep")
         forward = forward + backward
     else:
-        weight_bytes, choice_bytes = (
-            shape.tokens * moe.top_k * shape.high_precision_bytes,
-            shape.tokens * moe.top_k * INDEX_BYTES,
-        )
+        weight_bytes = shape.tokens * moe.top_k * shape.high_precision_bytes
+        choice_bytes = shape.tokens * moe.top_k * INDEX_BYTES
         forward = forward + _tp_gather(shape, x) + _tp_gather(shape, weight_bytes) + _tp_gather(shape, choice_bytes)
-        combine, backward = (
-            _tp_reduce(shape, x),
-            _tp_reduce(shape, x) + _tp_reduce(shape, weight_bytes) + _tp_gather(shape, x),
-        )
+        combine = _tp_reduce(shape, x)
+        backward = _tp_reduce(shape, x) + _tp_reduce(shape, weight_bytes) + _tp_gather(shape, x)
     if not moe.num_shared_experts:  # nothing behind the sum is kept, so it is not computed again
         return PassTraffic(forward + combine, forward, backward)
     shared = _tp_pair_traffic(spec, shape)

@@ -52,11 +52,9 @@ def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:
     model's (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
     layout, bytes_per_element = run.layout, STATE_BYTES[run.training.precision]
     bucket_bytes = int(layout.bucket_mb * MIB)
-    count, filled_bytes, limit = (
-        0,
-        0,
-        bucket_bytes if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB),
-    )
+    count = 0
+    filled_bytes = 0
+    limit = bucket_bytes if layout.first_bucket_mb is None else int(layout.first_bucket_mb * MIB)
     for shape in reversed(rank.dense.values()):
         filled_bytes += bytes_per_element * num_elements(shape)
         if filled_bytes >= limit:

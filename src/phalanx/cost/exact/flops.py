@@ -98,12 +98,10 @@ def recomputed_flops_per_token(
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     """FLOPs of a rank's forward and backward passes in one update, of its shares of tensors and attention, with what it
     computes again; experts balanced."""
-    dims, batch_plan, spec, layout = (
-        parallel_dims(run.layout, world_size),
-        plan_batch(run, world_size),
-        run.model,
-        run.layout,
-    )
+    dims = parallel_dims(run.layout, world_size)
+    batch_plan = plan_batch(run, world_size)
+    spec = run.model
+    layout = run.layout
     if rank < dims.servers:
         return 0.0
     coordinates = dims.coordinates(rank)

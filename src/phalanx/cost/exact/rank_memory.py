@@ -132,10 +132,8 @@ def _model_state(run: RunSpec, rank: RankTensors) -> StateBytes:
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
     layout, dims = run.layout, parallel_dims(run.layout, world_size)
-    data_dims, batch_plan = (
-        dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
-        plan_batch(run, world_size),
-    )
+    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    batch_plan = plan_batch(run, world_size)
     strategy = effective_strategy(layout, data_dims.dp_shard)
     in_flight_peaks = _in_flight_peaks(run, batch_plan, strategy) if layout.pp > 1 else []
     exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
@@ -154,16 +152,12 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
         )
         if layout.pp == 1:
             activations = _stage_activations(run, batch_plan, strategy)
-            comm_bytes, activation_peak, peaks = (
-                exchange,
-                activations.peak,
-                memory_peaks(persistent, activations, exchange, buffer_peaks),
-            )
+            comm_bytes = exchange
+            activation_peak = activations.peak
+            peaks = memory_peaks(persistent, activations, exchange, buffer_peaks)
         else:  # what is exchanged inside blocks is among what is in flight
-            comm_bytes, activation_peak = (
-                pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank),
-                max(in_flight_peaks[pp_rank].forward_only, in_flight_peaks[pp_rank].with_gradients),
-            )
+            comm_bytes = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank)
+            activation_peak = max(in_flight_peaks[pp_rank].forward_only, in_flight_peaks[pp_rank].with_gradients)
             peaks = pipeline_memory_peaks(persistent, in_flight_peaks[pp_rank], comm_bytes, buffer_peaks)
         memory = RankMemory(
             state.parameters,
@@ -246,10 +240,8 @@ def _stage_activations(
 
 def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
     """What a rank at each place of the pipeline has of activations."""
-    schedule, cache = (
-        layout_schedule(run.layout, batch_plan.gradient_accumulation_steps),
-        dict[object, ActivationBytes](),
-    )
+    schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
+    cache = dict[object, ActivationBytes]()
     stage_activations = []
     for stage in pipeline_stages(layers_per_stage(run), schedule):
         signature = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last

@@ -110,12 +110,10 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """
     if shape.tp > 1 and shape.layout.tp_attention == "gathered":
         return _saved_by_gathered_attention(spec, shape)
-    D, H, K, kv_heads = (
-        spec.hidden_size,
-        shape.max_local_count(spec.num_heads),
-        spec.head_dim,
-        shape.max_local_count(spec.num_kv_heads),
-    )
+    D = spec.hidden_size
+    H = shape.max_local_count(spec.num_heads)
+    K = spec.head_dim
+    kv_heads = shape.max_local_count(spec.num_kv_heads)
     q, kv = H * K, kv_heads * K
     saved_bytes = shape.linear_input_bytes(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
@@ -268,11 +266,9 @@ def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
 def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
     """What the second half of a block's backward pass needs (`parallel.pipeline.split_backward`): of every linear layer
     its input, the gradient of its output, and under autocast the copy of its weight."""
-    D, q, kv = (
-        spec.hidden_size,
-        shape.max_local_count(spec.num_heads) * spec.head_dim,
-        shape.max_local_count(spec.num_kv_heads) * spec.head_dim,
-    )
+    D = spec.hidden_size
+    q = shape.max_local_count(spec.num_heads) * spec.head_dim
+    kv = shape.max_local_count(spec.num_kv_heads) * spec.head_dim
     if shape.layout.tp_attention == "gathered":
         q = kv = spec.num_heads * spec.head_dim // shape.tp
     saved_bytes = shape.linear_input_bytes(D, readers=3) + shape.tokens * (2 * q + 2 * kv + D) * shape.compute_bytes

@@ -51,10 +51,8 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
     if layout.data_parallel == "parameter_server":
         return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], dims.dp_size)
     coordinates = dims.coordinates(rank)
-    stage_tensors, shard_index = (
-        rank_tensors(run, world_size, coordinates["tp"]),
-        coordinates["dp_shard"] * dims.cp + coordinates["cp"],
-    )
+    stage_tensors = rank_tensors(run, world_size, coordinates["tp"])
+    shard_index = coordinates["dp_shard"] * dims.cp + coordinates["cp"]
     traffic = [
         [row for row in [*_data_parallel_traffic(run, world_size, tensors, shard_index), *model_parallel] if row.bytes]
         for tensors, model_parallel in zip(
@@ -68,10 +66,8 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
     """What ranks with the same part of a model and other data send, of parameters and gradients; of those that share
     rows, the one with this number."""
     layout, dims = run.layout, parallel_dims(run.layout, world_size)
-    data_dims, batch_plan = (
-        dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES),
-        plan_batch(run, world_size),
-    )
+    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    batch_plan = plan_batch(run, world_size)
     # In a pipeline gradients are summed once a step.
     num_reductions = batch_plan.gradient_accumulation_steps if layout.pp == 1 else 1
     expert_shards = (
@@ -187,10 +183,8 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
             )
         ]
     schedule = layout_schedule(layout, batch_plan.gradient_accumulation_steps)
-    stages, message_bytes = (
-        pipeline_stages(layers_per_stage(run), schedule),
-        shape.residual_tokens * spec.hidden_size * shape.residual_bytes,
-    )
+    stages = pipeline_stages(layers_per_stage(run), schedule)
+    message_bytes = shape.residual_tokens * spec.hidden_size * shape.residual_bytes
     first, last = schedule.end_ranks
     sends_tied_embedding = spec.tie_embeddings and first != last
     stage_traffic = []

@@ -221,10 +221,8 @@ def _check_state(machine: Machine) -> list[DoctorFinding]:
     except CheckSkipped as skipped:
         return [rule.skip(str(skipped)) for rule in (PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)]
     rows = {gpu: row for gpu, row in all_rows.items() if _is_visible(machine, gpu)}
-    limits, defaults = (
-        nvidia_smi.numeric_field(rows, "power.limit"),
-        nvidia_smi.numeric_field(rows, "power.default_limit"),
-    )
+    limits = nvidia_smi.numeric_field(rows, "power.limit")
+    defaults = nvidia_smi.numeric_field(rows, "power.default_limit")
     capped = [
         POWER.violation(gpu, limit, f"at least {defaults[gpu]:g}")
         for gpu, limit in limits.items()

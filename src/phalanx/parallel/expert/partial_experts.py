@@ -50,11 +50,9 @@ class PartiallyTrainedExperts(Experts):
     ) -> None:
         """`experts` has tensors like those of `local_experts`; `sharding` is given where ranks share the model."""
         nn.Module.__init__(self)
-        self.experts_on_rank, self.all_trained_experts, self.model_sharding = (
-            local_experts,
-            trained_experts.experts,
-            sharding,
-        )
+        self.experts_on_rank = local_experts
+        self.all_trained_experts = trained_experts.experts
+        self.model_sharding = sharding
         self.trained_on_rank = tuple(expert for expert in local_experts if expert in trained_experts.experts)
         self.frozen_on_rank = tuple(expert for expert in local_experts if expert not in trained_experts.experts)
         for kind in KINDS:

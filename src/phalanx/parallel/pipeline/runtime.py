@@ -74,16 +74,12 @@ class PipelineStrategy(Strategy):
         super().__init__(inner.module, world_group)
         self.inner, self.stages, self.schedule_of, self.computing = inner, stage_module, make_schedule, forward_context
         self.groups, self.pipe, self.activation_template = groups, groups[0], like
-        self.trainable_parameters, self.loss_scale, self.autocast = (
-            inner.trainable_parameters,
-            inner.loss_scale,
-            inner.autocast,
-        )
-        self.comm_wait, self.wait_timers, self.pop_expert_rows = (
-            inner.comm_wait,
-            inner.wait_timers,
-            inner.pop_expert_rows,
-        )
+        self.trainable_parameters = inner.trainable_parameters
+        self.loss_scale = inner.loss_scale
+        self.autocast = inner.autocast
+        self.comm_wait = inner.comm_wait
+        self.wait_timers = inner.wait_timers
+        self.pop_expert_rows = inner.pop_expert_rows
         self.pipeline_wait: WaitTimer = WaitTimer()
         self.rank = self.pipe.rank()
         self.has_loss = stage_module.last in stage_module.layers

@@ -204,10 +204,8 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
 def _fit_memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
     """Bytes of a process that trains nothing, bytes of memory for each counted one, how many more each byte of buffers
     counts, and what they predict. None is below 0: the least is taken out, and the others explain the memory alone."""
-    held_bytes, peak = (
-        np.array([run.counted_peak_bytes for run in runs], float),
-        np.array([run.memory_bytes for run in runs]),
-    )
+    held_bytes = np.array([run.counted_peak_bytes for run in runs], float)
+    peak = np.array([run.memory_bytes for run in runs])
     buffers = np.array([run.memory.communication for run in runs], float)
     columns = np.stack([np.ones(len(runs)), held_bytes, buffers], axis=1)
     priors = np.diag([0.0, 1 / SHARE_PRIOR, 1 / BUFFER_PRIOR])

@@ -25,10 +25,8 @@ SAFE_OOM_PROBABILITY = 0.05
 def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]) -> tuple[float, float]:
     """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there.
     Runs on a machine may have shown that buffers of communication take more than they are counted."""
-    host, more = (
-        max(rank_memory.host for rank_memory in memories),
-        cluster.calibration.buffer_overhead if cluster.calibration else 0.0,
-    )
+    host = max(rank_memory.host for rank_memory in memories)
+    more = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
     device = max(rank_memory.total + more * rank_memory.communication for rank_memory in memories)
     return float(device + (host if cluster.device == "cpu" else 0)), float(host)
 

@@ -100,11 +100,9 @@ def state_memory(row: Row) -> float | None:
     excludes activations: in units of 1e9 bytes, as such tables have it (ZeRO, arXiv 1910.02054, table 1)."""
     if "activations excluded" not in row.get("facts", "") or not row.get("params_b"):
         return None
-    zero, ranks, bytes_per_parameter = (
-        read_number(row, "zero", 0),
-        read_number(row, "dp", 1),
-        PUBLISHED_MIXED_PRECISION_ADAM,
-    )
+    zero = read_number(row, "zero", 0)
+    ranks = read_number(row, "dp", 1)
+    bytes_per_parameter = PUBLISHED_MIXED_PRECISION_ADAM
     kinds = (
         (3, bytes_per_parameter.parameters),
         (2, bytes_per_parameter.gradients),

@@ -87,10 +87,8 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
 
 
 def _curve_traces(facts: Facts, name: str, index: int, is_single: bool) -> Iterator[Figure]:
-    curve, line = (
-        facts["curves"],
-        {"mode": "lines", "line": {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "width": 2}},
-    )
+    curve = facts["curves"]
+    line = {"mode": "lines", "line": {"color": RUN_COLOURS[index % len(RUN_COLOURS)], "width": 2}}
     if "loss" in curve:
         template = f"step %{{x}}: %{{y:.4f}}<extra>{name}</extra>"
         yield (

@@ -195,10 +195,8 @@ class Coordinator:
 
         Raises UpdateRejected for what does not count.
         """
-        path, partial_path = (
-            self.store.update(round_number, node),
-            self.store.partial_update_path(round_number, node, upload_id),
-        )
+        path = self.store.update(round_number, node)
+        partial_path = self.store.partial_update_path(round_number, node, upload_id)
         try:
             with self.changed:
                 self._check_accepting(node, round_number)

@@ -231,10 +231,8 @@ class SwarmClient:
                     raise UpdateRejected(details) from None
                 if self.sent_bytes + self.received_bytes != moved_bytes:  # it goes on, if slowly
                     start, moved_bytes = time.monotonic(), self.sent_bytes + self.received_bytes
-                away_seconds, patience = (
-                    time.monotonic() - start,
-                    RECONNECT_SECONDS if self._reached else FIRST_CONNECT_SECONDS,
-                )
+                away_seconds = time.monotonic() - start
+                patience = RECONNECT_SECONDS if self._reached else FIRST_CONNECT_SECONDS
                 is_permanent = not self._reached and any(phrase in details for phrase in PERMANENT_PHRASES)
                 if away_seconds > patience or is_permanent or (self.leaving and away_seconds > 1):
                     raise _unreachable_error(self.address, details) from None

@@ -81,11 +81,9 @@ def _listen_error(address: str) -> UserError:
 
 
 def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
-    unary, stream_in, stream_out = (
-        grpc.unary_unary_rpc_method_handler,
-        grpc.stream_unary_rpc_method_handler,
-        grpc.unary_stream_rpc_method_handler,
-    )
+    unary = grpc.unary_unary_rpc_method_handler
+    stream_in = grpc.stream_unary_rpc_method_handler
+    stream_out = grpc.unary_stream_rpc_method_handler
     methods = {
         **{
             name: unary(_unary_handler(service.pace, getattr(service, name)))

@@ -119,10 +119,8 @@ class SwarmWorker:
         """Have the weights that the round begins with, the experts that this node trains in it, and its text."""
         self.current_round = task.round
         self._set_deadline(task)
-        round_record.whole_bytes, round_record.received_bytes = (
-            self.exchange.initial_download_bytes,
-            self.exchange.initial_download_bytes,
-        )
+        round_record.whole_bytes = self.exchange.initial_download_bytes
+        round_record.received_bytes = self.exchange.initial_download_bytes
         self.exchange.initial_download_bytes = 0
         if self.exchange.version != task.committed:
             self._catch_up(task.committed, round_record)
@@ -144,10 +142,8 @@ class SwarmWorker:
 
     def _run_round(self, task: NodeTask, round_record: RoundRecord, loggers: list[Logger]) -> None:
         """Learn, tell, hear what all nodes made of it."""
-        is_last_round, steps = (
-            (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps,
-            self.swarm.steps_per_round - self.steps_ahead,
-        )
+        is_last_round = (task.round + 1) * self.swarm.steps_per_round >= self.run.training.steps
+        steps = self.swarm.steps_per_round - self.steps_ahead
         self._train_steps(steps, round_record, loggers, in_time=True)
         upload = self._send_update(task, round_record)
         # who begins has less text than that once
@@ -174,10 +170,8 @@ class SwarmWorker:
         trainer, start, steps_before = self.trainer, time.perf_counter(), round_record.steps
         trainer.stop_requested, trainer.stop_after_step = False, None
         for _ in range(steps):
-            step_seconds, tokens = (
-                (time.perf_counter() - start) / max(1, round_record.steps - steps_before),
-                trainer.tokens,
-            )
+            step_seconds = (time.perf_counter() - start) / max(1, round_record.steps - steps_before)
+            tokens = trainer.tokens
             if in_time and self.deadline is not None and time.monotonic() + 2 * step_seconds > self.deadline:
                 trainer.stop_requested = True  # all ranks hear of it in this step
             if self.swarm.balance.local_expert_weight < 1:
@@ -220,10 +214,8 @@ class SwarmWorker:
         """Have the base of so many rounds, and go on from it: with `is_final` from nothing else.
         `accepted_round` is the last round in which this node's update was accepted."""
         exchange = self.exchange
-        old_version, blends = (
-            exchange.version,
-            self.swarm.delay > 0 and accepted_round == exchange.version == committed - 1,
-        )
+        old_version = exchange.version
+        blends = self.swarm.delay > 0 and accepted_round == exchange.version == committed - 1
         exchange.version = broadcast_from_rank0(lambda: exchange.catch_up(committed, round_record, accepted_round))
         if self.trainer is None:
             return

@@ -56,10 +56,8 @@ class InMemoryCheckpointer:
         self._group = group
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        self._next_rank, self._previous_rank = (
-            (self.rank + local_world_size) % ranks,
-            (self.rank - local_world_size) % ranks,
-        )
+        self._next_rank = (self.rank + local_world_size) % ranks
+        self._previous_rank = (self.rank - local_world_size) % ranks
         self._slot_index = 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:

@@ -65,10 +65,8 @@ def build_optimizers(
     if not parameters:
         return []
     if spec.name == "muon":
-        matrices, parts = (
-            list(muon_parameters.values()),
-            [part(name, p.detach()) for name, p in muon_parameters.items()],
-        )
+        matrices = list(muon_parameters.values())
+        parts = [part(name, p.detach()) for name, p in muon_parameters.items()]
         muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay, parts)] if matrices else []
         return [*muon, *([_adamw(spec, other_parameters)] if other_parameters else [])]
     if spec.name == "adamw":
