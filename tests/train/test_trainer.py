@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.launch.failures import read_failures
+from phalanx.runs.checkpoints import is_finished
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
@@ -234,6 +236,22 @@ def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) ->
             assert process.wait(timeout=60) == EXIT_STOPPED
         finally:
             process.kill()
+
+
+def test_standby_rank_that_starts_after_the_end_exits_at_once(text: Path, tmp_path: Path) -> None:
+    """The store it looks for is rank 0's, which stays until it has come."""
+    directory = create_run(small_run(text, tmp_path, {"training.steps": 4}), 1, resume=False)
+    command = [sys.executable, "-m", "phalanx.train", str(directory), "--layout", "{}", "--ranks", "1"]
+    place = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place["MASTER_PORT"] = str(probe.getsockname()[1])
+    with subprocess.Popen(command, env={**place, "RANK": "0"}) as training_rank:
+        try:
+            wait_until(lambda: is_finished(directory, 4), "the end of training")
+            standby_rank = subprocess.run(command, env={**place, "RANK": "1"}, timeout=60)
+            assert (standby_rank.returncode, training_rank.wait(timeout=60)) == (0, 0)
+        finally:
+            training_rank.kill()
 
 
 def test_divergence_of_all_ranks_prints_one_message(text: Path, tmp_path: Path) -> None:

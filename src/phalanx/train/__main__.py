@@ -10,7 +10,7 @@ from phalanx.launch.process import exit_rank
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
-from phalanx.train.standby import run_standby_rank
+from phalanx.train.standby import run_standby_rank, wait_for_standby_ranks
 from phalanx.train.worker import ReducedRanks, run_rank
 
 
@@ -38,7 +38,10 @@ def main() -> None:
         exit_rank(run_standby_rank(arguments.run))
     reduced = None if layout is None else ReducedRanks(layout, arguments.ranks)
     measure, device = arguments.profile_memory, arguments.device
-    exit_rank(run_rank(arguments.run, arguments.set, arguments.resume, measure, window, reduced, device))
+    exit_code = run_rank(arguments.run, arguments.set, arguments.resume, measure, window, reduced, device)
+    if exit_code == 0 and arguments.ranks is not None:
+        wait_for_standby_ranks(arguments.ranks)
+    exit_rank(exit_code)
 
 
 if __name__ == "__main__":  # DCP's background processes import the main module again

@@ -16,6 +16,17 @@ from phalanx.runs.checkpoints import is_finished
 from phalanx.runs.create import read_run_directory
 from phalanx.spec.errors import EXIT_STOPPED
 
+CONNECT_TIMEOUT = timedelta(minutes=5)
+"""For a standby rank to start and to reach the store of rank 0."""
+
+
+def wait_for_standby_ranks(num_ranks: int) -> None:
+    """Keep the store of rank 0 up until every rank from `num_ranks` on has connected to it: one that starts more slowly
+    than a short run ends would look for it in vain."""
+    if standby_keys := [f"standby/{rank}" for rank in range(num_ranks, int(os.environ["WORLD_SIZE"]))]:
+        with suppress(dist.DistError):
+            _connect_to_rank_0().wait(standby_keys, CONNECT_TIMEOUT)
+
 
 def run_standby_rank(directory: Path) -> int:
     """Of a rank that no layout has a place for: wait until the others have ended, or are told to; returns the exit
@@ -25,11 +36,17 @@ def run_standby_rank(directory: Path) -> int:
 
     def wait_for_end() -> None:  # beside the main thread, which hears signals meanwhile
         with suppress(dist.DistError):
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            TCPStore(*address, is_master=False, timeout=timedelta(minutes=5)).wait(["over"], timedelta(days=365))
+            store = _connect_to_rank_0()
+            store.set(f"standby/{os.environ['RANK']}", "")
+            store.wait(["over"], timedelta(days=365))
         run_over.set()
 
     Thread(target=wait_for_end, daemon=True).start()
     with handling_signals(lambda _: run_over.set()):
         run_over.wait()
     return 0 if is_finished(directory, steps) else EXIT_STOPPED
+
+
+def _connect_to_rank_0() -> TCPStore:
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(*address, is_master=False, timeout=CONNECT_TIMEOUT)
