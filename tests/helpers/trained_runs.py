@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.files.write import to_toml
+from phalanx.testing.processes import run_python
 from tests.helpers.small_runs import DENSE, MOE, small_run
 
 TIMEOUT_SECONDS = 240
@@ -37,12 +38,11 @@ def hybrid_run() -> Path:
 def train_run(name: str, ranks: int, changes: dict[str, Any], *options: str) -> Path:
     """The directory of a run that `phalanx train` did."""
     file = write_run_file(name, changes)
-    subprocess.run(
+    run_python(
         train_command(file, ranks, *options),
         env=single_threaded_environment(),
         check=True,
         timeout=TIMEOUT_SECONDS,
-        capture_output=True,
     )
     return file.parent / name
 

@@ -16,7 +16,7 @@ import pytest
 from phalanx.runs.events import read_events
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
-from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, start_python, wait_until
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 
 STEPS = 24
@@ -33,7 +33,7 @@ def training_run(
     file = folder / "run.toml"
     file.write_text(to_toml(small_run(text, folder, changes)))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_python(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
     finally:

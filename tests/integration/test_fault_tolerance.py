@@ -21,7 +21,7 @@ from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
-from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, start_python, wait_until
 from tests.helpers.small_runs import small_run
 from tests.helpers.training_processes import (
     LONG,
@@ -244,7 +244,7 @@ def test_sigterm_during_rendezvous_stops_run(tmp_path: Path) -> None:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
     meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
-    with subprocess.Popen([*command, *meeting], stderr=subprocess.PIPE, text=True) as process:
+    with start_python([*command, *meeting], stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: any(name.endswith(f":{port:04X}") for name, _ in listening_sockets()), "it waits")
         said = stop_gracefully(process)
     assert "Traceback" not in said
@@ -255,7 +255,7 @@ def test_sigterm_during_data_preparation_stops_run(tmp_path: Path) -> None:
     data = {"train": ["stdlib"], "tokenizer": "bpe", "cache": str(cache)}
     file.write_text(to_toml(run_from_table({"output_dir": str(tmp_path), "model": {"preset": "tiny"}, "data": data})))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with start_python(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until(cache.exists, "it prepares text")
         stop_gracefully(process)
     assert not (tmp_path / "run").exists()

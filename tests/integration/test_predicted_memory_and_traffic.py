@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from phalanx.plan.predicted_vs_measured import (
 )
 from phalanx.spec.files.write import to_toml
 from phalanx.testing import rank_pool
+from phalanx.testing.processes import run_python
 from tests.helpers.small_runs import DENSE, MOE, measure_steady_step, small_run
 
 # Large enough for a few sums of losses and norms to be below a hundredth of the traffic.
@@ -287,7 +287,7 @@ def test_train_measure_memory_prints_predicted_and_measured(text: Path, tmp_path
     )
     (tmp_path / "run.toml").write_text(to_toml(run))
     command = [sys.executable, "-m", "phalanx", "train", str(tmp_path / "run.toml"), "--nproc", "2", "--profile-memory"]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    shown = run_python(command, check=True, text=True, timeout=120).stdout
     folder = tmp_path / "parity" / "measured"
     rows = json.loads((folder / "comparison.json").read_text())
     for row in rows:

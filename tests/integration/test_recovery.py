@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import LAYOUT_FILE
-from phalanx.testing.processes import WAIT_SECONDS, rank_pids, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, run_python, wait_until
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 from tests.helpers.training_processes import (
     LONG,
@@ -59,6 +58,28 @@ def test_recovery_restarts_killed_rank_with_bit_exact_losses(
     assert recorded_losses(directory) == uninterrupted
 
 
+def test_ranks_started_anew_learn_what_forked_ones_learn(
+    uninterrupted: list[tuple[float, float]], text: Path, tmp_path: Path
+) -> None:
+    """Without its warm process a run goes on, and says so."""
+    directory = tmp_path / "parity"
+    with training_run(text, tmp_path, SHORT) as process:
+        wait_until(lambda: checkpoints(directory / "checkpoints"), "a checkpoint")
+        os.kill(warm_process_pid(process.pid), signal.SIGKILL)
+        os.kill(rank_pids(directory)[1], signal.SIGKILL)
+        _, said = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 0, said
+    assert "the warm process has ended: ranks are started anew" in said
+    assert recorded_losses(directory) == uninterrupted
+
+
+def warm_process_pid(launcher: int) -> int:
+    """That of a launcher."""
+    children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    (pid,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "phalanx warm\n")
+    return pid
+
+
 def test_recovery_restarts_rank_stopped_by_sigstop(
     uninterrupted: list[tuple[float, float]], text: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +119,7 @@ def test_run_directory_stays_locked_while_ranks_restart(text: Path, tmp_path: Pa
         os.kill(rank_pids(directory)[1], signal.SIGKILL)
         other = [sys.executable, "-m", "phalanx", "train", str(directory), "--resume"]
         other += ["--set", "optimizer.learning_rate=1"]
-        refused = subprocess.run(other, capture_output=True, text=True, timeout=WAIT_SECONDS)
+        refused = run_python(other, text=True, timeout=WAIT_SECONDS)
         assert refused.returncode == 2, refused.stderr
         assert f"is in use: process {process.pid} on" in refused.stderr
         assert (directory / "run.toml").read_text() == described_as

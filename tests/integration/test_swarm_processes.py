@@ -22,6 +22,7 @@ from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import initial_weight
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model
+from phalanx.testing.processes import run_python, start_python
 from tests.helpers.cli_runner import command_json, command_output
 
 TIMEOUT_SECONDS = 240
@@ -87,7 +88,7 @@ def command_processes() -> Iterator[Callable[..., subprocess.Popen[str]]]:
         command = [sys.executable, "-m", "phalanx", "swarm", *map(str, words)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, env=environment)
+        process = start_python(command, **pipes, text=True, start_new_session=True, env=environment)
         started.append(process)
         return process
 
@@ -110,9 +111,7 @@ def start_coordinator(start: Callable[..., subprocess.Popen[str]], file: Path) -
 
 def swarm_status(address: str) -> dict[str, object]:
     command = [sys.executable, "-m", "phalanx", "swarm", "status", address, "--certs", "certs/ann", "--json"]
-    return json.loads(
-        subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout
-    )
+    return json.loads(run_python(command, text=True, timeout=TIMEOUT_SECONDS, check=True).stdout)
 
 
 def test_swarm_trains_identical_model_on_two_nodes_after_third_is_killed(swarm_directory: Path) -> None:

@@ -20,6 +20,7 @@ from phalanx.runs.events import FAILED, ROLLED_BACK, append_event
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.step_records import FORMAT
 from phalanx.spec.errors import UserError
+from phalanx.testing.processes import run_python
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.trained_runs import copy_run, hybrid_run, two_rank_run
 
@@ -196,7 +197,7 @@ def test_watch_exits_with_reason_of_rank_failure(tmp_path):
 
 def run_watch(directory: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", "watch", str(directory)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_python(command, text=True, timeout=120)
 
 
 def test_read_run_reports_killed_rank_before_connection_errors(tmp_path):

@@ -26,6 +26,7 @@ from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import Method
+from phalanx.testing.processes import start_python
 from tests.helpers.cli_runner import command_json, command_output
 from tests.helpers.local_swarm import tiny_swarm_run, train_local_swarm
 from tests.helpers.report_page import parse_embedded_json
@@ -235,7 +236,7 @@ def test_watch_follows_swarm_node_until_last_round(node_directory):
     (node_directory / "swarm.jsonl").write_text("".join(lines))
     held = acquire_run_lock(node_directory)
     watch = [sys.executable, "-m", "phalanx", "watch", str(node_directory), "--every", "0.1"]
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True) as process:
+    with start_python(watch, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert any(line.startswith("round 2") for line in process.stdout)  # all steps are done by then
             with (node_directory / "swarm.jsonl").open("a") as file:

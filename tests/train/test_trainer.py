@@ -29,7 +29,7 @@ from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from phalanx.spec.files.write import to_toml
 from phalanx.testing import rank_pool
-from phalanx.testing.processes import rank_pids, wait_until
+from phalanx.testing.processes import rank_pids, run_python, start_python, wait_until
 from phalanx.train.create_run import create_run
 from phalanx.train.loggers import open_loggers
 from phalanx.train.progress import ProgressDisplay
@@ -144,7 +144,7 @@ def start_training(run: Any, tmp_path: Path, *more: str, nproc: int = 2) -> subp
     file = tmp_path / "run.toml"
     file.write_text(to_toml(run))
     command = [sys.executable, "-m", "phalanx", "train", str(file), "--nproc", str(nproc), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return start_python(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @contextmanager
@@ -214,7 +214,7 @@ def test_missing_gpu_is_recorded_as_failure_of_its_rank(text: Path, tmp_path: Pa
     directory = create_run(small_run(text, tmp_path, {}), 2, resume=False)
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--device", "cuda"]
-    ended = subprocess.run(command, env={**os.environ, **place}, capture_output=True, timeout=100)
+    ended = run_python(command, env={**os.environ, **place}, timeout=100)
     assert ended.returncode == 1
     (left,) = read_failures(directory)
     assert (left["rank"], left["code"], left["final"]) == (1, 1, False)
@@ -227,7 +227,7 @@ def test_standby_rank_exits_as_stopped_on_sigterm(text: Path, tmp_path: Path) ->
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     command = [sys.executable, "-m", "phalanx.train", str(directory), "--ranks", "1"]
-    with subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.DEVNULL) as process:
+    with start_python(command, env={**os.environ, **place}, stderr=subprocess.DEVNULL) as process:
         try:
             heeds = 1 << (signal.SIGTERM - 1)
             status = Path(f"/proc/{process.pid}/status")
@@ -245,10 +245,10 @@ def test_standby_rank_that_starts_after_the_end_exits_at_once(text: Path, tmp_pa
     place = {**os.environ, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place["MASTER_PORT"] = str(probe.getsockname()[1])
-    with subprocess.Popen(command, env={**place, "RANK": "0"}) as training_rank:
+    with start_python(command, env={**place, "RANK": "0"}) as training_rank:
         try:
             wait_until(lambda: is_finished(directory, 4), "the end of training")
-            standby_rank = subprocess.run(command, env={**place, "RANK": "1"}, timeout=60)
+            standby_rank = run_python(command, env={**place, "RANK": "1"}, timeout=60)
             assert (standby_rank.returncode, training_rank.wait(timeout=60)) == (0, 0)
         finally:
             training_rank.kill()

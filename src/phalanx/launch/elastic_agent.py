@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from phalanx.debug.oom import cgroup_oom_kills
 from phalanx.launch.process import LAUNCHER_PID_ENV, stop_signals
+from phalanx.launch.rank_processes import InheritedOutput, RankProcesses, RankStarter, rank_environments
 from phalanx.launch.rendezvous import (
     SINGLE_NODE,
     Rendezvous,
@@ -37,6 +38,7 @@ from phalanx.launch.rendezvous import (
     make_rendezvous_handler,
     wait_for_host,
 )
+from phalanx.launch.warm_process import start_warm_process
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.formatting import plural
 
@@ -68,16 +70,6 @@ FailureHandler = Callable[[ProcessFailures, int], FailureAction]
 """Given what failed, and how many processes of our group the kernel killed for want of memory since ranks started."""
 
 
-class InheritedOutput(LogsSpecs):
-    """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
-
-    root_log_dir = os.devnull
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        empty_paths = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=empty_paths, stderrs=empty_paths, error_files=empty_paths)
-
-
 class RunEndedByOtherNode(Exception):  # noqa: N818 - no error of this node's
     """Another node has ended the run."""
 
@@ -86,10 +78,16 @@ class ElasticAgent(LocalElasticAgent):
     """torchrun's, which asks what follows a failure, and leaves no rank hanging in wait of one that failed."""
 
     def __init__(
-        self, spec: WorkerSpec, worker_command: WorkerCommand, on_failure: FailureHandler, num_nodes: int
+        self,
+        spec: WorkerSpec,
+        worker_command: WorkerCommand,
+        on_failure: FailureHandler,
+        num_nodes: int,
+        rank_starter: RankStarter,
     ) -> None:
         super().__init__(spec, InheritedOutput())
         self._worker_command, self._on_failure, self._num_nodes = worker_command, on_failure, num_nodes
+        self._rank_starter = rank_starter
         self.failure_action = FailureAction.STOP
         self._oom_kills_at_start = 0
         self._killed_pids: set[int] = set()
@@ -104,12 +102,14 @@ class ElasticAgent(LocalElasticAgent):
                 print(f"phalanx: a node did not come to start its ranks, meeting again: {error}", file=sys.stderr)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        worker_group.spec.args = ("-m", *self._agree_on_command(worker_group))
+        command = self._agree_on_command(worker_group)
         if self._num_nodes > 1:
             joined_nodes = f"{worker_group.group_world_size} of {plural(self._num_nodes, 'node')}"
             print(f"phalanx: {joined_nodes} met: {worker_group.workers[0].world_size} ranks start", file=sys.stderr)
         self._oom_kills_at_start = cgroup_oom_kills() or 0
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        self._pcontext = RankProcesses(command, rank_environments(worker_group), self._rank_starter)
+        self._pcontext.start()
+        started: dict[int, Any] = self._pcontext.pids()
         return started
 
     def _agree_on_command(self, group: WorkerGroup) -> Sequence[str]:
@@ -213,7 +213,11 @@ def stop_signals_as_exit() -> Iterator[None]:
 
 
 def run_until_done(
-    nproc: int, worker_command: WorkerCommand, on_failure: FailureHandler, rendezvous: Rendezvous = SINGLE_NODE
+    nproc: int,
+    worker_command: WorkerCommand,
+    on_failure: FailureHandler,
+    rendezvous: Rendezvous = SINGLE_NODE,
+    rank_starter: RankStarter | None = None,
 ) -> bool:
     """Run local ranks, together with other nodes' where there are any, until all have ended well, or `on_failure`
     decides not to start them again; returns whether all went well.
@@ -232,7 +236,7 @@ def run_until_done(
         try:
             wait_for_host(rendezvous, deadline)
             with _quiet_torchelastic():
-                return _run_once(nproc, worker_command, on_failure, rendezvous)
+                return _run_once(nproc, worker_command, on_failure, rendezvous, rank_starter or RankStarter())
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
             problem = (
@@ -253,7 +257,13 @@ def run_until_done(
                 raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, "give another port") from None
 
 
-def _run_once(nproc: int, worker_command: WorkerCommand, on_failure: FailureHandler, rendezvous: Rendezvous) -> bool:
+def _run_once(
+    nproc: int,
+    worker_command: WorkerCommand,
+    on_failure: FailureHandler,
+    rendezvous: Rendezvous,
+    rank_starter: RankStarter,
+) -> bool:
     handler, address = make_rendezvous_handler(rendezvous), local_address(rendezvous)
     if rendezvous is not SINGLE_NODE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -269,7 +279,7 @@ def _run_once(nproc: int, worker_command: WorkerCommand, on_failure: FailureHand
         monitor_interval=MONITOR_SECONDS,
         local_addr=address,
     )
-    agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes)
+    agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes, rank_starter)
     result = agent.run()
     if agent.failure_action is not FailureAction.LEAVE:
         handler.shutdown()  # nobody can join any more
@@ -299,6 +309,7 @@ def launch_ranks(nproc: int, worker_args: Sequence[str], report: Callable[[Proce
         code = report(failures, kills)
         return FailureAction.STOP
 
-    with stop_signals_as_exit():
-        run_until_done(nproc, lambda _: worker_args, on_failure)
+    warm_process = start_warm_process() if nproc > 1 else None
+    with stop_signals_as_exit(), closing(RankStarter(warm_process)) as rank_starter:
+        run_until_done(nproc, lambda _: worker_args, on_failure, rank_starter=rank_starter)
     return code

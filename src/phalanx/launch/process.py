@@ -5,31 +5,24 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from phalanx.launch.warm_process import WORKER_ENVIRONMENT
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError
 from phalanx.spec.run import RunSpec
 
-# Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
-# allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
-# huge pages: PyTorch's aligned blocks leave gaps between them that cost a sixth to two fifths of the peak.)
-WORKER_ENVIRONMENT = {
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a store whose server is gone warns with its whole stack
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT",  # it would take SIGHUP from nohup
-}
-
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3)."""
 FORCE_EXIT_SECONDS = 5.0
 
 
@@ -71,6 +64,18 @@ def set_worker_environment(nproc: int) -> None:
     threads = str(max(1, (os.cpu_count() or 1) // nproc))
     for name, value in {**WORKER_ENVIRONMENT, "OMP_NUM_THREADS": threads}.items():
         os.environ.setdefault(name, value)
+
+
+def run_in_place(module: str, *arguments: str) -> NoReturn:
+    """Have this process go on as `python -m MODULE ARGUMENTS`, with what it has imported."""
+    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # as in WORKER_ENVIRONMENT
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit()
 
 
 def env_rank() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from phalanx.launch.failures import (
     print_resume_hint,
     read_failures,
 )
-from phalanx.launch.process import select_device, set_worker_environment
+from phalanx.launch.process import run_in_place, select_device, set_worker_environment
+from phalanx.launch.rank_processes import RankStarter
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
+from phalanx.launch.warm_process import WarmProcess
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, is_finished, step_of
 from phalanx.runs.events import FAILED, FINISHED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
@@ -49,21 +51,19 @@ def supervise_training(
     choose_layout: LayoutChooser,
     options: Sequence[str] = (),
     rendezvous: Rendezvous = SINGLE_NODE,
+    warm_process: WarmProcess | None = None,
 ) -> int:
     """Train the run of a directory with `nproc` ranks on this node, and others' where nodes meet; returns the exit
     code, after saying what failed. `options` are those of phalanx.train. One rank alone that is not to be started again
-    takes the process's place, and its memory.
+    is this process.
 
     Raises RendezvousError where nodes do not meet, UserError where they cannot, or where too few are left for any
     layout.
     """
-    set_worker_environment(nproc)
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
-    is_single_rank = nproc == 1 and rendezvous is SINGLE_NODE
-    if is_single_rank and not (
-        run.recovery.max_restarts or run.recovery.in_memory_checkpoint_every
-    ):  # it prints its failure itself
-        os.execv(sys.executable, [sys.executable, "-m", "phalanx.train", str(directory), *options])
+    set_worker_environment(nproc)
+    if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # it prints its failure itself
+        run_in_place("phalanx.train", str(directory), *options)
     if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)
     planned_ranks, num_events = nproc * rendezvous.max_nodes, len(read_events(directory))
@@ -78,8 +78,8 @@ def supervise_training(
         return "phalanx.train", str(directory), *layout_options, *options
 
     try:
-        with stop_signals_as_exit():
-            while not run_until_done(nproc, worker_command, policy.decide, rendezvous):
+        with stop_signals_as_exit(), closing(RankStarter(warm_process)) as rank_starter:
+            while not run_until_done(nproc, worker_command, policy.decide, rendezvous, rank_starter):
                 fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
                 if fewer_ranks is None:
                     if policy.code not in (2, EXIT_STOPPED):

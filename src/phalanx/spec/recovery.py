@@ -28,6 +28,11 @@ class RecoverySpec(Spec):
     """A loss so many times the median of the 50 steps before it is a spike (with `max_rollbacks`); by default none
     is."""
 
+    @property
+    def restarts_ranks(self) -> bool:
+        """Whether ranks that fail are started again."""
+        return self.max_restarts > 0 or self.in_memory_checkpoint_every > 0
+
     @model_validator(mode="after")
     def _check(self) -> RecoverySpec:
         require(

@@ -1,13 +1,52 @@
-"""Runs of `phalanx train` as tests and benchmarks see them from outside: the processes of their ranks."""
+"""Commands in processes of their own, and the processes of a run's ranks, as tests and benchmarks see them."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+from phalanx.launch.warm_process import RANK_MODULES, ForkedProcess, WarmProcess, start_warm_process
 
 WAIT_SECONDS = 100.0
 """Until something happens, on a machine that does much else."""
+RANK_VARIABLE = re.compile(r"(?:^|\0)RANK=(\d+)\0")
+
+
+@cache
+def session_warm_process() -> WarmProcess | None:
+    """The one warm process of this session, for commands and for ranks."""
+    return start_warm_process((*RANK_MODULES, "phalanx.launch.supervisor", "phalanx.cli.commands.train"))
+
+
+def start_python(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen` of `python -m MODULE ARGUMENTS`, without the time for imports."""
+    warm_process = session_warm_process()
+    return (
+        subprocess.Popen(command, **options)
+        if warm_process is None
+        else ForkedProcess(warm_process, command, **options)
+    )
+
+
+def run_python(
+    command: Sequence[str], timeout: float = WAIT_SECONDS, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of the same, its output captured."""
+    with start_python(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    completed = subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    if check:
+        completed.check_returncode()
+    return completed
 
 
 def rank_pids(directory: Path) -> dict[int, int]:
@@ -16,13 +55,12 @@ def rank_pids(directory: Path) -> dict[int, int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             argv = (folder / "cmdline").read_bytes().decode().split("\0")
-            environment = dict(
-                pair.split("=", 1) for pair in (folder / "environ").read_bytes().decode().split("\0") if "=" in pair
-            )
+            environment = (folder / "environ").read_bytes().decode()
+            name = (folder / "comm").read_text()  # of one that was forked from a warm process
         except (OSError, UnicodeDecodeError):
             continue
-        if str(directory) in argv and "RANK" in environment:
-            pids[int(environment["RANK"])] = int(folder.name)
+        if str(directory) in argv and (rank := re.search(r"^rank (\d+)$", name) or RANK_VARIABLE.search(environment)):
+            pids[int(rank[1])] = int(folder.name)
     return pids
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.spec.errors import UserError
+from phalanx.testing.processes import start_python
 from phalanx.testing.rank_failure import RankError, RankFailure
 
 START_SECONDS = 180.0
@@ -108,7 +109,7 @@ class RankPool:
                 parent_end, child_end = Pipe()
                 fds = [child_end.fileno(), *([listener.fileno()] if rank == 0 else [])]
                 with open(self._logs / f"{rank}.output", "wb") as output:
-                    worker = subprocess.Popen(
+                    worker = start_python(
                         [sys.executable, "-m", "phalanx.testing.rank_worker", *map(str, fds)],
                         env=self._environment(rank, listener.getsockname()[1]),
                         pass_fds=fds,

@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.cli.commands.bench import parse_size_sweep
 from phalanx.spec.errors import UserError
+from phalanx.testing.processes import run_python
 from tests.helpers import cli_runner
 from tests.helpers.nccl_tests_output import AVERAGE, ROW
 
@@ -87,7 +88,7 @@ def test_bench_rejects_invalid_layout_before_importing_torch(run: Path) -> None:
 
 def measure_process_output(*words: object) -> str:
     command = [sys.executable, "-m", "phalanx", "bench", *map(str, words)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return run_python(command, check=True, text=True, timeout=120).stdout
 
 
 def test_bench_collectives_prints_nccl_tests_format(run: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from phalanx.plan.search.explain import PART_DESCRIPTIONS
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.formatting import GIB
+from phalanx.testing.processes import run_python, start_python
 from tests.helpers import cli_runner
 from tests.helpers.published_rows import MEGATRON_22B_ROW
 from tests.helpers.svg_elements import texts_of_class
@@ -281,11 +282,11 @@ def test_plan_imports_numpy_and_pydantic_but_not_torch(run):
 
 def test_plan_draws_progress_bar_only_on_terminal(run):
     command = [sys.executable, "-m", "phalanx", "plan", str(run), *map(str, H100), "--json"]
-    quiet = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    quiet = run_python(command, text=True, timeout=120, check=True)
     assert quiet.stderr == ""
     ours, its = pty.openpty()
     with tempfile.TemporaryFile("w+") as answer:  # a pipe would be full before the bar is read
-        with subprocess.Popen(command, stdout=answer, stderr=its, text=True):
+        with start_python(command, stdout=answer, stderr=its, text=True):
             os.close(its)
             drawn = b"".join(iter(partial(read_terminal, ours), b"")).decode()
         answer.seek(0)

@@ -21,6 +21,7 @@ from phalanx.launch.process import select_nproc
 from phalanx.spec.errors import LocalNodeError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
+from phalanx.testing.processes import run_python
 
 RUN = """
 name = "first"
@@ -164,7 +165,7 @@ def test_train_exits_1_for_local_node_errors_and_2_for_user_errors(
     )
     command = [sys.executable, "-m", "phalanx", "train", str(run_file), *options, *unfit]
     none = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=none, capture_output=True, text=True, timeout=60)
+    ended = run_python(command, env=none, text=True, timeout=60)
     assert (ended.returncode, message in ended.stderr) == (code, True), ended.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from phalanx.launch import preflight, supervisor
 from phalanx.runs.create import run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.testing.processes import run_python
 
 VALID_RUN = """
 name = "bad"
@@ -478,7 +478,7 @@ def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any,
 
 def test_train_process_exits_with_code_2_for_unknown_field(workspace: Path) -> None:
     command = [sys.executable, "-m", "phalanx", "train", "run.toml", "--set", "training.stepz=3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run_python(command, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.splitlines() == [
         "phalanx: training.stepz = 3: is not a known field",

@@ -27,6 +27,7 @@ from phalanx.report.facts import report_facts
 from phalanx.report.run_data import read_run
 from phalanx.runs.events import FAILED, FINISHED, STARTED, append_event
 from phalanx.spec.errors import UserError
+from phalanx.testing.processes import run_python, start_python
 from tests.helpers.cli_runner import command_output
 from tests.helpers.trained_runs import (
     TIMEOUT_SECONDS,
@@ -51,13 +52,13 @@ def test_watch_prints_one_line_per_step_when_not_on_terminal():
 
 def test_watch_follows_running_training_to_its_last_step():
     file = write_run_file("followed", {"training.steps": 12})
-    train = subprocess.Popen(
+    train = start_python(
         train_command(file, 1), env=single_threaded_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         wait_for(train, (file.parent / "followed" / "run.toml").is_file)
         watch = [sys.executable, "-m", "phalanx", "watch", str(file.parent / "followed"), "--every", "0.1"]
-        done = subprocess.run(watch, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        done = run_python(watch, text=True, timeout=TIMEOUT_SECONDS)
     finally:
         train.terminate()
         train.wait(60)
@@ -81,7 +82,7 @@ def failed_run(tmp_path: Path) -> Path:
 
 def test_watch_reports_failure_and_continues_when_run_restarts(failed_run):
     watch = [sys.executable, "-m", "phalanx", "watch", str(failed_run), "--every", "0.1"]
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_python(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             failed = "phalanx: rank 1 failed: was killed by SIGKILL; waiting whether it goes on\n"
             assert process.stderr.readline() == failed

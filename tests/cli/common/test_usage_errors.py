@@ -1,7 +1,6 @@
 """Mistakes in a command line, in one form whoever finds them."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from phalanx.cli import main
 from phalanx.cli.main import COMMANDS, PANELS
 from phalanx.spec.errors import UserError
+from phalanx.testing.processes import run_python
 from tests.helpers import cli_runner
 
 
@@ -41,7 +41,7 @@ def test_translate_usage_errors_converts_typer_errors_to_user_errors(arguments, 
 
 
 def test_usage_error_is_printed_on_stderr_with_exit_code_2():
-    done = subprocess.run([sys.executable, "-m", "phalanx", "plan", "--top", "few"], capture_output=True, text=True)
+    done = run_python([sys.executable, "-m", "phalanx", "plan", "--top", "few"], text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("phalanx: --top = 'few': must be a whole number\n  fix: ")
 

@@ -28,6 +28,7 @@ from phalanx.spec.files.write import to_toml
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from phalanx.testing.fault_injection import truncate_file
+from phalanx.testing.processes import run_python, start_python
 from phalanx.train.checkpoint.checkpointer import latest_valid_checkpoint
 from phalanx.train.checkpoint.state import load_full_tensors
 from phalanx.train.create_run import create_run
@@ -225,10 +226,10 @@ def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, 
     changes = {"training.steps": 100, "training.precision": "fp32", "checkpoint": {"every": 7}, "model": MOE}
     whole = small_run(text, tmp_path / "whole", changes)
     killed = small_run(text, tmp_path / "killed", changes)
-    subprocess.run(train_command(whole, tmp_path / "whole.toml"), check=True, capture_output=True, timeout=120)
+    run_python(train_command(whole, tmp_path / "whole.toml"), check=True, timeout=120)
     directory = tmp_path / "killed" / "parity"
     stop_at = random.Random().randint(15, 45)
-    process = subprocess.Popen(
+    process = start_python(
         train_command(killed, tmp_path / "killed.toml"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -246,10 +247,9 @@ def test_resume_after_launcher_sigkill_repeats_uninterrupted_losses(text: Path, 
         assert time.monotonic() < deadline, "a rank outlives its launcher"
         time.sleep(0.01)
     assert len(recorded_losses(directory)) < 100
-    again = subprocess.run(
+    again = run_python(
         train_command(killed, tmp_path / "killed.toml", "--resume"),
         check=True,
-        capture_output=True,
         text=True,
         timeout=120,
     )

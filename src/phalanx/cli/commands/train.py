@@ -220,8 +220,11 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
 
 def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     from phalanx.launch.preflight import preflight
+    from phalanx.launch.warm_process import start_warm_process
 
     nproc = run.cluster.nproc_per_node
+    has_launcher = nproc != 1 or run.recovery.restarts_ranks
+    warm_process = start_warm_process() if has_launcher else None  # imports torch while this one checks the run
     plan = None
     if run.auto_layout:
         run, plan = choose_layout_for(run, nproc)
@@ -233,7 +236,8 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     ranks = select_nproc(run)
     directory, lock = _set_up(run, ranks, resume, plan)
     with lock or nullcontext():
-        return supervise_training(directory, run, ranks, partial(replan_layout, run, None), options)
+        choose_layout = partial(replan_layout, run, None)
+        return supervise_training(directory, run, ranks, choose_layout, options, warm_process=warm_process)
 
 
 def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int, host: str, port: int) -> int:
@@ -242,8 +246,10 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
     from phalanx.launch.process import select_nproc
     from phalanx.launch.rendezvous import Rendezvous
     from phalanx.launch.supervisor import supervise_training
+    from phalanx.launch.warm_process import start_warm_process
     from phalanx.runs.create import run_directory
 
+    warm_process = start_warm_process()
     ranks, max_nodes = select_nproc(run), run.cluster.nodes
     plan = None
     if run.auto_layout:
@@ -264,7 +270,8 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
         check_layout(run, ranks * max_nodes)
         directory, lock = run_directory(run), None
     with lock or nullcontext():
-        return supervise_training(directory, run, ranks, partial(replan_layout, run, ranks), options, rendezvous)
+        choose_layout = partial(replan_layout, run, ranks)
+        return supervise_training(directory, run, ranks, choose_layout, options, rendezvous, warm_process)
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:

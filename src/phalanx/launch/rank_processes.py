@@ -1,0 +1,101 @@
+"""The processes of a node's ranks: forked from a warm process while there is one, otherwise started anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
+
+from phalanx.launch.warm_process import ForkedProcess, WarmProcess, WarmProcessError
+
+
+class RankStarter:
+    """Starts ranks of a launcher."""
+
+    def __init__(self, warm_process: WarmProcess | None = None) -> None:
+        self.warm_process = warm_process
+
+    def start(self, args: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
+        """Start `python -m MODULE ARGUMENTS` as a rank, in a session of its own."""
+        command = [sys.executable, "-m", *args]
+        options: dict[str, Any] = {"env": {**os.environ, **environment}, "start_new_session": True}
+        if self.warm_process is not None:
+            try:
+                return ForkedProcess(self.warm_process, command, name=f"rank {environment['RANK']}", **options)
+            except WarmProcessError as error:
+                print(f"phalanx: the warm process {error}: ranks are started anew", file=sys.stderr)
+                self.close()
+        return subprocess.Popen(command, **options)
+
+    def close(self) -> None:
+        """End the warm process, if there is one."""
+        if self.warm_process is not None:
+            self.warm_process.close()
+        self.warm_process = None
+
+
+class InheritedOutput(LogsSpecs):
+    """Ranks print where we do: torchrun's own makes a folder for files, which who is killed leaves behind."""
+
+    root_log_dir = os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        empty_paths = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=empty_paths, stderrs=empty_paths, error_files=empty_paths)
+
+
+@dataclass
+class _Handler:
+    """A rank's process, as torchrun's context ends it."""
+
+    proc: subprocess.Popen[Any]
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
+        os.killpg(self.proc.pid, death_sig)
+
+
+class RankProcesses(SubprocessContext):
+    """torchrun's context of subprocesses, started by a RankStarter."""
+
+    def __init__(
+        self, args: Sequence[str], environments: Mapping[int, dict[str, str]], rank_starter: RankStarter
+    ) -> None:
+        local_ranks = dict.fromkeys(environments, tuple(args))
+        super().__init__("default", sys.executable, local_ranks, dict(environments), InheritedOutput())
+        self._rank_starter = rank_starter
+
+    def _start(self) -> None:
+        for local_rank, args in self.args.items():
+            process = self._rank_starter.start(args, self.envs[local_rank])
+            self.subprocess_handlers[local_rank] = _Handler(process)  # type: ignore[assignment]
+
+
+def rank_environments(group: WorkerGroup) -> dict[int, dict[str, str]]:
+    """What torchrun tells each local rank in its environment (torchrun's documentation, "Environment Variables")."""
+    handler = group.spec.rdzv_handler
+    common = {
+        "GROUP_RANK": group.group_rank,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+        "TORCHELASTIC_RUN_ID": handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": handler.use_agent_store,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return {
+        worker.local_rank: {
+            **{name: str(value) for name, value in common.items()},
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "WORLD_SIZE": str(worker.world_size),
+        }
+        for worker in group.workers
+    }

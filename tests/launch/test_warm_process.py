@@ -1,0 +1,103 @@
+"""A process that has imported what ranks need, and forks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.launch.rank_processes import RankStarter
+from phalanx.launch.warm_process import ForkedProcess, WarmProcess, WarmProcessError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def warm_process() -> Iterator[WarmProcess]:
+    process = WarmProcess(["json"])
+    yield process
+    process.close()
+
+
+def describe_child(
+    start: Callable[..., subprocess.Popen[str]], way: str, folder: Path, **variables: str
+) -> tuple[Any, ...]:
+    """What a process says of its start, in the file it was given, and on stderr; and how it ended."""
+    reading_end, writing_end = os.pipe()
+    command = [sys.executable, "-m", "tests.helpers.described_process", str(writing_end), way]
+    (folder / "stdin").write_text("from the parent")
+    with (folder / "stdin").open() as stdin:
+        process = start(
+            command,
+            pass_fds=[writing_end],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "MARK": "here", **variables},
+            start_new_session=True,
+        )
+    os.close(writing_end)
+    stdout, stderr = process.communicate(timeout=60)
+    with open(reading_end) as file:
+        return json.loads(stdout), file.read(), stderr.splitlines()[-1:], process.returncode
+
+
+@pytest.mark.parametrize("way", ["0", "75", "message", "error"])
+def test_forked_process_starts_and_ends_like_new_one(warm_process: WarmProcess, way: str, tmp_path: Path) -> None:
+    """Arguments, environment, directory, session, parent, command line, files, signals, exit code and last words."""
+    variables = {"PYTHONUNBUFFERED": "1" if way == "0" else ""}
+    description, *ending = describe_child(partial(ForkedProcess, warm_process), way, tmp_path, **variables)
+    expected_description, *expected_ending = describe_child(subprocess.Popen, way, tmp_path, **variables)
+    for found, expected in zip(description.items(), expected_description.items(), strict=True):
+        assert found == expected
+    assert ending == expected_ending
+    assert description["mark"] == "here"
+
+
+def test_forked_process_ignores_what_its_parent_ignores(warm_process: WarmProcess, tmp_path: Path) -> None:
+    """As of nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        description, *_ = describe_child(partial(ForkedProcess, warm_process), "0", tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert description["hangup"] == str(signal.SIG_IGN)
+
+
+def test_warm_process_that_cannot_import_is_reported() -> None:
+    process = WarmProcess(["phalanx.no_such_module"])
+    with pytest.raises(WarmProcessError, match="has ended"):
+        ForkedProcess(process, [sys.executable, "-m", "json.tool"])
+    process.close()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("fault", "message"), [(kill, "has ended"), (stop, "does not answer in 1 s")])
+def test_ranks_start_anew_when_warm_process_fails(
+    fault: Callable[[int], None], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.launch.warm_process.FORK_SECONDS", 1)
+    starter = RankStarter(WarmProcess(["json"]))
+    environment = {"RANK": "0"}
+    assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1  # no JSON
+    fault(starter.warm_process.pid)
+    for _ in range(2):
+        assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
+    assert capsys.readouterr().err == f"phalanx: the warm process {message}: ranks are started anew\n"
