@@ -63,6 +63,8 @@ def supervise_training(
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
     set_worker_environment(nproc)
     if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # it prints its failure itself
+        if warm_process is not None:
+            warm_process.close()
         run_in_place("phalanx.train", str(directory), *options)
     if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)

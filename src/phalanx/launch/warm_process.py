@@ -46,6 +46,10 @@ _is_forked = False
 """Whether this process was forked from a warm one."""
 RANK_MODULES = ("phalanx.train.worker", "phalanx.train.standby")
 """What `python -m phalanx.train` imports."""
+FIRST_STEP_MODULES = ("torch._dynamo", "numpy.ma", "numpy.random")
+"""What PyTorch imports in a first step: here once ranks run, for those that are started again."""
+IDLE_SECONDS = 2.0
+"""Ranks that run for so long have done their imports."""
 
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
@@ -176,13 +180,19 @@ def _serve(server: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_process_title([argument for argument in sys.orig_argv if not argument.isspace()], "phalanx warm")
     gc.freeze()
+    has_forked = False
     with suppress(BrokenPipeError):
         server.send(b"ready")
         while True:
+            if has_forked and not select.select([server], [], [], IDLE_SECONDS)[0]:
+                has_forked = False
+                for module in FIRST_STEP_MODULES:
+                    import_module(module)
             message, fds, *_ = socket.recv_fds(server, MESSAGE_BYTES, MAX_FDS)
             if not message:
                 break
             server.send(_fork_orphan(server, json.loads(message), fds).encode())
+            has_forked = True
             for fd in fds:
                 os.close(fd)
     os._exit(0)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.warm_process import RANK_MODULES, ForkedProcess, WarmProcess, start_warm_process
+from phalanx.launch.warm_process import FIRST_STEP_MODULES, RANK_MODULES, ForkedProcess, WarmProcess, start_warm_process
 
 WAIT_SECONDS = 100.0
 """Until something happens, on a machine that does much else."""
@@ -20,7 +20,8 @@ RANK_VARIABLE = re.compile(r"(?:^|\0)RANK=(\d+)\0")
 @cache
 def session_warm_process() -> WarmProcess | None:
     """The one warm process of this session, for commands and for ranks."""
-    return start_warm_process((*RANK_MODULES, "phalanx.launch.supervisor", "phalanx.cli.commands.train"))
+    commands = "phalanx.launch.supervisor", "phalanx.cli.commands.train"
+    return start_warm_process((*RANK_MODULES, *FIRST_STEP_MODULES, *commands))
 
 
 def start_python(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:

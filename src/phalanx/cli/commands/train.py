@@ -16,6 +16,7 @@ import typer
 
 from phalanx.cli.commands.auto_layout import choose_layout, choose_layout_for
 from phalanx.launch.jobs.job import parse_nodes
+from phalanx.launch.warm_process import WarmProcess, start_warm_process
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
@@ -108,6 +109,7 @@ def train(
     failed, or this node did, as one of several; 2 something is to be mended first; 75 a signal stopped it, with a
     checkpoint; 130 Ctrl-C did.
     """
+    warm_process = None if print_config else start_warm_process()  # it imports PyTorch while this one checks the run
     described = _load(run, set_ or [], machine)
     if described.swarm is not None:
         fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
@@ -137,11 +139,11 @@ def train(
         described = described.model_copy(update={"cluster": cluster})
         try:
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(_run_on_nodes(described, resume, options, min_nodes, *endpoint))
+            raise typer.Exit(_run_on_nodes(described, resume, options, min_nodes, *endpoint, warm_process))
         except LocalNodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    raise typer.Exit(_run(described, resume, options))
+    raise typer.Exit(_run(described, resume, options, warm_process))
 
 
 def check_profiled_steps(run: RunSpec, steps: str) -> None:
@@ -218,13 +220,10 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
         return error
 
 
-def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
+def _run(run: RunSpec, resume: bool, options: list[str], warm_process: WarmProcess | None) -> int:
     from phalanx.launch.preflight import preflight
-    from phalanx.launch.warm_process import start_warm_process
 
     nproc = run.cluster.nproc_per_node
-    has_launcher = nproc != 1 or run.recovery.restarts_ranks
-    warm_process = start_warm_process() if has_launcher else None  # imports torch while this one checks the run
     plan = None
     if run.auto_layout:
         run, plan = choose_layout_for(run, nproc)
@@ -240,16 +239,22 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
         return supervise_training(directory, run, ranks, choose_layout, options, warm_process=warm_process)
 
 
-def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int, host: str, port: int) -> int:
+def _run_on_nodes(
+    run: RunSpec,
+    resume: bool,
+    options: list[str],
+    min_nodes: int,
+    host: str,
+    port: int,
+    warm_process: WarmProcess | None,
+) -> int:
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.cost.exact.layout_checks import check_layout
     from phalanx.launch.process import select_nproc
     from phalanx.launch.rendezvous import Rendezvous
     from phalanx.launch.supervisor import supervise_training
-    from phalanx.launch.warm_process import start_warm_process
     from phalanx.runs.create import run_directory
 
-    warm_process = start_warm_process()
     ranks, max_nodes = select_nproc(run), run.cluster.nodes
     plan = None
     if run.auto_layout:
