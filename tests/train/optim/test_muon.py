@@ -25,6 +25,16 @@ def test_orthogonalise_leaves_singular_values_near_one(shape: tuple[int, ...]) -
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_orthogonalized_matrix_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """With offload fewer matrices share a batch (bf16 differed on CPUs with AVX512-BF16)."""
+    matrices = torch.randn(3, 2, 48, 32, generator=torch.Generator().manual_seed(0))
+    together = orthogonalize(matrices, dtype)
+    for index in range(3):
+        assert torch.equal(together[index], orthogonalize(matrices[index], dtype))
+        assert torch.equal(together[index, 1], orthogonalize(matrices[index, 1], dtype))
+
+
 def test_muon_step_matches_hand_computation() -> None:
     weight = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     weight.grad = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]], dtype=torch.float64)

@@ -19,9 +19,21 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Replace the singular values of each matrix [..., rows, columns] by about 1 (Newton-Schulz, five steps)."""
+    """Replace the singular values of each matrix [..., rows, columns] by about 1 (Newton-Schulz, five steps).
+
+    On CPUs one matrix at a time: oneDNN's batched products in bf16 (AVX512-BF16) depend on how many matrices share the
+    batch, and with offload fewer do.
+    """
+    if matrices.device.type != "cpu" or matrices.ndim == 2:
+        return _newton_schulz(matrices.to(dtype))
+    result = torch.empty(matrices.shape, dtype=dtype)
+    for matrix, orthogonal in zip(matrices.flatten(0, -3), result.flatten(0, -3), strict=True):
+        orthogonal.copy_(_newton_schulz(matrix.to(dtype)))
+    return result
+
+
+def _newton_schulz(x: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
-    x = matrices.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
