@@ -1,7 +1,7 @@
 # The two commands: `make demo` trains on this machine, `make test` proves the code. Both do all the set-up.
-# `make parity` trains every layout of the table for 20 steps, with every model, where `make test` stops after 5 and leaves
-# out what is marked thorough. Tests run in two processes, a file's in one of them: ranks that wait for each other, and
-# tests without ranks, leave a core idle. Those that measure how long something takes run after them, alone.
+# `make test-all` has more of each kind: every layout for 20 steps, every dry run, Slurm, networks, browsers (docs/testing.md).
+# Tests run in two processes, a file's in one of them: ranks that wait for each other, and tests without ranks, leave a
+# core idle. Those that measure how long something takes run after them, alone.
 PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
@@ -9,7 +9,7 @@ NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] &&
 # In bf16 where there are instructions for it: other CPUs compute it number by number.
 PRECISION ?= $(shell nvidia-smi -L >/dev/null 2>&1 || grep -qE 'avx512bw|bf16' /proc/cpuinfo 2>/dev/null && echo bf16 || echo fp32)
 
-.PHONY: demo test parity install lint
+.PHONY: demo test test-all install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set training.precision=$(PRECISION) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -18,8 +18,9 @@ test: .venv/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
 	$(BIN)/python -m pytest -m alone
 
-parity: .venv/dev
-	$(BIN)/python -m pytest tests/parity tests/verify --steps 20
+test-all: .venv/dev
+	$(BIN)/python -m pytest --all -n 2 --dist loadfile -m 'not alone'
+	$(BIN)/python -m pytest --all -m alone
 
 lint: .venv/dev
 	$(BIN)/ruff check

@@ -25,30 +25,34 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-THOROUGH_STEPS = 20
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    wanted = f"how long each layout of tests/parity trains; from {THOROUGH_STEPS} on, with what is marked thorough, too"
-    parser.addoption("--steps", type=int, default=5, help=f"{wanted} (make parity: {THOROUGH_STEPS})")
+    parser.addoption("--all", action="store_true", help="also run what tests/thorough.tsv lists (make test-all)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is `thorough` is for `make parity`."""
-    if config.getoption("steps") < THOROUGH_STEPS:
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left_out)
+    """Leave out what is for `make test-all`."""
+    if not config.getoption("all"):
+        from tests.helpers.tiers import thorough_items
+
+        left_out = thorough_items(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"parity: {config.getoption('steps')} steps of each layout"
 
 
 @pytest.fixture(scope="session")
 def text() -> Path:
     """A directory of Python files: that of the standard library's json."""
     return Path(json.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of the same text in parts, so that documents end inside sequences."""
+    folder = tmp_path_factory.mktemp("documents")
+    for source in sorted(Path(json.__file__).parent.glob("*.py")):
+        for part, lines in enumerate(source.read_text().split("\n\n")[:16]):
+            (folder / f"{source.stem}{part}.py").write_text(lines)
+    return folder
 
 
 @pytest.fixture

@@ -45,15 +45,7 @@ def traffic_by_operation(rows: list[Table]) -> dict[tuple[str, str, tuple[int, .
     return {(r["operation"], r["executed_as"], tuple(r["group"])): (r["calls"], r["bytes"]) for r in rows}
 
 
-CASES = [
-    pytest.param(
-        world_size, changes, marks=[pytest.mark.thorough] if world_size == 8 and "layout.pp" not in changes else []
-    )
-    for world_size, changes in LAYOUTS
-]
-
-
-@pytest.mark.parametrize(("world_size", "changes"), CASES, ids=lambda value: _case_id(value) if value else "")
+@pytest.mark.parametrize(("world_size", "changes"), LAYOUTS, ids=lambda value: _case_id(value) if value else "")
 def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     world_size: int, changes: Table, text: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -215,10 +216,12 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
             os._exit(0)
         while os.getppid() == parent:  # until it has ended, and the kernel has given us to who asked
             time.sleep(0.001)
+        server.close()
+        os.close(reading_end)
+        *fds, writing_end = _move_fds([*fds, writing_end])
         _prepare_process(request, fds)
         os.write(writing_end, str(os.getpid()).encode())
-        for fd in (server.fileno(), reading_end, writing_end):
-            os.close(fd)
+        os.close(writing_end)
         _run_module(request["argv"])
     os.close(writing_end)
     os.waitpid(child, 0)
@@ -233,7 +236,9 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
     _is_forked = True
     if request["new_session"]:
         os.setsid()
-    _place_fds(fds, request["targets"])
+    for fd, target in zip(fds, request["targets"], strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
     os.environ.clear()
     os.environ.update(request["env"])
     if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which OpenMP has read long ago
@@ -244,7 +249,7 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored_signals"] else default)
     _open_standard_streams()
-    set_process_title(request["argv"], request["name"])
+    set_process_title(request["argv"], request["name"] or Path(request["argv"][0]).name)
 
 
 def _run_module(argv: Sequence[str]) -> NoReturn:
@@ -276,16 +281,12 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-def _place_fds(fds: list[int], targets: list[int]) -> None:
-    """Give files the numbers that they had where they came from."""
-    import fcntl
-
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for fd in fds]
+def _move_fds(fds: Sequence[int]) -> list[int]:
+    """Move files out of the way of the numbers that others are to have."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD) for fd in fds]
     for fd in fds:
         os.close(fd)
-    for fd, target in zip(moved, targets, strict=True):
-        os.dup2(fd, target)
-        os.close(fd)
+    return moved
 
 
 def _open_standard_streams() -> None:

@@ -1,0 +1,74 @@
+"""Which tests are for `make test-all` alone: tests/thorough.tsv says so, with what stands for them in `make test`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.covering import covering_subset
+
+FILE = Path(__file__).parents[1] / "thorough.tsv"
+RANK_PARAMETERS = ("world_size", "ranks", "n", "nproc")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A test, or a file or folder of tests."""
+
+    tests: str
+    """The beginning of their ids, below tests/."""
+    stands_for_them: str
+    """The id of a test of `make test`; "covering": so many of these that each value of a parameter is in one."""
+
+
+def read_rules() -> list[Rule]:
+    """Read tests/thorough.tsv."""
+    lines = [line for line in FILE.read_text().splitlines() if line and not line.startswith("#")]
+    return [Rule(*line.split("\t")) for line in lines]
+
+
+def thorough_items(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Find the tests that are not for `make test`."""
+    thorough: set[pytest.Item] = set()
+    for rule in read_rules():
+        matching = [item for item in items if item.nodeid.removeprefix("tests/").startswith(rule.tests)]
+        if rule.stands_for_them == "covering" and matching:
+            features = [list(item_features(item)) for item in matching]
+            kept = covering_subset(features, [2 + item_ranks(item) for item in matching])
+            thorough |= {item for place, item in enumerate(matching) if place not in kept}
+        else:
+            thorough |= set(matching)
+    return thorough
+
+
+def item_features(item: pytest.Item) -> Iterator[Hashable]:
+    """Yield the test and each value of its parameters, those in tables one by one."""
+    yield getattr(item, "originalname", item.name)
+    for name, value in _parameters(item).items():
+        yield from _features(name, value)
+
+
+def _features(name: str, value: Any) -> Iterator[Hashable]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {key: each for key, each in asdict(value).items() if key != "name"}
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _features(f"{name}.{key}", each)
+    else:
+        yield name, repr(value)
+
+
+def item_ranks(item: pytest.Item) -> int:
+    """Of the processes that a test needs, as far as its parameters say it."""
+    parameters = _parameters(item)
+    counts = [parameters[name] for name in RANK_PARAMETERS if isinstance(parameters.get(name), int)]
+    return counts[0] if counts else getattr(parameters.get("case"), "ranks", 1)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return dict(callspec.params) if callspec is not None else {}
