@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.launch.elastic_agent import launch_ranks
 from phalanx.launch.failures import report_and_exit_code
 from phalanx.launch.process import set_worker_environment
-from phalanx.testing.processes import WAIT_SECONDS
+from phalanx.testing.processes import WAIT_SECONDS, start_python
 from phalanx.train.create_run import create_run
 from tests.helpers.small_runs import small_run
 
@@ -34,12 +34,13 @@ def create_run_directory(text: Path, out: Path, nproc: int, layout: dict[str, An
 def start_faulty_run(
     directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None
 ) -> subprocess.Popen[str]:
-    program = "import sys; from tests.helpers.faulty_runs import launch; launch(*sys.argv[1:])"
-    command = [sys.executable, "-c", program, str(directory), str(nproc), fault]
-    places = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=places, start_new_session=True, preexec_fn=inside
-    )
+    command = [sys.executable, "-m", __name__, str(directory), str(nproc), fault]
+    options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options["cwd"] = Path(__file__).parents[2]
+    if inside is not None:
+        return subprocess.Popen(command, preexec_fn=inside, **options)
+    return start_python(command, **options)
 
 
 def launch(directory: str, nproc: str, fault: str) -> None:
@@ -59,3 +60,7 @@ def wait_for_failure(process: subprocess.Popen[str]) -> str:
             process.communicate()
     assert process.returncode == 1, said
     return said
+
+
+if __name__ == "__main__":
+    launch(*sys.argv[1:])

@@ -38,7 +38,7 @@ from phalanx.launch.rendezvous import (
     make_rendezvous_handler,
     wait_for_host,
 )
-from phalanx.launch.warm_process import start_warm_process
+from phalanx.launch.warm_process import WarmProcess, start_warm_process
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.formatting import plural
 
@@ -299,7 +299,12 @@ def _quiet_torchelastic() -> Iterator[None]:
         del os.environ[LAUNCHER_PID_ENV]
 
 
-def launch_ranks(nproc: int, worker_args: Sequence[str], report: Callable[[ProcessFailures, int], int]) -> int:
+def launch_ranks(
+    nproc: int,
+    worker_args: Sequence[str],
+    report: Callable[[ProcessFailures, int], int],
+    warm_process: WarmProcess | None = None,
+) -> int:
     """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
     given what the agent knows of a failure, says why, and returns the code."""
     code = 0
@@ -309,7 +314,8 @@ def launch_ranks(nproc: int, worker_args: Sequence[str], report: Callable[[Proce
         code = report(failures, kills)
         return FailureAction.STOP
 
-    warm_process = start_warm_process() if nproc > 1 else None
+    if warm_process is None and nproc > 1:
+        warm_process = start_warm_process()
     with stop_signals_as_exit(), closing(RankStarter(warm_process)) as rank_starter:
         run_until_done(nproc, lambda _: worker_args, on_failure, rank_starter=rank_starter)
     return code

@@ -68,14 +68,18 @@ def set_worker_environment(nproc: int) -> None:
 
 def run_in_place(module: str, *arguments: str) -> NoReturn:
     """Have this process go on as `python -m MODULE ARGUMENTS`, with what it has imported."""
-    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # as in WORKER_ENVIRONMENT
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(M_MMAP_THRESHOLD, 2**30)
-            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    keep_freed_memory()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
+
+
+def keep_freed_memory() -> None:
+    """Set what WORKER_ENVIRONMENT sets of the allocator for a process that has begun without it."""
+    libc = ctypes.CDLL(None)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def env_rank() -> int:

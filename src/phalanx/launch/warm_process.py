@@ -3,55 +3,36 @@
 It forks before it has a device, a process group or a thread. What it forks are children of the process that asked:
 each is forked twice, and the kernel gives the orphan to its nearest ancestor that asked for orphans
 (PR_SET_CHILD_SUBREAPER, prctl(2)). Linux only.
-
-Usage: python -m phalanx.launch.warm_process SOCKET_FD MODULES PADDING
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import fcntl
-import gc
-import io
 import json
-import multiprocessing.util
 import os
-import runpy
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-"""What is ignored of these is ignored by a process that is started, too, as of nohup."""
-MESSAGE_BYTES, MAX_FDS = 2**20, 64
-FIRST_FREE_FD = 512
-"""File descriptors are moved out of the way of their targets to numbers from here on."""
+from phalanx.launch.fork_server import MESSAGE_BYTES, SIGNALS, can_fork_itself, fork_server
+
+PR_SET_CHILD_SUBREAPER = 36
+SERVER = "phalanx.launch.fork_server"
 TITLE_BYTES = 4000
 """Room for the command line of a forked process, as `ps` shows it."""
 IMPORT_SECONDS, FORK_SECONDS = 120.0, 10.0
 """A warm process that has not imported, or not forked, in this time is given up."""
-_is_forked = False
-"""Whether this process was forked from a warm one."""
 RANK_MODULES = ("phalanx.train.worker", "phalanx.train.standby")
 """What `python -m phalanx.train` imports."""
-FIRST_STEP_MODULES = ("torch._dynamo", "numpy.ma", "numpy.random")
-"""What PyTorch imports in a first step: here once ranks run, for those that are started again."""
-IDLE_SECONDS = 2.0
-"""Ranks that run for so long have done their imports."""
-
+RANK_NAME, RANK_VARIABLE = re.compile(r"rank (\d+)\n"), re.compile(r"(?:^|\0)RANK=(\d+)\0")
+"""By which a rank's process is known: its name, if it was forked from a warm process, or its first environment."""
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
 # allocates and frees the same large tensors again and again, and page faults cost up to a tenth of its time. (Not in
@@ -78,10 +59,10 @@ class WarmProcess:
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready = False
         with server:
-            if _is_forked and all(module in sys.modules for module in modules) and _has_one_thread():
-                self.pid = _fork_server(server)
+            if can_fork_itself(modules):
+                self.pid = fork_server(server)
             else:
-                command = [sys.executable, "-m", __name__, str(server.fileno()), ",".join(modules), " " * TITLE_BYTES]
+                command = [sys.executable, "-m", SERVER, str(server.fileno()), ",".join(modules), " " * TITLE_BYTES]
                 environment = {**WORKER_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}  # no pool of numpy's
                 self.pid = subprocess.Popen(
                     command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL
@@ -160,164 +141,11 @@ def start_warm_process(modules: Sequence[str] = RANK_MODULES) -> WarmProcess | N
     return WarmProcess(modules) if sys.platform == "linux" else None
 
 
-def _has_one_thread() -> bool:
-    return len(os.listdir("/proc/self/task")) == 1
+def rank_of_process(folder: Path) -> int | None:
+    """Return the rank that a process is, from its folder in /proc; None of one that is none.
 
-
-def _fork_server(server: socket.socket) -> int:
-    """Serve in a fork of this process, whose other files are closed; returns its process id."""
-    pid = os.fork()
-    if pid == 0:
-        os.closerange(3, server.fileno())
-        os.closerange(server.fileno() + 1, 2**16)
-        _serve(server)
-    return pid
-
-
-def _serve(server: socket.socket) -> NoReturn:
-    """Fork for each request until nobody is left who could ask."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who asked
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    set_process_title([argument for argument in sys.orig_argv if not argument.isspace()], "phalanx warm")
-    gc.freeze()
-    has_forked = False
-    with suppress(BrokenPipeError):
-        server.send(b"ready")
-        while True:
-            if has_forked and not select.select([server], [], [], IDLE_SECONDS)[0]:
-                has_forked = False
-                for module in FIRST_STEP_MODULES:
-                    import_module(module)
-            message, fds, *_ = socket.recv_fds(server, MESSAGE_BYTES, MAX_FDS)
-            if not message:
-                break
-            server.send(_fork_orphan(server, json.loads(message), fds).encode())
-            has_forked = True
-            for fd in fds:
-                os.close(fd)
-    os._exit(0)
-
-
-def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int]) -> str:
-    """Fork twice; returns the process id of the grandchild, or what went wrong."""
-    reading_end, writing_end = os.pipe()
-    try:
-        child = os.fork()
-    except OSError as error:
-        return f"cannot fork: {error.strerror}"
-    if child == 0:
-        parent = os.getpid()
-        try:
-            grandchild = os.fork()
-        except OSError:
-            os._exit(1)
-        if grandchild:
-            os._exit(0)
-        while os.getppid() == parent:  # until it has ended, and the kernel has given us to who asked
-            time.sleep(0.001)
-        server.close()
-        os.close(reading_end)
-        *fds, writing_end = _move_fds([*fds, writing_end])
-        _prepare_process(request, fds)
-        os.write(writing_end, str(os.getpid()).encode())
-        os.close(writing_end)
-        _run_module(request["argv"])
-    os.close(writing_end)
-    os.waitpid(child, 0)
-    answer = os.read(reading_end, 100).decode()
-    os.close(reading_end)
-    return answer or "cannot fork twice"
-
-
-def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
-    """Make this the process that was asked for, but for what it runs."""
-    global _is_forked
-    _is_forked = True
-    if request["new_session"]:
-        os.setsid()
-    for fd, target in zip(fds, request["targets"], strict=True):
-        os.dup2(fd, target)
-        os.close(fd)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which OpenMP has read long ago
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    os.chdir(request["cwd"])
-    sys.path[0], tempfile.tempdir = request["cwd"], None
-    for number in SIGNALS:
-        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in request["ignored_signals"] else default)
-    _open_standard_streams()
-    set_process_title(request["argv"], request["name"] or Path(request["argv"][0]).name)
-
-
-def _run_module(argv: Sequence[str]) -> NoReturn:
-    """Run `python -m MODULE ARGUMENTS` in this process, and end it."""
-    _, _, module, *arguments = argv
-    sys.argv = [module, *arguments]  # runpy puts the module's file in its first place
-    atexit._clear()  # what others are to do at their end; as multiprocessing does after a fork
-    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
-    code = 0
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = _exit_code(end)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):
-            stream.flush()
-    os._exit(code)
-
-
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
-
-
-def _move_fds(fds: Sequence[int]) -> list[int]:
-    """Move files out of the way of the numbers that others are to have."""
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    return moved
-
-
-def _open_standard_streams() -> None:
-    """Open them as Python does when it starts (create_stdio in CPython's pylifecycle.c)."""
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
-        raw: Any = open(fd, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-        line_buffering = not unbuffered and (name == "stderr" or os.isatty(fd))
-        stream = io.TextIOWrapper(raw, "utf-8", errors, line_buffering=line_buffering, write_through=unbuffered)
-        setattr(sys, name, stream)
-
-
-def set_process_title(argv: Sequence[str], name: str) -> None:
-    """Have `ps` show a command line, as far as there is room, and `top` a name: as of a process started anew."""
-    *_, arg_start, arg_end = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47]
-    start, room = int(arg_start), int(arg_end) - int(arg_start)
-    text = b"\0".join(argument.encode() for argument in argv)[: room - 1]
-    if start:
-        ctypes.memmove(start, text.ljust(room, b"\0"), room)
-    if name:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-
-
-def main() -> NoReturn:
-    """Import, and serve."""
-    server = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2].split(","):
-        import_module(module)
-    _serve(server)
-
-
-if __name__ == "__main__":
-    main()
+    Raises OSError of one that has ended, or is another user's.
+    """
+    match = RANK_NAME.fullmatch((folder / "comm").read_text())
+    match = match or RANK_VARIABLE.search((folder / "environ").read_bytes().decode(errors="replace"))
+    return int(match[1]) if match else None

@@ -26,10 +26,12 @@ from phalanx.launch.process import (
     exit_rank,
     handling_signals,
     init_distributed,
+    keep_freed_memory,
     select_device,
     select_nproc,
     set_worker_environment,
 )
+from phalanx.launch.warm_process import start_warm_process
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
 from phalanx.runs.create import read_run_directory
@@ -61,6 +63,7 @@ def join_swarm(
     memory, other text.
     """
     name = certificate_member(certificates)
+    warm_process = start_warm_process() if nproc != 1 else None  # before the link has threads
     link = SwarmClient(address, certificates)
     try:
         greeting = link.join()
@@ -103,11 +106,12 @@ def join_swarm(
     }
     (directory / LINK_FILE).write_text(json.dumps(link_record))
     log(f"{name} takes part in {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
+    if ranks == 1:
+        keep_freed_memory()
+        exit_rank(rank_main(directory))
     set_worker_environment(ranks)
     worker_args = "phalanx.swarm.join", str(directory)
-    if ranks == 1:
-        os.execv(sys.executable, [sys.executable, "-m", *worker_args])
-    return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory))
+    return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory), warm_process)
 
 
 def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.warm_process import FIRST_STEP_MODULES, RANK_MODULES, ForkedProcess, WarmProcess, start_warm_process
+from phalanx.launch.fork_server import FIRST_STEP_MODULES
+from phalanx.launch.warm_process import (
+    RANK_MODULES,
+    ForkedProcess,
+    WarmProcess,
+    rank_of_process,
+    start_warm_process,
+)
 
 WAIT_SECONDS = 100.0
 """Until something happens, on a machine that does much else."""
-RANK_VARIABLE = re.compile(r"(?:^|\0)RANK=(\d+)\0")
 
 
 @cache
@@ -54,14 +60,10 @@ def rank_pids(directory: Path) -> dict[int, int]:
     """Process ids of the ranks of a run, by rank."""
     pids = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            argv = (folder / "cmdline").read_bytes().decode().split("\0")
-            environment = (folder / "environ").read_bytes().decode()
-            name = (folder / "comm").read_text()  # of one that was forked from a warm process
-        except (OSError, UnicodeDecodeError):
-            continue
-        if str(directory) in argv and (rank := re.search(r"^rank (\d+)$", name) or RANK_VARIABLE.search(environment)):
-            pids[int(rank[1])] = int(folder.name)
+        with suppress(OSError):
+            is_of_run = str(directory) in (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if is_of_run and (rank := rank_of_process(folder)) is not None:
+                pids[rank] = int(folder.name)
     return pids
 
 

@@ -7,6 +7,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from phalanx.launch.warm_process import rank_of_process
+
 PROC = Path("/proc")
 GONE = "gone"
 
@@ -24,7 +26,7 @@ def sibling_process_states() -> dict[int, tuple[int, str]]:
             # pid (name) state parent ...; the name may hold anything, brackets too
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) == os.getppid():
-                rank = _read_rank(folder)
+                rank = rank_of_process(folder)
                 if rank in states:
                     states[rank] = int(folder.name), state
     states.pop(first + local)
@@ -37,11 +39,3 @@ def resume_stopped(processes: dict[int, tuple[int, str]]) -> None:
         if state == "T":
             with suppress(OSError):
                 os.kill(process, signal.SIGCONT)
-
-
-def _read_rank(folder: Path) -> int | None:
-    for variable in (folder / "environ").read_bytes().split(b"\0"):
-        name, _, value = variable.partition(b"=")
-        if name == b"RANK":
-            return int(value)
-    return None
