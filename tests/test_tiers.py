@@ -1,0 +1,35 @@
+"""What `make test` leaves out has something that stands for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.covering import covering_subset
+from tests.helpers.tiers import Rule, read_rules
+
+TESTS = Path(__file__).parent
+RULES = read_rules()
+
+
+def defined_tests(place: str) -> list[str]:
+    """The tests of a file, or those whose names begin as the id says."""
+    file, _, name = place.partition("::")
+    lines = (TESTS / file).read_text().splitlines()
+    return [line for line in lines if line.startswith(f"def {name or 'test_'}")]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.tests)
+def test_rule_names_tests_and_what_stands_for_them(rule: Rule) -> None:
+    assert defined_tests(rule.tests)
+    if rule.stands_for_them != "covering":
+        assert defined_tests(rule.stands_for_them)
+        left_out = [other.tests for other in RULES if other.stands_for_them != "covering"]
+        assert not rule.stands_for_them.startswith(tuple(left_out))
+
+
+def test_covering_subset_shows_each_feature_at_least_cost() -> None:
+    features = [{"a", "b"}, {"a"}, {"b"}, {"c", "a"}, {"c"}]
+    assert covering_subset(features, [1, 1, 1, 1, 1]) == [0, 3]
+    assert covering_subset(features, [9, 1, 1, 9, 1]) == [1, 2, 4]
