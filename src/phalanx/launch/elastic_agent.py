@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -38,7 +38,7 @@ from phalanx.launch.rendezvous import (
     make_rendezvous_handler,
     wait_for_host,
 )
-from phalanx.launch.warm_process import WarmProcess, start_warm_process
+from phalanx.launch.warm_process import WarmProcess, warm_process
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from phalanx.spec.formatting import plural
 
@@ -303,10 +303,11 @@ def launch_ranks(
     nproc: int,
     worker_args: Sequence[str],
     report: Callable[[ProcessFailures, int], int],
-    warm_process: WarmProcess | None = None,
+    started: WarmProcess | None = None,
 ) -> int:
     """Run a module (its name, and its arguments) as local ranks and wait for them; returns the exit code. `report` is
-    given what the agent knows of a failure, says why, and returns the code."""
+    given what the agent knows of a failure, says why, and returns the code. `started` is a warm process that is there
+    already."""
     code = 0
 
     def on_failure(failures: ProcessFailures, kills: int) -> FailureAction:
@@ -314,8 +315,6 @@ def launch_ranks(
         code = report(failures, kills)
         return FailureAction.STOP
 
-    if warm_process is None and nproc > 1:
-        warm_process = start_warm_process()
-    with stop_signals_as_exit(), closing(RankStarter(warm_process)) as rank_starter:
-        run_until_done(nproc, lambda _: worker_args, on_failure, rank_starter=rank_starter)
+    with stop_signals_as_exit(), nullcontext(started) if started or nproc == 1 else warm_process() as warm:
+        run_until_done(nproc, lambda _: worker_args, on_failure, rank_starter=RankStarter(warm))
     return code

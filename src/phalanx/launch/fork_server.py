@@ -66,7 +66,7 @@ def _serve(server: socket.socket) -> NoReturn:
     set_process_title([argument for argument in sys.orig_argv if not argument.isspace()], "phalanx warm")
     gc.freeze()
     has_forked = False
-    with suppress(BrokenPipeError):
+    with suppress(ConnectionError):
         server.send(b"ready")
         while True:
             if has_forked and not select.select([server], [], [], IDLE_SECONDS)[0]:

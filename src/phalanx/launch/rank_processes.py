@@ -31,14 +31,9 @@ class RankStarter:
                 return ForkedProcess(self.warm_process, command, name=f"rank {environment['RANK']}", **options)
             except WarmProcessError as error:
                 print(f"phalanx: the warm process {error}: ranks are started anew", file=sys.stderr)
-                self.close()
+                self.warm_process.close()
+                self.warm_process = None
         return subprocess.Popen(command, **options)
-
-    def close(self) -> None:
-        """End the warm process, if there is one."""
-        if self.warm_process is not None:
-            self.warm_process.close()
-        self.warm_process = None
 
 
 class InheritedOutput(LogsSpecs):

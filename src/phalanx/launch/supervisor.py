@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,6 @@ def supervise_training(
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
     set_worker_environment(nproc)
     if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # it prints its failure itself
-        if warm_process is not None:
-            warm_process.close()
         run_in_place("phalanx.train", str(directory), *options)
     if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)
@@ -79,8 +77,9 @@ def supervise_training(
         )
         return "phalanx.train", str(directory), *layout_options, *options
 
+    rank_starter = RankStarter(warm_process)
     try:
-        with stop_signals_as_exit(), closing(RankStarter(warm_process)) as rank_starter:
+        with stop_signals_as_exit():
             while not run_until_done(nproc, worker_command, policy.decide, rendezvous, rank_starter):
                 fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
                 if fewer_ranks is None:

@@ -16,8 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class WarmProcess:
         """Start a process that imports modules; a process that was itself forked from a warm one forks itself."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._is_ready = False
+        self._is_ready = self._is_closed = False
         with server:
             if can_fork_itself(modules):
                 self.pid = fork_server(server)
@@ -87,11 +87,12 @@ class WarmProcess:
 
     def close(self) -> None:
         """End the warm process; those that it forked stay."""
-        self._socket.close()
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        if not self._is_closed:
+            self._socket.close()
+            with suppress(ChildProcessError, ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        self._is_closed = True
 
     def _receive(self, seconds: float, complaint: str) -> str:
         if not select.select([self._socket], [], [], seconds)[0]:
@@ -139,6 +140,17 @@ class ForkedProcess(subprocess.Popen[Any]):
 def start_warm_process(modules: Sequence[str] = RANK_MODULES) -> WarmProcess | None:
     """Have a process import what ranks need, while this one goes on; None where the system cannot adopt processes."""
     return WarmProcess(modules) if sys.platform == "linux" else None
+
+
+@contextmanager
+def warm_process() -> Iterator[WarmProcess | None]:
+    """Have one for a while."""
+    started = start_warm_process()
+    try:
+        yield started
+    finally:
+        if started is not None:
+            started.close()
 
 
 def rank_of_process(folder: Path) -> int | None:

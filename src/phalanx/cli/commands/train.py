@@ -16,7 +16,6 @@ import typer
 
 from phalanx.cli.commands.auto_layout import choose_layout, choose_layout_for
 from phalanx.launch.jobs.job import parse_nodes
-from phalanx.launch.warm_process import WarmProcess, start_warm_process
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
@@ -109,7 +108,6 @@ def train(
     failed, or this node did, as one of several; 2 something is to be mended first; 75 a signal stopped it, with a
     checkpoint; 130 Ctrl-C did.
     """
-    warm_process = None if print_config else start_warm_process()  # it imports PyTorch while this one checks the run
     described = _load(run, set_ or [], machine)
     if described.swarm is not None:
         fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
@@ -139,11 +137,11 @@ def train(
         described = described.model_copy(update={"cluster": cluster})
         try:
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(_run_on_nodes(described, resume, options, min_nodes, *endpoint, warm_process))
+            raise typer.Exit(_run_on_nodes(described, resume, options, min_nodes, *endpoint))
         except LocalNodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    raise typer.Exit(_run(described, resume, options, warm_process))
+    raise typer.Exit(_run(described, resume, options))
 
 
 def check_profiled_steps(run: RunSpec, steps: str) -> None:
@@ -220,8 +218,9 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
         return error
 
 
-def _run(run: RunSpec, resume: bool, options: list[str], warm_process: WarmProcess | None) -> int:
+def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     from phalanx.launch.preflight import preflight
+    from phalanx.launch.warm_process import warm_process
 
     nproc = run.cluster.nproc_per_node
     plan = None
@@ -229,54 +228,46 @@ def _run(run: RunSpec, resume: bool, options: list[str], warm_process: WarmProce
         run, plan = choose_layout_for(run, nproc)
     if nproc is not None:
         preflight(run, nproc, resume)  # before torch is imported, which takes a second
-    from phalanx.launch.process import select_nproc
-    from phalanx.launch.supervisor import supervise_training
+    has_launcher = nproc != 1 or run.recovery.restarts_ranks
+    with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch while this one goes on
+        from phalanx.launch.process import select_nproc
+        from phalanx.launch.supervisor import supervise_training
 
-    ranks = select_nproc(run)
-    directory, lock = _set_up(run, ranks, resume, plan)
-    with lock or nullcontext():
+        ranks = select_nproc(run)
+        directory, lock = _set_up(run, ranks, resume, plan)
         choose_layout = partial(replan_layout, run, None)
-        return supervise_training(directory, run, ranks, choose_layout, options, warm_process=warm_process)
+        with lock or nullcontext():
+            return supervise_training(directory, run, ranks, choose_layout, options, warm_process=warm)
 
 
-def _run_on_nodes(
-    run: RunSpec,
-    resume: bool,
-    options: list[str],
-    min_nodes: int,
-    host: str,
-    port: int,
-    warm_process: WarmProcess | None,
-) -> int:
+def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int, host: str, port: int) -> int:
     """The same on one of several nodes, each of which runs this command."""
-    from phalanx.cost.exact.layout_checks import check_layout
-    from phalanx.launch.process import select_nproc
-    from phalanx.launch.rendezvous import Rendezvous
-    from phalanx.launch.supervisor import supervise_training
-    from phalanx.runs.create import run_directory
+    from phalanx.launch.warm_process import warm_process
 
-    ranks, max_nodes = select_nproc(run), run.cluster.nodes
-    plan = None
-    if run.auto_layout:
-        run, plan = choose_layout_for(run, ranks)
-    recovery = run.recovery
-    rendezvous = Rendezvous(
-        run.name,
-        host,
-        port,
-        min_nodes,
-        max_nodes,
-        recovery.rendezvous_timeout_seconds,
-        recovery.last_call_timeout_seconds,
-    )
-    if rendezvous.is_host:  # the others find no place to meet before the run directory is there
-        directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
-    else:
-        check_layout(run, ranks * max_nodes)
-        directory, lock = run_directory(run), None
-    with lock or nullcontext():
+    with warm_process() as warm:
+        from phalanx.cost.exact.layout_checks import check_layout
+        from phalanx.launch.process import select_nproc
+        from phalanx.launch.rendezvous import Rendezvous
+        from phalanx.launch.supervisor import supervise_training
+        from phalanx.runs.create import run_directory
+
+        ranks, max_nodes = select_nproc(run), run.cluster.nodes
+        plan = None
+        if run.auto_layout:
+            run, plan = choose_layout_for(run, ranks)
+        join_seconds, last_call_seconds = (
+            run.recovery.rendezvous_timeout_seconds,
+            run.recovery.last_call_timeout_seconds,
+        )
+        rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, join_seconds, last_call_seconds)
+        if rendezvous.is_host:  # the others find no place to meet before the run directory is there
+            directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
+        else:
+            check_layout(run, ranks * max_nodes)
+            directory, lock = run_directory(run), None
         choose_layout = partial(replan_layout, run, ranks)
-        return supervise_training(directory, run, ranks, choose_layout, options, rendezvous, warm_process)
+        with lock or nullcontext():
+            return supervise_training(directory, run, ranks, choose_layout, options, rendezvous, warm)
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
