@@ -115,10 +115,31 @@ class ForkedProcess(subprocess.Popen[Any]):
         super().__init__(args, **options)
 
     def _execute_child(  # type: ignore[no-untyped-def]
-        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, p2cread,
-        p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask, start_new_session,
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        restore_signals,
+        gid,
+        gids,
+        uid,
+        umask,
+        start_new_session,
         process_group,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert args[1] == "-m", args
         request = {
             "argv": list(args),
