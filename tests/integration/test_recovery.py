@@ -16,7 +16,7 @@ from phalanx.runs.checkpoints import checkpoints
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import LAYOUT_FILE
-from phalanx.testing.processes import WAIT_SECONDS, rank_pids, run_python, wait_until
+from phalanx.testing.processes import WAIT_SECONDS, rank_pids, run_python, wait_until, warm_process_pid
 from tests.helpers.small_runs import make_trainer, small_run, train_until
 from tests.helpers.training_processes import (
     LONG,
@@ -71,13 +71,6 @@ def test_ranks_started_anew_learn_what_forked_ones_learn(
     assert process.returncode == 0, said
     assert "the warm process has ended: ranks are started anew" in said
     assert recorded_losses(directory) == uninterrupted
-
-
-def warm_process_pid(launcher: int) -> int:
-    """That of a launcher."""
-    children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
-    (pid,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "phalanx warm\n")
-    return pid
 
 
 def test_recovery_restarts_rank_stopped_by_sigstop(

@@ -67,6 +67,13 @@ def rank_pids(directory: Path) -> dict[int, int]:
     return pids
 
 
+def warm_process_pid(launcher: int) -> int:
+    """Process id of a launcher's warm process."""
+    children = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
+    (pid,) = (pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "phalanx warm\n")
+    return pid
+
+
 def wait_until(condition: Callable[[], object], description: str, seconds: float = WAIT_SECONDS) -> None:
     """Wait until something is true; fails after so many seconds."""
     deadline = time.monotonic() + seconds
