@@ -1,12 +1,17 @@
-"""`python -m tests.helpers.described_process FD WAY`: says what it finds when it starts, and ends in some way."""
+"""`python -m tests.helpers.described_process FD WAY`: says what it finds when it starts, and ends in some way; with
+"fork" forks another."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+
+from phalanx.launch.fork_server import can_fork_itself
+from phalanx.launch.warm_process import ForkedProcess, warm_process
 
 
 def describe() -> dict[str, object]:
@@ -28,7 +33,17 @@ def describe() -> dict[str, object]:
     }
 
 
+def fork_again() -> None:
+    """Say whether this process can be a warm one, and have it fork one that prints an empty list."""
+    print(can_fork_itself(["json"]), flush=True)
+    with warm_process(["json"]) as warm:
+        assert warm is not None
+        ForkedProcess(warm, [sys.executable, "-m", "json.tool"], stdin=subprocess.PIPE).communicate(b"[]", timeout=60)
+
+
 def main() -> None:
+    if sys.argv[1] == "fork":
+        return fork_again()
     with open(int(sys.argv[1]), "w") as file:
         file.write("from the child")
     print(json.dumps(describe()))

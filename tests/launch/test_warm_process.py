@@ -74,6 +74,14 @@ def test_forked_process_ignores_what_its_parent_ignores(warm_process: WarmProces
     assert description["hangup"] == str(signal.SIG_IGN)
 
 
+def test_forked_process_forks_its_own_warm_process(warm_process: WarmProcess) -> None:
+    """A launcher that was forked has all imports, and need not wait for them again."""
+    command = [sys.executable, "-m", "tests.helpers.described_process", "fork"]
+    process = ForkedProcess(warm_process, command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    stdout, _ = process.communicate(timeout=60)
+    assert (stdout, process.returncode) == ("True\n[]\n", 0)
+
+
 def test_warm_process_that_cannot_import_is_reported() -> None:
     process = WarmProcess(["phalanx.no_such_module"])
     with pytest.raises(WarmProcessError, match="has ended"):

@@ -204,4 +204,6 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    from phalanx.launch import fork_server as this_module  # what the processes that it forks will import
+
+    this_module.main()

@@ -164,9 +164,9 @@ def start_warm_process(modules: Sequence[str] = RANK_MODULES) -> WarmProcess | N
 
 
 @contextmanager
-def warm_process() -> Iterator[WarmProcess | None]:
+def warm_process(modules: Sequence[str] = RANK_MODULES) -> Iterator[WarmProcess | None]:
     """Have one for a while."""
-    started = start_warm_process()
+    started = start_warm_process(modules)
     try:
         yield started
     finally:
