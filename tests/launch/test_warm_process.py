@@ -89,6 +89,14 @@ def test_warm_process_that_cannot_import_is_reported() -> None:
     process.close()
 
 
+def test_warm_process_that_has_touched_gpu_is_not_used() -> None:
+    """A GPU cannot be used by forks of a process that has used it (torch.cuda)."""
+    process = WarmProcess(["tests.helpers.touched_gpu"])
+    with pytest.raises(WarmProcessError, match="has touched a GPU"):
+        ForkedProcess(process, [sys.executable, "-m", "json.tool"])
+    process.close()
+
+
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 

@@ -46,6 +46,12 @@ WORKER_ENVIRONMENT = {
 }
 
 
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # no pool of numpy's
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked without touching it
+}
+
+
 class WarmProcessError(Exception):
     """The warm process cannot fork."""
 
@@ -63,7 +69,7 @@ class WarmProcess:
                 self.pid = fork_server(server)
             else:
                 command = [sys.executable, "-m", SERVER, str(server.fileno()), ",".join(modules), " " * TITLE_BYTES]
-                environment = {**WORKER_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}  # no pool of numpy's
+                environment = {**WORKER_ENVIRONMENT, **os.environ, **SERVER_ENVIRONMENT}
                 self.pid = subprocess.Popen(
                     command, pass_fds=[server.fileno()], env=environment, stdin=subprocess.DEVNULL
                 ).pid
