@@ -17,7 +17,7 @@ def defined_tests(place: str) -> list[str]:
     """The tests of a file, or those whose names begin as the id says."""
     file, _, name = place.partition("::")
     lines = (TESTS / file).read_text().splitlines()
-    return [line for line in lines if line.startswith(f"def {name or 'test_'}")]
+    return [line for line in lines if line.startswith(f"def {name.partition('[')[0] or 'test_'}")]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.tests)

@@ -19,7 +19,13 @@ def watch_server(run, *options: str) -> Iterator[str]:
     """The address of what `phalanx watch` serves, by default its page; it ends on Ctrl-C, with nothing said."""
     watch = [sys.executable, "-m", "phalanx", "watch", str(run), *(options or WEB_OPTIONS)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start_python(watch, **pipes, text=True) as process:
+    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    disposition = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = start_python(watch, **pipes, text=True)
+    finally:
+        signal.signal(signal.SIGINT, disposition)
+    with process:
         try:
             yield re.match(r"(http://[\d.]+:\d+/\w*) ", process.stdout.readline())[1]
             process.send_signal(signal.SIGINT)

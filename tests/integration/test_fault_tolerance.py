@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.process import LAUNCHER_PID_ENV
 from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
@@ -153,13 +152,28 @@ def test_rank_stalled_below_collective_timeout_is_not_restarted(tmp_path: Path) 
 
 
 def launched_processes(launcher: int) -> list[int]:
-    """The processes of a launcher's ranks, and theirs, beside itself."""
-    mark, found = f"{LAUNCHER_PID_ENV}={launcher}".encode(), []
+    """The processes that a launcher has started, and theirs."""
+    children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+            _, parent = process_state(int(folder.name))
+            children.setdefault(parent, []).append(int(folder.name))
+    found = [launcher]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return process_state(pid)[0] not in "ZX"
+    return False
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """The state of a process (a letter), and its parent."""
+    state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state, int(parent)
 
 
 def listening_ports(pids: list[int]) -> set[str]:
@@ -212,7 +226,7 @@ def test_killed_launcher_leaves_no_processes_ports_or_files(
         assert taken
         process.kill()
         process.wait(timeout=WAIT_SECONDS)
-        wait_until(lambda: not launched_processes(process.pid), "no process is left")
+        wait_until(lambda: not any(map(is_running, left)), "no process is left")
         wait_until(lambda: not taken & {port for port, _ in listening_sockets()}, "nobody listens any longer")
         assert [name for name in files if Path(name).exists()] == []
         assert list(temporary_directory.iterdir()) == []
@@ -228,9 +242,11 @@ def test_sigterm_during_restart_stops_run(when: str, temporary_directory: Path, 
         wait_until(lambda: events_of_kind(directory, "failed"), "the failure is noted")
         if when == "when ranks are there":
             wait_until(lambda: set(rank_pids(directory).values()) - before, "new ranks")
+        left = launched_processes(process.pid)
         said = stop_gracefully(process)
         assert "Traceback" not in said
-        wait_until(lambda: not launched_processes(process.pid), "no process is left")
+        wait_until(lambda: not any(map(is_running, left)), "no process is left")
+        assert not rank_pids(directory)
         assert list(temporary_directory.iterdir()) == []
 
 

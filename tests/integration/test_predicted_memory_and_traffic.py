@@ -217,6 +217,7 @@ def test_peak_memory_is_within_5_percent_of_prediction(
     sequences = 2 * world_size // shared
     numbers = {"training.precision": "fp32", "training.seq_len": 256, "training.tokens_per_step": sequences * 256}
     numbers |= {"layout.micro_batch_size": 2, "data.mask_documents": False, "model": REALISTIC_MODEL}
+    numbers |= {"cluster.device": "cpu"}
     run = small_run(text, tmp_path, {**numbers, **changes})
     for _ in range(3):  # as above
         rows = [

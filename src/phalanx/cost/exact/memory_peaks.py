@@ -5,6 +5,7 @@ when activations are gone."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ def pipeline_memory_peaks(
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
     """What an optimizer needs while it steps: SGD with decay a copy of the gradients; Muon of the largest group of
-    matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.optim.muon`).
-    Fused AdamW needs nothing."""
+    matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.optim.muon`);
+    on a CPU two of the group, and five of one matrix. Fused AdamW needs nothing."""
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
     state_bytes, owned_elements = STATE_BYTES[run.training.precision], dict[str, int]()
@@ -89,6 +90,14 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
     for name, shape in {**rank.dense, **rank.expert}.items():
         groups[shape] += owned_elements[name] if is_muon_parameter(name, shape) else 0
     compute_bytes = 8 if run.training.precision == "fp64" else 2
+    if run.cluster.device == "cpu":
+        return max(
+            (
+                (state_bytes + 2 * compute_bytes) * total + 5 * compute_bytes * math.prod(shape[-2:])
+                for shape, total in groups.items()
+            ),
+            default=0,
+        )
     return (state_bytes + 5 * compute_bytes) * max(groups.values(), default=0)
 
 
