@@ -89,6 +89,8 @@ def _fork_orphan(server: socket.socket, request: dict[str, Any], fds: list[int])
     try:
         child = os.fork()
     except OSError as error:
+        os.close(reading_end)
+        os.close(writing_end)
         return f"cannot fork: {error.strerror}"
     if child == 0:
         parent = os.getpid()
