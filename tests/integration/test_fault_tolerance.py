@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch.warm_process import process_state
 from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
@@ -156,7 +157,7 @@ def launched_processes(launcher: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            _, parent = process_state(int(folder.name))
+            _, parent = process_state(folder)
             children.setdefault(parent, []).append(int(folder.name))
     found = [launcher]
     for pid in found:
@@ -166,14 +167,8 @@ def launched_processes(launcher: int) -> list[int]:
 
 def is_running(pid: int) -> bool:
     with suppress(OSError):
-        return process_state(pid)[0] not in "ZX"
+        return process_state(Path(f"/proc/{pid}"))[0] not in "ZX"
     return False
-
-
-def process_state(pid: int) -> tuple[str, int]:
-    """The state of a process (a letter), and its parent."""
-    state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return state, int(parent)
 
 
 def listening_ports(pids: list[int]) -> set[str]:

@@ -17,19 +17,19 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from phalanx.launch.fork_server import PR_SET_PDEATHSIG
 from phalanx.launch.warm_process import WORKER_ENVIRONMENT
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError
+from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.run import RunSpec
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
 FORCE_EXIT_SECONDS = 5.0
+MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
+"""That mallopt(3) takes: an int."""
 
 
 LAUNCHER_PID_ENV = "PHALANX_LAUNCHER"
 """Names to ranks the process that waits for them, reads what they leave in failures/, and prints the first."""
-
-PR_SET_PDEATHSIG = 1
 
 
 def select_device(run: RunSpec) -> str:
@@ -76,10 +76,8 @@ def run_in_place(module: str, *arguments: str) -> NoReturn:
 
 def keep_freed_memory() -> None:
     """Set what WORKER_ENVIRONMENT sets of the allocator for a process that has begun without it."""
-    libc = ctypes.CDLL(None)
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        tune_malloc(MAX_TRIM_THRESHOLD_BYTES, int(WORKER_ENVIRONMENT["MALLOC_MMAP_THRESHOLD_"]))
 
 
 def env_rank() -> int:

@@ -61,9 +61,11 @@ def supervise_training(
     layout.
     """
     options = ["--device", select_device(run), *options]  # a GPU that is lost must not become a CPU
-    set_worker_environment(nproc)
     if nproc == 1 and rendezvous is SINGLE_NODE and not run.recovery.restarts_ranks:  # it prints its failure itself
+        if warm_process is not None:
+            warm_process.close()
         run_in_place("phalanx.train", str(directory), *options)
+    set_worker_environment(nproc)
     if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)
     planned_ranks, num_events = nproc * rendezvous.max_nodes, len(read_events(directory))

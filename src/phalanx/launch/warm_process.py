@@ -180,6 +180,16 @@ def warm_process(modules: Sequence[str] = RANK_MODULES) -> Iterator[WarmProcess 
             started.close()
 
 
+def process_state(folder: Path) -> tuple[str, int]:
+    """Return the state of a process (a letter) and its parent, from its folder in /proc.
+
+    Raises OSError of one that has ended.
+    """
+    # pid (name) state parent ...; the name may hold anything, brackets too
+    state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
 def rank_of_process(folder: Path) -> int | None:
     """Return the rank that a process is, from its folder in /proc; None of one that is none.
 

@@ -107,6 +107,8 @@ def join_swarm(
     (directory / LINK_FILE).write_text(json.dumps(link_record))
     log(f"{name} takes part in {address}: {run.swarm.method}, {plural(ranks, 'rank', one='one')}, in {directory}")
     if ranks == 1:
+        if warm_process is not None:
+            warm_process.close()
         keep_freed_memory()
         exit_rank(rank_main(directory))
     set_worker_environment(ranks)

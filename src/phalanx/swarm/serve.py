@@ -13,12 +13,12 @@ from torch import Tensor
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.model.init import initial_weight
-from phalanx.parallel.malloc_tuning import tune_malloc
 from phalanx.runs.create import RUN_FILE, run_directory
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
+from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.run import RunSpec
 from phalanx.swarm.coordinator.coordinator import Coordinator
 from phalanx.swarm.pieces import ModelPiece

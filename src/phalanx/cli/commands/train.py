@@ -255,11 +255,9 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
         plan = None
         if run.auto_layout:
             run, plan = choose_layout_for(run, ranks)
-        join_seconds, last_call_seconds = (
-            run.recovery.rendezvous_timeout_seconds,
-            run.recovery.last_call_timeout_seconds,
-        )
-        rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, join_seconds, last_call_seconds)
+        seconds = run.recovery.rendezvous_timeout_seconds
+        last_call_seconds = run.recovery.last_call_timeout_seconds
+        rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
         if rendezvous.is_host:  # the others find no place to meet before the run directory is there
             directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
         else:

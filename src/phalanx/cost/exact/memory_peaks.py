@@ -88,17 +88,18 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
         return state_bytes * sum(owned_elements.values()) if run.optimizer.weight_decay else 0
     groups = Counter[Shape]()
     for name, shape in {**rank.dense, **rank.expert}.items():
-        groups[shape] += owned_elements[name] if is_muon_parameter(name, shape) else 0
+        if is_muon_parameter(name, shape):
+            groups[shape] += owned_elements[name]
     compute_bytes = 8 if run.training.precision == "fp64" else 2
-    if run.cluster.device == "cpu":
-        return max(
-            (
-                (state_bytes + 2 * compute_bytes) * total + 5 * compute_bytes * math.prod(shape[-2:])
-                for shape, total in groups.items()
-            ),
-            default=0,
-        )
-    return (state_bytes + 5 * compute_bytes) * max(groups.values(), default=0)
+    group_copies, matrix_copies = (2, 5) if run.cluster.device == "cpu" else (5, 0)
+    return max(
+        (
+            (state_bytes + group_copies * compute_bytes) * elements
+            + matrix_copies * compute_bytes * math.prod(shape[-2:])
+            for shape, elements in groups.items()
+        ),
+        default=0,
+    )
 
 
 def _max_gathered_bytes(buffer_peaks: list[CommBufferPeak]) -> int:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.dtensor_shards import as_dtensor
-from phalanx.parallel.malloc_tuning import tune_malloc
 from phalanx.spec.errors import UserError
+from phalanx.spec.malloc_tuning import tune_malloc
 
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 MMAP_THRESHOLD_BYTES = 2**20

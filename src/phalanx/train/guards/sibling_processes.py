@@ -7,7 +7,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.launch.warm_process import rank_of_process
+from phalanx.launch.warm_process import process_state, rank_of_process
 
 PROC = Path("/proc")
 GONE = "gone"
@@ -23,9 +23,8 @@ def sibling_process_states() -> dict[int, tuple[int, str]]:
     states = dict.fromkeys(range(first, first + size), (0, GONE))
     for folder in PROC.glob("[0-9]*"):
         with suppress(OSError, ValueError):
-            # pid (name) state parent ...; the name may hold anything, brackets too
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getppid():
+            state, parent = process_state(folder)
+            if parent == os.getppid():
                 rank = rank_of_process(folder)
                 if rank in states:
                     states[rank] = int(folder.name), state
