@@ -95,9 +95,8 @@ def supervise_training(
         if isinstance(exit_reason, RunEndedByOtherNode):
             print(f"phalanx: {exit_reason}", file=sys.stderr)
             return 1
-        if (
-            new_records := policy.new_failure_records()
-        ):  # it was not stopped in order, unless ranks just lost each other by it
+        new_records = policy.new_failure_records()
+        if new_records:  # it was not stopped in order, unless ranks just lost each other by it
             first_failure = find_first_failure(directory, {}, records=new_records)
             if "lost_peer" not in first_failure:
                 return print_final_failure(directory, first_failure)
