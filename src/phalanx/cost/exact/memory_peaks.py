@@ -77,7 +77,7 @@ def pipeline_memory_peaks(
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
     """What an optimizer needs while it steps: SGD with decay a copy of the gradients; Muon of the largest group of
     matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.optim.muon`);
-    on a CPU two of the group, and five of one matrix. Fused AdamW needs nothing."""
+    on a CPU two of the group, and five of one matrix in fp32. Fused AdamW needs nothing."""
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
     state_bytes, owned_elements = STATE_BYTES[run.training.precision], dict[str, int]()
@@ -92,10 +92,11 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
             groups[shape] += owned_elements[name]
     compute_bytes = 8 if run.training.precision == "fp64" else 2
     group_copies, matrix_copies = (2, 5) if run.cluster.device == "cpu" else (5, 0)
+    matrix_bytes = max(4, compute_bytes)
     return max(
         (
             (state_bytes + group_copies * compute_bytes) * elements
-            + matrix_copies * compute_bytes * math.prod(shape[-2:])
+            + matrix_copies * matrix_bytes * math.prod(shape[-2:])
             for shape, elements in groups.items()
         ),
         default=0,

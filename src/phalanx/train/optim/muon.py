@@ -18,16 +18,17 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 
 
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Replace the singular values of each matrix [..., rows, columns] by about 1 (Newton-Schulz, five steps).
 
-    On CPUs one matrix at a time: oneDNN's batched products in bf16 (AVX512-BF16) depend on how many matrices share the
-    batch, and with offload fewer do.
+    On CPUs bf16 is computed in fp32, for which all have instructions, and one matrix at a time: oneDNN's batched
+    products depend on how many matrices share the batch (AVX512-BF16), and with offload fewer do.
     """
-    if matrices.device.type != "cpu" or matrices.ndim == 2:
-        return _newton_schulz(matrices.to(dtype))
-    result = torch.empty(matrices.shape, dtype=dtype)
-    for matrix, orthogonal in zip(matrices.flatten(0, -3), result.flatten(0, -3), strict=True):
+    if matrices.device.type != "cpu":
+        return _newton_schulz(matrices)
+    dtype, shape = torch.promote_types(matrices.dtype, torch.float32), matrices.shape
+    result = matrices.new_empty(shape)
+    for matrix, orthogonal in zip(matrices.reshape(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
         orthogonal.copy_(_newton_schulz(matrix.to(dtype)))
     return result
 
@@ -112,7 +113,7 @@ def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
 
 def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]) -> list[Tensor]:
     """This rank's parts of the orthogonalised matrices, all of one shape."""
-    dtype = compute_dtype(matrices[0])
+    dtype = exchange_dtype(matrices[0])
     stacked = torch.stack([part.to(dtype) for part in matrices])
     return list(_orthogonalize_sharded(stacked.flatten(0, -3), shardings).view(stacked.shape))
 
@@ -120,7 +121,7 @@ def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]
 def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -> Tensor:
     """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
     if not shardings or not len(parts):
-        return orthogonalize(parts, parts.dtype)
+        return orthogonalize(parts)
     (sharding, *remaining), columns = shardings, shardings[0].axis == -1
     gathered = gather_assigned(parts.mT if columns else parts, sharding.total, sharding.group)
     result = _orthogonalize_sharded(gathered.mT if columns else gathered, remaining)
@@ -157,6 +158,7 @@ def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> T
     return rows
 
 
-def compute_dtype(matrices: Tensor) -> torch.dtype:
-    """bf16 is enough for the iteration (same source); proofs in fp64 keep fp64."""
+def exchange_dtype(matrices: Tensor) -> torch.dtype:
+    """Return the dtype in which ranks exchange matrices: bf16 is enough for the iteration (same source); proofs in fp64
+    keep fp64."""
     return torch.float64 if matrices.dtype == torch.float64 else torch.bfloat16
