@@ -6,13 +6,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
-# In bf16 where there are instructions for it: other CPUs compute it number by number.
-PRECISION ?= $(shell nvidia-smi -L >/dev/null 2>&1 || grep -qE 'avx512bw|bf16' /proc/cpuinfo 2>/dev/null && echo bf16 || echo fp32)
 
 .PHONY: demo test test-all install lint
 
 demo: install
-	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set training.precision=$(PRECISION) --set name=demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'

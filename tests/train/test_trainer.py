@@ -23,7 +23,7 @@ from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.launch.failures import read_failures
-from phalanx.runs.checkpoints import is_finished
+from phalanx.runs.create import is_finished
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED
@@ -247,7 +247,7 @@ def test_standby_rank_that_starts_after_the_end_exits_at_once(text: Path, tmp_pa
         place["MASTER_PORT"] = str(probe.getsockname()[1])
     with start_python(command, env={**place, "RANK": "0"}) as training_rank:
         try:
-            wait_until(lambda: is_finished(directory, 4), "the end of training")
+            wait_until(lambda: is_finished(directory), "the end of training")
             standby_rank = run_python(command, env={**place, "RANK": "1"}, timeout=60)
             assert (standby_rank.returncode, training_rank.wait(timeout=60)) == (0, 0)
         finally:

@@ -32,7 +32,8 @@ from phalanx.launch.rank_processes import RankStarter
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
 from phalanx.launch.warm_process import WarmProcess
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, is_finished, step_of
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
+from phalanx.runs.create import is_finished
 from phalanx.runs.events import FAILED, FINISHED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
@@ -90,7 +91,7 @@ def supervise_training(
                     return policy.code
                 nproc = fewer_ranks
     except (SystemExit, RunEndedByOtherNode) as exit_reason:
-        if is_finished(directory, run.training.steps):
+        if is_finished(directory):
             return 0
         if isinstance(exit_reason, RunEndedByOtherNode):
             print(f"phalanx: {exit_reason}", file=sys.stderr)

@@ -49,6 +49,8 @@ def estimate_training_cost(
 ) -> TrainingCost:
     """What it takes to train on `tokens` (by default as many as the run has)."""
     cluster = run.cluster
+    if tokens is None and run.training.seconds is not None:
+        tokens = run.training.seconds * option.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
     rate, (saved, write) = failure_rate(run), _checkpoint_cost(run)
     availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None

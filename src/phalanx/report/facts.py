@@ -137,7 +137,7 @@ def _run_summary(run_data: RunData) -> Facts:
     }
     if run is not None:
         summary |= {
-            "steps": run.training.steps,
+            **({"steps": run.training.steps} if run.training.has_decided_steps else {}),
             "model": run.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
             "parameters": count_parameters(run.model).total,
             "precision": run.training.precision,

@@ -126,7 +126,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     elif not steps:
         problems.append("no step has been written yet")
     elif run is not None and steps[-1]["step"] < run.training.steps:
-        problems.append(f"step {steps[-1]['step']} of {run.training.steps}: {STATE_DESCRIPTIONS[is_active]}")
+        problems.append(f"step {steps[-1]['step']} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}")
     events = read_events(directory)
     if failures := describe_failures(events, exclude_last=failure is not None):
         count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
@@ -158,7 +158,7 @@ def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     run, is_active = _read_run(directory / RUN_FILE, 0, problems), is_running(directory)
     run_data = RunData(directory, run, 0, 0, {}, [], {}, problems, None, is_active, swarm_journal=events)
     if run is not None and run_data.step < run.training.steps:
-        problems.append(f"step {run_data.step} of {run.training.steps}: {STATE_DESCRIPTIONS[is_active]}")
+        problems.append(f"step {run_data.step} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}")
     return run_data
 
 

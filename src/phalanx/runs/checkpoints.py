@@ -75,12 +75,6 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(paths, reverse=True)
 
 
-def is_finished(run_directory: Path, steps: int) -> bool:
-    """Whether a run's last step is saved."""
-    saved = checkpoints(run_directory / CHECKPOINTS_DIR)
-    return bool(saved) and step_of(saved[0]) == steps
-
-
 def sha256(path: Path) -> str:
     """Checksum of a file's content."""
     with path.open("rb") as file:

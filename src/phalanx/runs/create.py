@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.data.prepare import PreparedData
-from phalanx.runs.checkpoints import read_manifest
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, read_manifest, step_of
 from phalanx.runs.hang_dumps import FAILURES_DIR, HANGS_DIR
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -85,3 +85,16 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
     return load_run(directory / RUN_FILE, environment={}), PreparedData(
         **json.loads((directory / DATA_FILE).read_text())
     )
+
+
+def rewrite_run_file(directory: Path, run: RunSpec) -> None:
+    """Replace the run file of a run directory, of which something was decided since it was written."""
+    temp_file = directory / f"{RUN_FILE}.partial"
+    temp_file.write_text(to_toml(run))
+    temp_file.replace(directory / RUN_FILE)
+
+
+def is_finished(directory: Path) -> bool:
+    """Return whether a run's last step is saved."""
+    saved = checkpoints(directory / CHECKPOINTS_DIR)
+    return bool(saved) and step_of(saved[0]) == read_run_directory(directory)[0].training.steps

@@ -45,11 +45,18 @@ class DataSpec(Spec):
     """Whether documents packed into one sequence are hidden from each other."""
 
 
+UNDECIDED_STEPS = 2**31 - 1
+"""`training.steps` of a run with `training.seconds`, until its first steps have shown how many fit."""
+
+
 class TrainingSpec(Spec):
     """How long, on how many tokens at a time, and in which arithmetic."""
 
     steps: int = Field(1000, gt=0)
     """Optimizer updates."""
+    seconds: float | None = Field(None, gt=0, examples=[200])
+    """In place of `steps`: seconds of training, without evaluation and checkpoints. After the first steps their number,
+    and with it the learning rate of each, follows from the measured speed; run.toml of the run directory keeps it."""
     seq_len: int = Field(256, gt=1)
     """Tokens in a sequence (T)."""
     tokens_per_step: int = Field(16_384, gt=0)
@@ -61,7 +68,10 @@ class TrainingSpec(Spec):
     base_dp_size: int | None = Field(None, gt=0, examples=[8])
     """The data-parallel ranks that `tokens_per_step` and the learning rates are meant for (linear and sqrt)."""
     precision: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """bf16 computes in bf16 over fp32 parameters, gradients and optimizer state; fp64 is for proofs."""
+    """bf16 computes in bf16 over fp32 parameters, gradients and optimizer state; fp64 is for proofs; "auto" leaves the
+    choice of bf16 or fp32 to a short measurement."""
+    auto_precision: bool = False
+    """Whether a measurement is to choose the precision: what `precision = "auto"` sets."""
     seed: int = Field(1234, ge=0)
     """Decides initial weights and the order of the text: the same seed gives the same run in every layout."""
     compile: bool = False
@@ -72,6 +82,32 @@ class TrainingSpec(Spec):
     """How long a collective may take before the run stops."""
     replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of what ranks must hold alike, bit by bit, to find silent corruption; 0 never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_steps_undecided(cls, table: object) -> object:
+        """Let the number of steps be undecided where the time is given."""
+        if not isinstance(table, dict) or table.get("seconds") is None:
+            return table
+        steps = table.get("steps", UNDECIDED_STEPS)
+        require(
+            steps == UNDECIDED_STEPS,
+            "seconds",
+            table["seconds"],
+            f"and training.steps ({steps}) both say how long the run is",
+            "remove one of them, with --set training.steps= or --set training.seconds=",
+        )
+        return {**table, "steps": UNDECIDED_STEPS}
+
+    @property
+    def has_decided_steps(self) -> bool:
+        """Whether it is known how many steps the run has."""
+        return self.steps != UNDECIDED_STEPS
+
+    @property
+    def steps_text(self) -> str:
+        """The number of steps, in words where it is not decided."""
+        return str(self.steps) if self.has_decided_steps else f"as many as fit into {self.seconds:g} s"
 
 
 class OptimizerSpec(Spec):
@@ -112,6 +148,8 @@ class EvaluationSpec(Spec):
     """Held-out tokens per evaluation, from the start; 0 takes all."""
     prompt: str = ""
     """If given, a sample is generated from it at the end."""
+    samples: int = Field(1, gt=0)
+    """Samples from the prompt: the last at the end, those before it at even distances."""
 
 
 class CheckpointSpec(Spec):
@@ -208,6 +246,13 @@ class RunSpec(Spec):
             self.recovery.max_rollbacks,
             "needs ranks that are at the same step, and workers of layout.max_staleness are not",
             "set it to 0",
+        )
+        require(
+            training.has_decided_steps or self.layout.max_staleness is None,
+            "training.seconds",
+            training.seconds,
+            "needs ranks that are at the same step, and workers of layout.max_staleness are not",
+            "set training.steps in its place",
         )
         require(
             not training.replica_check_interval or self.layout.data_parallel != "parameter_server",

@@ -259,6 +259,13 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         "use ddp or a ZeRO stage",
     )
     require(
+        run.training.has_decided_steps,
+        "training.seconds",
+        run.training.seconds,
+        "gives no number of steps, of which a swarm makes its rounds",
+        "set training.steps in its place",
+    )
+    require(
         run.training.steps % swarm.steps_per_round == 0,
         "training.steps",
         run.training.steps,

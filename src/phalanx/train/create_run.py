@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import PreparedData, prepare
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.launch.preflight import preflight
+from phalanx.launch.process import select_device
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
-from phalanx.runs.create import latest_manifest, run_directory, write_run_directory
+from phalanx.runs.create import RUN_FILE, latest_manifest, run_directory, write_run_directory
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.run import RunSpec
+from phalanx.train.profiling.peak_flops import fastest_precision
+from phalanx.train.time_budget import with_decided_steps
 
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
@@ -24,7 +31,27 @@ def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
 
     Raises UserError before anything is written if the run cannot work.
     """
+    run = decide_choices(run, resume)
     return write_run_directory(run, check_and_prepare(run, world_size, resume))
+
+
+def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
+    """Return a run with the faster precision where it leaves that open. One that goes on keeps what was decided when it
+    began: its precision, and the steps of `training.seconds`."""
+    file, decided = run_directory(run) / RUN_FILE, None
+    if resume and file.exists():
+        with suppress(UserError):
+            decided = load_run(file, environment={})
+    if decided is not None and run.training.seconds is not None and decided.training.has_decided_steps:
+        run = with_decided_steps(run, decided.training.steps)
+    if not run.training.auto_precision:
+        return run
+    if decided is not None:
+        precision = decided.training.precision
+    else:
+        precision = fastest_precision(torch.device(select_device(run)))
+    training = run.training.model_copy(update={"precision": precision, "auto_precision": False})
+    return run.model_copy(update={"training": training})
 
 
 def check_and_prepare(

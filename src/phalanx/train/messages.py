@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from datetime import datetime, timedelta
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.parallel.apply import autocast_context
-from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.formatting import plural
 from phalanx.train.profiling.peak_flops import has_fast_bf16
+from phalanx.train.sample import sample_message
 from phalanx.train.trainer import Trainer
 
-SAMPLE_TOKENS = 160
 OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 
@@ -41,6 +39,9 @@ def start_message(trainer: Trainer, resumed: int) -> str:
             f"learning rates x {batch.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
             f"{plural(batch.dp_size, 'rank')} instead of {run.training.base_dp_size}"
         )
+    if run.training.seconds is not None:
+        end = datetime.now() + timedelta(seconds=run.training.seconds)
+        lines.append(f"trains for {run.training.seconds:g} s, until {end:%H:%M:%S}, and then evaluates")
     if resumed:
         saved_by = f" of {plural(resumed, 'rank')}" if resumed != sizes.world_size else ""
         lines.append(f"resumed after step {trainer.step}{saved_by}")
@@ -60,33 +61,5 @@ def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str
     if trainer.should_stop:
         lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
     if sample:
-        lines += ["sample:", "  " + sample.replace("\n", "\n  ")]
+        lines.append(sample_message(trainer.step, sample))
     return "\n".join([*lines, f"run directory: {trainer.directory}"])
-
-
-def generate_sample(trainer: Trainer) -> str:
-    """Text that the model continues from the run's prompt. Every rank takes part: the model may be split over them."""
-    from phalanx.model.sampling import generate
-
-    run = trainer.run
-    if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
-        return f"(none: phalanx generate {trainer.directory} --prompt {run.evaluation.prompt!r})"
-    last_rank = trainer.mesh.dims.world_size - 1  # it always computes; the first, which prints, may not
-    if not trainer.strategy.runs_model:
-        return broadcast_object("", src=last_rank)
-    tokenizer = trainer.corpus.tokenizer
-    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(trainer.device)
-    generator = torch.Generator(trainer.device).manual_seed(run.training.seed)
-    trainer.module.eval()
-    with torch.no_grad(), autocast_context(trainer.strategy, run.training.precision, trainer.device):
-        tokens = generate(
-            trainer.strategy.model,
-            prompt,
-            SAMPLE_TOKENS,
-            temperature=0.7,
-            top_k=50,
-            generator=generator,
-            eos_id=tokenizer.end,
-            context=run.training.seq_len,
-        )
-    return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)

@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 10.0
 class ProgressDisplay:
     """Shows the steps of a run; `quiet` shows nothing."""
 
-    def __init__(self, step: int, steps: int, quiet: bool) -> None:
+    def __init__(self, step: int, steps: int | None, quiet: bool) -> None:
         self.steps, self.quiet = steps, quiet
         self.console = Console(stderr=True, quiet=quiet)
         self._started_at, self._first_step, self._shown_at = time.monotonic(), step, 0.0
@@ -39,6 +39,12 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.stop()
 
+    def set_steps(self, steps: int) -> None:
+        """Show progress towards a number of steps that was not known before."""
+        self.steps = steps
+        if self._bar is not None:
+            self._bar.update(self._task, total=steps)
+
     def advance(self, record: dict[str, Any]) -> None:
         """Show a step that is done."""
         if self.quiet:
@@ -50,11 +56,15 @@ class ProgressDisplay:
         now, is_last = time.monotonic(), record["step"] == self.steps
         if is_last or now - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = now
-            remaining_seconds = (
-                (now - self._started_at) / max(1, record["step"] - self._first_step) * (self.steps - record["step"])
-            )
-            minutes, seconds = divmod(int(remaining_seconds), 60)
-            self.log(f"step {record['step']}/{self.steps}  {text}  {minutes}:{seconds:02d} left")
+            self.log(f"step {record['step']}{self._remaining(record['step'], now)}  {text}")
+
+    def _remaining(self, step: int, now: float) -> str:
+        """How many steps there are, and the time until the last, where that is known."""
+        if self.steps is None:
+            return ""
+        seconds_per_step = (now - self._started_at) / max(1, step - self._first_step)
+        minutes, seconds = divmod(int(seconds_per_step * (self.steps - step)), 60)
+        return f"/{self.steps}  {minutes}:{seconds:02d} left"
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""

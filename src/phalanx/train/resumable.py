@@ -57,6 +57,8 @@ class ResumableLearner(Learner):
         self.in_memory_checkpointer = None
         if run.recovery.in_memory_checkpoint_every:
             identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
+            for length in ("steps", "seconds"):  # decided on the way
+                del identity["training"][length]
             num_rollbacks = broadcast_from_rank0(
                 partial(count_rollbacks, directory)
             )  # what was copied before it is not gone on from

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from phalanx.launch.process import die_with_launcher, handling_signals
-from phalanx.runs.checkpoints import is_finished
-from phalanx.runs.create import read_run_directory
+from phalanx.runs.create import is_finished
 from phalanx.spec.errors import EXIT_STOPPED
 
 CONNECT_TIMEOUT = timedelta(minutes=5)
@@ -32,7 +31,7 @@ def run_standby_rank(directory: Path) -> int:
     """Of a rank that no layout has a place for: wait until the others have ended, or are told to; returns the exit
     code."""
     die_with_launcher()
-    steps, run_over = read_run_directory(directory)[0].training.steps, Event()
+    run_over = Event()
 
     def wait_for_end() -> None:  # beside the main thread, which hears signals meanwhile
         with suppress(dist.DistError):
@@ -44,7 +43,7 @@ def run_standby_rank(directory: Path) -> int:
     Thread(target=wait_for_end, daemon=True).start()
     with handling_signals(lambda _: run_over.set()):
         run_over.wait()
-    return 0 if is_finished(directory, steps) else EXIT_STOPPED
+    return 0 if is_finished(directory) else EXIT_STOPPED
 
 
 def _connect_to_rank_0() -> TCPStore:

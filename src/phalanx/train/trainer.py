@@ -35,6 +35,8 @@ from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.step_phases import StepPhaseTimer
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner
+from phalanx.train.sample import generate_sample, is_sample_due, sample_message
+from phalanx.train.time_budget import TimeBudget
 from phalanx.train.training_data import TrainingData
 
 
@@ -88,13 +90,16 @@ class Trainer(ResumableLearner):
     ) -> MetricsRecord:
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
         `rank_log` receives this rank's record of each step."""
-        run, consecutive_nonfinite, last_seen_step, evaluation = self.run, 0, -1, {}
+        consecutive_nonfinite, last_seen_step, evaluation = 0, -1, {}
         step = step or self.train_step
-        batches = prefetch(self.loader, self.step, run.training.steps)
+        batches = prefetch(self.loader, self.step, self.run.training.steps)
         self.checkpoint_scheduler.start(self.step)
+        time_budget = TimeBudget(self)
         try:
-            while self.step < run.training.steps and not self.should_stop:
+            while self.step < self.run.training.steps and not self.should_stop:
                 record = step(batches)
+                time_budget.end_step(progress)
+                run = self.run
                 is_finite, is_new_step = math.isfinite(record["grad_norm"]), record["step"] != last_seen_step
                 last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
                 consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
@@ -115,6 +120,10 @@ class Trainer(ResumableLearner):
                     with self._record_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
+                if is_sample_due(run, self.step):
+                    with self._record_pause("sample", rank_log):
+                        sample = generate_sample(self)
+                    progress.log(sample_message(self.step, sample))
         finally:
             batches.close()
         self.checkpointer.wait()

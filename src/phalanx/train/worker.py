@@ -44,12 +44,13 @@ from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, 
 from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
 from phalanx.train.loggers import JsonLinesLogger, Logger, open_loggers
-from phalanx.train.messages import end_message, generate_sample, start_message
+from phalanx.train.messages import end_message, start_message
 from phalanx.train.profiling.clock_sync import measure_clock_offset
 from phalanx.train.profiling.memory_report import remove_measured, write_comparison
 from phalanx.train.profiling.peak_flops import rank_peak_flops
 from phalanx.train.profiling.step_profiler import StepProfiler, first_steady_step
 from phalanx.train.progress import ProgressDisplay
+from phalanx.train.sample import generate_sample
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import open_training_data
 
@@ -148,7 +149,8 @@ def _run(
     with Watchdog(directory, timeout_seconds) as watchdog:
 
         def make_trainer() -> Trainer:
-            watchdog.trainer = context.trainer = Trainer(run, corpus, directory, device, peak_flops)
+            current_run = run if context.trainer is None else context.trainer.run  # its number of steps may be decided
+            watchdog.trainer = context.trainer = Trainer(current_run, corpus, directory, device, peak_flops)
             context.trainer.stop_requested = bool(context.signals)  # by what was heard when there was no trainer
             return context.trainer
 
@@ -251,7 +253,8 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
         append_event(directory, STARTED, ranks=ranks, step=trainer.step, launcher=launcher, alive_until=alive_until)
     failed = True
     try:
-        with ProgressDisplay(trainer.step, run.training.steps, quiet) as progress:
+        steps = run.training.steps if run.training.has_decided_steps else None
+        with ProgressDisplay(trainer.step, steps, quiet) as progress:
             for name, problem in damaged.items():
                 progress.log(f"checkpoint {name} is damaged and was set aside: {problem}")
                 if trainer.is_main:

@@ -273,8 +273,9 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory
     from phalanx.runs.create import PLAN_FILE, write_run_directory
-    from phalanx.train.create_run import check_and_prepare
+    from phalanx.train.create_run import check_and_prepare, decide_choices
 
+    run = decide_choices(run, resume)
     with tokenization_progress() as progress:
         prepared = check_and_prepare(run, ranks, resume, progress)
     lock = lock_run_directory(run, resume)

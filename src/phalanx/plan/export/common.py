@@ -84,6 +84,7 @@ UNSUPPORTED_EVERYWHERE = (
     UnsupportedOption("layout.data_parallel", ("parameter_server",), 'use "zero1" or another'),
     UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
     UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
+    UnsupportedOption("training.seconds", (), "set training.steps in its place"),
     UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
     UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon has the same updates'),
 )

@@ -165,7 +165,8 @@ class RunMetrics:
 
 def _planned_samples(run: RunSpec) -> Iterator[Sample]:
     steps, checkpoint_interval = run.training.steps, run.checkpoint.every
-    yield "phalanx_planned_steps", {}, steps
+    if run.training.has_decided_steps:
+        yield "phalanx_planned_steps", {}, steps
     yield (
         "phalanx_checkpoint_interval_steps",
         {},

@@ -35,4 +35,6 @@ def to_toml(run: RunSpec) -> str:
     """A run as a TOML file that loads into the same run. Of a machine with a name only what differs from its preset is
     written, so that another may take its place."""
     table = run.model_dump(mode="json", exclude_none=True)
+    if not run.training.has_decided_steps:
+        del table["training"]["steps"]
     return tomli_w.dumps({**table, "cluster": cluster_overrides(run.cluster)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import torch
 
@@ -39,6 +40,14 @@ def has_fast_bf16(device: torch.device) -> bool:
     """Whether products in bf16 have instructions or kernels of their own there. On CPUs without (x86 before AVX-512)
     PyTorch computes them number by number, some thirty times slower than in fp32."""
     return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fastest_precision(device: torch.device) -> Literal["bf16", "fp32"]:
+    """Return the precision in which this device multiplies matrices faster; bf16 on a GPU."""
+    if device.type != "cpu":
+        return "bf16"
+    bf16, fp32 = (measure_peak_flops(device, TORCH_DTYPES[name]) for name in ("bf16", "fp32"))
+    return "bf16" if bf16 > fp32 else "fp32"
 
 
 def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:

@@ -1,0 +1,55 @@
+"""Samples of text that show what a model has learned."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.model.sampling import generate
+from phalanx.parallel.apply import autocast_context
+from phalanx.parallel.comm.objects import broadcast_object
+from phalanx.spec.run import RunSpec
+from phalanx.train.resumable import ResumableLearner
+
+SAMPLE_TOKENS = 160
+
+
+def is_sample_due(run: RunSpec, step: int) -> bool:
+    """Return whether a sample, of `evaluation.samples` at even distances, falls on this step before the last."""
+    samples, steps = run.evaluation.samples, run.training.steps
+    is_due = step * samples // steps > (step - 1) * samples // steps
+    return bool(run.evaluation.prompt) and is_due and step < steps
+
+
+def sample_message(step: int, sample: str) -> str:
+    """Return a sample as lines for a person."""
+    return f"sample after step {step}:\n  " + sample.replace("\n", "\n  ")
+
+
+def generate_sample(learner: ResumableLearner) -> str:
+    """Return text by which the model continues the run's prompt. Every rank takes part: the model may be split over
+    them."""
+    run = learner.run
+    if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
+        return f"(none: phalanx generate {learner.directory} --prompt {run.evaluation.prompt!r})"
+    last_rank = learner.mesh.dims.world_size - 1  # it always computes; the first, which prints, may not
+    if not learner.strategy.runs_model:
+        return broadcast_object("", src=last_rank)
+    tokenizer = learner.corpus.tokenizer
+    prompt = torch.from_numpy(tokenizer.encode_batch([run.evaluation.prompt])[0]).long().to(learner.device)
+    generator = torch.Generator(learner.device).manual_seed(run.training.seed)
+    learner.strategy.drain_pending_updates()
+    learner.module.eval()
+    with torch.no_grad(), autocast_context(learner.strategy, run.training.precision, learner.device):
+        tokens = generate(
+            learner.strategy.model,
+            prompt,
+            SAMPLE_TOKENS,
+            temperature=0.7,
+            top_k=50,
+            generator=generator,
+            eos_id=tokenizer.end,
+            context=run.training.seq_len,
+        )
+    learner.module.train()
+    learner.strategy.reshard_parameters()
+    return broadcast_object(tokenizer.decode(tokens.tolist()), src=last_rank)
