@@ -34,7 +34,7 @@ from tests.helpers.training_processes import (
 
 TEXT = Path(json.__file__).parent
 IN_MEMORY_CHECKPOINTS_ONLY = {"recovery.in_memory_checkpoint_every": 1, "checkpoint.every": 0}
-NUM_KILLS = 3
+NUM_KILLS = 2
 
 
 @given(st.data())

@@ -34,8 +34,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 MESSAGE_BYTES, MAX_FDS = 2**20, 64
 FIRST_FREE_FD = 512
 """File descriptors are moved out of the way of their targets to numbers from here on."""
-FIRST_STEP_MODULES = ("torch._dynamo", "numpy.ma", "numpy.random")
-"""What PyTorch imports in a first step: here once ranks run, for those that are started again."""
+FIRST_STEP_MODULES = ("torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "numpy.random")
+"""What ranks import until their first step: here once ranks run, for those that are started again."""
 IDLE_SECONDS = 2.0
 """Ranks that run for so long have done their imports."""
 _is_forked = False

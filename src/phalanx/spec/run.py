@@ -95,7 +95,7 @@ class TrainingSpec(Spec):
             "seconds",
             table["seconds"],
             f"and training.steps ({steps}) both say how long the run is",
-            "remove one of them, with --set training.steps= or --set training.seconds=",
+            "remove one of them; on the command line: --set training.steps= or --set training.seconds=",
         )
         return {**table, "steps": UNDECIDED_STEPS}
 

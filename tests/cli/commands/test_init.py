@@ -64,6 +64,7 @@ def test_run_file_template_commented_keys_equal_defaults():
         "base_dp_size",
         "max_staleness",
         "loss_spike_ratio",
+        "seconds",
     }
     examples |= {"hbm_bytes_per_second", "fast_link_domain", "link_bytes_per_second", "network_bytes_per_second"}
     examples |= {"watts_per_device", "price_per_device_hour", "matmul_flops", "matmul_flops_8bit", "num_sms"}

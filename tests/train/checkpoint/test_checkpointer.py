@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -105,13 +107,16 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.fixture(scope="module")
-def half_trained_runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run to the middle in every place, each saved."""
-    folders = {}
-    for name, (world_size, changes) in LAYOUTS.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        rank_pool(world_size).run(train_first_half, small_run(text, folders[name], {"model": MOE, **SHORT, **changes}))
-    return folders
+def half_trained_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a run that was trained to the middle in a layout, and saved."""
+
+    @cache
+    def train_run(name: str) -> Path:
+        folder, (world_size, changes) = tmp_path_factory.mktemp(name), LAYOUTS[name]
+        rank_pool(world_size).run(train_first_half, small_run(text, folder, {"model": MOE, **SHORT, **changes}))
+        return folder
+
+    return train_run
 
 
 LAYOUT_NAMES = list(LAYOUTS)
@@ -123,10 +128,12 @@ LAYOUT_TRANSITIONS = [
 
 
 @pytest.mark.parametrize("name", LAYOUT_NAMES[1:])
-def test_checkpoint_tensors_match_single_process_in_every_layout(name: str, half_trained_runs: dict[str, Path]) -> None:
+def test_checkpoint_tensors_match_single_process_in_every_layout(
+    name: str, half_trained_run: Callable[[str], Path]
+) -> None:
     """Every parameter, bias of a router and number of optimizer state, after some updates."""
     last = Path("parity", "checkpoints", f"step-{HALF:08d}")
-    one, other = (load_full_tensors(half_trained_runs[place] / last) for place in ("one", name))
+    one, other = (load_full_tensors(half_trained_run(place) / last) for place in ("one", name))
     assert one.keys() == other.keys()
     for tensor, expected in one.items():
         assert (other[tensor] - expected).norm() <= 1e-10 * expected.norm(), tensor
@@ -134,10 +141,14 @@ def test_checkpoint_tensors_match_single_process_in_every_layout(name: str, half
 
 @pytest.mark.parametrize(("before", "after"), LAYOUT_TRANSITIONS)
 def test_resume_across_layouts_matches_uninterrupted_run(
-    before: str, after: str, half_trained_runs: dict[str, Path], text: Path, uninterrupted: list[tuple[float, float]]
+    before: str,
+    after: str,
+    half_trained_run: Callable[[str], Path],
+    text: Path,
+    uninterrupted: list[tuple[float, float]],
 ) -> None:
     world_size, changes = LAYOUTS[after]
-    run = small_run(text, half_trained_runs[before], {"model": MOE, **SHORT, **changes})
+    run = small_run(text, half_trained_run(before), {"model": MOE, **SHORT, **changes})
     result = rank_pool(world_size).run(resume_second_half, run)[0]
     assert result == [pytest.approx(step, rel=1e-10) for step in uninterrupted[HALF:]]
 

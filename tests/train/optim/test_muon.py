@@ -17,12 +17,7 @@ def test_orthogonalise_leaves_singular_values_near_one(shape: tuple[int, ...]) -
     assert values.min() > 0.3  # the quintic's coefficients trade exactness for speed: 0.7 to 1.2 for most
     assert values.max() < 1.3
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
-    assert (
-        torch.nn.functional.cosine_similarity(
-            orthogonalize(matrices).flatten(), (left @ right).flatten(), 0
-        )
-        > 0.95
-    )
+    assert torch.nn.functional.cosine_similarity(orthogonalize(matrices).flatten(), (left @ right).flatten(), 0) > 0.95
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -11,8 +11,9 @@ from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.files.load import load_machine, preset_names
 from phalanx.spec.run import RunSpec
 
-FIRST_SIZE, ENOUGH_SECONDS = 128, 0.02
-"""Products grow from this size until one takes so long: 1024 is a second where bf16 is computed in software."""
+FIRST_SIZE, ENOUGH_SECONDS = 128, 0.003
+"""Products grow from this size until one takes so long: a rank begins with this, and 1024 take a second where bf16 is
+computed in software."""
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
