@@ -8,16 +8,27 @@ import random
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, MOE, Table, small_run, train_and_evaluate
 from tests.parity.covering_set import FACTORS, FILE, MAX_RANKS, all_pairs, is_valid, pairs, run_changes, world_size
 
 LAYOUTS: list[dict[str, str]] = json.loads(FILE.read_text())
 STEPS = 3
+FOUR_RANKS: dict[str, Table] = {
+    "tp": {"layout.tp": 4, "layout.data_parallel": "zero1"},
+    "ring": {"layout.cp": 4},
+    "ulysses": {"layout.cp": 4, "layout.cp_method": "ulysses"},
+    "1f1b": {"layout.pp": 4, "layout.micro_batch_size": 1},
+    "zb-v": {"layout.pp": 4, "layout.schedule": "zb-v", "layout.micro_batch_size": 1},
+    "ep": {"layout.ep": 4, "model": MOE},
+    "zero1": {"layout.data_parallel": "zero1"},
+    "zero2": {"layout.data_parallel": "zero2"},
+    "zero3": {"layout.data_parallel": "zero3", "optimizer.name": "muon"},
+}
+"""Each axis on four ranks: of two, the next one is also the one before."""
 SAMPLES = 40
 """Of layouts with a pair that no valid one should have."""
 
@@ -35,11 +46,22 @@ def single_process_trajectory(text: Path, settings: str) -> list[tuple[float, fl
 
 @pytest.mark.parametrize("choices", [pytest.param(choices, id=layout_id(choices)) for choices in LAYOUTS])
 def test_layout_equals_single_process_training(choices: dict[str, str], documents: Path, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {**run_changes(choices), "training.steps": STEPS, "optimizer.warmup_steps": 1}
+    check_parity(world_size(choices), run_changes(choices), documents, tmp_path)
+
+
+@pytest.mark.parametrize("axis", FOUR_RANKS)
+def test_axis_of_four_ranks_equals_single_process_training(axis: str, documents: Path, tmp_path: Path) -> None:
+    check_parity(
+        4, {"model": {**DENSE, "num_layers": 8 if axis == "zb-v" else 4}, **FOUR_RANKS[axis]}, documents, tmp_path
+    )
+
+
+def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:
+    """Train for some steps on so many ranks, and compare each with one process."""
+    changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
     alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = single_process_trajectory(documents, json.dumps(alone, sort_keys=True))
-    run = small_run(documents, tmp_path, changes)
-    ranks = world_size(choices)
+    run = small_run(documents, folder, changes)
     results = [train_and_evaluate(run)] if ranks == 1 else rank_pool(ranks).run(train_and_evaluate, run)
     for rank, result in enumerate(results):
         assert result == [pytest.approx(step, rel=1e-10) for step in expected], f"rank {rank}"
