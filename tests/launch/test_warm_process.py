@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from phalanx.launch.rank_processes import RankStarter
 from phalanx.launch.warm_process import ForkedProcess, WarmProcess, WarmProcessError
+from phalanx.testing.fault_injection import NotAllowed, memory_limited
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,3 +119,15 @@ def test_ranks_start_anew_when_warm_process_fails(
     for _ in range(2):
         assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
     assert capsys.readouterr().err == f"phalanx: the warm process {message}: ranks are started anew\n"
+
+
+def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
+    starter, environment = RankStarter(WarmProcess(["json"])), {"RANK": "0"}
+    try:
+        with memory_limited(2**14) as join:
+            assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
+            join(starter.warm_process.pid)
+            assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
+    assert re.fullmatch(r"phalanx: the warm process .*: ranks are started anew\n", capsys.readouterr().err)
