@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.covering import covering_subset
-from tests.helpers.tiers import Rule, read_rules
+from tests.helpers.tiers import Rule, item_id, read_rules
 
 TESTS = Path(__file__).parent
 RULES = read_rules()
@@ -27,6 +27,16 @@ def test_rule_names_tests_and_what_stands_for_them(rule: Rule) -> None:
         assert defined_tests(rule.stands_for_them)
         left_out = [other.tests for other in RULES if other.stands_for_them != "covering"]
         assert not rule.stands_for_them.startswith(tuple(left_out))
+
+
+def test_what_stands_for_left_out_tests_is_collected(request: pytest.FixtureRequest) -> None:
+    """In a session of all tests."""
+    if request.config.args != [str(TESTS.parent / "tests")] and request.config.args != ["tests"]:
+        pytest.skip("only a session of all tests collects them all")
+    collected = [item_id(item) for item in request.session.items]
+    for rule in RULES:
+        if rule.stands_for_them != "covering":
+            assert any(each.startswith(rule.stands_for_them) for each in collected), rule.stands_for_them
 
 
 def test_covering_subset_shows_each_feature_at_least_cost() -> None:

@@ -122,12 +122,15 @@ def test_ranks_start_anew_when_warm_process_fails(
 
 
 def test_ranks_start_anew_when_warm_process_has_no_memory_to_fork(capsys: pytest.CaptureFixture[str]) -> None:
-    starter, environment = RankStarter(WarmProcess(["json"])), {"RANK": "0"}
+    warm_process, environment = WarmProcess(["json"]), {"RANK": "0"}
+    starter = RankStarter(warm_process)
     try:
         with memory_limited(2**14) as join:
             assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
-            join(starter.warm_process.pid)
+            join(warm_process.pid)
             assert starter.start(["json.tool", os.devnull], environment).wait(timeout=60) == 1
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
+    finally:
+        warm_process.close()
     assert re.fullmatch(r"phalanx: the warm process .*: ranks are started anew\n", capsys.readouterr().err)

@@ -57,7 +57,7 @@ def test_axis_of_four_ranks_equals_single_process_training(axis: str, documents:
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:
-    """Train for some steps on so many ranks, and compare each with one process."""
+    """Train three steps on `ranks` ranks, and compare each of them with one process."""
     changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
     alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = single_process_trajectory(documents, json.dumps(alone, sort_keys=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.testing.processes import run_python
-from phalanx.train.time_budget import DECISION_STEPS, steps_in_time, with_decided_steps
+from phalanx.train.resumable import in_memory_identity
+from phalanx.train.time_budget import DECISION_STEPS, LATEST_DECISION_SHARE, steps_in_time, with_decided_steps
 
 RUN = """
 name = "timed"
@@ -29,7 +29,7 @@ ffn_hidden_size = 64
 [data]
 tokenizer = "bytes"
 [training]
-seconds = 3
+seconds = 8
 seq_len = 32
 tokens_per_step = 256
 precision = "auto"
@@ -45,26 +45,27 @@ tokens = 1000
 @given(step_seconds=st.floats(0.01, 1.0), first=st.floats(0.0, 3.0), seconds=st.floats(20.0, 500.0))
 def test_steps_in_time_fill_the_time(step_seconds: float, first: float, seconds: float) -> None:
     """A slow first step costs its time, and is not taken for the speed of the others."""
-    ends = list(accumulate([step_seconds] * DECISION_STEPS, initial=first))[1:]
-    decisions = [steps_in_time(seconds, 0, ends[: done + 1]) for done in range(DECISION_STEPS)]
-    steps = next(decision for decision in decisions if decision is not None)
+    measured = [first + step_seconds]
+    while (steps := steps_in_time(seconds, 0, measured)) is None:
+        measured.append(step_seconds)
     assert seconds - step_seconds * 1.001 <= first + steps * step_seconds <= seconds * 1.001
+    assert len(measured) >= DECISION_STEPS or sum(measured) >= LATEST_DECISION_SHARE * seconds
 
 
 def test_steps_in_time_decides_earlier_where_steps_are_long() -> None:
-    assert steps_in_time(100, 0, [10.0, 20.0]) is None
-    assert steps_in_time(100, 0, [10.0, 20.0, 30.0]) == 10
-    assert steps_in_time(100, 40, [10.0, 20.0, 30.0]) == 50
+    assert steps_in_time(100, 0, [10.0, 10.0]) is None
+    assert steps_in_time(100, 0, [10.0, 10.0, 10.0]) == 10
+    assert steps_in_time(100, 40, [10.0, 10.0, 10.0]) == 50
 
 
-@pytest.mark.parametrize("ends", [[8.0], [3.0, 8.0], [2.0, 4.0, 6.0]])
-def test_steps_in_time_refuses_time_for_fewer_than_three_steps(ends: list[float]) -> None:
+@pytest.mark.parametrize("step_seconds", [[8.0], [3.0, 5.0], [2.0, 2.0, 2.0]])
+def test_steps_in_time_refuses_time_for_fewer_than_three_steps(step_seconds: list[float]) -> None:
     with pytest.raises(UserError, match=r"training\.seconds = 5: is too short for 3 steps"):
-        steps_in_time(5, 0, ends)
+        steps_in_time(5, 0, step_seconds)
 
 
 def test_run_has_either_steps_or_seconds() -> None:
-    with pytest.raises(UserError, match=r"training\.seconds = 9.*training\.steps \(10\) both say how long"):
+    with pytest.raises(UserError, match=r"training\.seconds = 9.*combined with training\.steps = 10"):
         run_from_table({"training": {"steps": 10, "seconds": 9}})
 
 
@@ -77,13 +78,25 @@ def test_seconds_are_refused_where_steps_must_be_known() -> None:
 
 
 def test_run_with_seconds_round_trips_before_and_after_its_steps_are_decided(tmp_path: Path) -> None:
-    run = run_from_table({"training": {"seconds": 9}})
+    run = run_from_table({"training": {"seconds": 9, "precision": "auto"}})
     decided = with_decided_steps(run, 60)
     assert (decided.training.steps, decided.training.seconds, decided.optimizer.warmup_steps) == (60, None, 30)
     for index, described in enumerate((run, decided)):
         file = tmp_path / f"{index}.toml"
         file.write_text(to_toml(described))
         assert load_run(file, environment={}) == described
+
+
+def test_precision_that_is_set_again_is_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run_from_table({"training": {"precision": "auto"}})))
+    training = load_run(file, ["training.precision=fp64"], environment={}).training
+    assert (training.precision, training.auto_precision) == ("fp64", False)
+
+
+def test_copies_in_memory_are_of_the_run_before_and_after_its_steps_are_decided() -> None:
+    run = run_from_table({"training": {"seconds": 9}})
+    assert in_memory_identity(run) == in_memory_identity(with_decided_steps(run, 60))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +121,7 @@ def test_run_with_seconds_decides_steps_precision_and_shows_samples(timed_run: t
     assert run.training.steps == read_metrics(directory)[-1]["step"] > DECISION_STEPS
     assert is_finished(directory)
     assert not run.training.auto_precision
-    assert f"{run.training.steps} steps fit into 3 s" in output
+    assert f"{run.training.steps} steps fit into 8 s" in output
     assert output.count("sample after step") == 3
 
 

@@ -14,7 +14,7 @@ from phalanx.testing import rank_pool
 from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, dry_run
 from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
 from tests.helpers import cli_runner
-from tests.helpers.dry_run_cases import DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, dry_run_case
+from tests.helpers.dry_run_cases import BF16, DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, dry_run_case
 from tests.helpers.small_runs import measure_steady_step, small_run
 
 
@@ -69,6 +69,24 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     if not balanced:
         assert _total_traffic(traced) == _total_traffic(real)
         assert sum(map(_peak_bytes, traced)) == pytest.approx(sum(map(_peak_bytes, real)), rel=RELATIVE_TOLERANCE)
+
+
+TRACED_IN_BF16 = (
+    dry_run_case(4, FEW_HEADS, tp=4, data_parallel="zero1", **BF16),
+    dry_run_case(4, MOE, ep=4, data_parallel="zero1", **BF16),
+    dry_run_case(4, pp=2, tp=2, schedule="zb-h1", **BF16),
+    dry_run_case(4, TIED, pp=4, data_parallel="ddp", **BF16),
+)
+"""Real ranks compute bf16 number by number where there is no AVX-512."""
+
+
+@pytest.mark.parametrize(("world_size", "changes"), TRACED_IN_BF16, ids=lambda value: _case_id(value) if value else "")
+def test_dry_run_in_bf16_sends_what_plan_says(world_size: int, changes: Table, text: Path, tmp_path: Path) -> None:
+    run = small_run(text, tmp_path, changes)
+    (traced,) = dry_run(run, world_size, [world_size - 1])
+    lines = [line for line in compare_with_plan(run, world_size, traced) if line.kind == "collective"]
+    assert lines
+    assert [line for line in lines if not line.agrees] == []
 
 
 def _peak_bytes(measured: Table) -> int:

@@ -89,7 +89,7 @@ def _verdict_without_dumps(
     resume_advice = f"phalanx train {directory} --resume goes on with it"
     lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
     last_event: Mapping[str, Any] = lifecycle_events[-1] if lifecycle_events else {"what": None}
-    steps = run.training.steps or 0
+    steps = run.training.steps
     if is_running(directory):
         summary = "the run is under way, and no rank has stood still for long since it began"
         if seconds_since_write := [
@@ -98,7 +98,8 @@ def _verdict_without_dumps(
             summary += f"; ranks last noted a step {min(seconds_since_write):.0f} s ago"
         advice = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
     elif last_event["what"] == FINISHED and last_event["step"] < steps:
-        summary, advice = f"the run was stopped in order, after step {last_event['step']} of {steps}", resume_advice
+        place = f"step {last_event['step']} of {run.training.steps_text}"
+        summary, advice = f"the run was stopped in order, after {place}", resume_advice
     elif last_event["what"] == FINISHED:
         summary = f"the run ended in order, after step {last_event['step']}"
     elif last_event["what"] == STARTED:

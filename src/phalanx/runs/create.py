@@ -88,7 +88,7 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
 
 
 def rewrite_run_file(directory: Path, run: RunSpec) -> None:
-    """Replace the run file of a run directory, of which something was decided since it was written."""
+    """Replace the run file of a run directory after a choice was made that the file left open."""
     temp_file = directory / f"{RUN_FILE}.partial"
     temp_file.write_text(to_toml(run))
     temp_file.replace(directory / RUN_FILE)

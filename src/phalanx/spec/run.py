@@ -94,15 +94,15 @@ class TrainingSpec(Spec):
             steps == UNDECIDED_STEPS,
             "seconds",
             table["seconds"],
-            f"and training.steps ({steps}) both say how long the run is",
+            f"cannot be combined with training.steps = {steps}",
             "remove one of them; on the command line: --set training.steps= or --set training.seconds=",
         )
         return {**table, "steps": UNDECIDED_STEPS}
 
     @property
     def has_decided_steps(self) -> bool:
-        """Whether it is known how many steps the run has."""
-        return self.steps != UNDECIDED_STEPS
+        """Return whether it is known how many steps the run has."""
+        return self.seconds is None
 
     @property
     def steps_text(self) -> str:

@@ -262,8 +262,15 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         run.training.has_decided_steps,
         "training.seconds",
         run.training.seconds,
-        "gives no number of steps, of which a swarm makes its rounds",
+        "gives no number of steps, and a swarm divides them into rounds",
         "set training.steps in its place",
+    )
+    require(
+        not run.training.auto_precision,
+        "training.precision",
+        "auto",
+        "may be another on each node",
+        'use "bf16" or "fp32"',
     )
     require(
         run.training.steps % swarm.steps_per_round == 0,

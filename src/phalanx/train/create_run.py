@@ -36,9 +36,10 @@ def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
 
 
 def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
-    """Return a run with the faster precision where it leaves that open. One that goes on keeps what was decided when it
+    """Return a run with the faster precision where it leaves that open. A resumed run keeps what was decided when it
     began: its precision, and the steps of `training.seconds`."""
-    file, decided = run_directory(run) / RUN_FILE, None
+    file = run_directory(run) / RUN_FILE
+    decided = None
     if resume and file.exists():
         with suppress(UserError):
             decided = load_run(file, environment={})

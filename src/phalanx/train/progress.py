@@ -59,7 +59,7 @@ class ProgressDisplay:
             self.log(f"step {record['step']}{self._remaining(record['step'], now)}  {text}")
 
     def _remaining(self, step: int, now: float) -> str:
-        """How many steps there are, and the time until the last, where that is known."""
+        """Return the number of steps and the time until the last, where they are known."""
         if self.steps is None:
             return ""
         seconds_per_step = (now - self._started_at) / max(1, step - self._first_step)

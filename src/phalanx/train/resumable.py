@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,15 @@ from phalanx.train.guards.divergence import count_rollbacks, steps_to_skip
 from phalanx.train.learner import Learner
 from phalanx.train.optim.optimizers import LearningRateRescaling
 from phalanx.train.training_data import TrainingData
+
+
+def in_memory_identity(run: RunSpec) -> dict[str, Any]:
+    """Return what a copy in memory must have been made with to be of this run. How long the run is may be decided on
+    the way (`training.seconds`)."""
+    identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
+    for table, field in (("training", "steps"), ("training", "seconds"), ("optimizer", "warmup_steps")):
+        del identity[table][field]
+    return identity
 
 
 class ResumableLearner(Learner):
@@ -56,9 +66,7 @@ class ResumableLearner(Learner):
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.in_memory_checkpointer = None
         if run.recovery.in_memory_checkpoint_every:
-            identity = run.model_dump(mode="json", include={"model", "layout", "optimizer", "training", "data"})
-            for length in ("steps", "seconds"):  # decided on the way
-                del identity["training"][length]
+            identity = in_memory_identity(run)
             num_rollbacks = broadcast_from_rank0(
                 partial(count_rollbacks, directory)
             )  # what was copied before it is not gone on from

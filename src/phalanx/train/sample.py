@@ -17,7 +17,12 @@ def is_sample_due(run: RunSpec, step: int) -> bool:
     """Return whether a sample, of `evaluation.samples` at even distances, falls on this step before the last."""
     samples, steps = run.evaluation.samples, run.training.steps
     is_due = step * samples // steps > (step - 1) * samples // steps
-    return bool(run.evaluation.prompt) and is_due and step < steps
+    return bool(run.evaluation.prompt) and has_whole_logits(run) and is_due and step < steps
+
+
+def has_whole_logits(run: RunSpec) -> bool:
+    """Return whether a rank computes all logits of a whole text."""
+    return run.layout.tp * run.layout.cp == 1
 
 
 def sample_message(step: int, sample: str) -> str:
@@ -29,7 +34,7 @@ def generate_sample(learner: ResumableLearner) -> str:
     """Return text by which the model continues the run's prompt. Every rank takes part: the model may be split over
     them."""
     run = learner.run
-    if run.layout.tp * run.layout.cp > 1:  # ranks know parts of logits, or of the text
+    if not has_whole_logits(run):
         return f"(none: phalanx generate {learner.directory} --prompt {run.evaluation.prompt!r})"
     last_rank = learner.mesh.dims.world_size - 1  # it always computes; the first, which prints, may not
     if not learner.strategy.runs_model:

@@ -98,7 +98,7 @@ class Trainer(ResumableLearner):
         try:
             while self.step < self.run.training.steps and not self.should_stop:
                 record = step(batches)
-                time_budget.end_step(progress)
+                time_budget.end_step(record["step_seconds"], progress)
                 run = self.run
                 is_finite, is_new_step = math.isfinite(record["grad_norm"]), record["step"] != last_seen_step
                 last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice

@@ -92,7 +92,8 @@ def test_swarm_state_does_not_close_round_without_updates():
 
 
 def test_swarm_state_closes_round_after_quorum_and_grace_period():
-    state = make_state(nodes=4, round={"quorum": 0.5, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
+    """0.3 of four nodes are two."""
+    state = make_state(nodes=4, round={"quorum": 0.3, "grace_seconds": 10.0, "timeout_multiplier": 3.0})
     join_nodes(state, *NODES)
     open_round(state, 100.0)
     accept_update(state, "ann", 110.0)

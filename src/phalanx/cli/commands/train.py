@@ -127,6 +127,8 @@ def train(
         sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, handle_signal)
+    if (seconds := described.training.seconds) is not None:
+        print(f"phalanx: trains for {seconds:g} s once the text is prepared, and then evaluates", file=sys.stderr)
     options = [
         *(["--profile-memory"] if profile_memory else []),
         *(["--profile-steps", profile_steps] if profile_steps else []),
@@ -225,6 +227,7 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
     nproc = run.cluster.nproc_per_node
     plan = None
     if run.auto_layout:
+        run = _decide_choices(run, resume)
         run, plan = choose_layout_for(run, nproc)
     if nproc is not None:
         preflight(run, nproc, resume)  # before torch is imported, which takes a second
@@ -234,6 +237,7 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
         from phalanx.launch.supervisor import supervise_training
 
         ranks = select_nproc(run)
+        run = _decide_choices(run, resume)
         directory, lock = _set_up(run, ranks, resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
@@ -254,11 +258,13 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
         ranks, max_nodes = select_nproc(run), run.cluster.nodes
         plan = None
         if run.auto_layout:
+            run = _decide_choices(run, resume)
             run, plan = choose_layout_for(run, ranks)
         seconds = run.recovery.rendezvous_timeout_seconds
         last_call_seconds = run.recovery.last_call_timeout_seconds
         rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
         if rendezvous.is_host:  # the others find no place to meet before the run directory is there
+            run = _decide_choices(run, resume)
             directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
         else:
             check_layout(run, ranks * max_nodes)
@@ -268,14 +274,19 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
             return supervise_training(directory, run, ranks, choose_layout, options, rendezvous, warm)
 
 
+def _decide_choices(run: RunSpec, resume: bool) -> RunSpec:
+    from phalanx.train.create_run import decide_choices
+
+    return decide_choices(run, resume)
+
+
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
     """The run's directory, and what keeps others out of it."""
     from phalanx.cli.common.progress import tokenization_progress
     from phalanx.launch.preflight import lock_run_directory
     from phalanx.runs.create import PLAN_FILE, write_run_directory
-    from phalanx.train.create_run import check_and_prepare, decide_choices
+    from phalanx.train.create_run import check_and_prepare
 
-    run = decide_choices(run, resume)
     with tokenization_progress() as progress:
         prepared = check_and_prepare(run, ranks, resume, progress)
     lock = lock_run_directory(run, resume)

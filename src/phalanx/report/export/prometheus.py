@@ -167,11 +167,8 @@ def _planned_samples(run: RunSpec) -> Iterator[Sample]:
     steps, checkpoint_interval = run.training.steps, run.checkpoint.every
     if run.training.has_decided_steps:
         yield "phalanx_planned_steps", {}, steps
-    yield (
-        "phalanx_checkpoint_interval_steps",
-        {},
-        0 if checkpoint_interval == "auto" else checkpoint_interval or steps,
-    )  # one at the end there is
+    at_end = steps if run.training.has_decided_steps else 0
+    yield "phalanx_checkpoint_interval_steps", {}, 0 if checkpoint_interval == "auto" else checkpoint_interval or at_end
 
 
 def _modified_at(file: Path) -> float:

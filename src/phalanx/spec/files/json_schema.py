@@ -22,6 +22,7 @@ def run_schema() -> Schema:
     definitions = schema.pop("$defs")
     for spec_name, folder in (("ModelSpec", "models"), ("ClusterSpec", "machines")):
         definitions[spec_name]["properties"]["preset"]["enum"] = preset_names(folder)
+    definitions["TrainingSpec"]["properties"]["precision"]["enum"].append("auto")
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         **_table_schema(schema),

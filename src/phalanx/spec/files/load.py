@@ -97,8 +97,8 @@ def run_from_table(table: Table) -> RunSpec:
         table |= {"layout": {}, "auto_layout": True}
     training = table.get("training")
     if isinstance(training, dict) and training.get("precision") == "auto":
-        chosen_later = {key: value for key, value in training.items() if key != "precision"}
-        table["training"] = {**chosen_later, "auto_precision": True}
+        others = {key: value for key, value in training.items() if key != "precision"}
+        table["training"] = {**others, "auto_precision": True}
     if isinstance(model := table.get("model", {}), dict):
         table["model"] = resolve_model(model)
     table["data"] = _add_tokenizer(table.get("data", {}), table.get("model"))

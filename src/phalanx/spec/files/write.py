@@ -35,6 +35,9 @@ def to_toml(run: RunSpec) -> str:
     """A run as a TOML file that loads into the same run. Of a machine with a name only what differs from its preset is
     written, so that another may take its place."""
     table = run.model_dump(mode="json", exclude_none=True)
+    training = table["training"]
     if not run.training.has_decided_steps:
-        del table["training"]["steps"]
+        del training["steps"]
+    if training.pop("auto_precision"):
+        training["precision"] = "auto"
     return tomli_w.dumps({**table, "cluster": cluster_overrides(run.cluster)})
