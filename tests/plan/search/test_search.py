@@ -26,7 +26,7 @@ from phalanx.spec.layout import Layout
 from tests.helpers.planned_runs import make_run
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(["llama3-8b", "olmoe-1b-7b", "gpt2-124m"]),
     ranks=st.sampled_from([1, 2, 4, 8, 16]),
