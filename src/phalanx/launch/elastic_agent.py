@@ -46,7 +46,7 @@ STOP_SECONDS = 600
 """Between SIGTERM and SIGKILL to ranks that are to end in order: a step and a checkpoint."""
 FAILURE_GRACE_SECONDS = 3.0
 """For ranks to say why they failed too, once one has."""
-MONITOR_SECONDS = 0.1
+MONITOR_SECONDS = 0.05
 MIN_CONNECTED_SECONDS = 30.0
 """Who was so long in touch with the place where nodes meet had met others there."""
 COMMAND_KEY, COMMAND_TIMEOUT_SECONDS = "phalanx/words", 300

@@ -11,7 +11,7 @@ from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.files.load import load_machine, preset_names
 from phalanx.spec.run import RunSpec
 
-FIRST_SIZE, ENOUGH_SECONDS = 128, 0.003
+FIRST_SIZE, ENOUGH_SECONDS = 128, 0.001
 """Products grow from this size until one takes so long: a rank begins with this, and 1024 take a second where bf16 is
 computed in software."""
 
