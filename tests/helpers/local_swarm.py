@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import json
 import shutil
+import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -160,9 +162,15 @@ class WorkerThreads:
         """Until the last round is."""
         for thread in self.threads:
             thread.join(TIMEOUT_SECONDS)
-            assert not thread.is_alive()
+            assert not thread.is_alive(), _stack_of(thread)
         for error in self.failed:
             raise error
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    """Where a thread stands."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "it has just ended"
 
 
 class _ListLogger:
