@@ -45,7 +45,7 @@ def test_communicating_groups_match_recorded_collectives(
 ) -> None:
     """To 1 %, but for some hundred bytes of sums and norms. What experts exchange is the mean of a group's members,
     since they are not balanced in the first steps."""
-    numbers = {"training.precision": "fp32", "layout.micro_batch_size": 2, "model": model}
+    numbers = {"training.precision": "bf16", "layout.micro_batch_size": 1, "model": {**model, "num_layers": 4}}
     run = small_run(Path(json.__file__).parent, tmp_path, {**numbers, **changes})
     measured: Groups = defaultdict(float)
     for of_rank in rank_pool(4).run(measure_steady_step, run):

@@ -20,7 +20,7 @@ from phalanx.runs.checkpoints import checkpoints, find_damage, step_of
 from phalanx.spec.errors import EXIT_STOPPED
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.files.write import to_toml
-from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk
+from phalanx.testing.fault_injection import NotAllowed, fill_disk, flip_bit, small_disk, truncate_file
 from phalanx.testing.processes import WAIT_SECONDS, rank_pids, start_python, wait_until
 from tests.helpers.small_runs import small_run
 from tests.helpers.training_processes import (
@@ -100,7 +100,7 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
     """By itself, however the newest was damaged while its ranks were killed."""
     directory, changes = tmp_path / "parity", {**LONG, "checkpoint.keep": 3}
     with training_run(TEXT, tmp_path, changes) as process:
-        for number, harm in enumerate((flip_bit, Path.unlink), 1):
+        for number, harm in enumerate((truncate_file, flip_bit, Path.unlink), 1):
             wait_until(lambda at=number: len(events_of_kind(directory, "started")) == at, "it trains")  # type: ignore[misc]
             began = events_of_kind(directory, "started")[-1]["step"]
             wait_until(lambda after=began: num_checkpoints_after(directory, after) > 1, "two checkpoints")  # type: ignore[misc]
@@ -116,7 +116,7 @@ def test_restart_uses_previous_checkpoint_when_latest_is_damaged(tmp_path: Path)
             assert newest.with_name(f"{newest.name}.damaged").exists()
         wait_until(has_reached_step(directory, step_of(before) + 5), "it goes on")
         said = stop_gracefully(process)
-    assert said.count("is damaged and was set aside") == len(events_of_kind(directory, "checkpoint_quarantined")) == 2
+    assert said.count("is damaged and was set aside") == len(events_of_kind(directory, "checkpoint_quarantined")) == 3
     learned = recorded_losses(directory)
     assert learned == single_process_losses(tmp_path, changes, len(learned))
 

@@ -35,7 +35,8 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
     Raises:
         UserError: There is no time for three steps.
     """
-    done, elapsed = len(step_seconds), sum(step_seconds)
+    done = len(step_seconds)
+    elapsed = sum(step_seconds)
     if elapsed > seconds and first_step + done <= MIN_STEPS:
         raise UserError(
             "training.seconds",
@@ -64,7 +65,8 @@ class TimeBudget:
     """The time of a run that has `training.seconds`, from which its steps are decided; nothing for other runs."""
 
     def __init__(self, learner: ResumableLearner) -> None:
-        self.learner, self.first_step = learner, learner.step
+        self.learner = learner
+        self.first_step = learner.step
         self.step_seconds: list[float] = []
         """How long each step took rank 0."""
 
@@ -74,7 +76,8 @@ class TimeBudget:
 
         Raises UserError on all ranks where there is no time for three.
         """
-        learner, seconds = self.learner, self.learner.run.training.seconds
+        learner = self.learner
+        seconds = learner.run.training.seconds
         if seconds is None:
             return
         self.step_seconds.append(broadcast_object(step_seconds, src=0))

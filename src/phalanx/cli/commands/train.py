@@ -256,15 +256,14 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
         from phalanx.runs.create import run_directory
 
         ranks, max_nodes = select_nproc(run), run.cluster.nodes
+        run = _decide_choices(run, resume)
         plan = None
         if run.auto_layout:
-            run = _decide_choices(run, resume)
             run, plan = choose_layout_for(run, ranks)
         seconds = run.recovery.rendezvous_timeout_seconds
         last_call_seconds = run.recovery.last_call_timeout_seconds
         rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
         if rendezvous.is_host:  # the others find no place to meet before the run directory is there
-            run = _decide_choices(run, resume)
             directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
         else:
             check_layout(run, ranks * max_nodes)

@@ -26,9 +26,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """
     if matrices.device.type != "cpu":
         return _newton_schulz(matrices)
-    dtype, shape = torch.promote_types(matrices.dtype, torch.float32), matrices.shape
-    result = matrices.new_empty(shape)
-    for matrix, orthogonal in zip(matrices.reshape(-1, *shape[-2:]), result.view(-1, *shape[-2:]), strict=True):
+    dtype = torch.promote_types(matrices.dtype, torch.float32)
+    result = matrices.new_empty(matrices.shape)
+    each = -1, *matrices.shape[-2:]
+    for matrix, orthogonal in zip(matrices.reshape(each), result.view(each), strict=True):
         orthogonal.copy_(_newton_schulz(matrix.to(dtype)))
     return result
 
