@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from dataclasses import dataclass, replace
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 
 from phalanx.launch.elastic_agent import FailureAction
+from phalanx.launch.failures import as_user_error
 from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.supervisor import FailurePolicy
 from phalanx.runs.events import FAILED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.runs.hang_dumps import write_dump
-from phalanx.spec.errors import EXIT_STOPPED
+from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.recovery import RecoverySpec
@@ -85,6 +87,54 @@ def test_failure_policy_ends_run_when_failure_is_a_user_error(tmp_path: Path) ->
     write_failure_record(tmp_path, 1, "training.steps: is wrong", code=2)
     assert recovery.decide({1: FakeProcessFailure(2)}) is FailureAction.STOP
     assert recovery.code == 2
+
+
+@pytest.mark.parametrize("starts", [[(7, 7)], [(4, 7), (4, 9), (6, 9)]])
+def test_failure_policy_ends_run_when_memory_would_be_too_little_again(
+    starts: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """In the first step since a start, or in the step that it failed in before; each start is the step that it began
+    after, and the one that was finished last."""
+    recovery = make_failure_policy(tmp_path, restarts=9)
+    actions = []
+    for began_after, failed_after in starts:
+        append_event(tmp_path, STARTED, ranks=2, step=began_after)
+        write_failure_record(tmp_path, 1, "out of memory: it held 9 GB", step=failed_after, out_of_memory=True)
+        actions.append(recovery.decide({1: FakeProcessFailure(1)}))
+    assert actions == [FailureAction.RESTART] * (len(starts) - 1) + [FailureAction.STOP]
+    assert recovery.code == 2
+
+
+def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_unknown(tmp_path: Path) -> None:
+    recovery = make_failure_policy(tmp_path, restarts=9)
+    append_event(tmp_path, STARTED, ranks=1, step=0)
+    assert recovery.decide({0: FakeProcessFailure(-9)}, 1) is FailureAction.RESTART
+    assert recovery.decide({0: FakeProcessFailure(-9)}, 1) is FailureAction.STOP
+    assert recovery.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected_text"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "run directory = '/runs/a': No space left on device"),
+        (OSError(errno.EDQUOT, "x", "/data/t.bin"), "file = '/data/t.bin': Disk quota exceeded"),
+        (FileNotFoundError(errno.ENOENT, "x", "/data/t.bin"), "file = '/data/t.bin': No such file or directory"),
+        (PermissionError(errno.EACCES, "x", "/data/t.bin"), "file = '/data/t.bin': Permission denied"),
+    ],
+)
+def test_as_user_error_describes_storage_error_that_would_come_again(error: OSError, expected_text: str) -> None:
+    described = as_user_error(error, Path("/runs/a"))
+    assert isinstance(described, UserError)
+    assert expected_text in str(described)
+    assert "--resume" in str(described)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError(errno.ECONNRESET, "x"), OSError(errno.EIO, "x", "f"), PermissionError(errno.EPERM, "kill")],
+)
+def test_as_user_error_leaves_errors_that_may_pass(error: OSError) -> None:
+    assert as_user_error(error, Path("/runs/a")) is error
 
 
 def test_failure_policy_blames_failed_rank_not_rank_aborted_by_nccl(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_read_dumps_skips_damaged_files(tmp_path: Any) -> None:
     assert json.loads(json.dumps(read_dumps(tmp_path))) == {"1": json.loads(json.dumps(told))}
 
 
-def test_remove_dumps_deletes_dumps_and_failures_of_rank(tmp_path: Any) -> None:
+def test_remove_dumps_deletes_dumps_and_keeps_failures_apart(tmp_path: Any) -> None:
     for rank in range(4):
         write_dump(tmp_path, make_dump(rank, ParallelDims(1, 4, 1, 1, 1), [], BUSY))
         write_failure(tmp_path, {"rank": rank, "reason": "it was late", "time": 1.0})
@@ -38,5 +38,6 @@ def test_remove_dumps_deletes_dumps_and_failures_of_rank(tmp_path: Any) -> None:
     remove_dumps_from_rank(tmp_path, 3)
     assert list(read_dumps(tmp_path)) == list(read_failures(tmp_path)) == [0, 2]
     remove_dumps(tmp_path, 7)
-    for file in (dump_file(tmp_path, 0), failure_file(tmp_path, 0)):
-        assert {path.name for path in file.parent.iterdir()} == {"rank-00000.json", "rank-00002.json"}
+    assert {path.name for path in dump_file(tmp_path, 0).parent.iterdir()} == {"rank-00000.json", "rank-00002.json"}
+    kept = {path.name.split("-2")[0] for path in (failure_file(tmp_path, 0).parent / "earlier").iterdir()}
+    assert kept == {"rank-00001", "rank-00003"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.preflight import preflight
+from phalanx.runs.create import claim_run_directory
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
 from phalanx.spec.errors import UserError
 from tests.helpers.small_runs import small_run
@@ -21,7 +22,7 @@ def test_preflight_waits_for_run_lock_when_run_has_several_nodes(
     changes = {"training.collective_timeout_seconds": 30, "cluster.device": "cpu", "cluster.nproc_per_node": 1}
     one, two = (small_run(Path(json.__file__).parent, tmp_path, {**changes, "cluster.nodes": n}) for n in (1, 2))
     directory = Path(one.output_dir) / one.name
-    directory.mkdir(parents=True)
+    claim_run_directory(directory)
     held = acquire_run_lock(directory)
     assert held is not None
     with pytest.raises(UserError, match="is in use: process"):

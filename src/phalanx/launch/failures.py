@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import time
@@ -21,6 +23,28 @@ from phalanx.spec.errors import UserError
 FATAL_EXIT_CODES = {
     -number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)
 }
+
+STORAGE_FIXES = {
+    errno.ENOSPC: "free space on that disk, and continue with --resume",
+    errno.EDQUOT: "free space there, or have the quota raised, and continue with --resume",
+    errno.EROFS: "mount it writable, and continue with --resume",
+    errno.ENOENT: "put it back, and continue with --resume",
+    errno.EACCES: "check its permissions, and continue with --resume",
+    errno.EPERM: "check its permissions, and continue with --resume",
+}
+"""Errors that the next start would meet again, and what helps."""
+
+
+def as_user_error(error: BaseException, directory: Path) -> BaseException:
+    """Return an error of storage as what the user can mend, any other as it is. `directory` is where the run writes,
+    for a full disk that does not say which file it was."""
+    if not isinstance(error, OSError) or error.errno not in STORAGE_FIXES:
+        return error
+    is_about_disk = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    if error.filename is None and not is_about_disk:  # no file: a process, or a socket
+        return error
+    field, path = ("file", error.filename) if error.filename else ("run directory", directory)
+    return UserError(field, str(path), os.strerror(error.errno), STORAGE_FIXES[error.errno])
 
 
 def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
@@ -87,11 +111,15 @@ def find_first_failure(
     first_exit = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_exit[0], first_exit[1].exitcode)
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    record = {"rank": rank, "time": time.time(), "reason": describe_kill(directory, rank, cause, kills), "code": 1}
+    reason = describe_kill(directory, rank, cause, kills)
+    record = {"rank": rank, "time": time.time(), "reason": reason, "code": 2 if code == 2 else 1}
+    if kills:
+        record["out_of_memory"] = True
     try:
         hang_dumps.write_failure(directory, record)
-    except OSError as error:  # why it could leave no word
+    except OSError as error:  # why it could leave no word; ranks that start again would not get further
         record["reason"] = f"{cause}, and {directory} cannot be written to: {error.strerror}; free space or check it"
+        record["code"] = 2
     return record
 
 
@@ -127,7 +155,7 @@ def write_failure(
         "code": 2 if is_user_error else 1,
         "final": final,
         "traceback": traceback.format_exc(),
-        **(memory or {}),
+        **({"out_of_memory": True, **memory} if memory else {}),
         **({"suspect_ranks": error.suspect_ranks} if isinstance(error, DivergenceError) else {}),
     }
     try:

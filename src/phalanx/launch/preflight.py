@@ -12,7 +12,13 @@ from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
-from phalanx.runs.create import directory_not_writable, latest_manifest, run_directory
+from phalanx.runs.create import (
+    check_claimable,
+    claim_run_directory,
+    directory_not_writable,
+    latest_manifest,
+    run_directory,
+)
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.errors import UserError
@@ -94,6 +100,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             "is not a directory that can be written to",
             "set output_dir to another directory",
         )
+    check_claimable(directory)
     saved = checkpoints(directory / CHECKPOINTS_DIR)
     if saved and resume:
         check_manifest(run, latest_manifest(saved))
@@ -123,8 +130,8 @@ def lock_run_directory(run: RunSpec, resume: bool) -> IO[str] | None:
     Raises UserError if another has it, or has trained there since the run was checked.
     """
     directory = run_directory(run)
+    claim_run_directory(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         lock = acquire_run_lock(directory, name=LAUNCHER_LOCK_FILE)
     except OSError as error:
         raise directory_not_writable(directory, error) from None

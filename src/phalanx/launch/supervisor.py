@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from phalanx.launch.rendezvous import SINGLE_NODE, Rendezvous
 from phalanx.launch.shared_memory import allocate_slots
 from phalanx.launch.warm_process import WarmProcess
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
-from phalanx.runs.create import is_finished
+from phalanx.runs.create import RUN_FILE, is_finished
 from phalanx.runs.events import FAILED, FINISHED, RANK_DROPPED, STARTED, append_event, read_events
 from phalanx.spec.errors import EXIT_STOPPED, UserError
 from phalanx.spec.layout import Layout
@@ -174,17 +175,27 @@ class FailurePolicy:
         lost_peer = "lost_peer" in first_failure or first_failure["reason"].startswith("was killed by SIGABRT")
         is_local = self.nodes == 1 or (first_failure["rank"] in failures and not lost_peer)
         suspects = suspect_ranks(self.directory) if lost_peer else {first_failure["rank"]}
+        first_step_failed = bool(record_steps) and step == max(start_steps[-1:], default=0)
+        is_out_of_memory_again = "out_of_memory" in first_failure and (
+            first_step_failed or step <= self.last_step_reached
+        )
         self._count_failure(step, is_local, suspects or {UNKNOWN_RANK})
-        self.code = int(first_failure["code"])
+        self.code = 2 if is_out_of_memory_again else int(first_failure["code"])
         headline = failure_headline(self.directory)
         # A node that is gone notes nothing.
         reason = first_failure["reason"] if is_local or not lost_peer else "lost ranks of another node"
         rank = [*first_failure.get("suspect_ranks", ()), first_failure["rank"]][0]
         append_event(self.directory, FAILED, rank=rank, step=step, reason=reason, verdict=headline, here=is_local)
-        cannot_recover = first_failure["code"] == 2 or first_failure.get("final", False)
+        cannot_recover = self.code == 2 or first_failure.get("final", False)
         self.is_permanent = "lost_peer" not in first_failure and cannot_recover
         if self.is_permanent or self._has_used_up_restarts():
             print_failure(self.directory, first_failure)
+            if is_out_of_memory_again:
+                run_file = shlex.quote(str(self.directory / RUN_FILE))
+                print(
+                    f"  the same step would need as much again; what frees memory: phalanx advise oom {run_file}",
+                    file=sys.stderr,
+                )
             should_leave = is_local and not self.is_permanent and self.restart_limit > 0 and not self.is_essential
             return FailureAction.LEAVE if should_leave else FailureAction.STOP
         count_text = f" ({self.consecutive_failures} of {self.restart_limit} in a row)" if is_local else ""

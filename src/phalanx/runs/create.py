@@ -1,5 +1,6 @@
 """Write and read a run directory.
 
+RUN_DIR/phalanx.json      says that this directory is Phalanx's to write in
 RUN_DIR/run.toml          the whole run, resolved
 RUN_DIR/plan.json         what the planner offered for `layout = "auto"`
 RUN_DIR/data.json         the paths of the tokens
@@ -19,9 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from phalanx import __version__
 from phalanx.data.prepare import PreparedData
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, read_manifest, step_of
-from phalanx.runs.hang_dumps import FAILURES_DIR, HANGS_DIR
+from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
@@ -29,6 +31,7 @@ from phalanx.spec.run import RunSpec
 
 RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
 PLAN_FILE = "plan.json"
+MARKER_FILE = "phalanx.json"
 
 
 def run_directory(run: RunSpec) -> Path:
@@ -36,21 +39,66 @@ def run_directory(run: RunSpec) -> Path:
     return Path(run.output_dir).expanduser() / run.name
 
 
-def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
-    """Write the directory of a run that was checked; returns it. Raises UserError if it cannot be written."""
-    run = with_absolute_paths(run)
-    directory = run_directory(run)
-    paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
+def is_run_directory(directory: Path) -> bool:
+    """Return whether Phalanx made this directory, and may write in it."""
+    return (directory / MARKER_FILE).is_file()
+
+
+def check_claimable(directory: Path) -> None:
+    """Raise UserError if a directory holds files that Phalanx did not write."""
+    if is_run_directory(directory) or not directory.exists():
+        return
+    try:
+        foreign_name = next((path.name for path in sorted(directory.iterdir())), None)
+    except OSError as error:
+        raise directory_not_writable(directory, error) from None
+    if foreign_name is not None:
+        problem = (
+            f"{directory} is no run directory, and holds files already ({foreign_name}): they could be overwritten"
+        )
+        raise UserError("name", directory.name, problem, "choose another with --set name=..., or set output_dir")
+
+
+def claim_run_directory(directory: Path) -> None:
+    """Mark a new or empty directory as Phalanx's, before anything else is written there.
+
+    Raises UserError if it holds files that Phalanx did not write, or cannot be written.
+    """
+    check_claimable(directory)
+    if is_run_directory(directory):
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / RUN_FILE).write_text(to_toml(run))
+        (directory / MARKER_FILE).write_text(json.dumps({"made_by": "phalanx", "version": __version__}) + "\n")
+    except OSError as error:
+        raise directory_not_writable(directory, error) from None
+
+
+def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
+    """Write the directory of a run that was checked; returns it. A run file that says the same already is left as it
+    is, with what its user noted in it.
+
+    Raises UserError if it cannot be written.
+    """
+    run = with_absolute_paths(run)
+    directory = run_directory(run)
+    claim_run_directory(directory)
+    paths = {name: os.path.abspath(path) if path else "" for name, path in asdict(prepared).items()}
+    try:
+        if not _describes(directory / RUN_FILE, run):
+            (directory / RUN_FILE).write_text(to_toml(run))
         (directory / DATA_FILE).write_text(json.dumps(paths, indent=1))
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
-    for subdirectory in (FAILURES_DIR, HANGS_DIR):  # by an earlier start
-        shutil.rmtree(directory / subdirectory, ignore_errors=True)
+    remove_dumps_from_rank(directory, 0)
     return directory
+
+
+def _describes(file: Path, run: RunSpec) -> bool:
+    with suppress(UserError):
+        return load_run(file, environment={}) == run
+    return False
 
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
@@ -75,13 +123,10 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
 
     Raises UserError if it is no run directory.
     """
-    if not (directory / DATA_FILE).is_file():
-        raise UserError(
-            "run directory",
-            str(directory),
-            f"has no {DATA_FILE}",
-            "give a run file, or a directory that phalanx train made",
-        )
+    missing = [name for name in (MARKER_FILE, DATA_FILE) if not (directory / name).is_file()]
+    if missing:
+        fix = "give a run file, or a directory that phalanx train made"
+        raise UserError("run directory", str(directory), f"has no {missing[0]}", fix)
     return load_run(directory / RUN_FILE, environment={}), PreparedData(
         **json.loads((directory / DATA_FILE).read_text())
     )

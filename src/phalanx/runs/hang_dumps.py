@@ -2,12 +2,14 @@
 
 RUN_DIR/hangs/rank-00000.json       of each rank that still could: where it stood, and its last collectives
 RUN_DIR/hangs/rank-00000.fault      where it stood when a signal killed it (SIGABRT, SIGSEGV, ...), by faulthandler
-RUN_DIR/failures/rank-00000.json    why a rank failed"""
+RUN_DIR/failures/rank-00000.json    why a rank failed
+RUN_DIR/failures/earlier/           the same of earlier starts, with the time in the name"""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, NotRequired, TypedDict
 
 from phalanx.runs.host import host_name
 
-HANGS_DIR, FAILURES_DIR = "hangs", "failures"
+HANGS_DIR, FAILURES_DIR, EARLIER_DIR = "hangs", "failures", "earlier"
 FORMAT = 1
 STALLED, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
 """Why a rank left word."""
@@ -123,17 +125,30 @@ def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
 
 
 def remove_dumps(directory: Path, rank: int) -> None:
-    """What a rank left of an earlier start."""
-    for file in (dump_file(directory, rank), failure_file(directory, rank)):
-        file.unlink(missing_ok=True)
+    """Remove what a rank left of an earlier start; why it failed is kept in failures/earlier."""
+    dump_file(directory, rank).unlink(missing_ok=True)
+    _archive(failure_file(directory, rank))
 
 
 def remove_dumps_from_rank(directory: Path, rank: int) -> None:
-    """What was left by this rank and those after it, of an earlier start that had them."""
+    """Remove what was left by this rank and those after it, of an earlier start that had them."""
     for folder in (HANGS_DIR, FAILURES_DIR):
         for file in (directory / folder).glob("rank-*"):
-            if file.stem >= f"rank-{rank:05d}":
+            if file.stem < f"rank-{rank:05d}":
+                continue
+            if folder == FAILURES_DIR and file.suffix == ".json":
+                _archive(file)
+            else:
                 file.unlink(missing_ok=True)
+
+
+def _archive(file: Path) -> None:
+    """Move a failure record to where only people look, under the time it was written."""
+    with suppress(FileNotFoundError):
+        written_at = time.strftime("%Y%m%dT%H%M%S", time.localtime(file.stat().st_mtime))
+        archive = file.parent / EARLIER_DIR
+        archive.mkdir(exist_ok=True)
+        file.replace(archive / f"{file.stem}-{written_at}.json")
 
 
 def _write_atomically(file: Path, text: str) -> None:

@@ -34,7 +34,7 @@ from phalanx.launch.process import (
 from phalanx.launch.warm_process import start_warm_process
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import sha256
-from phalanx.runs.create import read_run_directory
+from phalanx.runs.create import claim_run_directory, read_run_directory
 from phalanx.runs.lock import acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.runs.swarm_records import LINK_FILE, LOCAL_WEIGHTS_FILE, ROUNDS_FILE, SHARED_WEIGHTS_FILE, SWARM_RUN_FILE
@@ -69,7 +69,7 @@ def join_swarm(
         greeting = link.join()
         directory = out / name
         check_not_running(directory)
-        directory.mkdir(parents=True, exist_ok=True)
+        claim_run_directory(directory)
         (directory / SWARM_RUN_FILE).write_text(greeting["run"])
         local_overrides = [f"output_dir={json.dumps(str(out.resolve()))}", f"name={json.dumps(name)}"]
         cleared_overrides = [

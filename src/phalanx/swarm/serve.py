@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.model.init import initial_weight
-from phalanx.runs.create import RUN_FILE, run_directory
+from phalanx.runs.create import RUN_FILE, claim_run_directory, run_directory
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -38,8 +38,8 @@ def swarm_directory(run: RunSpec) -> Path:
     if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
         fix = "go on with that one, unchanged, or choose another name"
         raise UserError("name", run.name, f"{directory} holds another run", fix)
+    claim_run_directory(directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     except OSError as error:
         raise UserError(

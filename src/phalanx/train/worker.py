@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.launch.failures import write_failure
+from phalanx.launch.failures import as_user_error, write_failure
 from phalanx.launch.process import (
     LAUNCHER_PID_ENV,
     env_rank,
@@ -185,7 +185,7 @@ def _train_with_rollbacks(
 
 def _record_failure(context: _RankContext, error: BaseException) -> int:
     """Leave word of a failure, for a launcher where there is one; returns the exit code."""
-    trainer = context.trainer
+    trainer, error = context.trainer, as_user_error(error, context.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
     if context.directory.is_dir():
         memory, final = oom_report(error, trainer), isinstance(error, DivergenceError)

@@ -16,7 +16,7 @@ from phalanx.cli.main import main
 from phalanx.cost.exact.model_state import checkpoint_bytes
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.launch import preflight, supervisor
-from phalanx.runs.create import run_directory
+from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.testing.processes import run_python
@@ -372,7 +372,7 @@ def test_train_rejects_invalid_command_line_argument(
     ("file", "content", "expected_texts"),
     [
         ("none.toml", None, ("none.toml", "no such file", "phalanx init")),
-        (".", None, ("run.toml",)),
+        (".", None, ("is no run directory", "give a run file")),
         ("bad.toml", "[model\n", ("bad.toml", "not valid TOML", "line 1")),
         ("bad.toml", "\x00", ("bad.toml", "not valid TOML")),
         ("bad.toml", '[model]\npreset = "tiny"\nhidden_size = true\n', ("model.hidden_size = True", "whole number")),
@@ -391,7 +391,7 @@ def test_train_rejects_unreadable_or_invalid_run_file(
 
 
 def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
-    (workspace / "OUT" / "bad").mkdir(parents=True)
+    claim_run_directory(workspace / "OUT" / "bad")
     (workspace / "OUT" / "bad" / "metrics.jsonl").write_text("{}\n")
     before = directory_contents(workspace)
     said = error_output(["train", "run.toml"], monkeypatch, capsys)
@@ -400,8 +400,34 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
     assert directory_contents(workspace) == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected_texts"),
+    [
+        ((".",), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
+        ((".", "--resume"), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
+        (("OUT",), ("run directory = 'OUT'", "is no run directory")),
+        (("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("holds files already", "--set name=")),
+        (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("holds files already",)),
+    ],
+)
+def test_train_does_not_write_into_directory_that_phalanx_did_not_make(
+    arguments: tuple[str, ...], expected_texts: tuple[str, ...], workspace: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """As the user's own folder with a run file: it would be overwritten with the resolved one."""
+    (workspace / "OUT").mkdir(exist_ok=True)
+    (workspace / "notes.txt").write_text("mine\n")
+    before = directory_contents(workspace)
+    said = error_output(
+        ["train", *(word.replace("WORKSPACE", workspace.name) for word in arguments)], monkeypatch, capsys
+    )
+    for text in expected_texts:
+        assert text in said
+    assert directory_contents(workspace) == before
+
+
 def test_train_resume_rejects_checkpoint_not_written_by_phalanx(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     foreign = workspace / "OUT" / "bad" / "checkpoints" / "step-00000010"
+    claim_run_directory(workspace / "OUT" / "bad")
     foreign.mkdir(parents=True)
     (foreign / ".metadata").write_bytes(b"\x80\x04.")
     said = error_output(["train", "run.toml", "--resume"], monkeypatch, capsys)
@@ -436,6 +462,7 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
     def free(checkpoints: float) -> None:
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=round(checkpoints * each)))
 
+    claim_run_directory(run_directory(run))
     free(run.checkpoint.keep + 1)
     preflight.preflight(run, 1, resume=True)
     for step in range(run.checkpoint.keep):

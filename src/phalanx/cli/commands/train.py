@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -160,10 +161,14 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
 def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     if not path.is_dir():
         return load_run(path, overrides, machine=machine)
-    from phalanx.runs.create import RUN_FILE
+    from phalanx.runs.create import RUN_FILE, is_run_directory
 
-    if not (path / RUN_FILE).is_file():
-        raise UserError("run directory", str(path), f"has no {RUN_FILE}", "give a run file")
+    if not is_run_directory(path):
+        run_file, problem, fix = path / RUN_FILE, "is no run directory", "give a run file"
+        if run_file.is_file():
+            problem = f"holds a {RUN_FILE}, but is no run directory: phalanx train did not make it"
+            fix = f"to train as that file says: phalanx train {shlex.quote(str(run_file))}"
+        raise UserError("run directory", str(path), problem, fix)
     directory = path.resolve()  # it may have been moved since it was made
     return load_run(
         path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine
