@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -11,6 +12,14 @@ from typing import IO
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
+from phalanx.plan.advice.oom import (
+    changed_settings,
+    cheapest_sequence,
+    evaluate_single_remedies,
+    fits_after,
+    run_footprint,
+    worker_memories,
+)
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
@@ -22,8 +31,12 @@ from phalanx.runs.create import (
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import format_gb_or_mb, plural
 from phalanx.spec.run import BYTES_VOCAB, RunSpec
 from phalanx.spec.torch_compat import check_torch_supports
+
+MIN_SEQ_LEN = 16
+"""Below it no shorter sequence is offered."""
 
 
 def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
@@ -86,6 +99,44 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
             f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free",
             fix,
         )
+
+
+def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> None:
+    """Check that `nproc` ranks of one machine have the memory that they are planned to hold at their peak:
+    `memory_bytes` each on a "cuda" device, together on a "cpu".
+
+    Raises UserError with what would make them fit.
+    """
+    cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
+    cluster = run.cluster.model_copy(update={"nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores})
+    run = run.model_copy(update={"cluster": cluster})
+    rank_bytes = [memory.total + (memory.host if device == "cpu" else 0) for memory in worker_memories(run)]
+    ranks_on_device, planned = (nproc, sum(rank_bytes) / len(rank_bytes)) if device == "cpu" else (1, max(rank_bytes))
+    if ranks_on_device * planned <= memory_bytes:
+        return
+    needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
+    changed = needed[-1].run or run if needed else run
+    if not fits_after(needed):
+        changed = _with_shorter_sequence(changed)
+    options = " ".join(f"--set {setting}" for setting in changed_settings(run, changed))
+    raise UserError(
+        "planned memory",
+        format_gb_or_mb(ranks_on_device * planned),
+        f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} "
+        f"({plural(ranks_on_device, 'rank')} of {format_gb_or_mb(planned)})",
+        f"{options or 'take a smaller model or more ranks'} (what else helps: phalanx advise oom), or --force to try",
+    )
+
+
+def _with_shorter_sequence(run: RunSpec) -> RunSpec:
+    """Return the run with the longest half, quarter, ... of its sequences that fits; unchanged if none does."""
+    seq_len = run.training.seq_len
+    while (seq_len := seq_len // 2) >= MIN_SEQ_LEN:
+        with suppress(UserError):
+            shorter = run.model_copy(update={"training": run.training.model_copy(update={"seq_len": seq_len})})
+            if run_footprint(shorter).fits:
+                return shorter
+    return run
 
 
 def _check_directory(run: RunSpec, resume: bool) -> None:

@@ -15,6 +15,14 @@ S = TypeVar("S", bound="Spec")
 
 
 ELSEWHERE = {
+    "lr": "learning_rate",
+    "warmup": "warmup_steps",
+    "batch": "tokens_per_step",
+    "sequence": "seq_len",
+    "context_length": "seq_len",
+    "clip": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "wd": "weight_decay",
     "parallel": "layout",
     "tensor": "tp",
     "pipeline": "pp",

@@ -138,6 +138,10 @@ class OptimizerSpec(Spec):
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end as a share of the peak."""
 
+    def warmup_within(self, steps: int) -> int:
+        """Return the steps of warm-up of a run of so many: half of them, where `warmup_steps` would leave none."""
+        return self.warmup_steps if self.warmup_steps < steps else steps // 2
+
 
 class EvaluationSpec(Spec):
     """When the held-out loss is measured, and on how much text."""
@@ -209,7 +213,7 @@ class RunSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
-        training, optimizer = self.training, self.optimizer
+        training = self.training
         nearest_multiple = max(1, round(training.tokens_per_step / training.seq_len)) * training.seq_len
         require(
             training.tokens_per_step % training.seq_len == 0,
@@ -233,13 +237,6 @@ class RunSpec(Spec):
                 f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})",
                 f"use at most {self.model.max_seq_len}",
             )
-        require(
-            optimizer.warmup_steps < training.steps,
-            "optimizer.warmup_steps",
-            optimizer.warmup_steps,
-            f"leaves nothing of training.steps ({training.steps})",
-            f"use less than {training.steps}",
-        )
         require(
             not self.recovery.max_rollbacks or self.layout.max_staleness is None,
             "recovery.max_rollbacks",

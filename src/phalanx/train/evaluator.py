@@ -53,6 +53,14 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     return record | {"held_out_tokens": int(tokens), "evaluation_seconds": time.perf_counter() - started_at}
 
 
+def evaluation_message(evaluation: MetricsRecord) -> str:
+    """What a run says of an evaluation."""
+    return (
+        f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
+        f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
+    )
+
+
 def _sum_over_ranks(learner: ResumableLearner, values: Tensor) -> Tensor:
     if learner.mesh.loss_group is not None:
         with learner.strategy.comm_wait.measure():

@@ -66,7 +66,7 @@ class TensorBoardLogger:
 
     def write(self, record: MetricsRecord) -> None:
         for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
+            if isinstance(value, int | float) and name not in ("step", "time"):
                 self._writer.add_scalar(name, value, record["step"])
 
     def close(self, failed: bool = False) -> None:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.formatting import plural
+from phalanx.train.evaluator import evaluation_message
 from phalanx.train.profiling.peak_flops import has_fast_bf16
 from phalanx.train.sample import sample_message
 from phalanx.train.trainer import Trainer
@@ -39,6 +40,12 @@ def start_message(trainer: Trainer, resumed: int) -> str:
             f"learning rates x {batch.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
             f"{plural(batch.dp_size, 'rank')} instead of {run.training.base_dp_size}"
         )
+    if run.training.has_decided_steps and run.optimizer.warmup_steps >= run.training.steps:
+        warmup_steps = run.optimizer.warmup_within(run.training.steps)
+        lines.append(
+            f"warms up in {plural(warmup_steps, 'step')}, half of the run: optimizer.warmup_steps is "
+            f"{run.optimizer.warmup_steps}, and training.steps {run.training.steps}"
+        )
     if run.training.seconds is not None:
         end = datetime.now() + timedelta(seconds=run.training.seconds)
         lines.append(f"trains for {run.training.seconds:g} s, until {end:%H:%M:%S}, and then evaluates")
@@ -54,10 +61,7 @@ def end_message(trainer: Trainer, evaluation: MetricsRecord, sample: str) -> str
     """What a run says at its end."""
     lines = []
     if evaluation:
-        lines.append(
-            f"held-out loss {evaluation['held_out_loss']:.4f} nats/token, "
-            f"{evaluation['held_out_bits_per_byte']:.4f} bits/byte over {evaluation['held_out_tokens']:,} tokens"
-        )
+        lines.append(evaluation_message(evaluation))
     if trainer.should_stop:
         lines.append(f"stopped by a signal after step {trainer.step}; continue with --resume")
     if sample:

@@ -146,7 +146,7 @@ class ResumableLearner(Learner):
         self.resumed_at_step = self.step
         rescaling = LearningRateRescaling(**manifest["rescaling"])
         if rescaling.after != self.batch.learning_rate_scale:  # the ranks are others
-            warmup = self.run.optimizer.warmup_steps
+            warmup = self.run.optimizer.warmup_within(self.run.training.steps)
             rescaling = LearningRateRescaling(
                 rescaling.factor_at(self.step - 1), self.batch.learning_rate_scale, self.step, warmup
             )

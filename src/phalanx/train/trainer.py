@@ -26,7 +26,7 @@ from phalanx.runs.metrics import MetricsRecord
 from phalanx.runs.step_records import PauseRecord, StepRecord
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
-from phalanx.train.evaluator import evaluate
+from phalanx.train.evaluator import evaluate, evaluation_message
 from phalanx.train.guards.divergence import LossSpikeDetector
 from phalanx.train.guards.replica_check import check_replica_consistency
 from phalanx.train.learner import MicroBatch
@@ -104,7 +104,7 @@ class Trainer(ResumableLearner):
                 last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
                 consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
                 if consecutive_nonfinite and is_new_step:
-                    progress.log(f"step {self.step}: skipped, {self._describe_step(record)}")
+                    progress.log(f"step {self.step}: skipped, {_describe_step(record)}")
                 self._write(logs, record, run.metrics.every)
                 if rank_log is not None and self.step_record is not None:
                     rank_log.write(dict(self.step_record))
@@ -120,6 +120,8 @@ class Trainer(ResumableLearner):
                     with self._record_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
                     self._write(logs, evaluation, 1)
+                    if self.step < self.run.training.steps:  # the last one is told at the end
+                        progress.log(f"step {self.step}: {evaluation_message(evaluation)}")
                 if is_sample_due(run, self.step):
                     with self._record_pause("sample", rank_log):
                         sample = generate_sample(self)
@@ -193,11 +195,8 @@ class Trainer(ResumableLearner):
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
-            starts = (
-                None
-                if batch.document_starts is None or not batch.document_starts[rows].any()
-                else batch.document_starts[rows]
-            )
+            has_starts = batch.document_starts is not None and batch.document_starts[rows].any()
+            starts = batch.document_starts[rows] if has_starts else None
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, None if starts is None else self._to_device(starts)))
         return micros
@@ -228,11 +227,8 @@ class Trainer(ResumableLearner):
         """Save after a step, on disk and in memory, where each is due."""
         # Weights that give no finite gradient may be ruined. (Asynchronous ranks do not hear of that at once.)
         is_sound = is_finite or self.run.layout.max_staleness is not None
-        should_save = (
-            self.checkpoint_scheduler.due(self.step, record["step_seconds"], self.checkpointer.is_saving)
-            or self.should_stop
-        )
-        if (should_save and is_sound) or self.step == self.run.training.steps:
+        is_scheduled = self.checkpoint_scheduler.due(self.step, record["step_seconds"], self.checkpointer.is_saving)
+        if ((is_scheduled or self.should_stop) and is_sound) or self.step == self.run.training.steps:
             with self._record_pause("checkpoint", rank_log):
                 self._save_and_schedule_next(progress)
         if is_due(self.step, self.run.recovery.in_memory_checkpoint_every) and is_sound:
@@ -256,12 +252,11 @@ class Trainer(ResumableLearner):
 
     def _performance_metrics(self, step_record: StepRecord, tokens: int) -> MetricsRecord:
         seconds, waited = step_record["seconds"], step_record.get("wait_seconds", {})
-        step_seconds = sum(seconds.values())
+        step_seconds, ranks = sum(seconds.values()), self.mesh.dims.world_size
         tokens_per_second = tokens / step_seconds
-        ranks = self.mesh.dims.world_size
-        started = {"ranks": ranks, "resumed_at_step": self.resumed_at_step}
         record = {
-            **started,
+            "ranks": ranks,
+            "resumed_at_step": self.resumed_at_step,
             "tokens": self.tokens,
             "tokens_per_second": tokens_per_second,
             "step_seconds": step_seconds,
@@ -273,8 +268,11 @@ class Trainer(ResumableLearner):
         if "pipeline" in waited:
             record["pipeline_wait_seconds"] = waited["pipeline"]
         if self.peak_flops:
+            hardware_flops = self.flops_per_token + self.recomputed_flops
+            if self.device.type == "cpu" and not self.run.cluster.peak_flops:  # measured in a moment, perhaps a bad one
+                self.peak_flops = max(self.peak_flops, tokens_per_second * hardware_flops / ranks)
             record["mfu"] = mfu(tokens_per_second, self.flops_per_token, self.peak_flops, ranks)
-            record["hfu"] = mfu(tokens_per_second, self.flops_per_token + self.recomputed_flops, self.peak_flops, ranks)
+            record["hfu"] = mfu(tokens_per_second, hardware_flops, self.peak_flops, ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         return record | {"peak_memory_bytes": step_record["peak_memory_bytes"], "skipped_steps": self.skipped}
@@ -306,9 +304,8 @@ class Trainer(ResumableLearner):
         if consecutive_nonfinite >= self.run.training.max_nonfinite_steps:
             self.checkpointer.wait()
             raise DivergenceError(
-                f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: "
-                f"{self._describe_step(record)}; lower optimizer.learning_rate or raise optimizer.warmup_steps, and "
-                "--resume"
+                f"step {self.step}: {consecutive_nonfinite} steps in a row were not finite: {_describe_step(record)}; "
+                "lower optimizer.learning_rate or raise optimizer.warmup_steps, and --resume"
             )
         if (ratio := self.spike_detector.spike_ratio(record["loss"])) is not None:
             self.checkpointer.wait()
@@ -319,10 +316,11 @@ class Trainer(ResumableLearner):
     def _write(self, logs: list[Logger], record: MetricsRecord, every: int) -> None:
         if record["step"] % every == 0 or record["step"] == self.run.training.steps:
             for log in logs:
-                log.write(record)
+                log.write({**record, "time": round(time.time(), 3)})
 
-    def _describe_step(self, record: MetricsRecord) -> str:
-        return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
+
+def _describe_step(record: MetricsRecord) -> str:
+    return f"loss {record['loss']:.4g}, gradient norm {record['grad_norm']:.4g}"
 
 
 def is_due(step: int, every: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from phalanx.cli.commands import train
-from phalanx.cli.commands.train import replan_layout
+from phalanx.cli.commands.auto_layout import replan_layout
 from phalanx.cli.main import app
 from phalanx.launch.process import select_nproc
 from phalanx.spec.errors import LocalNodeError

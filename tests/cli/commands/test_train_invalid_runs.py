@@ -14,8 +14,10 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.cost.exact.model_state import checkpoint_bytes
+from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.launch import preflight, supervisor
+from phalanx.launch.preflight import check_memory
 from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -279,7 +281,6 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"data.held_out_fraction": 1.5}, ("data.held_out_fraction = 1.5", "less than 1")),
     ({"optimizer.name": '"adam"'}, ("optimizer.name = 'adam'", "adamw")),
     ({"optimizer.betas": "[0.9]"}, ("optimizer.betas",)),
-    ({"optimizer.warmup_steps": 10}, ("optimizer.warmup_steps = 10", "training.steps (10)")),
     ({"optimizer.learning_rate": -1.0}, ("optimizer.learning_rate = -1.0", "greater than 0")),
     ({"name": '"a/b"'}, ("name = 'a/b'",)),
     ({"output_dir": '"FILE"'}, ("out", "FILE", "another directory")),
@@ -518,3 +519,29 @@ def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
     run = load_run("run.toml", environment={})
     preflight.preflight(run, 2, resume=False)
     assert json.loads(run.model_dump_json())["name"] == "bad"
+
+
+def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
+    long_sequences = ["training.seq_len=100000", "training.tokens_per_step=200000", "layout.micro_batch_size=1"]
+    overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
+    said = error_output(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
+    assert "planned memory = " in said
+    assert "2 ranks of" in said
+    assert "--force" in said
+    assert not (workspace / "OUT").exists()
+
+
+@pytest.mark.parametrize(("device", "sharing_ranks"), [("cpu", 2), ("cuda", 1)])
+def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, workspace: Path) -> None:
+    """Ranks on CPUs share the machine's memory, those on GPUs have each its own."""
+    settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
+    settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
+    run = load_run(workspace / "run.toml", settings)
+    planned = max(memory.total for memory in rank_memory(run, 2).values())
+    check_memory(run, 2, sharing_ranks * planned, device)
+    with pytest.raises(UserError) as refused:
+        check_memory(run, 2, sharing_ranks * planned - 1, device)
+    offered = re.findall(r"--set (\S+)", refused.value.fix)
+    assert offered
+    changed = load_run(workspace / "run.toml", [*settings, *offered])
+    check_memory(changed, 2, sharing_ranks * planned - 1, device)

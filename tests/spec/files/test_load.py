@@ -27,7 +27,7 @@ INVALID_RUNS = [
     ('[optimizer]\nlearning_rate = "1e-3"', "optimizer.learning_rate", "'1e-3'", "write a number"),
     ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]", "", "give betas[1] a value"),
     ("[optimizer]\nbetas = 0.9", "optimizer.betas", "0.9", "write it in brackets"),
-    ("[optimizer]\nwarmup_steps = 2000", "optimizer.warmup_steps", "2000", "use less than 1000"),
+    ("[optimizer]\nlr = 1e-3", "optimizer.lr", "0.001", "did you mean 'learning_rate'?"),
     ('[data]\ntrain = "x.txt"', "data.train", "'x.txt'", 'train = ["x.txt"]'),
     ("[data]\ntrain = [1]", "data.train[0]", "1", "write text in quotes"),
     ('[data]\nstreaming = "yes"', "data.streaming", "'yes'", "streaming = true or streaming = false"),

@@ -102,3 +102,8 @@ def test_set_learning_rate_scales_each_optimizer_from_its_peak() -> None:
     for ratio in (0.5, 0.25, 1.0):
         set_learning_rate(optimizers, ratio)
         assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.02 * ratio, 3e-3 * ratio]
+
+
+def test_warmup_that_would_leave_no_step_takes_half_of_the_run() -> None:
+    factors = learning_rate_factors(8, warmup_steps=2000, lr_schedule="none")
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
 
@@ -36,3 +37,25 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
         fix = "set cluster.nproc_per_node, or give --nproc"
         raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
     return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks})}))
+
+
+def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
+    """The planner's for other ranks than a run was meant for, `nproc` of them a node (None: all on this one). Of a
+    machine that nobody described it goes by what the run has measured; before that, the run's own layout must do.
+
+    Raises UserError where no layout fits.
+    """
+    from phalanx.cost.exact.layout_checks import check_layout
+    from phalanx.report.run_data import read_run
+    from phalanx.runs.create import run_directory
+
+    per_node = nproc or ranks
+    recorded_run = read_run(run_directory(run)).run
+    cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
+    if None in (cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second):
+        check_layout(run, ranks)
+        return run.layout
+    measured, training = run.cluster.calibration, run.training
+    if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
+        training = training.model_copy(update={"precision": "bf16"})
+    return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

@@ -15,12 +15,11 @@ from typing import IO, Annotated
 
 import typer
 
-from phalanx.cli.commands.auto_layout import choose_layout, choose_layout_for
+from phalanx.cli.commands.auto_layout import choose_layout_for, replan_layout
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.runs.step_records import parse_step_range
 from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
-from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
 RETRY_SECONDS = 1.0
@@ -79,6 +78,9 @@ def train(
             metavar="FIRST:LAST",
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start also where more memory is planned than the machine has.")
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")
     ] = False,
@@ -140,11 +142,11 @@ def train(
         described = described.model_copy(update={"cluster": cluster})
         try:
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
-            raise typer.Exit(_run_on_nodes(described, resume, options, min_nodes, *endpoint))
+            raise typer.Exit(_run_on_nodes(described, resume, force, options, min_nodes, *endpoint))
         except LocalNodeError as error:
             print(f"phalanx: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    raise typer.Exit(_run(described, resume, options))
+    raise typer.Exit(_run(described, resume, force, options))
 
 
 def check_profiled_steps(run: RunSpec, steps: str) -> None:
@@ -225,7 +227,7 @@ def _resolve_host(host: str) -> IPv4Address | OSError:
         return error
 
 
-def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
+def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
     from phalanx.launch.preflight import preflight
     from phalanx.launch.warm_process import warm_process
 
@@ -243,13 +245,17 @@ def _run(run: RunSpec, resume: bool, options: list[str]) -> int:
 
         ranks = select_nproc(run)
         run = _decide_choices(run, resume)
+        if not force:
+            _check_memory(run, ranks)
         directory, lock = _set_up(run, ranks, resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
             return supervise_training(directory, run, ranks, choose_layout, options, warm_process=warm)
 
 
-def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int, host: str, port: int) -> int:
+def _run_on_nodes(
+    run: RunSpec, resume: bool, force: bool, options: list[str], min_nodes: int, host: str, port: int
+) -> int:
     """The same on one of several nodes, each of which runs this command."""
     from phalanx.launch.warm_process import warm_process
 
@@ -265,6 +271,8 @@ def _run_on_nodes(run: RunSpec, resume: bool, options: list[str], min_nodes: int
         plan = None
         if run.auto_layout:
             run, plan = choose_layout_for(run, ranks)
+        if not force:
+            _check_memory(run, ranks)
         seconds = run.recovery.rendezvous_timeout_seconds
         last_call_seconds = run.recovery.last_call_timeout_seconds
         rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
@@ -284,6 +292,22 @@ def _decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     return decide_choices(run, resume)
 
 
+def _check_memory(run: RunSpec, nproc: int) -> None:
+    """Raise UserError where ranks would hold more than this machine has, or this process's group may."""
+    import torch
+
+    from phalanx.debug.oom import cgroup_memory_limit
+    from phalanx.launch.preflight import check_memory
+    from phalanx.launch.process import select_device
+    from phalanx.parallel.comm.device_memory import device_memory_bytes
+
+    device = select_device(run)
+    memory_bytes = device_memory_bytes(torch.device(device))
+    if device == "cpu":
+        memory_bytes = min(memory_bytes, cgroup_memory_limit() or memory_bytes)
+    check_memory(run, nproc, memory_bytes, device)
+
+
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:
     """The run's directory, and what keeps others out of it."""
     from phalanx.cli.common.progress import tokenization_progress
@@ -298,25 +322,3 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     if plan is not None:
         (directory / PLAN_FILE).write_text(plan)
     return directory, lock
-
-
-def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
-    """The planner's for other ranks than a run was meant for, `nproc` of them a node (None: all on this one). Of a
-    machine that nobody described it goes by what the run has measured; before that, the run's own layout must do.
-
-    Raises UserError where no layout fits.
-    """
-    from phalanx.cost.exact.layout_checks import check_layout
-    from phalanx.report.run_data import read_run
-    from phalanx.runs.create import run_directory
-
-    per_node = nproc or ranks
-    recorded_run = read_run(run_directory(run)).run
-    cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
-    if None in (cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second):
-        check_layout(run, ranks)
-        return run.layout
-    measured, training = run.cluster.calibration, run.training
-    if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
-        training = training.model_copy(update={"precision": "bf16"})
-    return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

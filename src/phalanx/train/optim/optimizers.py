@@ -22,9 +22,10 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
     wsd (arXiv 2404.06395) stays at the peak and falls linearly in the last `lr_decay_fraction` of the steps, or since
     the warm-up where that leaves fewer.
     """
-    if step < spec.warmup_steps:
-        return (step + 1) / spec.warmup_steps
-    progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+    warmup_steps = spec.warmup_within(steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     if spec.lr_schedule == "none":
         return 1.0
     if spec.lr_schedule == "cosine":
@@ -32,7 +33,7 @@ def learning_rate_factor(spec: OptimizerSpec, step: int, steps: int) -> float:
     elif spec.lr_schedule == "linear":
         decay = progress
     else:
-        decay_steps = min(spec.lr_decay_fraction * steps, steps - spec.warmup_steps)
+        decay_steps = min(spec.lr_decay_fraction * steps, steps - warmup_steps)
         decay = max(0.0, 1 - (steps - step) / decay_steps)
     return 1.0 - (1.0 - spec.min_lr_ratio) * decay
 
