@@ -242,6 +242,18 @@ def test_distribute_rejects_scalar_and_channels_last_parameters(data: str) -> No
         distribute(channels_last, layout, build_cpu_mesh(layout), CPU)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {"activation_checkpointing": "full"}],
+    ids=lambda c: next(iter(c)),
+)
+def test_distribute_rejects_what_only_the_transformer_can_have(changes: dict[str, Any]) -> None:
+    mesh = build_cpu_mesh(Layout())
+    (field,) = changes
+    with pytest.raises(UserError, match=f"layout.{field} = .*is for Phalanx's own transformer"):
+        distribute(nn.Linear(2, 2), Layout(**changes), mesh, CPU)
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "LBFGS": torch.optim.LBFGS,
     "SparseAdam": lambda parameters: torch.optim.SparseAdam(list(parameters)),

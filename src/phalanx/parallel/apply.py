@@ -54,8 +54,10 @@ from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
 from phalanx.schedule.registry import layout_schedule, representative_schedule
+from phalanx.spec.errors import UserError
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.torch_compat import check_torch_supports
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
@@ -88,7 +90,7 @@ def apply_layout(
     if compile:
         for block in blocks:
             block.compile()
-    strategy = distribute(module, layout, mesh, device, blocks, precision)
+    strategy = _apply_data_parallelism(module, layout, mesh, device, blocks, precision)
     strategy.shared, strategy.tensor = sharded.sharding, groups.tensor
     _count_exposed_communication(strategy, groups)
     if isinstance(module, StageModule):
@@ -201,11 +203,30 @@ def distribute(
     blocks: Sequence[nn.Module] = (),
     precision: str = "fp32",
 ) -> Strategy:
-    """Any module under the data parallelism of `layout`. Its weights must be equal on all ranks, or still on the meta
-    device; `blocks` are the parts that ZeRO-3 gathers one at a time: modules that are called, not lists of them.
+    """Put any module under the data parallelism of `layout`. Its weights must be equal on all ranks, or still on the
+    meta device; `blocks` are the parts that ZeRO-3 gathers one at a time: modules that are called, not lists of them.
 
-    Raises UserError for what a layout cannot hold.
+    Raises UserError for what a layout cannot hold, and for what is done to Phalanx's transformer only.
     """
+    for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
+        value, default = getattr(layout, field), Layout.model_fields[field].default
+        if value != default:
+            problem = (
+                f"is for Phalanx's own transformer: distribute() applies data parallelism to {type(module).__name__}"
+            )
+            raise UserError(f"layout.{field}", value, problem, f"leave it at {default!r}, and do it in the module")
+    return _apply_data_parallelism(module, layout, mesh, device, blocks, precision)
+
+
+def _apply_data_parallelism(
+    module: nn.Module,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    blocks: Sequence[nn.Module],
+    precision: str,
+) -> Strategy:
+    """Apply ZeRO, FSDP, DDP or a parameter server (steps 5 to 7)."""
     check_torch_supports(layout)
     check_shardable_module(module, layout, blocks)
     compute_dtype = torch.bfloat16 if precision == "bf16" else None
