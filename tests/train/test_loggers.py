@@ -92,7 +92,7 @@ def test_open_loggers_rejects_wandb_when_not_installed(
     with pytest.raises(UserError) as caught:
         open_loggers(tmp_path, 0, "project", "run", {})
     assert (caught.value.field, caught.value.value) == ("metrics.wandb", "project")
-    assert caught.value.fix == "pip install -e '.[wandb]'"
+    assert caught.value.fix == "pip install 'phalanx[wandb]'"
     assert not list(tmp_path.iterdir())
 
 
@@ -103,7 +103,7 @@ def test_wandb_id_depends_only_on_run_directory(tmp_path: Path) -> None:
 
 
 def test_wandb_logger_continues_run_after_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'phalanx[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for failed in (True, False):

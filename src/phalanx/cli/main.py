@@ -134,3 +134,10 @@ def main() -> None:
     except UserError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
+
+        if error.name not in EXTRA_OF_PACKAGE:
+            raise
+        print(f"phalanx: {missing_package('this command', None, error.name)}", file=sys.stderr)
+        sys.exit(2)

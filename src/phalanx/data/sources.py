@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.extras import missing_package
 
 FIELD = "data.train"
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -217,8 +218,7 @@ def _import_extra(module: str, field: str, source: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        package = module.partition(".")[0]
-        raise UserError(field, source, f"needs {package}, which is not installed", "pip install -e '.[data]'") from None
+        raise missing_package(field, source, module.partition(".")[0]) from None
 
 
 def _unreadable_error(field: str, path: str, error: OSError) -> UserError:

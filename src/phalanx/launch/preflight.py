@@ -31,6 +31,7 @@ from phalanx.runs.create import (
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.errors import UserError
+from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
 from phalanx.spec.run import BYTES_VOCAB, RunSpec
 from phalanx.spec.torch_compat import check_torch_supports
@@ -196,5 +197,4 @@ def check_wandb(project: str) -> None:
     """Raise UserError if W&B is not installed."""
     module_spec = find_spec("wandb")
     if module_spec is None or module_spec.origin is None:  # a mere directory of this name, such as W&B leaves behind
-        problem = "needs wandb, which is not installed"
-        raise UserError("metrics.wandb", project, problem, "pip install -e '.[wandb]'")
+        raise missing_package("metrics.wandb", project, "wandb")

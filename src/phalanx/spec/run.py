@@ -176,7 +176,7 @@ class MetricsSpec(Spec):
     per_rank_records: bool = True
     """Whether every rank notes each step: how long it computed and waited, for `phalanx report`."""
     wandb: str | None = Field(None, examples=["phalanx"])
-    """Project to log to in Weights & Biases (`pip install -e '.[wandb]'`)."""
+    """Project to log to in Weights & Biases (`pip install 'phalanx[wandb]'`)."""
 
 
 class RunSpec(Spec):

@@ -13,6 +13,7 @@ import typer
 
 from phalanx.cli.common.options import Json, Overrides
 from phalanx.spec.errors import UserError
+from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_si
 
 if TYPE_CHECKING:
@@ -285,10 +286,9 @@ def _format_status(swarm_status: dict[str, Any]) -> str:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("grpc", "cryptography", "xxhash") if find_spec(name) is None]
-    if missing:
-        fix = "install them: pip install -e '.[swarm]'"
-        raise UserError("phalanx swarm", ", ".join(missing), "is not installed", fix)
+    for package in ("grpc", "cryptography", "xxhash"):
+        if find_spec(package) is None:
+            raise missing_package("phalanx swarm", None, package)
 
 
 def _check_address(address: str, field: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.extras import missing_package
 
 INK = "#222222"
 DOTS_PER_INCH = 100
@@ -54,8 +55,7 @@ def check_picture_file(file: Path, option: str) -> None:
     if file.suffix not in (".svg", ".html", ".png"):
         raise UserError(option, str(file), "has an unknown ending", "use .svg, .html or .png")
     if file.suffix == ".png" and find_spec("matplotlib") is None:
-        fix = "pip install -e '.[draw]', or write .svg or .html"
-        raise UserError(option, str(file), "needs matplotlib, which is not installed", fix)
+        raise missing_package(option, str(file), "matplotlib", "write .svg or .html")
 
 
 def save_picture(file: Path, option: str, title: str, svg: Callable[[], str], draw: Callable[[Any], None]) -> None:

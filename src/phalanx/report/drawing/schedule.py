@@ -10,7 +10,7 @@ from rich.text import Text
 
 from phalanx.schedule.schedule import Action, actions
 from phalanx.schedule.simulate import Time, Timeline
-from phalanx.spec.errors import UserError
+from phalanx.spec.extras import missing_package
 
 COLOURS = {
     "F": ("#4c78c8", "#86a8e0"),
@@ -93,8 +93,7 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        fix = "pip install -e '.[draw]', or write .json for Perfetto"
-        raise UserError("--out", str(file), "needs matplotlib, which is not installed", fix) from None
+        raise missing_package("--out", str(file), "matplotlib", "write .json for Perfetto") from None
     span, ranks, shade = float(timeline.makespan), len(timeline.spans), shades(timeline)
     figure = Figure(figsize=(min(24.0, 2 + span * 0.28), 1.2 + 0.45 * ranks), layout="constrained")
     FigureCanvasAgg(figure)

@@ -1,0 +1,27 @@
+"""Packages that only parts of Phalanx need: the optional dependencies of pyproject.toml."""
+
+from __future__ import annotations
+
+from phalanx.spec.errors import UserError
+
+EXTRA_OF_PACKAGE = {
+    "torch": "train",
+    "tokenizers": "train",
+    "safetensors": "train",
+    "tensorboard": "train",
+    "datasets": "data",
+    "pyarrow": "data",
+    "wandb": "wandb",
+    "matplotlib": "draw",
+    "grpc": "swarm",
+    "cryptography": "swarm",
+    "xxhash": "swarm",
+    "networkx": "swarm",
+}
+
+
+def missing_package(field: str, value: object, package: str, instead: str = "") -> UserError:
+    """Return the error of a package that is not installed, with the command that installs it, from a checkout or a
+    wheel alike; `instead` is another way out."""
+    fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
+    return UserError(field, value, f"needs {package}, which is not installed", fix)

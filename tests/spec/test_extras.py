@@ -1,0 +1,35 @@
+"""Planning needs no PyTorch; whatever else is missing is named with the command that installs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+DISTRIBUTIONS = {"grpc": "grpcio"}
+"""Where the package that is imported has another name than what is installed."""
+
+
+@pytest.mark.parametrize("package", sorted(EXTRA_OF_PACKAGE))
+def test_missing_package_names_extra_that_installs_it(package: str) -> None:
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    requirements = project["optional-dependencies"][EXTRA_OF_PACKAGE[package]]
+    assert any(requirement.startswith(f"{DISTRIBUTIONS.get(package, package)}>=") for requirement in requirements)
+    assert not any(requirement.startswith(package) for requirement in project["dependencies"])
+    assert f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" in str(missing_package("x", None, package))
+
+
+def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npreset = "tiny"\n')
+    program = "import sys; sys.modules['torch'] = None; from phalanx.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "train", "run.toml"]  # anew: the warm process has torch
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("needs torch, which is not installed\n  fix: pip install 'phalanx[train]'\n")
+    assert "Traceback" not in ended.stderr
