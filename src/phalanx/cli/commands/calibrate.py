@@ -61,10 +61,12 @@ def calibrate(
     """
     from rich.console import Console
 
+    from phalanx.cli.common.output_file import check_replaceable
     from phalanx.spec.errors import UserError
 
     if out.suffix != ".toml":
         raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
+    check_replaceable("--out", out)
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
     from phalanx.plan.calibrate.calibrate import detect_cpu, write_machine

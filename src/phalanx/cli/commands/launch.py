@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.common.options import Overrides, RunFile
+from phalanx.cli.common.output_file import write_file
 from phalanx.launch.jobs.job import ClusterJob, check_job, parse_nodes, ranks_per_node, shell_join
 from phalanx.launch.jobs.kubernetes import kubernetes
 from phalanx.launch.jobs.skypilot import skypilot
@@ -112,8 +113,5 @@ def _write(text: str, out: Path | None) -> None:
     if out is None:
         print(text, end="")
         return
-    try:
-        out.write_text(text)
-    except OSError as error:
-        raise UserError("--out", str(out), f"cannot be written: {error.strerror}", "name another file") from None
+    write_file("--out", out, text)
     print(f"written to {out}")

@@ -119,13 +119,11 @@ def plan(
 
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     """The run with a layout, to train."""
-    from phalanx.spec.errors import UserError
+    from phalanx.cli.common.output_file import write_file
     from phalanx.spec.files.write import to_toml
 
-    try:
-        file.write_text(to_toml(run.model_copy(update={"layout": option.candidate.layout()})))
-    except OSError as error:
-        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+    described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}))
+    write_file("--out", file, f"# By phalanx plan, with the best layout that it found.\n{described}")
     nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)

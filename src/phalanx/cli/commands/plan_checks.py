@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from phalanx.cli.common.output_file import check_replaceable
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def check_writable(option: str, file: Path) -> None:
         problem = "permission denied"
     if problem:
         raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
+    check_replaceable(option, file)
 
 
 def check_picture(file: Path, other_options: dict[str, object]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.common.options import Json, Machine
+from phalanx.cli.common.output_file import write_file
 from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def report(
     from phalanx.report.facts import report_facts
     from phalanx.report.html.page import page
     from phalanx.report.run_data import read_run
+    from phalanx.runs.create import is_run_directory
     from phalanx.spec.files.load import load_machine
 
     known = load_machine(machine) if machine else None
@@ -62,6 +64,8 @@ def report(
         _write_trace(recorded, trace)
     data = report_data([report_facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
+    if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
+        raise UserError("run directory", str(runs[0]), "was not made by phalanx train", "name the page: --html FILE")
     if json_:
         print(json.dumps(data, indent=2, allow_nan=False))
     else:
@@ -69,7 +73,7 @@ def report(
 
         print_report(data, file)
     if html or not json_:
-        _write(file, page(data), "--html")
+        write_file("--html", file, page(data))
 
 
 def _write_trace(recorded: list[RunData], file: Path) -> None:
@@ -80,11 +84,4 @@ def _write_trace(recorded: list[RunData], file: Path) -> None:
     if not recorded[0].ranks:
         fix = "train with metrics.per_rank_records = true, and with --profile-steps for passes and collectives"
         raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix)
-    _write(file, json.dumps(chrome_trace(recorded[0])), "--trace")
-
-
-def _write(file: Path, text: str, option: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(option, str(file), f"cannot be written: {error.strerror}", "name another file") from None
+    write_file("--trace", file, json.dumps(chrome_trace(recorded[0])))

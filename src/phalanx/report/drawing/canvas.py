@@ -80,7 +80,7 @@ def _write_png(draw: Callable[[Any], None], file: Path) -> None:
     figure = Figure()
     FigureCanvasAgg(figure)
     draw(figure)
-    figure.savefig(file, dpi=1.5 * DOTS_PER_INCH)
+    figure.savefig(file, dpi=1.5 * DOTS_PER_INCH, metadata={"Software": "phalanx"})
 
 
 def document(width: float, height: float, marks: Iterable[str]) -> str:
@@ -90,7 +90,7 @@ def document(width: float, height: float, marks: Iterable[str]) -> str:
         f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">'
     )
     background = f'<rect class="page" width="{width:g}" height="{height:g}" fill="#ffffff"/>'
-    return "\n".join([head, background, *marks, "</svg>\n"])
+    return "\n".join([head, "<!-- drawn by phalanx -->", background, *marks, "</svg>\n"])
 
 
 def page(title: str, svg: str) -> str:

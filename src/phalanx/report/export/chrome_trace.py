@@ -23,14 +23,15 @@ def chrome_trace(run_data: RunData) -> dict[str, Any]:
     shifted = [event | {"ts": event["ts"] - first_timestamp} if "ts" in event else event for event in events]
     errors = {str(rank): record.error_seconds for rank, record in run_data.ranks.items()}
     return {
-        "traceEvents": shifted,
         "displayTimeUnit": "ms",
         "otherData": {
+            "program": "phalanx",
             "run": run_data.name,
             "clock": "of rank 0",
             "clock_error_seconds": max(errors.values(), default=0.0),
             "clock_error_seconds_of_ranks": errors,
         },
+        "traceEvents": shifted,
     }
 
 

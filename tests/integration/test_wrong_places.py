@@ -1,0 +1,123 @@
+"""Commands in wrong places: each ends in one clear message, and nothing of the user's is changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.runs.create import claim_run_directory
+from phalanx.testing.fault_injection import NotAllowed, small_disk
+
+RUN = """# my run, with my notes
+name = "mine"
+[model]
+preset = "tiny"
+vocab_size = 257
+[data]
+train = ["stdlib"]
+tokenizer = "bytes"
+"""
+INTO_FOLDER = ("--set", "output_dir=.", "--set")
+
+CASES: list[tuple[tuple[str, ...], str]] = [
+    (("train", "."), "phalanx train run.toml"),
+    (("train", ".", "--resume"), "phalanx train run.toml"),
+    (("train", "mine"), "phalanx train mine/run.toml"),
+    (("train", "mine", "--resume"), "phalanx train mine/run.toml"),
+    (("train", "with space/ünï"), "phalanx train 'with space/ünï/run.toml'"),
+    (("train", "empty"), "is no run directory"),
+    (("train", "ours"), "no such file"),
+    (("train", "file"), "not valid TOML"),
+    (("train", "none.toml"), "no such file"),
+    (("train", "binary.toml"), "not valid TOML"),
+    (("train", "link"), "phalanx train link/run.toml"),
+    (("train", "link.toml", *INTO_FOLDER, "name=mine"), "holds files already"),
+    (("train", "run.toml", "--set", "output_dir=."), "holds files already"),
+    (("train", "run.toml", "--set", "output_dir=.", "--resume"), "holds files already"),
+    (("train", "run.toml", *INTO_FOLDER, "name=link"), "holds files already"),
+    (("train", "with space/ünï/run.toml", *INTO_FOLDER, "name=with space"), "letters"),
+    (("train", "run.toml", "--set", "output_dir=file"), "is not a directory that can be written to"),
+    (("train", "run.toml", "--set", "output_dir=/proc/none"), "another disk"),
+    (("train", "run.toml", "--set", "data.train=none"), "none"),
+    (("plan", ".", "--machine", "h100"), "is a directory"),
+    (("plan", "mine", "--machine", "h100"), "is a directory"),
+    (("plan", "none.toml", "--machine", "h100"), "no such file"),
+    (("plan", "run.toml", "--machine", "h100", "--out", "run.toml"), "is the run file itself"),
+    (("plan", "run.toml", "--machine", "h100", "--out", "mine"), "it is a directory"),
+    (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is no directory none"),
+    (("plan", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "not written by phalanx"),
+    (("export", "mine", "out"), "no"),
+    (("export", "none", "out"), "none"),
+    (("export", "ours", "out"), "has no run.toml"),
+    (("report", "mine"), "was not made by phalanx train"),
+    (("report", "none"), "is not there"),
+    (("report", "file"), "is a file"),
+    (("report", "empty"), "has no run.toml"),
+    (
+        ("launch", "run.toml", "--to", "slurm", "--nproc", "1", "--time", "1:00:00", "--out", "run.toml"),
+        "not written by",
+    ),
+    (("init", "run.toml"), "--force"),
+    (("data", "tokenizer", "stdlib", "--out", "file"), "--force"),
+]
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder: run files, notes, folders of theirs, and one directory of a run that never began."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "mine", "with space/ünï"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "run.toml").write_text(RUN)
+        (tmp_path / folder / "notes.txt").write_text("my notes")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("some text")
+    (tmp_path / "drawing.svg").write_text("<svg>my drawing</svg>")
+    (tmp_path / "binary.toml").write_bytes(bytes(range(256)))
+    (tmp_path / "link").symlink_to("mine")
+    (tmp_path / "link.toml").symlink_to("run.toml")
+    claim_run_directory(tmp_path / "ours")
+    yield tmp_path
+
+
+def contents(folder: Path) -> dict[str, object]:
+    return {
+        str(path): path.read_bytes() if path.is_file() else path.is_symlink() and path.readlink()
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize(("words", "expected_text"), CASES, ids=[" ".join(words)[:70] for words, _ in CASES])
+def test_command_in_wrong_place_says_so_and_changes_nothing(
+    words: tuple[str, ...],
+    expected_text: str,
+    places: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(places)
+    monkeypatch.setattr(sys, "argv", ["phalanx", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2, said
+    assert expected_text in said
+    assert "fix: " in said
+    assert "Traceback" not in said
+    assert contents(places) == before
+
+
+def test_train_refuses_disk_that_is_mounted_read_only(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        with small_disk(places / "disk", 2**20):
+            subprocess.run(["mount", "-o", "remount,ro", str(places / "disk")], check=True)
+            monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--set", "output_dir=disk"])
+            with pytest.raises(SystemExit, match="2"):
+                main()
+    except NotAllowed as not_allowed:
+        pytest.skip(str(not_allowed))
