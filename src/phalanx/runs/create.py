@@ -80,6 +80,9 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
     if run.model.from_hf is None:
         return
     config = hf_config_file(run.model.from_hf)
+    if not config.is_file():
+        fix = "give a directory that save_pretrained wrote"
+        raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix)
     files = [file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()]
     for file in files:
         target = kept / file.relative_to(config.parent)

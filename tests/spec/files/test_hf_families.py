@@ -47,6 +47,21 @@ def test_no_field_is_both_read_and_harmless():
         assert not defaults.keys() & HARMLESS_FIELDS - {"max_window_layers"}
 
 
+HUB_FIELDS = {
+    "gpt2": {"n_ctx": 1024, "summary_type": "cls_index", "task_specific_params": {"text-generation": {}}},
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}, "pretraining_tp": 1},
+    "qwen3": {"_attn_implementation_autoset": True, "max_window_layers": 28, "use_sliding_window": False},
+    "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "attention_bias": False, "rope_scaling": None},
+    "mixtral": {"router_jitter_noise": 0.0, "output_router_logits": False, "num_local_experts": 8},
+    "olmoe": {"clip_qkv": None, "output_router_logits": False, "pad_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("model_type", HUB_FIELDS)
+def test_fields_of_published_models_are_known(model_type):
+    require_known_fields({"model_type": model_type} | HUB_FIELDS[model_type])
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

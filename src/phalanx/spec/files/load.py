@@ -145,7 +145,7 @@ def _add_tokenizer(data: Any, model: Any) -> Any:
     """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
     if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
         return data
-    path = Path(str(model["from_hf"])).expanduser() / "tokenizer.json"
+    path = hf_config_file(str(model["from_hf"])).parent / "tokenizer.json"
     return {**data, "tokenizer": str(path)} if path.is_file() else data
 
 
