@@ -130,6 +130,7 @@ CONFIG_TRAPS = {
     ),
     "mixtral, rope_scaling takes the family's theta": ("mixtral", (), {"rope_scaling": YARN, "head_dim": 8}),
     "original length at the top level": ("llama", (), {"rope_scaling": YARN, "original_max_position_embeddings": 32}),
+    "yarn factor from both lengths": ("llama", (), {"rope_scaling": YARN | {"factor": None}}),
     "mixtral without theta and eps": ("mixtral", ("rope_parameters", "rope_theta", "rms_norm_eps"), {}),
     "olmoe without eps": ("olmoe", ("rms_norm_eps",), {}),
     "gpt2 without eps and activation": ("gpt2", ("layer_norm_epsilon", "activation_function"), {}),
