@@ -74,6 +74,6 @@ def test_checkpoint_is_bit_exact_through_four_layouts_and_hf_export(tmp_path: Pa
     model = {key.removeprefix("model."): tensor for key, tensor in kept.items() if key.startswith("model.")}
     folder = tmp_path / "hf"
     export_hf(run.model, model, folder, Path(prepare(run.data).tokenizer), 0, "fp32")
-    read = open_hf_weights(folder)
+    read = open_hf_weights(folder, run.model)
     for key, tensor in model.items():
         assert torch.equal(read(key, tensor.shape), tensor.float()), key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ vocab_size = 257
 train = ["stdlib"]
 tokenizer = "bytes"
 """
-INTO_FOLDER = ("--set", "output_dir=.", "--set")
+INTO_FOLDER = ("--nproc", "1", "--set", "output_dir=.", "--set")
 
 CASES: list[tuple[tuple[str, ...], str]] = [
     (("train", "."), "phalanx train run.toml"),
@@ -68,7 +67,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder: run files, notes, folders of theirs, and one directory of a run that never began."""
     monkeypatch.chdir(tmp_path)
     for folder in (".", "mine", "with space/ünï"):
@@ -82,7 +81,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "link").symlink_to("mine")
     (tmp_path / "link.toml").symlink_to("run.toml")
     claim_run_directory(tmp_path / "ours")
-    yield tmp_path
+    return tmp_path
 
 
 def contents(folder: Path) -> dict[str, object]:

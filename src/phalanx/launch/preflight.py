@@ -52,6 +52,14 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
             f"is less than the tokenizer's {tokenizer_vocab} tokens",
             f"set model.vocab_size = {tokenizer_vocab}",
         )
+    window = run.model.sliding_window
+    if window is not None and run.training.seq_len > window:
+        raise UserError(
+            "training.seq_len",
+            run.training.seq_len,
+            f"is longer than model.sliding_window = {window}, and Phalanx has no windowed attention",
+            f"use at most {window}",
+        )
     if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)
     if run.metrics.wandb is not None:

@@ -5,6 +5,7 @@ RUN_DIR/run.toml          the whole run, resolved
 RUN_DIR/plan.json         what the planner offered for `layout = "auto"`
 RUN_DIR/data.json         the paths of the tokens
 RUN_DIR/tokenizer.json
+RUN_DIR/from_hf/          the files of `model.from_hf` that `phalanx export` hands on: all but the weights
 
 Other modules of this package name the other files: `metrics` (metrics.jsonl, tensorboard/, wandb.id), `checkpoints`,
 `step_records` (trace/), `measured`, `events`, `hang_dumps` (hangs/, failures/), `lock` and `swarm_records`. Only
@@ -25,13 +26,29 @@ from phalanx.data.prepare import PreparedData
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, read_manifest, step_of
 from phalanx.runs.hang_dumps import remove_dumps_from_rank
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_run
+from phalanx.spec.files.load import hf_config_file, load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
 RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
 PLAN_FILE = "plan.json"
 MARKER_FILE = "phalanx.json"
+FROM_HF_DIR = "from_hf"
+FROM_HF_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "LICENSE*",
+    "NOTICE*",
+)
+"""Files of a Hugging Face directory that hold for the trained model too, by glob; not its model card."""
 
 
 def run_directory(run: RunSpec) -> Path:
@@ -89,6 +106,7 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
             (directory / RUN_FILE).write_text(to_toml(run))
         (directory / DATA_FILE).write_text(json.dumps(paths, indent=1))
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
+        keep_hf_files(run, directory)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
     remove_dumps_from_rank(directory, 0)
@@ -99,6 +117,27 @@ def _describes(file: Path, run: RunSpec) -> bool:
     with suppress(UserError):
         return load_run(file, environment={}) == run
     return False
+
+
+def keep_hf_files(run: RunSpec, directory: Path) -> None:
+    """Copy the files of `model.from_hf` that an export hands on into a run directory, before its first checkpoint."""
+    if checkpoints(directory / CHECKPOINTS_DIR):
+        return
+    kept = directory / FROM_HF_DIR
+    shutil.rmtree(kept, ignore_errors=True)
+    if run.model.from_hf is None:
+        return
+    config = hf_config_file(run.model.from_hf)
+    if not config.is_file():
+        fix = "give a directory that save_pretrained wrote"
+        raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix)
+    files = [file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()]
+    for file in files:
+        target = kept / file.relative_to(config.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    kept.mkdir(exist_ok=True)
+    shutil.copyfile(config, kept / "config.json")
 
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:

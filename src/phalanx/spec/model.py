@@ -103,6 +103,9 @@ class ModelSpec(Spec):
     """Inner width of the MLP (F)."""
     max_seq_len: int = Field(gt=0)
     """Longest sequence the model is made for, in tokens."""
+    sliding_window: int | None = Field(None, gt=0, examples=[4096])
+    """Tokens that attention looks back over in layers with a window (Mistral). There is no windowed attention yet:
+    longer sequences cannot be trained."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Before attention, before the MLP, and before the head."""
     norm_eps: float = Field(1e-5, gt=0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.model.init import initial_weight
-from phalanx.runs.create import RUN_FILE, claim_run_directory, run_directory
+from phalanx.runs.create import RUN_FILE, claim_run_directory, keep_hf_files, run_directory
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
@@ -40,6 +40,8 @@ def swarm_directory(run: RunSpec) -> Path:
         raise UserError("name", run.name, f"{directory} holds another run", fix)
     claim_run_directory(directory)
     try:
+        if not file.exists():
+            keep_hf_files(run, directory)
         file.write_text(text)
     except OSError as error:
         raise UserError(

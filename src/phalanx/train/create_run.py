@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import RUN_FILE, latest_manifest, run_directory, write_run_directory
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.hf_config import hf_config
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.run import RunSpec
@@ -68,11 +70,22 @@ def check_and_prepare(
     saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     sequences = plan_batch(run, world_size).global_batch_size
     _check_tokens(run, prepared, sequences, latest_manifest(saved) if saved else None)
+    if not saved:
+        _warn_unexportable(run)
     if run.model.from_hf and not saved:
         from phalanx.train.training_data import initial_weights  # torch, which by now is needed anyway
 
         initial_weights(run)
     return prepared
+
+
+def _warn_unexportable(run: RunSpec) -> None:
+    """Print which field of a new run's model keeps `phalanx export` from writing it for Hugging Face, if one does."""
+    try:
+        hf_config(run.model)
+    except UserError as error:
+        reason = f"{error.field} = {error.value!r} {error.problem} ({error.fix})"
+        print(f"phalanx: this model cannot be exported to Hugging Face: {reason}", file=sys.stderr)
 
 
 def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:

@@ -55,7 +55,8 @@ def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     from phalanx.model.huggingface.checkpoint import open_hf_weights
 
     directory = Path(run.model.from_hf).expanduser()
-    weights = open_hf_weights(directory)
-    return (
-        upcycle_weights(run.model, load_model(str(directory)), weights, run.training.seed) if run.model.moe else weights
-    )
+    if run.model.moe is None:
+        return open_hf_weights(directory, run.model)
+    source = load_model(str(directory))
+    weights = open_hf_weights(directory, run.model if source.moe else source)
+    return upcycle_weights(run.model, source, weights, run.training.seed)

@@ -2,15 +2,19 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from phalanx.cli.commands.generate import pieces
-from phalanx.data.tokenizer import byte_tokenizer
+from phalanx.data.tokenizer import byte_tokenizer, train_bpe
+from phalanx.model.huggingface.export import export_hf
 from phalanx.model.sampling import generate
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.hf_config import hf_config
 from phalanx.train.create_run import create_run
 from phalanx.train.progress import ProgressDisplay
 from tests.helpers.cli_runner import command_output
@@ -83,6 +87,68 @@ def test_export_writes_config_json_and_rejects_non_empty_directory(run_directory
         command_output("export", run_directory, "--to", "hf", tmp_path / "out")
     with pytest.raises(UserError, match="not a known format"):
         command_output("export", run_directory, "--to", "gguf", tmp_path / "other")
+
+
+CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def save_chat_model(directory):
+    """A Mistral with a sliding window, and a tokenizer with tokens of its own for turns."""
+    from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+    bpe = train_bpe([Path(json.__file__).read_text()] * 9, 300).model
+    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, **special)
+    tokenizer.save_pretrained(directory)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    lengths = {"max_position_embeddings": 128, "sliding_window": 32, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=302, eos_token_id=301, bos_token_id=None, **shape, **lengths)
+    model = MistralForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=[301, 0])
+    model.save_pretrained(directory)
+    (directory / "LICENSE").write_text("Apache-2.0")
+    (directory / "README.md").write_text("a model card of other weights")
+
+
+def test_export_hands_on_files_of_the_model_that_training_started_from(tmp_path):
+    source, moved = tmp_path / "source", tmp_path / "moved"
+    save_chat_model(source)
+    shutil.copy(source / "tokenizer.json", tmp_path)
+    changes = {"model": {"from_hf": str(source)}, "data.tokenizer": str(tmp_path / "tokenizer.json")}
+    run = small_run(Path(json.__file__).parent, tmp_path, {**SHORT_TRAINING, "training.steps": 4, **changes})
+    directory = create_run(run, 1, resume=False)
+    make_trainer(run).train([], ProgressDisplay(0, run.training.steps, quiet=True))
+    source.rename(moved)
+    create_run(run, 1, resume=True)  # which does not need the source, and keeps its files
+    command_output("export", directory, tmp_path / "out")
+    handed_on = {file.name for file in moved.iterdir()} - {"README.md", "model.safetensors"}
+    assert {"chat_template.jinja", "generation_config.json", "LICENSE", "tokenizer_config.json"} < handed_on
+    assert {file.name for file in (tmp_path / "out").iterdir()} == handed_on | {"model.safetensors"}
+    assert {name for name in handed_on if (tmp_path / "out" / name).read_bytes() != (moved / name).read_bytes()} <= {
+        "config.json"
+    }
+    config, exported = (json.loads((folder / "config.json").read_text()) for folder in (moved, tmp_path / "out"))
+    assert exported == config
+    assert (config["model_type"], config["sliding_window"], config["max_position_embeddings"]) == ("mistral", 32, 128)
+    before, after = (load_file(folder / "model.safetensors") for folder in (moved, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+def test_export_with_another_tokenizer_replaces_that_of_the_source(tmp_path, finished_trainer):
+    model, source = finished_trainer.module, tmp_path / "source"
+    source.mkdir()
+    config = hf_config(model.spec) | {"eos_token_id": 1, "use_cache": False}
+    texts = {"config.json": json.dumps(config), "chat_template.jinja": "x", "tokenizer.json": "{}", "NOTICE": "y"}
+    for name, text in texts.items():
+        (source / name).write_text(text)
+    file = finished_trainer.directory / "tokenizer.json"
+    export_hf(model.spec, dict(model.named_parameters()), tmp_path / "out", file, 256, source=source)
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"NOTICE"}
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported == config | {"bos_token_id": 256, "eos_token_id": 256}
 
 
 def test_generate_and_export_reject_directory_without_checkpoint(tmp_path):

@@ -27,6 +27,12 @@ def test_info_json_contains_parameter_flop_and_byte_counts():
     assert facts["state_bytes"]["adamw"]["total"] == 16 * 46_702_792_704
 
 
+def test_info_counts_flops_within_sliding_window_by_default(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    assert info_json(tmp_path)["sequence"] == 4096
+    assert info_json(tmp_path, "--sequence", 8192)["sequence"] == 8192
+
+
 def test_info_list_prints_model_and_machine_presets():
     text = info_output("--list")
     assert "12.9 B" in text

@@ -49,6 +49,7 @@ def test_run_file_template_commented_keys_equal_defaults():
     """Uncommented, a key leaves the run as it is, or is an example for a field that has no default."""
     examples = {
         "from_hf",
+        "sliding_window",
         "dp_shard",
         "micro_batch_size",
         "preset",

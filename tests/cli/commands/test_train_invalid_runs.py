@@ -262,6 +262,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model.moe": "{num_experts = 4, top_k = 2}"}, ("model.moe.expert_ffn_size", "give expert_ffn_size a value")),
     ({"model.from_hf": '"nowhere"'}, ("model.from_hf = 'nowhere'", "config.json")),
     ({"model.position_embedding": '"learned"', "model.max_seq_len": 16}, ("training.seq_len = 32", "16")),
+    ({"model.sliding_window": 16}, ("training.seq_len = 32", "model.sliding_window = 16", "use at most 16")),
     ({"cluster.preset": '"h1000"'}, ("cluster.preset = 'h1000'", "did you mean 'h100'")),
     ({"cluster.nodes": 2}, ("--rendezvous: says no place where nodes could meet", "docs/launching.md")),
     ({"cluster.device": '"cuda"'}, ("cluster.device = 'cuda'", "no GPU")),

@@ -13,7 +13,7 @@ from phalanx.parallel.apply import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config, model_table
+from phalanx.spec.files.hf_config import hf_config
 from phalanx.spec.files.load import load_model
 from phalanx.spec.model import ModelSpec
 
@@ -75,7 +75,7 @@ def load_transformers_logits(directory, **options):
 def import_model(build, directory, dtype=torch.float32):
     model = build(load_model(str(directory)), dtype)
     materialize(model, torch.device("cpu"))
-    init_parameters(Strategy(model), open_hf_weights(directory))
+    init_parameters(Strategy(model), open_hf_weights(directory, model.spec))
     return model
 
 
@@ -169,26 +169,32 @@ def assert_user_error_contains(call, *words):
 
 
 def test_open_hf_weights_rejects_unreadable_checkpoints(build_model, tmp_path):
-    spec, shape = build_spec("llama"), torch.Size([32, 32])
+    spec = build_spec("llama")
+    export_model(build_model(spec, torch.float32), tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(hf_config(spec)))
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "no model.safetensors")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "no model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "pickled")
-    save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    weights = open_hf_weights(tmp_path)
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "pickled")
+    save_file({**tensors, "model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    weights = open_hf_weights(tmp_path, spec)
     assert_user_error_contains(lambda: weights("norm.weight", torch.Size([32])), "model.norm.weight", "[3]", "[32]")
-    assert_user_error_contains(lambda: weights("head.weight", shape), "has no tensor lm_head.weight")
-    assert_user_error_contains(lambda: weights("positions.weight", shape), "positions.weight", "no counterpart")
+    tensors.pop("lm_head.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "has no tensor lm_head.weight")
+    gpt2 = build_spec("gpt2")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, gpt2), "positions.weight", "no counterpart")
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "cannot be read")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "cannot be read")
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "../model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "lacks model-1.safetensors")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "lacks model-1.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**hf_config(spec), "quantization_config": {"bits": 4}}))
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "quantized")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "quantized")
     (tmp_path / "config.json").write_text("{")
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path), "not valid JSON")
-    assert_user_error_contains(lambda: open_hf_weights(tmp_path / "nowhere"), "no such file")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path, spec), "not valid JSON")
+    assert_user_error_contains(lambda: open_hf_weights(tmp_path / "nowhere", spec), "no such file")
 
 
 def test_export_hf_leaves_no_partial_directory_on_error(build_model, tmp_path):
@@ -206,18 +212,3 @@ def test_export_hf_leaves_no_partial_directory_on_error(build_model, tmp_path):
     )
     assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "x"]
     assert (tmp_path / "x" / "model.safetensors").stat().st_mode & 0o044 == 0o044
-
-
-def test_hf_import_uses_sliding_window_as_context_length(build_model, tmp_path):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = hf_config(build_spec("llama")) | {"model_type": "mistral", "sliding_window": 24}
-    theirs = MistralForCausalLM(MistralConfig(**config)).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = import_model(build_model, tmp_path)
-    assert ours.spec.max_seq_len == 24
-    with torch.no_grad():
-        difference = (theirs(TOKENS).logits - ours(TOKENS)[0]).abs().amax((0, 2))
-    assert difference[:24].max() < 2e-5
-    assert difference[24:].min() > 1e-3
-    assert model_table({**config, "model_type": "qwen3", "use_sliding_window": False})["max_seq_len"] == 64

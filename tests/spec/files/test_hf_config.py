@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config, model_table
+from phalanx.spec.files.hf_config import hf_config, merge_hf_config, model_table
 from phalanx.spec.files.load import load_model, preset_names
 from phalanx.spec.model import ModelSpec
 
@@ -84,6 +84,12 @@ def test_hf_config_is_unchanged_by_transformers_auto_config(kind):
 
 
 UNSUPPORTED_SETTINGS = [
+    ("is_causal", {"is_causal": False}),
+    ("is_causal", {"is_causal": False, "model_type": "gpt2"}),
+    ("clip_qkv", {"model_type": "olmoe", "clip_qkv": 8.0}),
+    ("scale_attn_by_inverse_layer_idx", {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}),
+    ("layer_types", {"model_type": "qwen3", "layer_types": ["chunked_attention"]}),
+    ("layer_types", {"model_type": "qwen3", "layer_types": ["sliding_attention"]}),
     ("attention_bias", {"attention_bias": True}),
     ("partial_rotary_factor", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
@@ -105,12 +111,72 @@ def test_model_table_rejects_unsupported_hugging_face_settings(field, change):
         model_table(config | change)
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers"])
-def test_model_table_names_missing_config_key(field):
-    config = hf_config(parse_table(ModelSpec, BASE))
-    del config[field]
-    with pytest.raises(UserError, match=f"'{field}' is missing"):
-        model_table(config)
+def test_model_table_reads_defaults_of_absent_fields():
+    mixtral = parse_table(ModelSpec, model_table({"model_type": "mixtral"}))
+    assert (mixtral.norm_eps, mixtral.rope.theta, mixtral.num_kv_heads, mixtral.head_dim) == (1e-5, 1e6, 8, 128)
+    assert mixtral.moe is not None
+    assert (mixtral.moe.num_experts, mixtral.moe.top_k, mixtral.moe.balance_loss_coef) == (8, 2, 0.001)
+    assert parse_table(ModelSpec, model_table({"model_type": "olmoe"})).norm_eps == 1e-5
+    assert parse_table(ModelSpec, model_table({"model_type": "mistral"})).sliding_window == 4096
+    assert parse_table(ModelSpec, model_table({"model_type": "mistral", "sliding_window": None})).sliding_window is None
+
+
+QWEN3_WINDOW = {"model_type": "qwen3", "use_sliding_window": True, "num_hidden_layers": 2, "sliding_window": 8}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({"max_window_layers": 1}, 8),
+        ({"max_window_layers": 2}, None),
+        ({"max_window_layers": 0, "use_sliding_window": False}, None),
+        ({"max_window_layers": 0, "layer_types": [FULL, FULL]}, None),
+        ({"max_window_layers": 2, "layer_types": [FULL, SLIDING]}, 8),
+        ({"model_type": "qwen3_moe", "max_window_layers": 48}, 8),
+        ({"model_type": "qwen3_moe", "use_sliding_window": False}, None),
+    ],
+    ids=str,
+)
+def test_model_table_reads_sliding_window_of_qwen3(change, window):
+    transformers = pytest.importorskip("transformers")
+    config = QWEN3_WINDOW | change
+    assert model_table(config).get("sliding_window") == window
+    theirs = transformers.AutoConfig.for_model(**config)
+    layers = getattr(theirs, "layer_types", [SLIDING])
+    assert (theirs.sliding_window if SLIDING in layers else None) == window
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+def test_hf_config_round_trips_sliding_window(kind):
+    spec = parse_table(ModelSpec, {**SHAPES[kind], "sliding_window": 16})
+    config = hf_config(spec)
+    assert config["model_type"] == {"llama": "mistral"}.get(kind, kind)
+    assert parse_table(ModelSpec, model_table(config)) == spec
+
+
+def test_merge_hf_config_changes_only_what_the_model_changes():
+    source = {
+        **hf_config(parse_table(ModelSpec, {**SHAPES["mixtral"], "sliding_window": 16})),
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 7],
+        "router_jitter_noise": 0.1,
+        "dtype": "bfloat16",
+    }
+    spec = parse_table(ModelSpec, model_table(source))
+    assert merge_hf_config(spec, source) == source
+    longer = spec.replace(max_seq_len=128, rope={"scaling": "linear", "factor": 2.0})
+    merged = merge_hf_config(longer, source)
+    assert parse_table(ModelSpec, model_table(merged)) == longer
+    changed = {field for field in merged if merged[field] != source.get(field)}
+    assert changed == {"max_position_embeddings", "rope_scaling", "rope_parameters"}
+
+
+def test_merge_hf_config_of_upcycled_model_keeps_special_tokens():
+    source = hf_config(parse_table(ModelSpec, BASE)) | {"eos_token_id": 7, "pretraining_tp": 1}
+    mixture = parse_table(ModelSpec, {**BASE, "moe": MOE})
+    assert merge_hf_config(mixture, source) == hf_config(mixture) | {"eos_token_id": 7}
 
 
 GPT2 = {"norm": "layernorm", "position_embedding": "learned", "activation": "gelu", "bias": True}
@@ -125,6 +191,7 @@ UNEXPORTABLE_FIELDS = {
     "model.moe.normalize_top_k": {"moe": {**MOE, "normalize_top_k": False}},
     "model.num_kv_heads": {**GPT2, "num_kv_heads": 2},
     "model.activation": {"activation": "gelu"},
+    "model.sliding_window": {"sliding_window": 16, "qk_norm": "full", "moe": MOE},
 }
 
 

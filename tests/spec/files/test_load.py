@@ -1,10 +1,14 @@
+import json
+
 import pytest
 
+from phalanx.spec.base import parse_table
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, load_model, load_run, preset_names, run_from_table
+from phalanx.spec.files.load import load_machine, load_model, load_run, preset_names, resolve_model, run_from_table
 from phalanx.spec.files.write import to_toml
 from phalanx.spec.layout import check_inapplicable_options
+from phalanx.spec.model import ModelSpec
 
 
 def write_run_file(tmp_path, text):
@@ -261,3 +265,15 @@ def test_plan_batch_applies_batch_scaling_rule_to_other_rank_counts(scaling, ran
     made = plan_batch(run, ranks)
     assert (made.global_batch_size, made.learning_rate_scale) == (sequences, learning_rate)
     assert made.global_batch_size == made.micro_batch_size * made.dp_size * made.gradient_accumulation_steps
+
+
+def test_hf_config_is_read_when_run_file_gives_the_required_shape(tmp_path):
+    config = {"model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    config |= {"num_attention_heads": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_hidden_size": 8, "max_seq_len": 8}
+    table = resolve_model({"from_hf": str(tmp_path), **shape})
+    assert (table["rope"]["theta"], table["norm_eps"], table["tie_embeddings"]) == (5e5, 1e-6, True)
+    resolved = parse_table(ModelSpec, table).model_dump(mode="json", exclude_none=True)
+    (tmp_path / "config.json").unlink()  # a run directory needs it no more
+    assert resolve_model(resolved) == resolved

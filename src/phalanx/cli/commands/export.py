@@ -32,10 +32,17 @@ def export(
     require(to == "hf", "--to", to, "is not a known format", "use --to hf")
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
+    from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    spec, model, tokenizer = load_trained_model(run)
+    spec, model, tokenizer_file = load_trained_model(run)
     parameters = dict(model.named_parameters())
-    export_hf(spec.model, parameters, directory, tokenizer, load_tokenizer(tokenizer).end, dtype)
+    tokenizer = load_tokenizer(tokenizer_file)
+    source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
+    source_tokenizer = run / FROM_HF_DIR / "tokenizer.json"
+    if source_tokenizer.is_file() and load_tokenizer(source_tokenizer).to_json() == tokenizer.to_json():
+        export_hf(spec.model, parameters, directory, dtype=dtype, source=source)
+    else:
+        export_hf(spec.model, parameters, directory, tokenizer_file, tokenizer.end, dtype, source=source)
     total = sum(parameter.numel() for parameter in parameters.values())
     print(f"wrote {directory}: {total:,} parameters in {dtype}, config.json and the tokenizer")

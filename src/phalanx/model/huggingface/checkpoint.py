@@ -5,7 +5,8 @@ Safetensors and JSON only; transformers itself is not needed."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.model.huggingface.tensor_names import FAMILIES, hf_location
+from phalanx.model.huggingface.tensor_names import FAMILIES, hf_location, hf_sources, parameter_shapes
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.hf_families import require_known_fields
+from phalanx.spec.files.load import hf_config_file
+from phalanx.spec.model import ModelSpec
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
+HEAD = "lm_head.weight"
+IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
+"""Tensors that old versions saved and every version computes: rotary frequencies, and GPT-2's causal mask."""
 
 FIELD = "model.from_hf"
 SHAPE_FIX = "give a whole causal language model, and leave the model's shape as its config.json has it"
@@ -25,47 +33,83 @@ DOWNLOAD_FIX = "download it again"
 DIRECTORY_FIX = "give a directory that save_pretrained wrote"
 
 
-def open_hf_weights(directory: str | Path) -> Callable[[str, torch.Size], Tensor]:
-    """A function that reads one parameter, by our name, from what `save_pretrained` wrote into `directory`.
+def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, torch.Size], Tensor]:
+    """Return a function that reads one parameter of the model `spec`, by our name, from what `save_pretrained` wrote.
 
-    It gives the full tensor on the CPU in the checkpoint's dtype, and holds no more than that in memory.
-    Raises UserError at once if there are no safetensors of a known model type, and when it is called if the
-    tensor is missing or has another shape.
+    It returns the full tensor on the CPU in the checkpoint's dtype, and holds no more than that in memory.
+
+    Args:
+        directory: The checkpoint's directory, or the config.json in it.
+        spec: The model that is to have these weights.
+
+    Raises:
+        UserError: At once, if there are no safetensors of a known model type, if a field of config.json may change
+            what the model computes and nobody reads it, if a tensor is missing, or if a tensor in the files is not
+            one of the model's. When the function is called, if the tensor has another shape.
     """
-    directory = Path(directory).expanduser()
-    directory = directory.parent if directory.suffix == ".json" else directory
-    config = _read_json(directory / "config.json")
+    config_file = hf_config_file(str(directory))
+    directory = config_file.parent
+    config = read_json(config_file)
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
         raise UserError("config.json model_type", kind, "is not supported", f"known: {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
         raise UserError(FIELD, str(directory), "holds quantized weights", "give the checkpoint in bf16 or fp32")
+    require_known_fields(config)
     files = _tensor_files(directory)
+    names = _stored_names(kind, spec, files, directory)
     opened = cache(_open_safetensors)
 
     def read_weight(name: str, shape: torch.Size) -> Tensor:
         location = hf_location(kind, name)
         if "{e}" in location.name:
-            names = [location.name.replace("{e}", str(expert)) for expert in range(shape[0])]
-            return torch.stack([_check_shape(read_tensor(hf_name), hf_name, shape[1:]) for hf_name in names])
+            hf_names = [location.name.replace("{e}", str(expert)) for expert in range(shape[0])]
+            return torch.stack([_check_shape(read_tensor(hf_name), hf_name, shape[1:]) for hf_name in hf_names])
         tensor = read_tensor(location.name)
         tensor = tensor.T if location.transposed else tensor
         rows = tensor.shape[0] // location.parts
         return _check_shape(tensor[location.part * rows : (location.part + 1) * rows], location.name, shape)
 
     def read_tensor(hf_name: str) -> Tensor:
-        # A model saved without its head has no "model." or "transformer." before its names.
-        stored_name = next(
-            (candidate for candidate in (hf_name, hf_name.partition(".")[2]) if candidate in files), None
-        )
-        if stored_name is None:
-            raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", SHAPE_FIX)
-        try:
-            return opened(files[stored_name]).get_tensor(stored_name)
-        except SafetensorError as error:
-            raise UserError(FIELD, str(files[stored_name]), f"gives no {stored_name}: {error}", DOWNLOAD_FIX) from None
+        return _read_tensor(opened(files[names[hf_name]]), names[hf_name])
 
+    if spec.tie_embeddings and HEAD in files:
+        embedding = hf_location(kind, "embedding.weight").name
+        if not torch.equal(_read_tensor(opened(files[HEAD]), HEAD), read_tensor(embedding)):
+            problem = f"differs from {embedding}, to which tie_word_embeddings ties it; transformers keeps both"
+            raise UserError(FIELD, HEAD, problem, "set model.tie_embeddings = false")
     return read_weight
+
+
+def _stored_names(kind: str, spec: ModelSpec, files: Mapping[str, Path], directory: Path) -> dict[str, str]:
+    """Return the name in the files of each tensor of the model, by its Hugging Face name.
+
+    Raises UserError for a tensor that is missing, and for one in the files that the model does not have.
+    """
+    # A model saved without its head has no "model." or "transformer." before its names.
+    prefix = "transformer." if kind == "gpt2" else "model."
+    names: dict[str, str] = {}
+    for hf_name in hf_sources(kind, parameter_shapes(spec)):
+        names[hf_name] = hf_name if hf_name in files else hf_name.removeprefix(prefix)
+        if names[hf_name] not in files:
+            raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", SHAPE_FIX)
+    tied = {HEAD} if spec.tie_embeddings else set()
+    unread = sorted(name for name in files.keys() - set(names.values()) - tied if not IGNORED_TENSORS.search(name))
+    if unread:
+        more = f", as are {len(unread) - 1} more" if len(unread) > 1 else ""
+        note = " (transformers drops it too: without a bias in config.json there is none)" * unread[0].endswith(".bias")
+        raise UserError(FIELD, unread[0], f"is a tensor that the model would not use{note}{more}", SHAPE_FIX)
+    return names
+
+
+def _read_tensor(file: Any, name: str) -> Tensor:
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise UserError(FIELD, name, f"cannot be read: {error}", DOWNLOAD_FIX) from None
+    if not tensor.is_floating_point() or tensor.itemsize < 2:
+        raise UserError(FIELD, name, f"is quantized ({tensor.dtype})", "give the checkpoint in bf16 or fp32")
+    return tensor
 
 
 def _check_shape(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:
@@ -76,17 +120,22 @@ def _check_shape(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor, by its Hugging Face name."""
+    """Return the file of each tensor, by its name there. A single file comes before an index, as in transformers."""
+    if (directory / ADAPTER_FILE).is_file():
+        problem = f"holds an adapter ({ADAPTER_FILE}) over the weights of another model"
+        raise UserError(
+            FIELD, str(directory), problem, "merge it into the model: merge_and_unload(), save_pretrained()"
+        )
+    single_file = directory / SINGLE_FILE
+    if single_file.is_file():
+        return dict.fromkeys(_open_safetensors(single_file).keys(), single_file)
     if (directory / INDEX_FILE).is_file():
-        weight_map = _read_json(directory / INDEX_FILE).get("weight_map", {})
+        weight_map = read_json(directory / INDEX_FILE).get("weight_map", {})
         # Only the last part: an index from outside must not point out of its directory.
         files = {tensor: directory / Path(str(file)).name for tensor, file in weight_map.items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
             raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", "download the whole checkpoint")
         return files
-    single_file = directory / SINGLE_FILE
-    if single_file.is_file():
-        return dict.fromkeys(_open_safetensors(single_file).keys(), single_file)
     if any(directory.glob("*.bin")):
         problem = "has its weights as pickled .bin only, which may run code when they are read"
         raise UserError(FIELD, str(directory), problem, "save it again as safetensors")
@@ -100,7 +149,8 @@ def _open_safetensors(file: Path) -> Any:
         raise UserError(FIELD, str(file), f"cannot be read: {error}", DOWNLOAD_FIX) from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file of a Hugging Face directory. Raises UserError if it is missing or not a JSON object."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except OSError:

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.model.dtypes import TORCH_DTYPES
-from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE
-from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources
+from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
 from phalanx.model.huggingface.tokenizer import hf_tokenizer_files
-from phalanx.model.transformer import Transformer
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.hf_config import hf_config
+from phalanx.spec.files.hf_config import hf_config, merge_hf_config
 from phalanx.spec.model import ModelSpec
 
 PRECISIONS = ("fp32", "bf16")
@@ -35,26 +34,40 @@ def export_hf(
     eos_id: int | None = None,
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
+    source: Path | None = None,
 ) -> None:
-    """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load.
+    """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load, whole or not at all.
 
-    `tensors` are full parameters by our names, `tokenizer` a tokenizer.json, `eos_id` the id of its end-of-text
-    token, `dtype` "fp32" or "bf16". The directory appears whole or not at all. Raises UserError if it is there
-    and not empty, if no Hugging Face architecture has the model's shape, or if a parameter is missing.
+    Args:
+        spec: The model.
+        tensors: Full parameters by our names.
+        directory: Where to write.
+        tokenizer: A tokenizer.json; None for that of `source`.
+        eos_id: The id of its end-of-text token.
+        dtype: "fp32" or "bf16".
+        shard_bytes: The maximum size of one file of weights.
+        source: A directory with the files of the model that training started from, but its weights. They are handed
+            on: config.json with what `spec` changes, the others as they are, unless there is another tokenizer.
+
+    Raises:
+        UserError: If the directory exists and is not empty, if no Hugging Face architecture has the model's shape, or
+            if a parameter is missing.
     """
     directory = Path(directory).expanduser()
     if dtype not in PRECISIONS:
         raise UserError("dtype", dtype, "is not supported", f"use one of {', '.join(PRECISIONS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
-    config = hf_config(spec) | {"torch_dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch.")}
+    config = hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
+    dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
+    config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
     special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
     texts = {"config.json": _to_json(config | special)}
     if eos_id is not None:
         texts["generation_config.json"] = _to_json(special | {"pad_token_id": eos_id})
     if tokenizer is not None:
         texts |= hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
-    shapes = _parameter_shapes(spec)
+    shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
         raise UserError("weights", wrong[0], "is missing or of another shape", "export a whole checkpoint")
@@ -62,6 +75,8 @@ def export_hf(
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:
+        if source is not None:
+            _copy_source(source, partial_directory, with_tokenizer=tokenizer is None)
         for name, text in texts.items():
             (partial_directory / name).write_text(text, encoding="utf-8")
         _write_tensors(sources, shapes, tensors, partial_directory, TORCH_DTYPES[dtype], shard_bytes)
@@ -72,9 +87,12 @@ def export_hf(
         shutil.rmtree(partial_directory, ignore_errors=True)
 
 
-def _parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}
+def _copy_source(source: Path, directory: Path, with_tokenizer: bool) -> None:
+    patterns = ("*",) if with_tokenizer else ("LICENSE*", "NOTICE*")
+    for file in (file for pattern in patterns for file in source.rglob(pattern) if file.is_file()):
+        target = directory / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def _write_tensors(

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from phalanx.model.transformer import Transformer
 from phalanx.spec.errors import UserError
+from phalanx.spec.model import ModelSpec
 
 
 class TensorLocation(NamedTuple):
@@ -144,3 +146,9 @@ def hf_sources(kind: str, shapes: Mapping[str, torch.Size]) -> dict[str, TensorS
             source = sources.get(hf_name, TensorSource((), expert, location.transposed))
             sources[hf_name] = source._replace(names=(*source.names, name))
     return sources
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Return the shape of each parameter of a model by our name, in the model's own order."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.hf_families import FAMILY_DEFAULTS, FIXED_VALUES, Table
 from phalanx.spec.model import ModelSpec, RopeSpec
 
-Table = dict[str, Any]
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "olmoe")
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -22,102 +24,109 @@ ARCHITECTURES = {
 
 
 def model_table(config: Table) -> Table:
-    """The ModelSpec table of a Hugging Face configuration.
+    """Return the ModelSpec table of a Hugging Face configuration; absent fields have their family's defaults.
 
     Raises UserError for a model type that Phalanx does not have, or a variant of one that it cannot express.
     """
     model_type = config.get("model_type")
-    _require_supported("model_type", model_type, MODEL_TYPES)
-    try:
-        return _parse_gpt2(config) if model_type == "gpt2" else _parse_llama_like(str(model_type), config)
-    except KeyError as error:
-        raise UserError("config.json", None, f"{error} is missing", "give that of a whole model") from None
+    _require_supported("model_type", model_type, FAMILY_DEFAULTS)
+    _require_values(config, **FIXED_VALUES)
+    config = FAMILY_DEFAULTS[str(model_type)] | config
+    return _parse_gpt2(config) if model_type == "gpt2" else _parse_llama_like(str(model_type), config)
 
 
 def _parse_gpt2(config: Table) -> Table:
-    _require_values(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
-    width = config["n_embd"]
-    activation = config.get("activation_function", "gelu_new")
+    activation = config["activation_function"]
     _require_supported("activation_function", activation, GELUS)
     return {
         "vocab_size": config["vocab_size"],
-        "hidden_size": width,
+        "hidden_size": config["n_embd"],
         "num_layers": config["n_layer"],
         "num_heads": config["n_head"],
-        "ffn_hidden_size": config.get("n_inner") or 4 * width,
+        "ffn_hidden_size": config["n_inner"] or 4 * config["n_embd"],
         "max_seq_len": config["n_positions"],
         "norm": "layernorm",
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": config["layer_norm_epsilon"],
         "activation": GELUS[activation],
         "position_embedding": "learned",
         "bias": True,
-        "tie_embeddings": config.get("tie_word_embeddings", True),
+        "tie_embeddings": config["tie_word_embeddings"],
     }
 
 
 def _parse_llama_like(model_type: str, config: Table) -> Table:
-    _require_values(config, hidden_act="silu", attention_bias=False, mlp_bias=False, clip_qkv=None)
     table = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
         "num_layers": config["num_hidden_layers"],
         "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
+        "head_dim": config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
         "ffn_hidden_size": config["intermediate_size"],
-        # Within a sliding window attention is full attention: the window is the context we have.
-        "max_seq_len": min(config["max_position_embeddings"], _sliding_window(model_type, config) or math.inf),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "max_seq_len": config["max_position_embeddings"],
+        "norm_eps": config["rms_norm_eps"],
         "rope": _parse_rope(config),
         "qk_norm": {"qwen3": "head", "qwen3_moe": "head", "olmoe": "full"}.get(model_type, "none"),
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "tie_embeddings": config["tie_word_embeddings"],
     }
-    if model_type in ("mixtral", "olmoe", "qwen3_moe"):
+    window = _sliding_window(model_type, config)
+    if window is not None:
+        table["sliding_window"] = window
+    if "num_experts" in FAMILY_DEFAULTS[model_type]:
         table["moe"] = _parse_moe(model_type, config)
     return table
 
 
 def _sliding_window(model_type: str, config: Table) -> int | None:
-    """Tokens that attention looks back over; None is all."""
-    if model_type.startswith("qwen3") and not config.get("use_sliding_window"):
-        return None
-    return config.get("sliding_window", 4096 if model_type == "mistral" else None)
+    """Return the tokens that attention looks back over in layers that have a window; None if no layer has one."""
+    has_window = "sliding_window" in FAMILY_DEFAULTS[model_type] and config.get("use_sliding_window", True)
+    window: int | None = config["sliding_window"] if has_window else None
+    if model_type != "qwen3":
+        return window
+    if config["layer_types"] is None:
+        return window if config["max_window_layers"] < config["num_hidden_layers"] else None
+    for layer_type in config["layer_types"]:
+        windowed = [] if window is None else ["sliding_attention"]
+        _require_supported("layer_types", layer_type, ["full_attention", *windowed])
+    return window if "sliding_attention" in config["layer_types"] else None
 
 
 def _parse_moe(model_type: str, config: Table) -> Table:
     dense_layers = config.get("mlp_only_layers") or []
-    _require_values(config, decoder_sparse_step=1, mlp_only_layers=list(range(len(dense_layers))))
-    # Both names are written for every kind, by one version of transformers or another.
-    experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    _require_values(config, mlp_only_layers=list(range(len(dense_layers))))
     return {
-        "num_experts": experts,
+        "num_experts": config["num_local_experts"] or config["num_experts"],
         "top_k": config["num_experts_per_tok"],
         "expert_ffn_size": config["moe_intermediate_size"]
         if model_type == "qwen3_moe"
         else config["intermediate_size"],
         "num_leading_dense_layers": len(dense_layers),
-        "normalize_top_k": True if model_type == "mixtral" else bool(config.get("norm_topk_prob", False)),
-        "balance_loss_coef": config.get("router_aux_loss_coef", 0.01),
+        "normalize_top_k": True if model_type == "mixtral" else bool(config["norm_topk_prob"]),
+        "balance_loss_coef": config["router_aux_loss_coef"],
         "z_loss_coef": 0.0,
     }
 
 
 def _parse_rope(config: Table) -> Table:
-    # transformers 5 writes rope_parameters; earlier ones rope_theta beside rope_scaling.
-    rope_config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # transformers 5 writes rope_parameters; earlier ones rope_theta and rope_scaling, which replaces the newer table.
+    rope_config = config["rope_scaling"] or config["rope_parameters"] or {}
     rope_type = rope_config.get("rope_type", rope_config.get("type", "default"))
     _require_supported("rope_type", rope_type, SCALINGS)
-    _require_values(config, partial_rotary_factor=1.0)
     _require_values(rope_config, partial_rotary_factor=1.0)
-    theta = rope_config.get("rope_theta") or config.get("rope_theta") or 10_000.0
+    theta = rope_config.get("rope_theta") or config["rope_theta"]
     table: Table = {"theta": float(theta), "scaling": SCALINGS[rope_type]}
     if rope_type == "default":
         return table
-    table["factor"] = float(rope_config["factor"])
     if rope_type in ("llama3", "yarn"):
-        # Some models keep it beside the table, and transformers heeds that one first.
+        # Some models keep it next to the table, and transformers heeds that one first.
         top_level, nested = (source.get("original_max_position_embeddings") for source in (config, rope_config))
         table["original_context"] = top_level or nested or config["max_position_embeddings"]
+    factor = rope_config.get("factor")
+    if factor is None and rope_type == "yarn":
+        factor = config["max_position_embeddings"] / table["original_context"]
+    if factor is None:
+        raise UserError("config.json rope_parameters.factor", None, "is missing", "give that of a whole model")
+    table["factor"] = float(factor)
     if rope_type == "yarn":
         attention_factor = 0.1 * math.log(table["factor"]) + 1.0
         _require_values(rope_config, truncate=True, attention_factor=attention_factor, mscale_all_dim=0)
@@ -137,7 +146,7 @@ def _require_values(config: Table, **expected: object) -> None:
     for field, value in expected.items():
         actual = config.get(field)
         if actual is not None and actual != value:
-            raise UserError(f"config.json {field}", actual, "is not supported", f"use a model with {value}")
+            raise UserError(f"config.json {field}", actual, "is not supported", f"use a model with {field} = {value}")
 
 
 def hf_config(spec: ModelSpec) -> Table:
@@ -171,14 +180,29 @@ def hf_config(spec: ModelSpec) -> Table:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return config | _to_moe(model_type, spec)
+    return config | _to_window(model_type, spec.sliding_window) | _to_moe(model_type, spec)
+
+
+def merge_hf_config(spec: ModelSpec, source: Table) -> Table:
+    """Return the config.json `source` that training started from, changed where `spec` differs from it.
+
+    A model of another kind, as of a dense one that got experts, keeps only the special tokens.
+    """
+    before = hf_config(parse_table(ModelSpec, model_table(source)))
+    after = hf_config(spec)
+    if before["model_type"] != after["model_type"]:
+        return after | {field: value for field, value in source.items() if field in SPECIAL_TOKENS}
+    changed = {field: value for field, value in after.items() if value != before.get(field)}
+    if "rope_parameters" in changed:  # which transformers would overrule
+        source = {field: value for field, value in source.items() if field != "original_max_position_embeddings"}
+    return source | changed
 
 
 def _architecture(spec: ModelSpec) -> str:
     """The Hugging Face model type with this shape."""
     _require_exportable("model", spec, norm="rmsnorm", activation="swiglu", bias=False)
     if spec.moe is None:
-        model_types = {"none": "llama", "head": "qwen3"}
+        model_types = {"none": "llama" if spec.sliding_window is None else "mistral", "head": "qwen3"}
     else:
         model_types = {"none": "mixtral", "head": "qwen3_moe", "full": "olmoe"}
         _require_exportable("model.moe", spec.moe, num_shared_experts=0, router_score="softmax", bias_update_rate=0.0)
@@ -190,9 +214,11 @@ def _architecture(spec: ModelSpec) -> str:
         raise UserError(
             "model.qk_norm",
             spec.qk_norm,
-            "is in no Hugging Face model of ours without experts",
-            "only a model with model.moe can be exported so",
+            "is not in any Hugging Face model without experts that Phalanx knows",
+            "only a model with model.moe can be exported with it",
         )
+    if model_types[spec.qk_norm] == "olmoe":
+        _require_exportable("model", spec, sliding_window=None)
     return model_types[spec.qk_norm]
 
 
@@ -201,8 +227,17 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
     for field, value in expected.items():
         actual = getattr(spec, field)
         if actual != value:
-            problem = "is in no Hugging Face architecture of ours with the rest of this shape"
+            problem = "is not in any Hugging Face architecture that Phalanx knows, with the rest of this shape"
             raise UserError(f"{table}.{field}", actual, problem, f"only {value!r} can be exported")
+
+
+def _to_window(model_type: str, window: int | None) -> Table:
+    if model_type in ("mistral", "mixtral"):
+        return {"sliding_window": window}
+    if window is None:
+        return {}
+    layers = {"max_window_layers": 0} if model_type == "qwen3" else {}
+    return {"use_sliding_window": True, "sliding_window": window, **layers}
 
 
 def _to_moe(model_type: str, spec: ModelSpec) -> Table:
@@ -214,7 +249,6 @@ def _to_moe(model_type: str, spec: ModelSpec) -> Table:
         return config | {
             "num_local_experts": moe.num_experts,
             "intermediate_size": moe.expert_ffn_size,
-            "sliding_window": None,
         }
     config |= {"num_experts": moe.num_experts, "norm_topk_prob": moe.normalize_top_k}
     if model_type == "olmoe":

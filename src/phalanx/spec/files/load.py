@@ -145,7 +145,7 @@ def _add_tokenizer(data: Any, model: Any) -> Any:
     """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
     if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
         return data
-    path = Path(str(model["from_hf"])).expanduser() / "tokenizer.json"
+    path = hf_config_file(str(model["from_hf"])).parent / "tokenizer.json"
     return {**data, "tokenizer": str(path)} if path.is_file() else data
 
 
@@ -171,22 +171,28 @@ def cluster_overrides(cluster: ClusterSpec) -> Table:
     return {**({"preset": cluster.preset} if cluster.preset else {}), **table}
 
 
+def hf_config_file(from_hf: str) -> Path:
+    """The configuration of `model.from_hf`: a Hugging Face directory, or the config.json in one."""
+    path = Path(from_hf).expanduser()
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+RESOLVED_MODEL_FIELDS = {field for field, info in ModelSpec.model_fields.items() if info.is_required()} | {
+    "norm_eps",
+    "rope",
+    "tie_embeddings",
+}
+"""Fields of a model in the run.toml of a run directory: its config.json was read when the run was created."""
+
+
 def resolve_model(table: Table) -> Table:
     """Lay a model table over the preset or the Hugging Face config that it names."""
     if not ({"preset", "from_hf"} & set(table)) and "hidden_size" not in table:
         table = {"preset": "tiny", **table}
     source = table.get("from_hf")
-    if source is None or {
-        "vocab_size",
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "ffn_hidden_size",
-        "max_seq_len",
-    } <= set(table):
+    if source is None or set(table) >= RESOLVED_MODEL_FIELDS:
         return resolve_preset(table, "models", "model")
-    path = Path(str(source)).expanduser()
-    config = path if path.suffix == ".json" else path / "config.json"
+    config = hf_config_file(str(source))
     if not config.is_file():
         raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
     return _deep_merge(model_table(_read_json(config)), table)

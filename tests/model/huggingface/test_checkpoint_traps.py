@@ -1,0 +1,235 @@
+"""Checkpoints that load and could compute something else: logits in fp64 compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx.model.huggingface.checkpoint import open_hf_weights
+from phalanx.model.huggingface.export import export_hf
+from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.module_tensors import materialize
+from phalanx.parallel.strategy import Strategy
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_model
+
+WINDOW = 16
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4}
+KINDS = {
+    "llama": SHAPE,
+    "mistral": {**SHAPE, "sliding_window": None},
+    "qwen3": {**SHAPE, "head_dim": 8},
+    "qwen3_moe": {**SHAPE, **EXPERTS, "head_dim": 8, "moe_intermediate_size": 24},
+    "mixtral": {**SHAPE, "num_experts_per_tok": 2, "num_local_experts": 4},
+    "olmoe": {**SHAPE, **EXPERTS},
+    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+WINDOWS = {
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": WINDOW},
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+TOKENS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def fp32_as_fp64():
+    """Let transformers compute norms, positions and routers in fp64, which it does in fp32 whatever the dtype."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+
+
+def save_random_model(directory: Path, kind: str, seed: int = 0, **config) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**KINDS[kind], **config})).double()
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def edit_config(directory: Path, *dropped: str, **changes) -> None:
+    file = directory / "config.json"
+    config = {field: value for field, value in json.loads(file.read_text()).items() if field not in dropped}
+    file.write_text(json.dumps(config | changes))
+
+
+def transformers_logits(directory: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with fp32_as_fp64(), torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, **eager).eval()(TOKENS).logits
+
+
+def build_phalanx_model(build, directory: Path, **changes):
+    model = build(load_model(str(directory)).replace(**changes), torch.float64)
+    materialize(model, torch.device("cpu"))
+    init_parameters(Strategy(model), open_hf_weights(directory, model.spec))
+    return model
+
+
+def phalanx_logits(build, directory: Path, **changes) -> torch.Tensor:
+    with torch.no_grad():
+        return build_phalanx_model(build, directory, **changes)(TOKENS)[0]
+
+
+def assert_logits_equal(build, directory: Path, **changes) -> None:
+    expected = transformers_logits(directory)
+    assert expected.std() > 0.3
+    torch.testing.assert_close(phalanx_logits(build, directory, **changes), expected, rtol=0, atol=1e-10)
+
+
+def add_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
+    file = directory / "model.safetensors"
+    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(build_model, tmp_path, kind):
+    assert_logits_equal(build_model, save_random_model(tmp_path, kind))
+
+
+CONFIG_TRAPS = {
+    "llama, rope_scaling next to rope_parameters": ("llama", (), {"rope_scaling": YARN}),
+    "qwen3, rope_scaling next to rope_parameters": ("qwen3", (), {"rope_scaling": YARN}),
+    "rope_scaling takes theta from the top level": (
+        "llama",
+        (),
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5e5},
+    ),
+    "mixtral, rope_scaling takes the family's theta": ("mixtral", (), {"rope_scaling": YARN, "head_dim": 8}),
+    "original length at the top level": ("llama", (), {"rope_scaling": YARN, "original_max_position_embeddings": 32}),
+    "yarn factor from both lengths": ("llama", (), {"rope_scaling": YARN | {"factor": None}}),
+    "mixtral without theta and eps": ("mixtral", ("rope_parameters", "rope_theta", "rms_norm_eps"), {}),
+    "olmoe without eps": ("olmoe", ("rms_norm_eps",), {}),
+    "gpt2 without eps and activation": ("gpt2", ("layer_norm_epsilon", "activation_function"), {}),
+    "windows switched off": ("qwen3", ("layer_types",), {"sliding_window": 4, "use_sliding_window": False}),
+}
+
+
+@pytest.mark.parametrize("trap", CONFIG_TRAPS)
+def test_logits_equal_transformers_when_config_leaves_out_or_repeats(build_model, tmp_path, trap):
+    kind, dropped, changes = CONFIG_TRAPS[trap]
+    edit_config(save_random_model(tmp_path, kind), *dropped, **changes)
+    assert_logits_equal(build_model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_logits_within_sliding_window_equal_transformers(build_model, tmp_path, kind):
+    save_random_model(tmp_path, kind, **WINDOWS[kind])
+    model = build_phalanx_model(build_model, tmp_path)
+    assert (model.spec.max_seq_len, model.spec.sliding_window) == (64, WINDOW)
+    with torch.no_grad():
+        difference = (transformers_logits(tmp_path) - model(TOKENS)[0]).abs().amax((0, 2))
+    assert difference[:WINDOW].max() < 1e-10
+    assert difference[WINDOW:].min() > 1e-3  # launch/preflight.py refuses to train on these
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_export_of_windowed_model_keeps_config_and_weights(build_model, tmp_path, kind):
+    source = save_random_model(tmp_path / "source", kind, **WINDOWS[kind])
+    model = build_phalanx_model(build_model, source)
+    export_hf(model.spec, dict(model.named_parameters()), tmp_path / "out", source=source)
+    kept = json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == kept | {"dtype": "float32"}
+    weights = [load_file(directory / "model.safetensors") for directory in (source, tmp_path / "out")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor.to(torch.float32), weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_single_file_is_read_before_older_index(build_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    older = save_random_model(tmp_path / "older", "llama", seed=5)
+    AutoModelForCausalLM.from_pretrained(older).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    newer = save_random_model(tmp_path / "newer", "llama")
+    for file in (tmp_path / "shards").glob("model*"):
+        shutil.copy(file, newer)
+    assert (newer / "model.safetensors.index.json").is_file()
+    assert_logits_equal(build_model, newer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_differing_head_of_tied_model_is_rejected_or_untied(build_model, tmp_path, kind):
+    edit_config(save_random_model(tmp_path, kind, tie_word_embeddings=False), tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head\.weight.*\n.*tie_embeddings = false"):
+        build_phalanx_model(build_model, tmp_path)
+    assert_logits_equal(build_model, tmp_path, tie_embeddings=False)
+
+
+def test_equal_head_of_tied_model_is_accepted(build_model, tmp_path):
+    save_random_model(tmp_path, "llama", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    add_tensor(tmp_path, "lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    assert_logits_equal(build_model, tmp_path)
+
+
+def test_rotary_tables_and_masks_of_old_files_are_ignored(build_model, tmp_path):
+    add_tensor(save_random_model(tmp_path, "llama"), "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
+    assert_logits_equal(build_model, tmp_path)
+
+
+EXTRA_TENSORS = {
+    "bias": ("model.layers.0.self_attn.q_proj.bias", "transformers drops it too"),
+    "norm": ("model.layers.1.self_attn.q_norm.weight", "would not use"),
+    "layer": ("model.layers.2.mlp.up_proj.weight", "would not use"),
+    "other head": ("score.weight", "would not use"),
+}
+
+
+@pytest.mark.parametrize("case", EXTRA_TENSORS)
+def test_tensor_that_the_model_does_not_use_is_rejected_by_name(tmp_path, case):
+    name, words = EXTRA_TENSORS[case]
+    add_tensor(save_random_model(tmp_path, "llama"), name, torch.ones(4))
+    with pytest.raises(UserError, match=rf"{name}.*{words}"):
+        open_hf_weights(tmp_path, load_model(str(tmp_path)))
+
+
+def test_quantized_tensors_and_adapters_are_rejected(tmp_path):
+    save_random_model(tmp_path, "llama")
+    spec, shape = load_model(str(tmp_path)), torch.Size([32])
+    add_tensor(tmp_path, "model.norm.weight", torch.ones(shape, dtype=torch.int8))
+    with pytest.raises(UserError, match=r"model\.norm\.weight.*quantized \(torch.int8\)"):
+        open_hf_weights(tmp_path, spec)("norm.weight", shape)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter_config\.json"):
+        open_hf_weights(tmp_path, spec)
+
+
+def test_unknown_field_is_accepted_for_planning_and_rejected_with_weights(tmp_path):
+    edit_config(save_random_model(tmp_path, "llama"), final_logit_softcapping=30.0)
+    spec = load_model(str(tmp_path))
+    with pytest.raises(UserError, match=r"config.json final_logit_softcapping = 30\.0"):
+        open_hf_weights(tmp_path, spec)
