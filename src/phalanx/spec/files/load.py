@@ -40,12 +40,14 @@ def load_run(
     environment: Mapping[str, str] = os.environ,
     machine: str | None = None,
 ) -> RunSpec:
-    """Read a run file; `overrides` are the --set arguments, such as "training.steps=200". A value that is left out
-    ("layout.dp_shard=") is the default. Another `machine` takes the place of the one that the file names.
+    """Read a run file, or a Hugging Face config.json as a run of that model; `overrides` are the --set arguments, such
+    as "training.steps=200". A value that is left out ("layout.dp_shard=") is the default. Another `machine` takes the
+    place of the one that the file names.
 
     Raises UserError that names the field, its value and the fix.
     """
-    table = read_toml(path)
+    is_hf_config = Path(path).suffix == ".json"
+    table = {"model": {"from_hf": str(path)}} if is_hf_config else read_toml(path)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
         kept_fields = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
         table["cluster"] = {**{field: cluster[field] for field in kept_fields}, "preset": machine}
@@ -145,7 +147,8 @@ def _add_tokenizer(data: Any, model: Any) -> Any:
     """Weights from Hugging Face bring their tokenizer, unless the run file names one."""
     if not isinstance(data, dict) or not isinstance(model, dict) or "tokenizer" in data or "from_hf" not in model:
         return data
-    path = Path(str(model["from_hf"])).expanduser() / "tokenizer.json"
+    source = Path(str(model["from_hf"])).expanduser()
+    path = (source.parent if source.suffix == ".json" else source) / "tokenizer.json"
     return {**data, "tokenizer": str(path)} if path.is_file() else data
 
 
