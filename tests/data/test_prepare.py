@@ -15,6 +15,7 @@ import pytest
 from phalanx.data import prepare as prepare_module
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.loader import TokenLoader
+from phalanx.data.pair_metadata import write_pair_metadata
 from phalanx.data.prepare import check_sources, describe_unchecked_pairs, prepare
 from phalanx.data.sources import documents, is_held_out
 from phalanx.data.tokenize import TokenizationCounts, write_indexed_pairs
@@ -126,9 +127,11 @@ def test_prepare_joins_indexed_pairs_without_copying_tokens(make_data_spec, tmp_
         assert dataset.fingerprint() == copy.fingerprint()
     assert not list(Path(prepared.train).parent.glob("train.bin"))
     other = write_indexed_pair(tmp_path / "other", [[1, 2, 3]])
-    separate = prepare(make_data_spec(train=[f"{tmp_path}/[fs]*.bin"], held_out=[other, other]))
-    assert IndexedDataset(separate.train).size == 1500
-    assert IndexedDataset(separate.held_out).size == 6
+    write_pair_metadata(first, byte_tokenizer())
+    for pattern in ("[fs]*.bin", "[fs]*"):
+        separate = prepare(make_data_spec(train=[f"{tmp_path}/{pattern}"], held_out=[other, other]))
+        assert IndexedDataset(separate.train).size == 1500
+        assert IndexedDataset(separate.held_out).size == 6
 
 
 def test_prepare_accepts_prepared_pairs_as_sources(make_data_spec, tmp_path):
@@ -365,6 +368,8 @@ def write_invalid_sources(folder):
         ({"held_out": ["large"]}, "data.held_out", "has token id 300"),
         ({"train": ["good"], "held_out": ["good.bin"]}, "data.held_out", "is in data.train too"),
         ({"train": ["g*.bin", "s*.idx"]}, "data.train", "is truncated: 2 bytes"),
+        ({"train": ["[gt]*"]}, "data.train", "has .bin/.idx pairs and text"),
+        ({"train": ["lone.*"]}, "data.train", "has no text"),
         ({"train": ["good"], "streaming": True}, "data.streaming", "is tokens already"),
     ],
 )

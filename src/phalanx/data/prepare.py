@@ -164,9 +164,15 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
 
 
 def _expand_pattern(source: str) -> list[str]:
-    """Return the files of a pattern of .bin or .idx files."""
-    is_pattern = glob.has_magic(source) and source.endswith((".bin", ".idx"))
-    return sorted(glob.glob(os.path.expanduser(source), recursive=True)) if is_pattern else [source]
+    """Return the pairs that a pattern matches, and its other files; a source without pairs as it is."""
+    path = os.path.expanduser(source)
+    if not glob.has_magic(source) or os.path.exists(path):
+        return [source]
+    matches = sorted(glob.glob(path, recursive=True))
+    stems = sorted({stem for stem, suffix in map(os.path.splitext, matches) if suffix in (".bin", ".idx")})
+    stems = [stem for stem in stems if os.path.isfile(f"{stem}.idx") and os.path.isfile(f"{stem}.bin")]
+    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in (".bin", ".idx", METADATA_SUFFIX)}
+    return [*stems, *(match for match in matches if match not in pair_files)] if stems else [source]
 
 
 def _list_files(

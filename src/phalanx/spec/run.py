@@ -29,7 +29,8 @@ class DataSpec(Spec):
     compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset; "stdlib", the Python library's own
     source; or prefixes of Megatron .bin/.idx pairs."""
     held_out: list[str] = []  # noqa: RUF012
-    """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by file."""
+    """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by the names of their files,
+    and of pairs the end of each."""
     held_out_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of documents held out where `held_out` is empty."""
     text_key: str = "text"
