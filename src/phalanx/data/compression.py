@@ -9,7 +9,6 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, BinaryIO
 
 from phalanx.spec.errors import UserError
@@ -18,7 +17,7 @@ COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Errors of the file system, and of files that are truncated or damaged."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
-OPENERS: dict[bytes, Callable[[str], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
 
 def open_decompressed(path: str, field: str) -> BinaryIO:
@@ -31,9 +30,8 @@ def open_decompressed(path: str, field: str) -> BinaryIO:
     if magic.startswith(ZSTD_MAGIC):
         pyarrow = import_extra("pyarrow", field, path)
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd"))
-    opener = next((opener for prefix, opener in OPENERS.items() if magic.startswith(prefix)), None)
-    stream: BinaryIO = (opener or partial(open, mode="rb"))(path)
-    return stream
+    opener = next((opener for prefix, opener in OPENERS.items() if magic.startswith(prefix)), open)
+    return opener(path, "rb")
 
 
 def import_extra(module: str, field: str, source: str) -> Any:

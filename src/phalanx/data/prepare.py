@@ -50,7 +50,7 @@ class PreparedData:
 def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     """Tokenize what `data` describes, unless an earlier run did.
 
-    The cache's key is the names, sizes and times of all files (of a dataset on the hub, the name only), the
+    The cache's key is the paths, names, sizes and times of all files (of a dataset on the hub, the name only), the
     tokenizer and the split. An entry is complete or absent: it is written aside and renamed, and of two runs
     at once the first wins. Raises UserError for anything wrong with the sources, the tokenizer or the cache.
     """

@@ -113,12 +113,15 @@ def test_load_run_reads_hugging_face_config_without_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["texts", "link/../texts", "hf:dataset"])
-def test_to_toml_writes_paths_that_mean_the_same_from_everywhere(tmp_path, monkeypatch, source):
+def test_absolute_paths_of_run_mean_the_same_from_everywhere(tmp_path, monkeypatch, source):
+    (tmp_path / "elsewhere" / "texts").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "texts")
     (tmp_path / "dataset").mkdir()
     monkeypatch.chdir(tmp_path)
     run = with_absolute_paths(run_from_table({"data": {"train": [source, "stdlib", "hf:org/set"]}}))
     kind, separator, path = source.rpartition(":")
     assert run.data.train == [f"{kind}{separator}{tmp_path}/{path}", "stdlib", "hf:org/set"]
+    assert with_absolute_paths(run_from_table({"output_dir": "texts/../runs"})).output_dir == f"{tmp_path}/runs"
 
 
 def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_path):

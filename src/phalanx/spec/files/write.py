@@ -20,8 +20,11 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
         if source.startswith("hf:"):
             folder = absolute_path(source[3:])
             return f"hf:{folder}" if os.path.isdir(folder) else source
-        # Path.absolute keeps "..", which os.path.abspath drops together with a link before it.
-        return str(Path(os.path.expanduser(source)).absolute())
+        path = os.path.expanduser(source)
+        normalized = os.path.abspath(path)
+        # In "link/..", dropping ".." and the link before it gives another folder.
+        is_same = os.path.realpath(normalized) == os.path.realpath(path)
+        return normalized if is_same else str(Path(path).absolute())
 
     data = run.data
     tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else absolute_path(data.tokenizer)
