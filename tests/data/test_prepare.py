@@ -14,9 +14,11 @@ import pytest
 
 from phalanx.data import prepare as prepare_module
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
-from phalanx.data.prepare import check_sources, prepare
+from phalanx.data.loader import TokenLoader
+from phalanx.data.pair_metadata import write_pair_metadata
+from phalanx.data.prepare import check_sources, describe_unchecked_pairs, prepare
 from phalanx.data.sources import documents, is_held_out
-from phalanx.data.tokenize import TokenizationCounts
+from phalanx.data.tokenize import TokenizationCounts, write_indexed_pairs
 from phalanx.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
@@ -69,7 +71,7 @@ def test_prepare_uses_separate_held_out_sources(make_data_spec, corpus):
 
 def test_prepare_trains_tokenizer_without_held_out_text(tmp_path):
     rows = [
-        {"text": "seen seen "} if not is_held_out(f"{tmp_path}/a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
+        {"text": "seen seen "} if not is_held_out(f"a.jsonl:{n}", 0.5) else {"text": "hidden hidden "}
         for n in range(1, 50)
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -109,6 +111,111 @@ def test_prepare_tokenizes_held_out_text_for_indexed_pair(make_data_spec, tmp_pa
     prepared = prepare(make_data_spec(train=[f"{prefix}.bin"], held_out=[str(corpus)]))
     assert prepared.train == prefix
     assert len(IndexedDataset(prepared.held_out)) == 40
+
+
+@pytest.mark.parametrize("vocab", [257, 70_000])
+def test_prepare_joins_indexed_pairs_without_copying_tokens(make_data_spec, tmp_path, vocab):
+    first = write_indexed_pair(tmp_path / "first", [[n % 256] * 10 for n in range(100)])
+    second = write_indexed_pair(tmp_path / "second", [[n] * 5 for n in range(100)], vocab)
+    prepared = prepare(make_data_spec(train=[first, second]))
+    train, held_out = (IndexedDataset(prefix) for prefix in (prepared.train, prepared.held_out))
+    expected_train = [[n % 256] * 10 for n in range(80)] + [[n] * 5 for n in range(80)]
+    expected_held_out = [[n % 256] * 10 for n in range(80, 100)] + [[n] * 5 for n in range(80, 100)]
+    for dataset, expected in ((train, expected_train), (held_out, expected_held_out)):
+        assert [dataset.document(number).tolist() for number in range(len(dataset))] == expected
+        copy = IndexedDataset(write_indexed_pair(tmp_path / "copy", expected, vocab))
+        assert dataset.fingerprint() == copy.fingerprint()
+    assert not list(Path(prepared.train).parent.glob("train.bin"))
+    other = write_indexed_pair(tmp_path / "other", [[1, 2, 3]])
+    write_pair_metadata(first, byte_tokenizer())
+    for pattern in ("[fs]*.bin", "[fs]*"):
+        separate = prepare(make_data_spec(train=[f"{tmp_path}/{pattern}"], held_out=[other, other]))
+        assert IndexedDataset(separate.train).size == 1500
+        assert IndexedDataset(separate.held_out).size == 6
+
+
+def test_prepare_accepts_prepared_pairs_as_sources(make_data_spec, tmp_path):
+    pairs = [write_indexed_pair(tmp_path / name, [[n] * 10 for n in range(50)]) for name in ("first", "second")]
+    for sources in (pairs[:1], pairs):
+        prepared = prepare(make_data_spec(train=sources))
+        again = prepare(make_data_spec(train=[prepared.train], held_out=[prepared.held_out]))
+        assert (again.train, again.held_out) == (prepared.train, prepared.held_out)
+        third = write_indexed_pair(tmp_path / "third", [[7] * 10])
+        joined = prepare(make_data_spec(train=[prepared.held_out, third]))
+        assert IndexedDataset(joined.train).size == round(0.8 * 100 * len(sources)) + 8
+        assert IndexedDataset(joined.train).document(0).tolist() == [40] * 10
+
+
+def test_token_loader_gives_equal_batches_of_joined_and_copied_pairs(make_data_spec, tmp_path):
+    generator = np.random.default_rng(0)
+    texts = [generator.integers(0, 256, size).tolist() for size in generator.integers(1, 40, 60)]
+    pairs = [write_indexed_pair(tmp_path / f"part{n}", texts[n * 20 : n * 20 + 20]) for n in range(3)]
+    prepared = prepare(make_data_spec(train=pairs, held_out=[write_indexed_pair(tmp_path / "other", [[1]])]))
+    joined = TokenLoader(IndexedDataset(prepared.train), 16, 8, seed=1)
+    copied = TokenLoader(IndexedDataset(write_indexed_pair(tmp_path / "copy", texts)), 16, 8, seed=1)
+    copied.resume(joined.state(0))
+    for step in range(12):
+        assert np.array_equal(joined.step(step).tokens, copied.step(step).tokens)
+        assert np.array_equal(joined.step(step).targets, copied.step(step).targets)
+
+
+def test_prepare_is_independent_of_location_and_spelling_of_sources(make_data_spec, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(corpus, tmp_path / "elsewhere" / "moved")
+    (tmp_path / "inner").mkdir()
+    expected = prepare(make_data_spec(tokenizer="bpe", tokenizer_vocab=300))
+    relative = os.path.relpath(corpus)
+    for cache, source in {"a": relative, "b": f"inner/../{relative}", "c": "elsewhere/moved"}.items():
+        prepared = prepare(make_data_spec(train=[source], tokenizer="bpe", tokenizer_vocab=300, cache=cache))
+        assert Path(prepared.tokenizer).read_text() == Path(expected.tokenizer).read_text()
+        for name in ("train", "held_out"):
+            tokens, expected_tokens = (IndexedDataset(getattr(data, name)) for data in (prepared, expected))
+            assert tokens.fingerprint() == expected_tokens.fingerprint()
+    assert prepare(make_data_spec(train=[relative], tokenizer="bpe", tokenizer_vocab=300)) == expected
+
+
+@pytest.fixture
+def pair_of_text(corpus, tmp_path):
+    """A pair and the file of its tokenizer."""
+    tokenizer = train_bpe(["def function(x):\n"] * 50, 300)
+    tokenizer.save(tmp_path / "own.json")
+    write_indexed_pairs(documents([str(corpus)]), tokenizer, [tmp_path / "pair"])
+    return str(tmp_path / "pair"), str(tmp_path / "own.json")
+
+
+def test_check_sources_rejects_pair_of_another_tokenizer(make_data_spec, pair_of_text, tmp_path):
+    pair, own = pair_of_text
+    other = tmp_path / "other.json"
+    vocab = load_tokenizer(own).vocab
+    train_bpe(["return value + other"] * 50, vocab).save(other)
+    data = make_data_spec(train=[pair], tokenizer=own)
+    check_sources(data)
+    assert describe_unchecked_pairs(data) is None
+    for field in ("train", "held_out"):
+        sources = {"train": [str(write_indexed_pair(tmp_path / "unknown", [[1, 2]]))]} | {field: [pair]}
+        with pytest.raises(UserError, match="was made with another tokenizer") as caught:
+            check_sources(make_data_spec(**sources, tokenizer=str(other)))
+        assert caught.value.field == f"data.{field}"
+        assert caught.value.fix
+
+
+def test_check_sources_accepts_equal_tokenizer_in_another_spelling(make_data_spec, pair_of_text, tmp_path):
+    pair, own = pair_of_text
+    table = json.loads(Path(own).read_text())
+    table["model"]["merges"] = [" ".join(merge) for merge in table["model"]["merges"]]
+    (tmp_path / "old.json").write_text(json.dumps(table))
+    check_sources(make_data_spec(train=[pair], tokenizer=str(tmp_path / "old.json")))
+
+
+def test_pairs_without_metadata_of_their_own_are_reported(make_data_spec, pair_of_text):
+    pair, own = pair_of_text
+    data = make_data_spec(train=[pair], tokenizer=own)
+    write_indexed_pair(pair, [[1, 2, 3]])  # as another program would, beside the file of the tokens before
+    check_sources(data)
+    assert f"made the tokens of {pair}, so data.tokenizer = {own!r} could not" in describe_unchecked_pairs(data)
+    Path(f"{pair}.meta.json").unlink()
+    assert f"{pair} and 1 more" in describe_unchecked_pairs(make_data_spec(train=[pair, pair], tokenizer=own))
+    assert describe_unchecked_pairs(make_data_spec()) is None
 
 
 def test_prepare_with_streaming_writes_only_held_out_data(make_data_spec, corpus, monkeypatch):
@@ -254,11 +361,15 @@ def write_invalid_sources(folder):
         ({"train": ["short"]}, "data.train", "is truncated: 2 bytes, and the index needs 6"),
         ({"train": ["lone"]}, "data.train", "has no .bin file"),
         ({"train": ["lone.bin"]}, "data.train", "has no .bin file"),
-        ({"train": ["good", "text.txt"]}, "data.train", "has a .bin/.idx pair beside other sources"),
+        ({"train": ["good", "text.txt"]}, "data.train", "has .bin/.idx pairs and text"),
         ({"train": ["good"], "tokenizer": "bpe"}, "data.tokenizer", "cannot be trained from tokens"),
         ({"held_out": ["good"], "tokenizer": "bpe"}, "data.tokenizer", "cannot be trained from tokens"),
-        ({"train": ["large"]}, "data.train", "has token id 300, and the tokenizer has ids 0 to 256"),
+        ({"train": ["good", "large"]}, "data.train", "has token id 300, and the tokenizer has ids 0 to 256"),
         ({"held_out": ["large"]}, "data.held_out", "has token id 300"),
+        ({"train": ["good"], "held_out": ["good.bin"]}, "data.held_out", "is in data.train too"),
+        ({"train": ["g*.bin", "s*.idx"]}, "data.train", "is truncated: 2 bytes"),
+        ({"train": ["[gt]*"]}, "data.train", "has .bin/.idx pairs and text"),
+        ({"train": ["lone.*"]}, "data.train", "has no text"),
         ({"train": ["good"], "streaming": True}, "data.streaming", "is tokens already"),
     ],
 )

@@ -1,11 +1,14 @@
 """Every kind of source, in a fixed order, and what is said of those that cannot be read."""
 
+import bz2
 import errno
+import gzip
 import json
+import lzma
 import os
+import shutil
 import sys
 import types
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -13,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.data import sources
 from phalanx.data.sources import Document, documents, is_held_out, list_source_files, read_documents
 from phalanx.spec.errors import UserError
 
 
-def document_names(sources, **options):
-    return [document.name for document in documents([str(source) for source in sources], **options)]
+def document_names(names, **options):
+    return [document.name for document in documents([str(name) for name in names], **options)]
 
 
 def write_jsonl(path, rows):
@@ -30,26 +34,39 @@ def test_data_sources_directory_is_sorted_and_skips_hidden_and_binary_files(corp
     found = document_names([corpus])
     assert len(found) == 40
     assert found == sorted(found)
-    assert found[0] == str(corpus / "part0" / "file00.py")
+    assert found[0] == "part0/file00.py"
 
 
 def test_data_sources_sort_folders_by_name(tmp_path):
     for name in "3140592687":
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "a.txt").write_text("text")
-    assert document_names([tmp_path]) == [str(tmp_path / name / "a.txt") for name in "0123456789"]
+    assert document_names([tmp_path]) == [f"{name}/a.txt" for name in "0123456789"]
 
 
 def test_data_sources_preserve_given_order_of_files_and_sort_globs(corpus):
     first, second = corpus / "part1" / "file01.py", corpus / "part0" / "file00.py"
-    assert document_names([first, second]) == [str(first), str(second)]
+    assert document_names([first, second]) == ["file01.py", "file00.py"]
     assert len(document_names([corpus / "*" / "file0*.py"])) == 10
-    assert document_names([corpus / "**" / "*5.py"]) == [str(corpus / "part1" / f"file{n}5.py") for n in "0123"]
+    assert document_names([corpus / "**" / "*5.py"]) == [f"part1/file{n}5.py" for n in "0123"]
 
 
-def test_data_sources_document_name_is_independent_of_path_spelling(corpus, monkeypatch):
+def test_data_sources_document_name_is_independent_of_path_spelling_and_location(corpus, tmp_path, monkeypatch):
+    write_jsonl(corpus / "rows.jsonl", [{"text": "one"}])
+    names = ["part0", "part1/*.py", "rows.jsonl", "part1/file01.py"]
     monkeypatch.chdir(corpus)
-    assert document_names(["part0"]) == document_names(["./part0/"]) == document_names(["part0/../part0"])
+    expected = document_names(names)
+    assert document_names([f"./{source}" for source in names]) == expected
+    assert document_names([f"part0/../{source}" for source in names]) == expected
+    assert document_names([corpus / source for source in names]) == expected
+    shutil.copytree(corpus, tmp_path / "moved")
+    (tmp_path / "link").symlink_to(corpus / "part0")
+    (tmp_path / "linked.jsonl").symlink_to(corpus / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert document_names([f"moved/{source}" for source in names]) == expected
+    # The folder above a linked one is that of the linked one.
+    linked_sources = ["link", "link/../part1/*.py", "linked.jsonl", "link/../part1/file01.py"]
+    assert document_names(linked_sources) == expected
 
 
 def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):
@@ -60,7 +77,7 @@ def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):
 
 def test_data_sources_read_jsonl_records(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one", "id": 1}, "\n", {"text": ""}, {"text": "fö\nur"}])
-    assert list(documents([str(path)])) == [Document(f"{path}:1", "one"), Document(f"{path}:4", "fö\nur")]
+    assert list(documents([str(path)])) == [Document("a.jsonl:1", "one"), Document("a.jsonl:4", "fö\nur")]
     assert len(list(read_documents(list_source_files([str(path)])[0]))) == 3  # the empty one keeps its number
 
 
@@ -69,7 +86,58 @@ def test_data_sources_read_parquet_column(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["one", "", "two"] * 1000, "n": range(3000)}), path)
     found = list(documents([str(path)], "body"))
     assert len(found) == 2000
-    assert found[-1] == Document(f"{path}:3000", "two")
+    assert found[-1] == Document("a.parquet:3000", "two")
+
+
+RECORDS = [{"text": "one", "id": 1}, {"text": ""}, {"text": "fö\nur"}]
+JSON_LINES = "\n".join(map(json.dumps, RECORDS)).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        pytest.param("a.json", JSON_LINES, id="json_lines"),
+        pytest.param("a.ndjson", JSON_LINES, id="ndjson"),
+        pytest.param("a.json", json.dumps(RECORDS).encode(), id="array"),
+        pytest.param("a.json", json.dumps(RECORDS, indent=1).encode(), id="indented_array"),
+        pytest.param("a.json", b"\xef\xbb\xbf" + JSON_LINES, id="byte_order_mark"),
+        pytest.param("a.jsonl.gz", gzip.compress(JSON_LINES), id="gz"),
+        pytest.param("a.json.gz", gzip.compress(json.dumps(RECORDS).encode()), id="array_gz"),
+        pytest.param("a.jsonl.bz2", bz2.compress(JSON_LINES), id="bz2"),
+        pytest.param("a.jsonl.xz", lzma.compress(JSON_LINES), id="xz"),
+        pytest.param("a.jsonl.zst", pyarrow.compress(JSON_LINES, "zstd", asbytes=True), id="zst"),
+        pytest.param("a.jsonl", gzip.compress(JSON_LINES[:40]) + gzip.compress(JSON_LINES[40:]), id="two_members"),
+    ],
+)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_data_sources_recognize_json_records_and_compression(tmp_path, name, content, in_folder):
+    (tmp_path / name).write_bytes(content)
+    found = list(documents([str(tmp_path if in_folder else tmp_path / name)]))
+    assert found == [Document(f"{name}:1", "one"), Document(f"{name}:3", "fö\nur")]
+
+
+def test_data_sources_read_compressed_text(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"caf\xe9"))
+    (tmp_path / "b.bin.gz").write_bytes(gzip.compress(b"\0" * 100))
+    assert list(documents([str(tmp_path)])) == [Document("a.txt.gz", "café")]
+
+
+def test_data_sources_read_single_json_record_with_text(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "one"}))
+    assert list(documents([str(tmp_path)])) == [Document("a.json:1", "one")]
+
+
+def test_data_sources_read_other_json_of_folder_as_text(tmp_path):
+    for number, content in enumerate(['{"name": 1}', '{\n "name": {"text": 1}\n}', "[1, 2]", "[]", "[{ broken"]):
+        (tmp_path / f"{number}.json").write_text(content)
+        assert list(documents([str(tmp_path)]))[-1] == Document(f"{number}.json", content)
+
+
+def test_data_sources_skip_metadata_of_indexed_pairs(tmp_path):
+    for name in ("pair.meta.json", "other.meta.json"):
+        (tmp_path / name).write_text('{"a": 1}')
+    (tmp_path / "pair.idx").write_bytes(b"\0")
+    assert document_names([tmp_path]) == ["other.meta.json"]
 
 
 def test_stdlib_source_equals_standard_library_files():
@@ -114,10 +182,13 @@ def test_hf_source_reports_dataset_that_cannot_be_loaded(monkeypatch):
         list(documents(["hf:org/set"]))
 
 
-@pytest.mark.parametrize(("source", "package"), [("hf:org/set", "datasets"), ("a.parquet", "pyarrow")])
+@pytest.mark.parametrize(
+    ("source", "package"), [("hf:org/set", "datasets"), ("a.parquet", "pyarrow"), ("a.zst", "pyarrow")]
+)
 def test_data_sources_report_missing_optional_package(tmp_path, monkeypatch, source, package):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [MissingPackageFinder(package), *sys.meta_path])
@@ -150,6 +221,13 @@ class MissingPackageFinder:
         ("type.jsonl", b'{"text": 5}\n', "data.text_key", r"type.jsonl:1 is int, not text"),
         ("null.jsonl", b'{"text": null}\n', "data.text_key", r"null.jsonl:1 is NoneType, not text"),
         ("utf8.jsonl", b'{"text": "\xff"}\n', "data.train", r"utf8.jsonl:1'?: is not JSON"),
+        ("key.json", b'[{"content": "a"}]', "data.text_key", r"is not a field of .*key.json:1"),
+        ("key2.json", b'{"content": "a"}', "data.text_key", r"is not a field of .*key2.json:1"),
+        ("cut.json", b'[{"text": "a"}, {"te', "data.train", "is not JSON"),
+        ("cut.txt.gz", gzip.compress(b"text", mtime=0)[:-9], "data.train", "cannot be read: Compressed file ended"),
+        ("bad.gz", b"\x1f\x8b12345678901234567890", "data.train", "cannot be read"),
+        ("cut.zst", b"\x28\xb5\x2f\xfd12", "data.train", "cannot be read"),
+        ("tar.gz", gzip.compress(b"a\0b", mtime=0), "data.train", "is not text: it has zero bytes"),
         ("bad.parquet", b"not parquet", "data.train", "is not Parquet"),
     ],
 )
@@ -180,10 +258,10 @@ def test_data_sources_reject_empty_list_and_empty_directory(tmp_path):
 def test_data_sources_report_file_without_read_permission(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
 
-    def refuse(path):
+    def refuse(path, field):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root, which tests may run as, may read everything
+    monkeypatch.setattr(sources, "open_decompressed", refuse)  # root, which tests may run as, may read everything
     with pytest.raises(UserError, match="cannot be read: Permission denied"):
         list(documents([str(tmp_path / "a.txt")]))
 

@@ -188,3 +188,12 @@ def test_streaming_loader_rejects_checkpoint_of_other_data_or_settings(corpus, c
     with pytest.raises(UserError, match="the checkpoint was made with") as caught:
         other.resume(state)
     assert caught.value.field == field
+
+
+def test_streaming_loader_rejects_checkpoint_of_older_document_names(corpus):
+    loader = make_streaming_loader(corpus)
+    state = loader.state(0)
+    del state["recipe"]
+    with pytest.raises(UserError, match="by an older version of Phalanx") as caught:
+        loader.resume(state)
+    assert caught.value.fix == "resume with that version, or start a new run"

@@ -58,7 +58,7 @@ def shared_data_cache() -> str:
 
 def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
     """A small run over the Python files of a directory, with some values changed ("section.key": value). The first by
-    name is held out: a share would be drawn by path, and be another in every folder."""
+    name is held out: a share of so few files may be none."""
     held_out, *train = sorted(str(file) for file in text.rglob("*.py"))
     table: Table = {
         "name": "parity",

@@ -1,13 +1,112 @@
-"""What is checked and printed when a run is created."""
+"""What is checked and printed when a run is created, and that it continues with its text, wherever this lies by then."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from phalanx.train.create_run import check_and_prepare
-from tests.helpers.small_runs import DENSE, MOE, save_two_checkpoints, small_run
+from phalanx.model.huggingface.export import export_hf
+from phalanx.runs.create import RUN_FILE
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.model import ModelSpec
+from phalanx.train.create_run import check_and_prepare, create_run
+from tests.helpers.small_runs import DENSE, MOE, make_trainer, save_two_checkpoints, small_run, train_until
+
+
+def write_sources(folder: Path) -> None:
+    """A directory of texts, and records beside it."""
+    (folder / "texts").mkdir(parents=True)
+    for number in range(40):
+        (folder / "texts" / f"text{number:02}.txt").write_text(f"text {number} says hello to text {number * 7}\n" * 5)
+    rows = [json.dumps({"text": f"record {number} " * 9}) for number in range(40)]
+    (folder / "more.jsonl").write_text("\n".join(rows))
+
+
+def train_and_save(train: list[str], **data: Any) -> Path:
+    """The directory of a run of one step over some sources."""
+    table = {
+        "model": {**DENSE, "vocab_size": 300},
+        "data": {"train": train, "tokenizer": "bpe", "tokenizer_vocab": 300, "cache": "cache", **data},
+        "training": {"steps": 4, "seq_len": 16, "tokens_per_step": 64, "precision": "fp32"},
+    }
+    run = run_from_table(table)
+    directory = create_run(run, 1, resume=False)
+    trainer = make_trainer(run)
+    train_until(trainer, 1)
+    trainer.save()
+    trainer.checkpointer.wait()
+    return directory
+
+
+@pytest.mark.parametrize("root", [".", "..", "inner/.."])
+def test_run_with_relative_sources_resumes_from_its_directory(tmp_path, monkeypatch, root):
+    (tmp_path / "work" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    write_sources(Path(root))
+    directory = train_and_save([f"{root}/texts", f"{root}/more.jsonl"])
+    monkeypatch.chdir("/")
+    resumed = load_run(directory / RUN_FILE)
+    expected = check_and_prepare(resumed, 1, resume=True)
+    assert len(list((tmp_path / "work" / "cache").iterdir())) == 1  # and its text is not tokenized again
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("texts", "more.jsonl"):
+        shutil.move(tmp_path / "work" / root / name, tmp_path / "elsewhere" / name)
+    sources = [str(tmp_path / "elsewhere" / name) for name in ("texts", "more.jsonl")]
+    moved = load_run(directory / RUN_FILE, [f"data.train={json.dumps(sources)}"])
+    assert check_and_prepare(moved, 1, resume=True) != expected
+
+
+def test_resume_with_changed_text_offers_tokens_of_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    directory = train_and_save(["texts"])
+    (tmp_path / "texts" / "text07.txt").write_text("another text\n" * 9)
+    with pytest.raises(UserError, match="gives other tokens than the checkpoint") as caught:
+        check_and_prepare(load_run(directory / RUN_FILE), 1, resume=True)
+    overrides = re.findall(r"--set ([a-z._]+=)'?([^' ]+)", caught.value.fix)
+    assert [name for name, _ in overrides] == ["data.train=", "data.held_out=", "data.tokenizer="]
+    check_and_prepare(load_run(directory / RUN_FILE, [name + value for name, value in overrides]), 1, resume=True)
+
+
+def test_create_run_reports_pairs_whose_tokenizer_is_unknown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    prepared = check_and_prepare(load_run(train_and_save(["texts"]) / RUN_FILE, ["name=other"]), 1, resume=False)
+    assert capsys.readouterr().err == ""
+    sources = {"train": [prepared.train], "held_out": [prepared.held_out], "tokenizer": prepared.tokenizer}
+    run = run_from_table(
+        {"name": "pairs", "model": {**DENSE, "vocab_size": 300}, "data": {**sources, "cache": "cache"}}
+    )
+    check_and_prepare(run, 1, resume=False)
+    assert capsys.readouterr().err == ""
+    for prefix in (prepared.train, prepared.held_out):
+        Path(f"{prefix}.meta.json").unlink()
+    check_and_prepare(run, 1, resume=False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"made the tokens of {prepared.train} and 1 more, so data.tokenizer" in line
+
+
+def test_create_run_offers_to_extend_vocabulary_of_weights(tmp_path, build_model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    model = build_model(ModelSpec.model_validate({**DENSE, "vocab_size": 200}), None)
+    export_hf(model.spec, dict(model.named_parameters()), tmp_path / "hf")
+    table = {"model": {"from_hf": "hf"}, "data": {"train": ["texts"], "tokenizer": "bytes", "cache": "cache"}}
+    with pytest.raises(UserError, match=r"model\.vocab_size = 200: is less than the tokenizer's 257 tokens") as caught:
+        check_and_prepare(run_from_table(table), 1, resume=False)
+    assert caught.value.fix.startswith("set model.vocab_size = 257; the embeddings of its new tokens begin as the mean")
+    table["data"]["tokenizer"] = "bpe"
+    with pytest.raises(UserError, match=r"data\.tokenizer = 'bpe': would train a tokenizer"):
+        check_and_prepare(run_from_table(table), 1, resume=False)
+    table["data"]["tokenizer"] = "bytes"
+    check_and_prepare(run_from_table({**table, "model": {"from_hf": "hf", "vocab_size": 257}}), 1, resume=False)
+
 
 UNEXPORTABLE = {
     "model.norm = 'layernorm'": {"model": {**DENSE, "norm": "layernorm"}},

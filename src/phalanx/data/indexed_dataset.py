@@ -11,12 +11,14 @@ import array
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 
+from phalanx.data.joined_tokens import PARTS_SUFFIX, JoinedTokens, TokenFile, read_token_files, write_token_files
 from phalanx.spec.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -95,18 +97,26 @@ def write_index(path: str | Path, lengths: np.ndarray, dtype: np.dtype, first: i
 class IndexedDataset:
     """A memory-mapped pair: `tokens` [all], of which document i is tokens[offsets[i] : offsets[i + 1]].
 
+    Where several pairs were joined, `tokens` spans their .bin files.
     Raises UserError (under `field`) if a file is missing, truncated, or not such a file.
     """
 
     def __init__(self, prefix: str | Path, field: str = FIELD) -> None:
         self.prefix = str(prefix)
-        for suffix in (".idx", ".bin"):
+        is_joined = os.path.isfile(self.prefix + PARTS_SUFFIX)
+        for suffix in (".idx",) if is_joined else (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
                 raise UserError(field, self.prefix, f"has no {suffix} file", "give the prefix of a .bin/.idx pair")
+        self.tokens: np.ndarray | JoinedTokens
         try:
             dtype, lengths, pointers, documents = _read_index(self.prefix, field)
             self.offsets = _offsets(self.prefix, field, dtype, lengths, pointers, documents)
-            self.tokens = _map_tokens(self.prefix, field, dtype, int(self.offsets[-1]))
+            if is_joined:
+                files = read_token_files(self.prefix)
+                maps = [_map_tokens(f.path, field, np.dtype(f.dtype), f.first + f.size)[f.first :] for f in files]
+                self.tokens = JoinedTokens(files, maps, dtype)
+            else:
+                self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, int(self.offsets[-1]))
         except OSError as error:
             raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", "check its permissions") from None
 
@@ -119,17 +129,24 @@ class IndexedDataset:
         return int(self.offsets[-1] - self.offsets[0])
 
     def document(self, index: int) -> np.ndarray:
-        """The ids of document `index`, [tokens], a view of the file."""
+        """The ids of document `index`, [tokens]."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def fingerprint(self) -> str:
         """A name for the content, wherever the files lie: from counts, and samples all over both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
-        tokens = self.tokens[self.offsets[0] : self.offsets[-1]]
-        for values in (tokens, self.offsets - self.offsets[0]):
-            for start in np.linspace(0, max(0, len(values) - 1024), num=64, dtype=np.int64):
-                digest.update(np.ascontiguousarray(values[start : start + 1024]).data)
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        for values, begin, end in ((self.tokens, first, last), (self.offsets - first, 0, len(self.offsets))):
+            for start in begin + np.linspace(0, max(0, end - begin - 1024), num=64, dtype=np.int64):
+                digest.update(np.ascontiguousarray(values[start : min(start + 1024, end)]).data)
         return digest.hexdigest()
+
+    def token_files(self) -> list[TokenFile]:
+        """The files and ranges that contain the tokens of all documents, in order."""
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if isinstance(self.tokens, JoinedTokens):
+            return self.tokens.files_between(first, last)
+        return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, last - first)]
 
 
 def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
@@ -178,8 +195,8 @@ def _offsets(
     return offsets
 
 
-def _map_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
-    path, size = f"{prefix}.bin", os.path.getsize(f"{prefix}.bin")
+def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.ndarray:
+    size = os.path.getsize(path)
     if size < num_tokens * dtype.itemsize:
         raise _damaged_pair_error(
             field, path, f"is truncated: {size:,} bytes, and the index needs {num_tokens * dtype.itemsize:,}"
@@ -198,7 +215,7 @@ def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
 def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail: str | Path) -> None:
     """Make two pairs of one: the last `fraction` of its tokens as `tail`, the rest as `head`; none is copied.
 
-    Their .bin files are links to the dataset's. Raises UserError if there are not two tokens to divide.
+    Their tokens are links to the dataset's. Raises UserError if there are not two tokens to divide.
     """
     if dataset.size < 2:
         raise UserError(FIELD, dataset.prefix, "is too small to hold anything out", "give more text, or data.held_out")
@@ -208,7 +225,15 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     for prefix, lower, upper in ((head, start, split), (tail, split, end)):
         bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])
         write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, lower)
-        os.symlink(_link_target(f"{dataset.prefix}.bin", Path(prefix).parent), f"{prefix}.bin")
+        suffix = PARTS_SUFFIX if isinstance(dataset.tokens, JoinedTokens) else ".bin"
+        os.symlink(_link_target(f"{dataset.prefix}{suffix}", Path(prefix).parent), f"{prefix}{suffix}")
+
+
+def join_pairs(datasets: Sequence[IndexedDataset], prefix: str | Path) -> None:
+    """Make one pair of several, the documents of one after those of another; no token is copied."""
+    dtype = np.result_type(*(dataset.tokens.dtype for dataset in datasets))
+    write_index(f"{prefix}.idx", np.concatenate([np.diff(dataset.offsets) for dataset in datasets]), dtype)
+    write_token_files(prefix, [file for dataset in datasets for file in dataset.token_files()])
 
 
 def _link_target(path: str, folder: Path) -> str:

@@ -143,6 +143,9 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
     for name, value in identity.items():
         if state.get(name) == value or (resized and name == "sequences_per_step"):
             continue
+        if name == "recipe":
+            problem = "is split otherwise than when the checkpoint was made, by an older version of Phalanx"
+            raise UserError("data", None, problem, "resume with that version, or start a new run")
         if name not in fields:  # a number that says nothing to anybody
             problem = "gives other tokens than the checkpoint was made with: by its text, tokenizer or what is held out"
             raise UserError("data", None, problem, fix)

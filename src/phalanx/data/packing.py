@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.data.joined_tokens import JoinedTokens
+
 IGNORE_INDEX = -100
 """The target of a position that has none; torch's cross_entropy leaves it out."""
 
 
 def pack_rows(
-    tokens: np.ndarray, begins: np.ndarray, shifts: np.ndarray, first: np.ndarray, seq_len: int, mask: bool
+    tokens: np.ndarray | JoinedTokens,
+    begins: np.ndarray,
+    shifts: np.ndarray,
+    first: np.ndarray,
+    seq_len: int,
+    mask: bool,
 ) -> Batch:
     """Cut rows out of a stream whose documents lie elsewhere in `tokens`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -14,15 +15,23 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.indexed_dataset import IndexedDataset, prefix_of, split_tail
-from phalanx.data.sources import Document, documents, is_held_out, list_source_files, read_documents
+from phalanx.data.indexed_dataset import IndexedDataset, join_pairs, prefix_of, split_tail
+from phalanx.data.joined_tokens import PARTS_SUFFIX
+from phalanx.data.pair_metadata import METADATA_SUFFIX, check_pair_tokenizer, read_pair_metadata
+from phalanx.data.sources import (
+    RECIPE_VERSION,
+    Document,
+    SourceFile,
+    documents,
+    is_held_out,
+    list_source_files,
+    read_documents,
+)
 from phalanx.data.tokenize import Progress, disk_error, write_indexed_pairs
 from phalanx.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import DataSpec
 
-RECIPE_VERSION = 2
-"""Raise it when the same text would be written otherwise: it is part of the cache's key."""
 COMPLETE_FILE = "complete.json"
 MAX_FULL_CHECK_TOKENS = 20_000_000
 STREAMING_HELD_OUT_DOCUMENTS = 1000
@@ -41,7 +50,7 @@ class PreparedData:
 def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     """Tokenize what `data` describes, unless an earlier run did.
 
-    The cache's key is the names, sizes and times of all files (of a dataset on the hub, the name only), the
+    The cache's key is the paths, names, sizes and times of all files (of a dataset on the hub, the name only), the
     tokenizer and the split. An entry is complete or absent: it is written aside and renamed, and of two runs
     at once the first wins. Raises UserError for anything wrong with the sources, the tokenizer or the cache.
     """
@@ -60,10 +69,11 @@ def prepare(data: DataSpec, progress: Progress | None = None) -> PreparedData:
     except OSError as error:
         raise disk_error("data.cache", data.cache, error) from None
     # A pair of the user's is read where it lies, but for its end where that is held out.
-    train = _indexed_prefix(data.train, "data.train") if data.held_out else None
-    train = "" if data.streaming else train or str(final_folder / "train")
-    held_out = _indexed_prefix(data.held_out, "data.held_out") or str(final_folder / "held_out")
-    return PreparedData(train, held_out, str(final_folder / "tokenizer.json"))
+    train_pairs = indexed_prefixes(data.train, "data.train") if data.held_out else []
+    held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
+    train = train_pairs[0] if len(train_pairs) == 1 else str(final_folder / "train")
+    held_out = held_out_pairs[0] if len(held_out_pairs) == 1 else str(final_folder / "held_out")
+    return PreparedData("" if data.streaming else train, held_out, str(final_folder / "tokenizer.json"))
 
 
 def check_sources(data: DataSpec) -> None:
@@ -72,29 +82,51 @@ def check_sources(data: DataSpec) -> None:
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
         if not sources and field == "data.held_out":
             continue
-        prefix = _indexed_prefix(sources, field)
-        if prefix is None:
+        prefixes = indexed_prefixes(sources, field)
+        if not prefixes:
             next(documents(sources, data.text_key, field))
         elif tokenizer is None:
             raise UserError(
                 "data.tokenizer",
                 data.tokenizer,
-                f"cannot be trained from tokens, and {field} is the pair {prefix}",
+                f"cannot be trained from tokens, and {field} names the pair {prefixes[0]}",
                 'give the tokenizer.json the tokens were made with, or "bytes"',
             )
         elif data.streaming and field == "data.train":
-            raise UserError("data.streaming", True, f"{prefix} is tokens already", "set data.streaming = false")
+            raise UserError("data.streaming", True, f"{prefixes[0]} is tokens already", "set data.streaming = false")
         else:
-            check_vocabulary(IndexedDataset(prefix, field), tokenizer, field)
+            for prefix in prefixes:
+                check_tokens(IndexedDataset(prefix, field), tokenizer, field)
     _check_overlap(data)
+
+
+def check_tokens(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
+    """Raise UserError if the tokens of a pair are known to be of another tokenizer, or have other ids than it."""
+    check_pair_tokenizer(dataset, tokenizer, field)
+    check_vocabulary(dataset, tokenizer, field)
+
+
+def describe_unchecked_pairs(data: DataSpec) -> str | None:
+    """Return a line about the pairs of which no file says which tokenizer made them; None if there are none."""
+    prefixes = [*indexed_prefixes(data.train, "data.train"), *indexed_prefixes(data.held_out, "data.held_out")]
+    unchecked = [prefix for prefix in prefixes if read_pair_metadata(IndexedDataset(prefix)) is None]
+    if not unchecked:
+        return None
+    more = f" and {len(unchecked) - 1} more" if len(unchecked) > 1 else ""
+    return (
+        f"no {METADATA_SUFFIX} file says which tokenizer made the tokens of {unchecked[0]}{more}, so "
+        f"data.tokenizer = {data.tokenizer!r} could not be checked: another gives wrong bits per byte and exports"
+    )
 
 
 def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
     """Raise UserError if a token is no id of the tokenizer; of a large dataset, samples are looked at."""
-    tokens = dataset.tokens
-    if len(tokens) > MAX_FULL_CHECK_TOKENS:
-        sample_starts = np.linspace(0, len(tokens) - 65_536, num=128, dtype=np.int64)
-        tokens = np.concatenate([tokens[start : start + 65_536] for start in sample_starts])
+    size = len(dataset.tokens)
+    if size > MAX_FULL_CHECK_TOKENS:
+        sample_starts = np.linspace(0, size - 65_536, num=128, dtype=np.int64)
+        tokens = np.concatenate([dataset.tokens[start : start + 65_536] for start in sample_starts])
+    else:
+        tokens = dataset.tokens[:size]
     low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
     if low < 0 or high >= tokenizer.vocab:
         raise UserError(
@@ -106,29 +138,49 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
 
 
 def _check_overlap(data: DataSpec) -> None:
-    if (
-        not data.held_out
-        or _indexed_prefix(data.train, "data.train")
-        or _indexed_prefix(data.held_out, "data.held_out")
-    ):
-        return
-    train_paths = {os.path.realpath(source_file.path) for source_file in list_source_files(data.train, "data.train")}
-    for source_file in list_source_files(data.held_out, "data.held_out"):
+    # Of pairs by their indices: two may have separate documents of one .bin file.
+    train_files = _list_files(data.train, "data.train", (".idx",))
+    train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
+    for source_file in _list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
         if os.path.realpath(source_file.path) in train_paths:
             raise UserError("data.held_out", source_file.path, "is in data.train too", "leave it out of one of them")
 
 
-def _indexed_prefix(sources: Sequence[str], field: str) -> str | None:
-    """The prefix that `sources` is, or None if they are text."""
-    prefixes = [prefix for source in sources if (prefix := prefix_of(source)) is not None]
-    if prefixes and len(sources) > 1:
+def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
+    """Return the prefixes of .bin/.idx pairs that `sources` name, in their order; none if they are text.
+
+    Raises UserError if they are both.
+    """
+    paths = [path for source in sources for path in _expand_pattern(source)]
+    prefixes = [prefix for path in paths if (prefix := prefix_of(path)) is not None]
+    if prefixes and len(prefixes) < len(paths):
         raise UserError(
             field,
             list(sources),
-            "has a .bin/.idx pair beside other sources",
-            "give one pair alone; merge pairs into one first",
+            "has .bin/.idx pairs and text",
+            "turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name its prefix",
         )
-    return prefixes[0] if prefixes else None
+    return prefixes
+
+
+def _expand_pattern(source: str) -> list[str]:
+    """Return the pairs that a pattern matches, and its other files; a source without pairs as it is."""
+    path = os.path.expanduser(source)
+    if not glob.has_magic(source) or os.path.exists(path):
+        return [source]
+    matches = sorted(glob.glob(path, recursive=True))
+    stems = sorted({stem for stem, suffix in map(os.path.splitext, matches) if suffix in (".bin", ".idx")})
+    stems = [stem for stem in stems if os.path.isfile(f"{stem}.idx") and os.path.isfile(f"{stem}.bin")]
+    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in (".bin", ".idx", METADATA_SUFFIX)}
+    return [*stems, *(match for match in matches if match not in pair_files)] if stems else [source]
+
+
+def _list_files(
+    sources: Sequence[str], field: str, pair_suffixes: Sequence[str] = (".idx", ".bin", PARTS_SUFFIX)
+) -> list[SourceFile]:
+    """List the files of text or pairs."""
+    names = (f"{prefix}{suffix}" for prefix in indexed_prefixes(sources, field) for suffix in pair_suffixes)
+    return list_source_files([name for name in names if os.path.isfile(name)] or sources, field)
 
 
 def tokenizer_without_training(data: DataSpec) -> Tokenizer | None:
@@ -171,21 +223,38 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     tokenizer = tokenizer_without_training(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
     tokenizer.save(folder / "tokenizer.json")
     train, held_out = folder / "train", folder / "held_out"
-    train_prefix = _indexed_prefix(data.train, "data.train")
+    train_pairs = indexed_prefixes(data.train, "data.train")
     if data.held_out:
-        if _indexed_prefix(data.held_out, "data.held_out") is None:
+        held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
+        if len(held_out_pairs) > 1:
+            join_pairs([IndexedDataset(prefix) for prefix in held_out_pairs], held_out)
+        elif not held_out_pairs:
             write_indexed_pairs(
                 documents(data.held_out, data.text_key, "data.held_out"), tokenizer, [held_out], progress=progress
             )
-        if train_prefix is None and not data.streaming:
+        if len(train_pairs) > 1:
+            join_pairs([IndexedDataset(prefix) for prefix in train_pairs], train)
+        elif not train_pairs and not data.streaming:
             write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
-    elif train_prefix is not None:
-        split_tail(IndexedDataset(train_prefix), data.held_out_fraction, train, held_out)
+    elif train_pairs:
+        _split_pairs(train_pairs, data.held_out_fraction, train, held_out)
     elif data.streaming:
         _write_first_held_out(data, tokenizer, held_out, progress)
     else:
         _write_split(data, tokenizer, folder, progress)
     (folder / COMPLETE_FILE).write_text(data.model_dump_json(indent=1))
+
+
+def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out: Path) -> None:
+    """Hold out the end of each pair."""
+    if len(prefixes) == 1:
+        split_tail(IndexedDataset(prefixes[0]), fraction, train, held_out)
+        return
+    parts = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
+    for prefix, (head, tail) in zip(prefixes, parts, strict=True):
+        split_tail(IndexedDataset(prefix), fraction, head, tail)
+    join_pairs([IndexedDataset(head) for head, _ in parts], train)
+    join_pairs([IndexedDataset(tail) for _, tail in parts], held_out)
 
 
 def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
@@ -198,6 +267,7 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     if not all(count.documents for count in counts):
         for prefix in prefixes:
             Path(f"{prefix}.bin").unlink()
+            Path(f"{prefix}{METADATA_SUFFIX}").unlink()
         write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [folder / "all"], progress=progress)
         split_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
 
@@ -223,21 +293,11 @@ def _publish(temp_folder: Path, final_folder: Path) -> None:
 
 
 def _fingerprint(data: DataSpec) -> str:
-    key = data.model_dump(mode="json", exclude={"cache", "mask_documents"})
+    key = data.model_dump(mode="json", exclude={"cache", "mask_documents", "train", "held_out"})
     for field, sources in (("data.train", data.train), ("data.held_out", data.held_out)):
-        prefix = _indexed_prefix(sources, field)
-        if prefix is not None:
-            sources = [f"{prefix}.idx", f"{prefix}.bin"]
-        source_files = list_source_files(sources, field) if sources else []
+        source_files = _list_files(sources, field) if sources else []
         key[field] = [
-            (
-                source_file.kind,
-                os.path.abspath(source_file.path),
-                source_file.name,
-                source_file.size,
-                source_file.mtime_ns,
-            )
-            for source_file in source_files
+            (file.kind, os.path.realpath(file.path), file.name, file.size, file.mtime_ns) for file in source_files
         ]
     if data.tokenizer not in ("bpe", "bytes"):
         key["tokenizer"] = hashlib.sha256(load_tokenizer(data.tokenizer).to_json().encode()).hexdigest()

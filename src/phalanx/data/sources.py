@@ -1,31 +1,40 @@
-"""Text, in a fixed order: files, globs, JSONL, Parquet, Hugging Face datasets, or the Python library."""
+"""Text, in a fixed order: files, globs, JSON records, Parquet, Hugging Face datasets, or the Python library."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
 import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from phalanx.data.compression import COMPRESSED_SUFFIXES, READ_ERRORS, import_extra, open_decompressed
+from phalanx.data.pair_metadata import METADATA_SUFFIX
 from phalanx.spec.errors import UserError
-from phalanx.spec.extras import missing_package
 
 FIELD = "data.train"
+RECIPE_VERSION = 3
+"""Raise it when the same text would give other documents or tokens: it is part of the cache's key."""
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 BINARY_PROBE_BYTES = 8192
-Kind = Literal["text", "jsonl", "parquet", "hf"]
+Kind = Literal["text", "json", "json_lines", "parquet", "hf"]
+KIND_OF_SUFFIX: dict[str, Kind] = {
+    ".json": "json",
+    ".jsonl": "json_lines",
+    ".ndjson": "json_lines",
+    ".parquet": "parquet",
+}
 
 
 @dataclass(frozen=True)
 class Document:
     name: str
-    """What it is held out by: its file, and for a line or row of one `file:number` (from 1)."""
+    """What it is held out by: the name of its file, and for a record of one `file:number` (from 1)."""
     text: str
 
 
@@ -36,7 +45,7 @@ class SourceFile:
     kind: Kind
     path: str
     name: str
-    """The path as the user wrote it, or for "stdlib" relative to the library."""
+    """The path relative to the root of its source, so that it is the same wherever the source lies."""
     size: int = 0
     """Bytes of the file or files; 0 for a dataset on the hub."""
     mtime_ns: int = 0
@@ -57,7 +66,8 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
                 empty = False
                 yield document
     if empty:
-        raise UserError(field, list(sources), "has no text", "name files with text in them")
+        fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
+        raise UserError(field, list(sources), "has no text", fix)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -76,48 +86,61 @@ def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[Source
 def _expand_source(source: str, field: str) -> list[SourceFile]:
     if source == "stdlib":
         library = sysconfig.get_path("stdlib")
-        return [
-            _source_file(path, os.path.relpath(path, library), field) for path in _walk(library) if path.endswith(".py")
-        ]
+        return [_source_file(path, library, field) for path in _walk(library) if path.endswith(".py")]
     if source.startswith("hf:"):
         return [_hf_source(source)]
-    path = os.path.normpath(os.path.expanduser(source))
+    path = os.path.expanduser(source)
     if os.path.isfile(path):
-        return [_source_file(path, path, field, named=True)]
+        # A link to a file is another way to write its path.
+        return [_source_file(path, os.path.dirname(path), field, os.path.basename(os.path.realpath(path)))]
     if os.path.isdir(path):
+        root = path
         paths = _walk(path)
     elif glob.has_magic(source):
+        root = _glob_root(path)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         raise UserError(field, source, "no such file or directory", "check the path; a pattern needs * or ?")
     if not paths:
         raise UserError(field, source, "matches no file", "check the path")
-    return [_source_file(match, match, field) for match in paths]
+    return [_source_file(match, root, field) for match in paths]
+
+
+def _glob_root(pattern: str) -> str:
+    """Return the folder of a pattern: its path up to the first part with a wildcard."""
+    parts = pattern.split(os.sep)
+    first_wildcard = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    return os.sep.join(parts[:first_wildcard]) or (os.sep if pattern.startswith(os.sep) else os.curdir)
 
 
 def _hf_source(source: str) -> SourceFile:
     """A dataset on disk changes when one of its files does; of one on the hub only the name is known."""
-    files = [os.stat(path) for path in _walk(os.path.expanduser(source[3:]))]
+    path = os.path.expanduser(source[3:])
+    files = [os.stat(file) for file in _walk(path)]
     size, changed = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
-    return SourceFile("hf", source[3:], source, size, changed)
+    return SourceFile("hf", source[3:], "hf" if os.path.isdir(path) else source, size, changed)
 
 
 def _walk(root: str) -> list[str]:
     paths = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("."))
-        paths += [os.path.join(folder, name) for name in sorted(files) if not name.startswith(".")]
+        metadata = {name.removesuffix(".idx") + METADATA_SUFFIX for name in files if name.endswith(".idx")}
+        visible_files = sorted(name for name in files if not name.startswith(".") and name not in metadata)
+        paths += [os.path.join(folder, name) for name in visible_files]
     return paths
 
 
-def _source_file(path: str, name: str, field: str, named: bool = False) -> SourceFile:
-    kind_by_suffix: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+def _source_file(path: str, root: str, field: str, explicit_name: str | None = None) -> SourceFile:
+    """A file below `root`; one that the user named has an `explicit_name`."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise _unreadable_error(field, path, error) from None
-    kind = kind_by_suffix.get(Path(path).suffix, "text")
-    return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, named)
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED_SUFFIXES]
+    kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "text")
+    name = os.path.relpath(path, root) if explicit_name is None else explicit_name
+    return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, explicit_name is not None)
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
@@ -125,22 +148,30 @@ def read_documents(source_file: SourceFile, text_key: str = "text", field: str =
 
     Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
     """
-    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}
+    readers = {
+        "text": _read_text,
+        "json": _read_json,
+        "json_lines": _read_json_lines,
+        "parquet": _read_parquet,
+        "hf": _read_hf,
+    }
     try:
         yield from readers[source_file.kind](source_file, text_key, field)
-    except OSError as error:
+    except READ_ERRORS as error:
         raise _unreadable_error(field, source_file.path, error) from None
 
 
 def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    raw = Path(source_file.path).read_bytes()
-    if b"\0" in raw[:BINARY_PROBE_BYTES]:
-        if source_file.is_explicit:
-            raise UserError(
-                field, source_file.path, "is not text: it has zero bytes", "name text, .jsonl or .parquet files"
-            )
-        return
-    yield Document(source_file.name, _decode(raw))
+    with open_decompressed(source_file.path, field) as file:
+        beginning = file.read(BINARY_PROBE_BYTES)
+        is_text = b"\0" not in beginning
+        raw = beginning + file.read() if is_text else beginning
+    if is_text:
+        yield Document(source_file.name, _decode(raw))
+    elif source_file.is_explicit:
+        raise UserError(
+            field, source_file.path, "is not text: it has zero bytes", "name text, .jsonl, .json or .parquet files"
+        )
 
 
 def _decode(raw: bytes) -> str:
@@ -150,8 +181,38 @@ def _decode(raw: bytes) -> str:
         return raw.decode("latin-1")
 
 
-def _read_jsonl(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    with open(source_file.path, "rb") as file:
+def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    """Read the records of a .json file: JSON lines, or an array. Other JSON is text if a directory brought the file."""
+    with open_decompressed(source_file.path, field) as file:
+        first_rows = list(islice((_parse_json(line) for line in file if line.strip()), 2))
+    has_text = bool(first_rows) and isinstance(first_rows[0], dict) and text_key in first_rows[0]
+    if all(isinstance(row, dict) for row in first_rows) and (len(first_rows) == 2 or has_text):
+        yield from _read_json_lines(source_file, text_key, field)
+        return
+    with open_decompressed(source_file.path, field) as file:
+        content = _parse_json(file.read())
+    rows = content if isinstance(content, list) else [content]
+    are_records = isinstance(content, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
+    if not are_records and not source_file.is_explicit:
+        yield from _read_text(source_file, text_key, field)
+        return
+    if content is None:
+        fix = "give JSON objects, one per line or in an array; text has another suffix"
+        raise UserError(field, source_file.path, "is not JSON", fix)
+    for number, row in enumerate(rows, 1):
+        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
+
+
+def _parse_json(raw: bytes) -> Any:
+    """Return a JSON value, None if it is not JSON."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    with open_decompressed(source_file.path, field) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -165,7 +226,12 @@ def _read_jsonl(source_file: SourceFile, text_key: str, field: str) -> Iterator[
 
 def _text_field(row: Any, text_key: str, location: str) -> str:
     if not isinstance(row, dict):
-        raise UserError("data.text_key", text_key, f"{location} is not a JSON object", "give one JSON object per line")
+        raise UserError(
+            "data.text_key",
+            text_key,
+            f"{location} is not a JSON object",
+            "give JSON objects, one per line or in an array",
+        )
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
         raise UserError("data.text_key", text_key, f"is not a field of {location}", f"use one of its fields: {known}")
@@ -177,7 +243,7 @@ def _text_field(row: Any, text_key: str, location: str) -> str:
 
 
 def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    parquet = _import_extra("pyarrow.parquet", field, source_file.path)
+    parquet = import_extra("pyarrow.parquet", field, source_file.path)
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # ArrowInvalid is one
@@ -198,7 +264,8 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
 
 
 def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    datasets = _import_extra("datasets", field, source_file.name)
+    source = f"hf:{source_file.path}"
+    datasets = import_extra("datasets", field, source)
     path = os.path.expanduser(source_file.path)
     try:
         if os.path.isdir(path):
@@ -208,18 +275,12 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # whatever a hub, a script or a cache may raise
         raise UserError(
-            field, source_file.name, f"cannot be loaded: {error}", "check the name, and that it has a train split"
+            field, source, f"cannot be loaded: {error}", "check the name, and that it has a train split"
         ) from None
     for number, row in enumerate(rows, 1):
-        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.name}:{number}"))
+        yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))
 
 
-def _import_extra(module: str, field: str, source: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise missing_package(field, source, module.partition(".")[0]) from None
-
-
-def _unreadable_error(field: str, path: str, error: OSError) -> UserError:
-    return UserError(field, path, f"cannot be read: {error.strerror or error}", "check the path and its permissions")
+def _unreadable_error(field: str, path: str, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(field, path, f"cannot be read: {reason}", "check the file and its permissions")

@@ -19,7 +19,14 @@ import numpy as np
 
 from phalanx.data.loader import check_resumable, rank_rows
 from phalanx.data.packing import Batch, pack_rows
-from phalanx.data.sources import Document, SourceFile, is_held_out, list_source_files, read_documents
+from phalanx.data.sources import (
+    RECIPE_VERSION,
+    Document,
+    SourceFile,
+    is_held_out,
+    list_source_files,
+    read_documents,
+)
 from phalanx.data.tokenize import tokenize_documents
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
@@ -202,6 +209,7 @@ class StreamingLoader:
             "seed": self.seed,
             "sequence": self.sequence,
             "sequences_per_step": self.sequences_per_step,
+            "recipe": RECIPE_VERSION,
             "fingerprint": _fingerprint(self._source_files, self.tokenizer, self.data),
         }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.indexed_dataset import IndexedWriter, token_dtype
+from phalanx.data.pair_metadata import write_pair_metadata
 from phalanx.data.sources import Document
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
@@ -73,6 +74,7 @@ def write_indexed_pairs(
 ) -> list[TokenizationCounts]:
     """Write every document to the pair that `choose` says, with the end token if `end`; what went to each.
 
+    Beside each pair a file names the tokenizer.
     A failure leaves nothing under the prefixes. Errors of the file system are raised as they are (OSError).
     """
     dtype = token_dtype(tokenizer.vocab)
@@ -86,6 +88,8 @@ def write_indexed_pairs(
             counts[index] = _add_document(counts[index], document, ids.size + end_tokens.size)
             if progress is not None:
                 progress(_sum_counts(counts))
+    for prefix in prefixes:
+        write_pair_metadata(prefix, tokenizer)
     return counts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,15 @@ class Tokenizer:
     def to_json(self) -> str:
         """What `save` writes and `load_tokenizer` reads."""
         return json.dumps(BYTES_TOKENIZER) + "\n" if self.model is None else str(self.model.to_str(pretty=True))
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of what ids mean: vocabulary, merges and end token, however a file spells them."""
+        if self.model is None:
+            return hashlib.sha256(b"bytes").hexdigest()
+        merges = json.loads(self.model.to_str())["model"].get("merges") or []
+        spelled_merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+        content = [sorted(self.model.get_vocab().items()), spelled_merges, self.end]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json; the byte tokenizer's is {"type": "bytes"}."""

@@ -33,7 +33,7 @@ from phalanx.runs.metrics import METRICS_FILE
 from phalanx.spec.errors import UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
-from phalanx.spec.run import BYTES_VOCAB, RunSpec
+from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_tokenizer_of_weights
 from phalanx.spec.torch_compat import check_torch_supports
 
 MIN_SEQ_LEN = 16
@@ -44,14 +44,8 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
     check_layout(run, world_size)
     check_torch_supports(run.layout)
-    tokenizer_vocab = {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0)
-    if run.model.vocab_size < tokenizer_vocab:
-        raise UserError(
-            "model.vocab_size",
-            run.model.vocab_size,
-            f"is less than the tokenizer's {tokenizer_vocab} tokens",
-            f"set model.vocab_size = {tokenizer_vocab}",
-        )
+    require_tokenizer_of_weights(run)
+    check_vocab_size(run, {"bytes": BYTES_VOCAB, "bpe": run.data.tokenizer_vocab}.get(run.data.tokenizer, 0))
     window = run.model.sliding_window
     if window is not None and run.training.seq_len > window:
         raise UserError(
@@ -70,6 +64,19 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     # Ranks of other nodes notice that one was lost when a collective's time is over.
     peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
     check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
+
+
+def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
+    """Raise UserError if the tokenizer has more tokens than the model."""
+    if run.model.vocab_size >= num_tokens:
+        return
+    resizing = "; the embeddings of its new tokens begin as the mean of the others" if run.model.from_hf else ""
+    raise UserError(
+        "model.vocab_size",
+        run.model.vocab_size,
+        f"is less than the tokenizer's {num_tokens} tokens",
+        f"set model.vocab_size = {num_tokens}{resizing}",
+    )
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:

@@ -25,14 +25,16 @@ class DataSpec(Spec):
     """Text, and how it becomes tokens."""
 
     train: list[str] = ["stdlib"]  # noqa: RUF012
-    """Text to learn from: files, directories or glob patterns of text, .jsonl or .parquet; prefixes of Megatron
-    .bin/.idx pairs; `hf:NAME_OR_DIR` for a Hugging Face dataset; or "stdlib", the Python library's own source."""
+    """Text to learn from: files, directories or glob patterns of text, .json or .jsonl records, or .parquet, also
+    compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset; "stdlib", the Python library's own
+    source; or prefixes of Megatron .bin/.idx pairs."""
     held_out: list[str] = []  # noqa: RUF012
-    """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by file."""
+    """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by the names of their files,
+    and of pairs the end of each."""
     held_out_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of documents held out where `held_out` is empty."""
     text_key: str = "text"
-    """Field of a JSONL line or Parquet row that holds the text."""
+    """Field of a JSON record or Parquet row that holds the text."""
     tokenizer: str = "bpe"
     """"bpe" trains one on the text; "bytes"; or the path of a Hugging Face tokenizer.json."""
     tokenizer_vocab: int = Field(2048, ge=BYTES_VOCAB)
@@ -222,13 +224,6 @@ class RunSpec(Spec):
             f"is not a multiple of training.seq_len ({training.seq_len})",
             f"use {nearest_multiple}",
         )
-        require(
-            self.model.from_hf is None or self.data.tokenizer != "bpe",
-            "data.tokenizer",
-            self.data.tokenizer,
-            "would be trained anew, and the weights of model.from_hf know other tokens",
-            "give the path of the tokenizer.json that belongs to them",
-        )
         if self.model.position_embedding == "learned":
             require(
                 training.seq_len <= self.model.max_seq_len,
@@ -264,3 +259,14 @@ class RunSpec(Spec):
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
         return self
+
+
+def require_tokenizer_of_weights(run: RunSpec) -> None:
+    """Raise UserError if a tokenizer would be trained for pretrained weights. Planning needs no tokenizer."""
+    require(
+        run.model.from_hf is None or run.data.tokenizer != "bpe",
+        "data.tokenizer",
+        run.data.tokenizer,
+        "would train a tokenizer, and the weights of model.from_hf have one already",
+        "give the path of the tokenizer.json that belongs to the weights",
+    )

@@ -12,12 +12,19 @@ import torch
 
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader
-from phalanx.data.prepare import PreparedData, prepare
+from phalanx.data.prepare import PreparedData, describe_unchecked_pairs, prepare
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.launch.preflight import preflight
+from phalanx.launch.preflight import check_vocab_size, preflight
 from phalanx.launch.process import select_device
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
-from phalanx.runs.create import RUN_FILE, latest_manifest, run_directory, write_run_directory
+from phalanx.runs.create import (
+    RUN_FILE,
+    TOKENIZER_FILE,
+    latest_manifest,
+    read_run_directory,
+    run_directory,
+    write_run_directory,
+)
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
@@ -66,6 +73,8 @@ def check_and_prepare(
     """
     preflight(run, world_size, resume)
     prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
+    if (line := describe_unchecked_pairs(run.data)) is not None:
+        print(f"phalanx: {line}", file=sys.stderr)
     run = with_absolute_paths(run)
     saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     sequences = plan_batch(run, world_size).global_batch_size
@@ -91,14 +100,7 @@ def _warn_unexportable(run: RunSpec) -> None:
 def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest: dict[str, Any] | None) -> None:
     """Raise UserError if the text is too little, the tokenizer has more tokens than the model, or a checkpoint to
     continue from was made with other text."""
-    tokenizer = load_tokenizer(prepared.tokenizer)
-    if tokenizer.vocab > run.model.vocab_size:
-        raise UserError(
-            "model.vocab_size",
-            run.model.vocab_size,
-            f"is less than the tokenizer's {tokenizer.vocab} tokens",
-            f"set model.vocab_size = {tokenizer.vocab}",
-        )
+    check_vocab_size(run, load_tokenizer(prepared.tokenizer).vocab)
     held_out = IndexedDataset(prepared.held_out)
     if held_out.size < 2:
         raise UserError(
@@ -110,4 +112,22 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
     if prepared.train:
         loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
         if manifest is not None:
-            loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
+            try:
+                loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
+            except UserError as error:
+                if error.field == "data":
+                    error.fix += _offer_recorded_tokens(run_directory(run), prepared)
+                raise
+
+
+def _offer_recorded_tokens(directory: Path, prepared: PreparedData) -> str:
+    """Return how to continue a run with the tokens that it began with, if they are still there."""
+    with suppress(UserError, OSError):
+        recorded = read_run_directory(directory)[1]
+        if recorded.train and recorded != prepared:
+            size = IndexedDataset(recorded.train).size + IndexedDataset(recorded.held_out).size
+            return (
+                f"; or keep its {size:,} tokens: --set data.train='[\"{recorded.train}\"]' "
+                f"--set data.held_out='[\"{recorded.held_out}\"]' --set data.tokenizer={directory / TOKENIZER_FILE}"
+            )
+    return ""

@@ -14,6 +14,7 @@ from phalanx.data.loader import StepLoader, TokenLoader
 from phalanx.data.prepare import PreparedData
 from phalanx.data.streaming_loader import StreamingLoader
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
+from phalanx.model.extend_vocabulary import extend_vocabulary
 from phalanx.model.upcycle import upcycle_weights
 from phalanx.spec.files.load import load_model
 from phalanx.spec.run import RunSpec
@@ -48,15 +49,15 @@ def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True)
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     """Weights to start from, if the run names a Hugging Face directory.
 
-    Raises UserError if these are not there, or a dense model's that the run's experts cannot begin as.
+    Raises UserError if these are not there, have more tokens than the run's model, or are a dense model's that the
+    run's experts cannot begin as.
     """
     if run.model.from_hf is None:
         return None
     from phalanx.model.huggingface.checkpoint import open_hf_weights
 
     directory = Path(run.model.from_hf).expanduser()
-    if run.model.moe is None:
-        return open_hf_weights(directory, run.model)
     source = load_model(str(directory))
-    weights = open_hf_weights(directory, run.model if source.moe else source)
-    return upcycle_weights(run.model, source, weights, run.training.seed)
+    weights = open_hf_weights(directory, source if run.model.moe and not source.moe else run.model)
+    weights = extend_vocabulary(weights, source.vocab_size, run.model.vocab_size)
+    return upcycle_weights(run.model, source, weights, run.training.seed) if run.model.moe else weights

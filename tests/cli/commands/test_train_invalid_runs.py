@@ -501,7 +501,8 @@ def test_train_rejects_dataset_shorter_than_one_sequence(workspace: Path, monkey
 def test_train_rejects_empty_held_out_dataset(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
     (workspace / "TEXT" / "end.txt").write_text("")
     said = error_output(["train", "run.toml", "--set", 'data.held_out=["TEXT/end.txt"]'], monkeypatch, capsys)
-    assert said == "phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: name files with text in them\n"
+    fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
+    assert said == f"phalanx: data.held_out = ['TEXT/end.txt']: has no text\n  fix: {fix}\n"
     assert not (workspace / "OUT" / "bad").exists()
 
 

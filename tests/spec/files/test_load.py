@@ -6,7 +6,7 @@ from phalanx.spec.base import parse_table
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_model, load_run, preset_names, resolve_model, run_from_table
-from phalanx.spec.files.write import to_toml
+from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.layout import check_inapplicable_options
 from phalanx.spec.model import ModelSpec
 
@@ -100,6 +100,30 @@ def test_load_run_applies_defaults_file_environment_overrides_in_order(tmp_path)
 def test_load_run_resets_field_to_default_for_empty_override(tmp_path):
     path = write_run_file(tmp_path, '[layout]\ndata_parallel = "hsdp"\ndp_shard = 2')
     assert load_run(path, ["layout.dp_shard="], {}).layout.dp_shard is None
+
+
+def test_load_run_reads_hugging_face_config_without_tokenizer(tmp_path):
+    fields = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    config = {"model_type": "llama", "max_position_embeddings": 64, **dict.fromkeys(fields, 8), "head_dim": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run_file = write_run_file(tmp_path, f'[model]\nfrom_hf = "{tmp_path}"')
+    for path in (tmp_path / "config.json", run_file):
+        run = load_run(path, ["training.steps=9"])
+        assert (run.model.vocab_size, run.training.steps, run.data.tokenizer) == (8, 9, "bpe")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert load_run(tmp_path / "config.json").data.tokenizer == str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("source", ["texts", "link/../texts", "hf:dataset"])
+def test_absolute_paths_of_run_mean_the_same_from_everywhere(tmp_path, monkeypatch, source):
+    (tmp_path / "elsewhere" / "texts").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "texts")
+    (tmp_path / "dataset").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = with_absolute_paths(run_from_table({"data": {"train": [source, "stdlib", "hf:org/set"]}}))
+    kind, separator, path = source.rpartition(":")
+    assert run.data.train == [f"{kind}{separator}{tmp_path}/{path}", "stdlib", "hf:org/set"]
+    assert with_absolute_paths(run_from_table({"output_dir": "texts/../runs"})).output_dir == f"{tmp_path}/runs"
 
 
 def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_path):

@@ -25,7 +25,9 @@ app = typer.Typer(help="Turn text into tokens, and look at tokens.", no_args_is_
 Sources = Annotated[
     list[str],
     typer.Argument(
-        help='Files, directories or globs of text, .jsonl or .parquet; hf:NAME_OR_DIR; or "stdlib".', metavar="SOURCE"
+        help="Files, directories or globs of text, .json, .jsonl or .parquet, also compressed; hf:NAME_OR_DIR; or "
+        '"stdlib".',
+        metavar="SOURCE",
     ),
 ]
 TextKey = Annotated[str, typer.Option(help="Field of a JSONL line or Parquet row that holds the text.")]
@@ -54,10 +56,11 @@ def prepare(
 
         phalanx data prepare stdlib --out tokens/stdlib --tokenizer bytes --json
     """
+    from phalanx.data.pair_metadata import METADATA_SUFFIX
     from phalanx.data.sources import documents
     from phalanx.data.tokenize import disk_error, limit_threads, write_indexed_pairs
 
-    _refuse_existing([Path(f"{out}.bin"), Path(f"{out}.idx")], force)
+    _refuse_existing([Path(f"{out}{suffix}") for suffix in (".bin", ".idx", METADATA_SUFFIX)], force)
     model = _load_tokenizer(tokenizer)
     limit_threads(workers)
     start = time.monotonic()
@@ -120,11 +123,12 @@ def inspect(
     import numpy as np
 
     from phalanx.data.indexed_dataset import IndexedDataset, prefix_of
-    from phalanx.data.prepare import check_vocabulary
+    from phalanx.data.prepare import check_tokens
 
     dataset = IndexedDataset(prefix_of(prefix) or prefix, "PREFIX")
     lengths = np.diff(dataset.offsets)
-    first = dataset.tokens[dataset.offsets[0] :][:tokens]
+    start = int(dataset.offsets[0])
+    first = dataset.tokens[start : start + min(tokens, dataset.size)]
     facts: dict[str, Any] = {
         "prefix": dataset.prefix,
         "documents": len(dataset),
@@ -138,7 +142,7 @@ def inspect(
     }
     if tokenizer is not None:
         model = _load_tokenizer(tokenizer)
-        check_vocabulary(dataset, model, "PREFIX")
+        check_tokens(dataset, model, "PREFIX")
         facts["first_text"] = model.decode(first)
     _print_facts(facts, json_)
 
@@ -157,10 +161,12 @@ def _load_tokenizer(name: str) -> Tokenizer:
 
 def _total_bytes(sources: list[str]) -> int | None:
     """Bytes of text to read, where the files tell."""
+    from phalanx.data.compression import COMPRESSED_SUFFIXES
     from phalanx.data.sources import list_source_files
 
     files = list_source_files(sources, "SOURCE")
-    return sum(file.size for file in files) if all(file.kind == "text" for file in files) else None
+    has_plain_text = all(file.kind == "text" and not file.path.endswith(COMPRESSED_SUFFIXES) for file in files)
+    return sum(file.size for file in files) if has_plain_text else None
 
 
 @contextmanager

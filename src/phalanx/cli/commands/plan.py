@@ -32,7 +32,9 @@ MIN_SEARCHED = 10
 
 def plan(
     context: typer.Context,
-    run: Annotated[Path | None, typer.Argument(help="A run file.", metavar="[RUN.toml]")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run file, or a Hugging Face config.json.", metavar="[RUN.toml]")
+    ] = None,
     machine: Machine = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes; by default cluster.nodes.", min=1)] = None,
     nproc: Annotated[

@@ -88,9 +88,11 @@ def serve(
         phalanx swarm serve swarm.toml --certs certs/lead --set swarm.every=50 --set swarm.codec=int4
     """
     from phalanx.spec.files.load import load_run
+    from phalanx.spec.run import require_tokenizer_of_weights
 
     described = load_run(run, set_ or [])
     _require_swarm(described)
+    require_tokenizer_of_weights(described)
     _check_address(listen, "--listen")
     _check_installed()
     from phalanx.swarm.rpc.certificates import certificate_member

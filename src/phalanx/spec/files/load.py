@@ -40,12 +40,14 @@ def load_run(
     environment: Mapping[str, str] = os.environ,
     machine: str | None = None,
 ) -> RunSpec:
-    """Read a run file; `overrides` are the --set arguments, such as "training.steps=200". A value that is left out
-    ("layout.dp_shard=") is the default. Another `machine` takes the place of the one that the file names.
+    """Read a run file, or a Hugging Face config.json as a run of that model; `overrides` are the --set arguments, such
+    as "training.steps=200". A value that is left out ("layout.dp_shard=") is the default. Another `machine` takes the
+    place of the one that the file names.
 
     Raises UserError that names the field, its value and the fix.
     """
-    table = read_toml(path)
+    is_hf_config = Path(path).suffix == ".json"
+    table = {"model": {"from_hf": str(path)}} if is_hf_config else read_toml(path)
     if machine is not None and isinstance(cluster := table.get("cluster", {}), dict):
         kept_fields = [field for field in cluster if "preset" not in cluster or field in JOB_ENVIRONMENT_VARIABLES]
         table["cluster"] = {**{field: cluster[field] for field in kept_fields}, "preset": machine}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import tomli_w
 
@@ -14,8 +15,16 @@ def with_absolute_paths(run: RunSpec) -> RunSpec:
     """The run with paths that mean the same from any working directory."""
 
     def absolute_path(source: str) -> str:
-        is_not_a_path = source == "stdlib" or source.startswith("hf:")
-        return source if is_not_a_path else os.path.abspath(os.path.expanduser(source))
+        if source == "stdlib":
+            return source
+        if source.startswith("hf:"):
+            folder = absolute_path(source[3:])
+            return f"hf:{folder}" if os.path.isdir(folder) else source
+        path = os.path.expanduser(source)
+        normalized = os.path.abspath(path)
+        # In "link/..", dropping ".." and the link before it gives another folder.
+        is_same = os.path.realpath(normalized) == os.path.realpath(path)
+        return normalized if is_same else str(Path(path).absolute())
 
     data = run.data
     tokenizer = data.tokenizer if data.tokenizer in ("bpe", "bytes") else absolute_path(data.tokenizer)

@@ -1,0 +1,42 @@
+"""Compressed text: recognized by its first bytes, whatever the name of the file."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from phalanx.spec.extras import missing_package
+
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""Errors of the file system, and of files that are truncated or damaged."""
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+
+
+def open_decompressed(path: str, field: str) -> BinaryIO:
+    """Open a file for reading; the bytes of a compressed one come decompressed.
+
+    Raises UserError (under `field`) if that needs a package that is not installed.
+    """
+    with open(path, "rb") as file:
+        magic = file.read(6)
+    if magic.startswith(ZSTD_MAGIC):
+        pyarrow = import_extra("pyarrow", field, path)
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd"))
+    opener = next((opener for prefix, opener in OPENERS.items() if magic.startswith(prefix)), open)
+    return opener(path, "rb")
+
+
+def import_extra(module: str, field: str, source: str) -> Any:
+    """Import a module of the optional packages for data. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise missing_package(field, source, module.partition(".")[0]) from None

@@ -1,0 +1,69 @@
+"""Tokens of several .bin files as one array, which PREFIX.parts.json lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+PARTS_SUFFIX = ".parts.json"
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A range of the tokens in a .bin file."""
+
+    path: str
+    dtype: str
+    first: int
+    """Position of the first token in the file."""
+    size: int
+    """Number of tokens."""
+
+
+def read_token_files(prefix: str) -> list[TokenFile]:
+    """Return what `write_token_files` wrote."""
+    return [TokenFile(**entry) for entry in json.loads(Path(f"{prefix}{PARTS_SUFFIX}").read_text())]
+
+
+def write_token_files(prefix: str | Path, files: Sequence[TokenFile]) -> None:
+    """Write the files whose tokens, one after the other, are those of a joined pair."""
+    Path(f"{prefix}{PARTS_SUFFIX}").write_text(json.dumps([asdict(file) for file in files], indent=1))
+
+
+class JoinedTokens:
+    """An array [tokens] over several files, for reading by slices and by arrays of positions.
+
+    Args:
+        files: where the tokens are.
+        maps: the tokens of each file, memory-mapped.
+        dtype: type of what is read; those of the files fit into it.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], maps: Sequence[np.ndarray], dtype: np.dtype) -> None:
+        self.files, self.maps, self.dtype = files, maps, dtype
+        self.starts = np.cumsum([0, *(file.size for file in files)])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
+        positions = np.arange(*index.indices(len(self))) if isinstance(index, slice) else index
+        file_index = np.searchsorted(self.starts, positions, side="right") - 1
+        tokens = np.empty(positions.shape, self.dtype)
+        for number in np.unique(file_index):
+            is_here = file_index == number
+            tokens[is_here] = self.maps[number][positions[is_here] - self.starts[number]]
+        return tokens
+
+    def files_between(self, first: int, last: int) -> list[TokenFile]:
+        """Return the files and ranges of the tokens from position `first` up to `last`."""
+        files = []
+        for file, start in zip(self.files, self.starts, strict=False):
+            lower, upper = max(first, int(start)), min(last, int(start) + file.size)
+            if lower < upper:
+                files.append(replace(file, first=file.first + lower - int(start), size=upper - lower))
+        return files

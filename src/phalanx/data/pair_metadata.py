@@ -1,0 +1,49 @@
+"""PREFIX.meta.json beside a .bin/.idx pair: which tokenizer made its tokens."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.data.indexed_dataset import IndexedDataset
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.spec.errors import UserError
+
+METADATA_SUFFIX = ".meta.json"
+TOKENIZER_KEY, VOCAB_KEY, TOKENS_KEY = "tokenizer_sha256", "tokenizer_vocab", "tokens_fingerprint"
+
+
+def write_pair_metadata(prefix: str | Path, tokenizer: Tokenizer) -> None:
+    """Write which tokenizer made the tokens of a pair."""
+    metadata = {
+        TOKENIZER_KEY: tokenizer.fingerprint(),
+        VOCAB_KEY: tokenizer.vocab,
+        TOKENS_KEY: IndexedDataset(prefix).fingerprint(),
+    }
+    Path(f"{prefix}{METADATA_SUFFIX}").write_text(json.dumps(metadata, indent=1) + "\n")
+
+
+def read_pair_metadata(dataset: IndexedDataset) -> dict[str, str] | None:
+    """Return which tokenizer made the tokens of a pair; None where no file says so, or one of other tokens."""
+    with suppress(OSError, ValueError, TypeError):
+        metadata = dict(json.loads(Path(f"{dataset.prefix}{METADATA_SUFFIX}").read_text()))
+        if TOKENIZER_KEY in metadata and metadata.get(TOKENS_KEY) == dataset.fingerprint():
+            return metadata
+    return None
+
+
+def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) -> None:
+    """Raise UserError if the tokens of a pair are known to be of another tokenizer."""
+    metadata = read_pair_metadata(dataset)
+    if metadata is None or metadata[TOKENIZER_KEY] == tokenizer.fingerprint():
+        return
+    expected, actual = metadata[TOKENIZER_KEY][:12], tokenizer.fingerprint()[:12]
+    raise UserError(
+        field,
+        dataset.prefix,
+        f"was made with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the one that is given "
+        f"({actual}, {tokenizer.vocab} ids)",
+        "give the tokenizer.json that these tokens were made with, or prepare the text again; if these ids mean the "
+        f"same in both, remove {dataset.prefix}{METADATA_SUFFIX}",
+    )

@@ -1,0 +1,38 @@
+"""A model with more tokens than the weights that it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.spec.base import require
+
+Weights = Callable[[str, torch.Size], Tensor]
+
+
+def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weights:
+    """Return initial weights by name for `vocab` tokens from those for `source_vocab`.
+
+    Rows of new tokens are the mean of the others, which leaves the probabilities of these nearly as they are
+    (nlp.stanford.edu/~johnhew/vocab-expansion.html). Raises UserError if tokens would be lost.
+    """
+    require(
+        vocab >= source_vocab,
+        "model.vocab_size",
+        vocab,
+        f"is less than the {source_vocab} tokens of model.from_hf",
+        f"set it to {source_vocab} or more, or remove it",
+    )
+    if vocab == source_vocab:
+        return weights
+
+    def extended_weight(name: str, shape: torch.Size) -> Tensor:
+        if name not in ("embedding.weight", "head.weight"):
+            return weights(name, shape)
+        known_VD = weights(name, torch.Size([source_vocab, *shape[1:]]))
+        mean_D = known_VD.mean(dim=0, dtype=torch.float32).to(known_VD.dtype)
+        return torch.cat([known_VD, mean_D.expand(vocab - source_vocab, -1)])
+
+    return extended_weight
