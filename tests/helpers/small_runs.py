@@ -16,6 +16,7 @@ import torch
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.data.prepare import prepare
+from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
@@ -127,7 +128,9 @@ def training_trajectory(run: RunSpec) -> list[tuple[float, float]]:
 
 def save_two_checkpoints(text: Path, out: Path) -> Path:
     """The directory of checkpoints of a run on one rank, saved after steps 2 and 4."""
-    under_way = make_trainer(small_run(text, out, {"model": MOE}))
+    run = small_run(text, out, {"model": MOE})
+    claim_run_directory(run_directory(run))
+    under_way = make_trainer(run)
     for last in (2, 4):
         train_until(under_way, last)
         under_way.save()

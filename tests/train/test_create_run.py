@@ -1,4 +1,4 @@
-"""What is checked and printed when a run is created, and that it continues with its text, wherever this lies by then."""
+"""What is checked and printed when a run is created, and that it goes on with its text, wherever this lies by then."""
 
 from __future__ import annotations
 
