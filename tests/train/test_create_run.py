@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from phalanx.model.huggingface.export import export_hf
-from phalanx.runs.create import RUN_FILE
+from phalanx.runs.create import RUN_FILE, claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
+from phalanx.spec.files.write import to_toml
 from phalanx.spec.model import ModelSpec
-from phalanx.train.create_run import check_and_prepare, create_run
+from phalanx.train.create_run import check_and_prepare, create_run, decide_choices
+from phalanx.train.time_budget import with_decided_steps
 from tests.helpers.small_runs import DENSE, MOE, make_trainer, save_two_checkpoints, small_run, train_until
 
 
@@ -129,3 +131,12 @@ def test_exportable_and_resumed_runs_print_nothing_about_export(text: Path, tmp_
     capsys.readouterr()
     check_and_prepare(run, 1, resume=True)
     assert "exported" not in capsys.readouterr().err
+
+
+def test_resumed_run_keeps_the_steps_that_its_seconds_gave(tmp_path, capsys):
+    run = run_from_table({"training": {"seconds": 9}, "output_dir": str(tmp_path)})
+    claim_run_directory(run_directory(run))
+    (run_directory(run) / RUN_FILE).write_text(to_toml(with_decided_steps(run, 60)))
+    assert decide_choices(run, resume=True).training.steps == 60
+    assert "this one has 60 steps since it began" in capsys.readouterr().err
+    assert not decide_choices(run, resume=False).training.has_decided_steps

@@ -53,7 +53,9 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
         with suppress(UserError):
             decided = load_run(file, environment={})
     if decided is not None and run.training.seconds is not None and decided.training.has_decided_steps:
-        run = with_decided_steps(run, decided.training.steps)
+        steps = decided.training.steps
+        print(f"phalanx: training.seconds is for new runs; this one has {steps} steps since it began", file=sys.stderr)
+        run = with_decided_steps(run, steps)
     if not run.training.auto_precision:
         return run
     if decided is not None:

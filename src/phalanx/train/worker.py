@@ -268,6 +268,8 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
                     f"memory is not metered: step {profiler.first_steady_step} is the first that is like all after it"
                 )
             evaluation = trainer.train(logs, progress, profiler, rank_log)
+            if steps_to_profile and trainer.step < steps_to_profile[0]:
+                progress.log(f"no step was looked at closely: the last was {trainer.step}")
         failed = False
         if trainer.is_main:
             append_event(directory, FINISHED, step=trainer.step)

@@ -130,7 +130,7 @@ def train(
         sys.exit(EXIT_STOPPED)
 
     signal.signal(signal.SIGTERM, handle_signal)
-    if (seconds := described.training.seconds) is not None:
+    if (seconds := described.training.seconds) is not None and not resume:
         print(f"phalanx: trains for {seconds:g} s once the text is prepared, and then evaluates", file=sys.stderr)
     options = [
         *(["--profile-memory"] if profile_memory else []),
