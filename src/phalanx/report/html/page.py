@@ -16,7 +16,7 @@ from phalanx.spec.formatting import format_bytes, format_ratio, format_seconds
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
 PLOTLY = "plotly-cartesian.min.js"
-"""plotly.js 4.1.1 with the traces of `figures` and `timeline_figures` alone: npm's plotly.js-cartesian-dist-min, MIT."""
+"""plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
 PROFILE_HINT = "train with --profile-steps FIRST:LAST"
 FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
     "ranks": ("Where each rank's step went", figures.ranks, "Too few steps were noted to say where their time goes."),
