@@ -30,7 +30,7 @@ from phalanx.plan.export.common import RELEASES, Trainer
 from phalanx.plan.export.export import export
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
-from tests.plan.export.test_export import EXPORT_CASES, WORLD_SIZE, make_run
+from tests.plan.export.test_export import EXPORT_CASES, QWEN, SMALL, WORLD_SIZE, make_run
 
 MEGATRON_DIR = Path(sys.prefix) / "megatron"
 LLAMA_405B = make_run({"preset": "llama3-405b"}, data_parallel="zero3")
@@ -84,6 +84,45 @@ def test_torchtitan_model_of_llama3_405b_is_its_own(tmp_path: Path, monkeypatch:
     for part in ("w1", "w2", "w3"):
         sizes, own_sizes = (getattr(each.layers[0].feed_forward, part) for each in (exported, own))
         assert (sizes.in_features, sizes.out_features) == (own_sizes.in_features, own_sizes.out_features)
+
+
+LOGITS_CASES = {
+    "llama3": {**SMALL, "rope": {"scaling": "llama3", "factor": 8.0, "original_context": 64}},
+    "wide-heads": {**SMALL, "head_dim": 64, "norm_eps": 1e-3},
+    "tied": {**SMALL, "tie_embeddings": True},
+    "qwen3": QWEN,
+    "experts": {**QWEN, "num_layers": 1, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128}},
+}
+
+
+@pytest.mark.parametrize("name", LOGITS_CASES)
+def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from torchtitan.config import ConfigManager
+
+    from phalanx.model.huggingface.export import export_hf
+    from phalanx.model.transformer import Transformer
+
+    run = make_run(LOGITS_CASES[name], data_parallel="zero3")
+    torch.manual_seed(0)
+    model = Transformer(run.model)
+    for parameter in model.parameters():
+        is_norm = parameter.ndim == 1
+        torch.nn.init.normal_(parameter, is_norm, 0.3 if is_norm else 2 / parameter.shape[-1] ** 0.5)
+    export_hf(run.model, dict(model.named_parameters()), tmp_path / "hf")
+    spec = load_torchtitan(run, tmp_path, monkeypatch, ConfigManager()).model_spec
+    other = spec.model.build()
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    other.load_state_dict(spec.state_dict_adapter(spec.model, str(tmp_path / "hf")).from_hf(weights))
+    tokens = torch.randint(run.model.vocab_size, (2, 256))
+    positions = torch.arange(256).expand(2, 256)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        masks = other.get_attention_masks(positions)
+        logits, *_ = model(tokens)
+        difference = logits - other(tokens, positions=positions, attention_masks=masks)
+    # Logits have a standard deviation near 2; torchtitan's experts compute in bf16.
+    assert difference.abs().max() < (0.1 if run.model.moe else 2e-3)
 
 
 def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) -> Any:
