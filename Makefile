@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test test-all install lint
+.PHONY: demo test test-all test-exports install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -19,6 +19,10 @@ test: .venv/dev
 test-all: .venv/dev
 	$(BIN)/python -m pytest --all -n 2 --dist loadfile -m 'not alone'
 	$(BIN)/python -m pytest --all -m alone
+
+# Exports to other trainers, read by those trainers' own parsers, from PyPI.
+test-exports: .venv-exports/installed
+	PYTHONPATH=src .venv-exports/bin/python -m pytest -p no:xdist -W ignore tests/plan/export/released_parsers.py
 
 lint: .venv/dev
 	$(BIN)/ruff check
@@ -35,4 +39,17 @@ install: .venv/installed
 
 .venv/dev: .venv/installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+# PyTorch and the tests' packages are those of .venv. Megatron-LM's package is for Python 3.12 and later, and its parser runs
+# on 3.11 too.
+.venv-exports/installed: .venv/dev tests/plan/export/requirements.txt
+	rm -rf .venv-exports
+	$(BIN)/python -m venv .venv-exports
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$(.venv-exports/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/phalanx.pth
+	.venv-exports/bin/pip install --quiet --no-deps wheel
+	DS_BUILD_OPS=0 .venv-exports/bin/pip install --quiet --no-deps --no-build-isolation -r tests/plan/export/requirements.txt
+	.venv-exports/bin/pip install --quiet --no-deps --ignore-requires-python --target .venv-exports/megatron \
+	  --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
 	touch $@

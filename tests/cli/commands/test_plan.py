@@ -209,11 +209,13 @@ def test_plan_diff_and_explain_reject_invalid_layouts_before_search(run, monkeyp
 def test_plan_exports_best_layout_to_other_trainers_and_run_file(run, tmp_path):
     assert "--num-layers" in plan_output(run, *H100, "--export", "megatron", "--set", "layout.data_parallel=zero1")
     for trainer in ("nanotron", "torchtitan", "deepspeed"):
-        assert plan_output(run, *H100, "--export", trainer, "--set", "model.num_layers=8")
+        short = ("--set", "model.num_layers=8", "--set", "model.rope.theta=10000")
+        assert plan_output(run, *H100, "--export", trainer, *short)
     experts = ("--machine", "h100", "--nodes", 8, "--set", "model.preset=mixtral-8x7b")
     assert json.loads(plan_output(run, *experts, "--export", "deepspeed"))["zero_optimization"]["stage"] == 1
+    one_gpu = ("--machine", "a100", "--nproc", 1, "--set", "model.rope.theta=10000")
     with pytest.raises(UserError, match=r"takes no layout of this run that fits; of the fastest, layout\.\w+ cannot"):
-        plan_output(run, "--machine", "a100", "--nproc", 1, "--export", "nanotron")
+        plan_output(run, *one_gpu, "--export", "nanotron")
     out = tmp_path / "planned.toml"
     best = plan_json(run, *H100, "--out", out)["layouts"][0]
     planned = load_run(out)

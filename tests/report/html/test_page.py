@@ -32,7 +32,11 @@ def test_report_page_embeds_facts_and_plotly_once(two_run_report):
     text = page(two_run_report)
     assert parse_embedded_json(text, "facts") == json.loads(json.dumps(two_run_report))
     assert len(re.findall(r"<script\b[^>]*\bsrc=", text)) == 0
-    assert text.count("plotly.js v") == 1
+    assert text.count("plotly.js (cartesian - minified) v") == 1
+
+
+def test_report_page_is_small_enough_to_send(two_run_report):
+    assert len(page(two_run_report)) < 2_000_000
 
 
 def test_report_page_figures_are_valid_plotly(two_run_report):

@@ -20,6 +20,13 @@ TRAINER_NAMES: dict[Trainer, str] = {
     "deepspeed": "DeepSpeed",
     "nanotron": "nanotron",
 }
+RELEASES: dict[Trainer, str] = {
+    "megatron": "megatron-core 0.19.2",
+    "torchtitan": "torchtitan 0.3.0",
+    "deepspeed": "deepspeed 0.19.8",
+    "nanotron": "nanotron 0.4",
+}
+"""The package and version on PyPI whose names an export has, and whose parser `make test-exports` gives it to."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class ExportedConfig:
     """Settings for another trainer."""
 
     text: str
-    """The file, its notes as comments where the format has any."""
+    """The file, without its notes until `export` writes them as comments."""
     notes: list[str]
     """What is approximated, left out, or set elsewhere."""
 
@@ -127,7 +134,7 @@ def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]
     """Notes on what no trainer is told, on what nobody chose, and on choices left to its own ways, but for those that
     it is told."""
     notes = [f"Data and tokenizer are not in here: give {TRAINER_NAMES[trainer]} yours.", *_describe_defaults(job.run)]
-    if job.run.data.mask_documents:
+    if job.run.data.mask_documents and "data.mask_documents" not in expressed:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
     for field in TRAINER_SPECIFIC:
         value, default = _value_and_default(job.run, field)
@@ -159,9 +166,14 @@ def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
         raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.num_kv_heads ({heads})")
 
 
-def with_comment_header(notes: Sequence[str], text: str) -> str:
-    """A file that begins with its notes."""
-    return "".join(f"# {note}\n" for note in notes) + text
+def with_comment_header(exported: ExportedConfig, trainer: Trainer) -> ExportedConfig:
+    """Return an export that begins with its version, followed by its notes as comments where the format has any."""
+    version = f"For {RELEASES[trainer]}."
+    notes = [version, *exported.notes]
+    if trainer == "deepspeed":
+        # JSON has no comments; DeepSpeed reads over keys that it does not know.
+        return ExportedConfig(exported.text.replace("{", f'{{"_comment": "{version}",', 1), notes)
+    return ExportedConfig("".join(f"# {note}\n" for note in notes) + exported.text, notes)
 
 
 def _value_and_default(run: RunSpec, path: str) -> tuple[object, object]:

@@ -1,5 +1,5 @@
-"""DeepSpeed: the JSON of deepspeed.initialize. Its keys are those of deepspeed/runtime/config.py and what that reads
-(deepspeedai/DeepSpeed, commit 029f12b). JSON has no comments: the notes say what the program must do itself."""
+"""DeepSpeed: the JSON of deepspeed.initialize. Its keys are those of deepspeed/runtime/config.py of the release in
+`common.RELEASES`, and what that reads. JSON has no comments: the notes say what the program must do itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from phalanx.plan.export.common import (
 Table = dict[str, object]
 
 GAPS = (
+    UnsupportedOption("layout.data_parallel", ("hsdp",), 'use "zero3": its MiCS was removed'),
     UnsupportedOption("layout.schedule", (), 'use "1f1b"'),
     UnsupportedOption("layout.schedule_file", (), "remove it"),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("optimizer.lr_schedule", ("wsd",), 'use "cosine"'),
 )
-ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def deepspeed(job: ExportJob) -> ExportedConfig:
@@ -76,11 +77,6 @@ def _check(job: ExportJob) -> None:
         raise unsupported_error(
             "deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', reason
         )
-    if layout.data_parallel == "hsdp" and layout.offload != "none":
-        reason = "with MiCS, which is its hsdp, it is not documented"
-        raise unsupported_error(
-            "deepspeed", "layout.offload", layout.offload, 'use layout.data_parallel = "zero3"', reason
-        )
 
 
 def _zero(job: ExportJob) -> Table:
@@ -90,7 +86,6 @@ def _zero(job: ExportJob) -> Table:
         offload |= {"nvme_path": layout.offload_directory}
     return {
         "stage": ZERO_STAGES[layout.data_parallel],
-        **({"mics_shard_size": job.sizes.dp_shard} if layout.data_parallel == "hsdp" else {}),
         **({"offload_optimizer": offload} if layout.offload != "none" else {}),
         **(
             {"offload_param": {"device": "cpu"}} if layout.offload != "none" and layout.data_parallel == "zero3" else {}
@@ -142,8 +137,6 @@ def _notes(job: ExportJob) -> list[str]:
             f"Experts are made by the program: deepspeed.moe.layer.MoE with num_experts={spec.moe.num_experts}, "
             f"k={spec.moe.top_k}, ep_size={sizes.ep}."
         )
-    if layout.data_parallel == "hsdp":
-        notes.append("hsdp is MiCS: make the model within deepspeed.zero.MiCS_Init.")
     if layout.offload == "nvme" and layout.data_parallel == "zero3":
         notes.append("Parameters rest in CPU memory, and optimizer state in files, as here.")
     if layout.activation_checkpointing != "none":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer
+from phalanx.plan.export.common import TRAINER_NAMES, ExportedConfig, ExportJob, Trainer, with_comment_header
 from phalanx.plan.export.deepspeed import deepspeed
 from phalanx.plan.export.megatron import megatron
 from phalanx.plan.export.nanotron import nanotron
@@ -39,7 +39,7 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     check_layout(run, world_size)
     job = _make_job(run, world_size, trainer)
     try:
-        return WRITERS[trainer](job)
+        return with_comment_header(WRITERS[trainer](job), trainer)
     except UserError as error:
         able = ", ".join(TRAINER_NAMES[other] for other in WRITERS if _can_express(job, other)) or "none of the four"
         raise UserError(

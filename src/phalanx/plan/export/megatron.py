@@ -1,5 +1,5 @@
-"""Megatron-LM: a shell script that starts its pretrain_gpt.py. The flags are those of megatron/training/arguments.py
-(NVIDIA/Megatron-LM, commit 000c4ac)."""
+"""Megatron-LM: a shell script that starts its pretrain_gpt.py. The flags are those of megatron/training/arguments.py of
+the release in `common.RELEASES`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from phalanx.plan.export.common import (
     check_kv_heads,
     common_notes,
     unsupported_error,
-    with_comment_header,
 )
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import MoESpec
@@ -48,13 +47,19 @@ def megatron(job: ExportJob) -> ExportedConfig:
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
     notes = common_notes(job, "megatron", *["layout.rank_order"] * bool(flags["use-tp-pp-dp-mapping"]))
+    if layout.cp_method == "ulysses" and flags["cp-comm-type"] == "p2p":
+        heads = f"model.num_kv_heads / layout.tp = {run.model.num_kv_heads // layout.tp}"
+        notes.append(
+            "Context-parallel ranks pass keys and values round a ring (p2p), which takes another time than planned: "
+            f"for an all-to-all, {heads} is not a multiple of layout.cp = {layout.cp}."
+        )
     if run.model.vocab_size % layout.tp:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
         notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
-    return ExportedConfig(with_comment_header(notes, _script(job, flags)), notes)
+    return ExportedConfig(_script(job, flags), notes)
 
 
 def _script(job: ExportJob, flags: Flags) -> str:
@@ -199,10 +204,16 @@ def _parallel(job: ExportJob) -> Flags:
         "num-virtual-stages-per-pipeline-rank": layout.virtual_stages if even and layout.virtual_stages > 1 else None,
         "pipeline-model-parallel-layout": None if even else f"E{pipeline_layout}L",
         "context-parallel-size": sizes.cp,
-        "cp-comm-type": {"ring": "p2p", "ulysses": "a2a"}[layout.cp_method] if sizes.cp > 1 else None,
+        "cp-comm-type": _cp_comm_type(job) if sizes.cp > 1 else None,
         "use-tp-pp-dp-mapping": sizes.pp > 1 and sizes.dp_size > 1 and experts_inside,
         **recompute[layout.activation_checkpointing],
     }
+
+
+def _cp_comm_type(job: ExportJob) -> str:
+    """Its all-to-all gives every context-parallel rank key/value heads of its own, and copies none."""
+    heads = job.run.model.num_kv_heads // job.sizes.tp
+    return "a2a" if job.run.layout.cp_method == "ulysses" and heads % job.sizes.cp == 0 else "p2p"
 
 
 def _data_parallel(job: ExportJob) -> Flags:

@@ -1,5 +1,4 @@
-"""nanotron: a YAML file. Its keys are the dataclasses of src/nanotron/config (huggingface/nanotron, config.py of
-commit 00708b8, parallelism_config.py of 19f88fb)."""
+"""nanotron: a YAML file. Its keys are the dataclasses of nanotron/config of the release in `common.RELEASES`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from phalanx.plan.export.common import (
     check_kv_heads,
     common_notes,
     unsupported_error,
-    with_comment_header,
 )
 
 Table = dict[str, object]
@@ -28,7 +26,7 @@ GAPS = (
     UnsupportedOption("layout.schedule_file", (), "remove it"),
     UnsupportedOption("layout.offload", (), "remove it"),
     UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
-    UnsupportedOption("layout.activation_checkpointing", ("selective",), 'use "none" or "full"'),
+    UnsupportedOption("layout.activation_checkpointing", ("selective", "full"), 'use "none"'),
     UnsupportedOption("training.precision", ("fp32",), 'use "bf16"'),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
     UnsupportedOption("model.norm", ("layernorm",)),
@@ -37,6 +35,7 @@ GAPS = (
     UnsupportedOption("model.qk_norm", ("head", "full")),
     UnsupportedOption("model.rope.scaling", ("linear", "llama3", "yarn")),
 )
+ROPE_THETA = 10_000.0
 
 
 def nanotron(job: ExportJob) -> ExportedConfig:
@@ -47,6 +46,9 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     if run.model.head_dim * run.model.num_heads != run.model.hidden_size:
         fix = f"use {run.model.hidden_size // run.model.num_heads}"
         raise unsupported_error("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
+    if run.model.rope.theta != ROPE_THETA:
+        reason, fix = f"its Llama always has {ROPE_THETA:g}", f"set it to {ROPE_THETA:g}, or use another model"
+        raise unsupported_error("nanotron", "model.rope.theta", run.model.rope.theta, fix, reason)
     check_export_supported(job, "nanotron", GAPS)
     check_kv_heads(job, "nanotron")
     tables: Table = {
@@ -57,16 +59,14 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         "optimizer": _optimizer(job),
         "checkpoints": {"checkpoints_path": f"{run.output_dir}/{run.name}", "checkpoint_interval": _interval(job)},
         "tokenizer": {"tokenizer_name_or_path": None},
-        "data_stages": [
-            {"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": run.training.seed}}
-        ],
+        "data": {"dataset": None, "seed": run.training.seed},
     }
     notes = common_notes(job, "nanotron", "layout.bucket_mb")
     notes.append("dataset: null trains on made-up tokens. Vectors decay as matrices do.")
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(f"nanotron cuts the pipeline itself; here stages have {layers} layers.")
-    return ExportedConfig(with_comment_header(notes, "\n".join(_yaml(tables)) + "\n"), notes)
+    return ExportedConfig("\n".join(_yaml(tables)) + "\n", notes)
 
 
 def _parallelism(job: ExportJob) -> Table:
@@ -76,12 +76,9 @@ def _parallelism(job: ExportJob) -> Table:
         "dp": sizes.dp_size,
         "pp": sizes.pp,
         "tp": sizes.tp,
-        "expert_parallel_size": sizes.ep,
-        "context_parallel_size": sizes.cp,
         "pp_engine": {"1f1b": "1f1b", "gpipe": "afab"}[layout.schedule],
         "tp_mode": "REDUCE_SCATTER" if shared else "ALL_REDUCE",
         "tp_linear_async_communication": shared,
-        "recompute_layer": layout.activation_checkpointing == "full",
     }
 
 
@@ -98,7 +95,6 @@ def _model(job: ExportJob) -> Table:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": max(spec.max_seq_len, job.run.training.seq_len),
         "rms_norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope.theta,
         "tie_word_embeddings": spec.tie_embeddings,
     }
     return {
@@ -126,13 +122,15 @@ def _interval(job: ExportJob) -> int:
 def _optimizer(job: ExportJob) -> Table:
     spec, steps = job.run.optimizer, job.run.training.steps
     beta1, beta2 = spec.betas
-    adam = {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": spec.eps, "torch_adam_is_fused": True}
     return {
         "zero_stage": 1 if job.run.layout.data_parallel == "zero1" else 0,
         "weight_decay": spec.weight_decay,
         "clip_grad": spec.max_grad_norm or None,
         "accumulate_grad_in_fp32": True,
-        "optimizer_factory": {"name": "adamW", **adam},
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": spec.eps,
+        "torch_adam_is_fused": True,
         "learning_rate_scheduler": {
             "learning_rate": job.learning_rate,
             "lr_warmup_steps": spec.warmup_steps,

@@ -1,9 +1,9 @@
-"""torchtitan: a TOML file. Its keys are those of torchtitan/config/job_config.py (pytorch/torchtitan, commit 6404b93)
-that later versions kept; the newest take Python in place of TOML, with the same names."""
+"""torchtitan: a Python module with a config function, which `-m torchtitan.train --module FILE --config run` calls.
+Its names are those of the release in `common.RELEASES`, which no longer reads TOML."""
 
 from __future__ import annotations
 
-import tomli_w
+from textwrap import indent
 
 from phalanx.plan.export.common import (
     ExportedConfig,
@@ -13,11 +13,9 @@ from phalanx.plan.export.common import (
     check_kv_heads,
     common_notes,
     unsupported_error,
-    with_comment_header,
 )
+from phalanx.plan.export.torchtitan_model import PythonSource, model_family, model_source, python_call
 from phalanx.schedule.registry import representative_schedule
-
-Table = dict[str, object]
 
 SCHEDULE_FILE_FIX = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
 GAPS = (
@@ -34,9 +32,7 @@ GAPS = (
     UnsupportedOption("model.activation", ("gelu", "gelu_tanh")),
     UnsupportedOption("model.position_embedding", ("learned",)),
     UnsupportedOption("model.qk_norm", ("full",)),
-    UnsupportedOption("model.rope.scaling", ("linear", "llama3"), "use a flavor of torchtitan's own llama3"),
-    UnsupportedOption("model.rope.scaling", ("yarn",)),
-    UnsupportedOption("model.moe.num_leading_dense_layers", ()),
+    UnsupportedOption("model.rope.scaling", ("linear", "yarn")),
     UnsupportedOption("model.moe.capacity_factor", (), "remove it"),
 )
 SCHEDULES = {
@@ -47,47 +43,52 @@ SCHEDULES = {
     "dualpipe-v": "DualPipeV",
 }
 """Names of torch.distributed.pipelining.schedules.get_schedule_class."""
+IMPORTS = """\
+from functools import partial
+
+import torch.nn as nn
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.trainer import Trainer
+"""
 
 
 def torchtitan(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what torchtitan cannot express."""
-    run = job.run
     check_export_supported(job, "torchtitan", GAPS)
     check_kv_heads(job, "torchtitan")
     _check(job)
-    tables = {
-        "model": {"name": "qwen3", "flavor": run.name},
-        "training": _training(job),
-        "parallelism": _parallelism(job),
-        "activation_checkpoint": {"mode": run.layout.activation_checkpointing},
-        **({"compile": {"enable": True}} if run.training.compile else {}),
-        "optimizer": _optimizer(job),
-        "lr_scheduler": _lr_scheduler(job),
-    }
-    notes = [*_notes(job), *common_notes(job, "torchtitan", "training.compile", "layout.reshard_after_forward")]
-    return ExportedConfig(with_comment_header(notes, tomli_w.dumps(tables)), notes)
+    notes = [
+        *_notes(job),
+        *common_notes(job, "torchtitan", "data.mask_documents", "training.compile", "layout.reshard_after_forward"),
+    ]
+    body = indent(f"return {_trainer_config(job)!r}", "    ")
+    source = f"{IMPORTS}{model_source(job)}\n\ndef run() -> Trainer.Config:\n    spec = model_spec()\n{body}\n"
+    return ExportedConfig(source, notes)
 
 
 def _check(job: ExportJob) -> None:
     layout, training, sizes = job.run.layout, job.run.training, job.sizes
-    if training.seq_len % (2 * sizes.cp * sizes.tp):
-        fix = f"use a multiple of {2 * sizes.cp * sizes.tp}"
-        raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix, "it needs one of 2 x cp x tp")
-    if training.precision == "bf16" and sizes.dp_shard * sizes.cp == 1 < sizes.tp * sizes.pp:
-        reason, fix = "its mixed precision is FSDP's", 'use layout.data_parallel = "zero3" on more ranks'
-        raise unsupported_error("torchtitan", "training.precision", "bf16", fix, reason)
-    if layout.data_parallel == "ddp" and sizes.dp_size > 1 and sizes.pp * sizes.cp * sizes.tp > 1:
-        reason = "its DDP goes with no other parallelism"
-        raise unsupported_error("torchtitan", "layout.data_parallel", "ddp", 'use "zero2" or "zero3"', reason)
-    if sizes.tp > 1 and not layout.sequence_parallel:
-        raise unsupported_error("torchtitan", "layout.sequence_parallel", False, "set it to true")
-    if sizes.ep > 1 and sizes.ep % (sizes.cp * sizes.tp):
-        degree = sizes.cp * sizes.tp
-        reason = f"it shares experts between all {degree} context- and tensor-parallel ranks"
-        raise unsupported_error("torchtitan", "layout.ep", sizes.ep, f"use a multiple of {degree}", reason)
+    multiple = (sizes.tp if layout.sequence_parallel else 1) * (2 * sizes.cp if sizes.cp > 1 else 1)
+    if training.seq_len % multiple:
+        fix = f"use a multiple of {multiple}"
+        reason = f"with layout.tp = {sizes.tp} and layout.cp = {sizes.cp}"
+        raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix, reason)
+    sharing_ranks = sizes.dp_shard * sizes.cp * sizes.tp
+    if sharing_ranks % sizes.ep:
+        reason = f"experts are spread over the {sharing_ranks} ranks that shard the other parameters"
+        raise unsupported_error(
+            "torchtitan", "layout.ep", sizes.ep, 'use layout.data_parallel = "zero3", or a divisor', reason
+        )
     if sizes.pp > 1 and job.run.model.tie_embeddings:
         reason = "its pipelines have no tied embeddings"
         raise unsupported_error("torchtitan", "model.tie_embeddings", True, "set it to false", reason)
+    if job.run.model.rope.scaling == "llama3" and model_family(job.run.model).name == "qwen3":
+        reason = "its models with experts or norms of queries and keys have none"
+        raise unsupported_error("torchtitan", "model.rope.scaling", "llama3", "use another model", reason)
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         reason = "from a file it takes only schedules whose stage s is of rank s mod pp"
@@ -96,42 +97,66 @@ def _check(job: ExportJob) -> None:
         )
 
 
-def _training(job: ExportJob) -> Table:
-    training, batch = job.run.training, job.batch_plan
-    return {
-        "local_batch_size": batch.micro_batch_size * (batch.gradient_accumulation_steps if job.sizes.pp > 1 else 1),
-        "global_batch_size": batch.global_batch_size,
-        "seq_len": training.seq_len,
-        "steps": training.steps,
-        "max_norm": job.run.optimizer.max_grad_norm or float("inf"),
-        "mixed_precision_param": {"bf16": "bfloat16", "fp32": "float32"}[training.precision],
-        "mixed_precision_reduce": "float32",
-        "enable_cpu_offload": job.run.layout.offload == "cpu",
-    }
+def _trainer_config(job: ExportJob) -> PythonSource:
+    run = job.run
+    vocabulary = python_call("CrossEntropyLoss.Config", global_vocab_size=run.model.vocab_size)
+    full = run.layout.activation_checkpointing == "full"
+    return python_call(
+        "Trainer.Config",
+        model_spec=PythonSource("spec"),
+        loss=python_call("ChunkedLossWrapper.Config", loss_fn=vocabulary),
+        dataloader=python_call("HuggingFaceTextDataLoader.Config"),
+        training=_training(job),
+        parallelism=_parallelism(job),
+        activation_checkpoint=python_call("FullAC.Config") if full else None,
+        compile=python_call("CompileConfig", enable=run.training.compile),
+        optimizer=_optimizer(job),
+        lr_scheduler=_lr_scheduler(job),
+        debug=python_call("DebugConfig", seed=run.training.seed),
+    )
 
 
-def _parallelism(job: ExportJob) -> Table:
+def _training(job: ExportJob) -> PythonSource:
+    training, batch, sizes = job.run.training, job.batch_plan, job.sizes
+    max_norm = job.run.optimizer.max_grad_norm
+    return python_call(
+        "TrainingConfig",
+        local_batch_size=batch.micro_batch_size * (batch.gradient_accumulation_steps if sizes.pp > 1 else 1),
+        global_batch_size=batch.global_batch_size,
+        seq_len=training.seq_len,
+        steps=training.steps,
+        max_norm=max_norm or PythonSource('float("inf")'),
+        mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[training.precision],
+        mixed_precision_reduce="float32",
+        enable_cpu_offload=job.run.layout.offload == "cpu",
+        # It refuses CUDA graphs with these two, and takes them by default.
+        disable_cuda_graphs=sizes.pp > 1 or sizes.ep > 1,
+    )
+
+
+def _parallelism(job: ExportJob) -> PythonSource:
     layout, sizes = job.run.layout, job.sizes
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
-    return {
-        "data_parallel_replicate_degree": sizes.dp_replicate,
-        "data_parallel_shard_degree": sizes.dp_shard,
-        "fsdp_reshard_after_forward": "never" if keeps_gathered else "always",
-        "tensor_parallel_degree": sizes.tp,
-        "context_parallel_degree": sizes.cp,
-        "context_parallel_rotate_method": "alltoall",
-        "expert_parallel_degree": sizes.ep,
-        "pipeline_parallel_degree": sizes.pp,
+    return python_call(
+        "ParallelismConfig",
+        data_parallel_replicate_degree=sizes.dp_replicate,
+        data_parallel_shard_degree=sizes.dp_shard,
+        fsdp_reshard_after_forward="never" if keeps_gathered else "always",
+        tensor_parallel_degree=sizes.tp,
+        enable_sequence_parallel=layout.sequence_parallel,
+        context_parallel_degree=sizes.cp,
+        expert_parallel_degree=sizes.ep,
+        pipeline_parallel_degree=sizes.pp,
         **(_pipeline(job) if sizes.pp > 1 else {}),
-    }
+    )
 
 
-def _pipeline(job: ExportJob) -> Table:
+def _pipeline(job: ExportJob) -> dict[str, object]:
     """The schedule, and the modules of every stage by the names of torchtitan's models."""
     layout = job.run.layout
     parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
     parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "output"]
+    parts[-1] += ["norm", "lm_head"]
     file = layout.schedule_file
     return {
         "pipeline_parallel_schedule": "PipelineScheduleMulti" if file else SCHEDULES[layout.schedule],
@@ -141,69 +166,49 @@ def _pipeline(job: ExportJob) -> Table:
     }
 
 
-def _optimizer(job: ExportJob) -> Table:
+def _optimizer(job: ExportJob) -> PythonSource:
+    """AdamW, under which matrices decay and vectors, all of norms, do not."""
     spec = job.run.optimizer
-    beta1, beta2 = spec.betas
-    numbers = {"lr": job.learning_rate, "beta1": beta1, "beta2": beta2, "eps": spec.eps}
-    return {"name": "AdamW", **numbers, "weight_decay": spec.weight_decay}
+
+    def group(pattern: str, weight_decay: float) -> PythonSource:
+        numbers = {"lr": job.learning_rate, "betas": spec.betas, "eps": spec.eps, "weight_decay": weight_decay}
+        return python_call("ParamGroupConfig", pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=numbers)
+
+    return python_call("OptimizersContainer.Config", param_groups=[group("norm", 0.0), group(".*", spec.weight_decay)])
 
 
-def _lr_scheduler(job: ExportJob) -> Table:
+def _lr_scheduler(job: ExportJob) -> PythonSource:
     spec = job.run.optimizer
-    return {
-        "warmup_steps": spec.warmup_steps,
-        **({"decay_ratio": job.decay_steps / job.run.training.steps} if spec.lr_schedule == "wsd" else {}),
-        "decay_type": "cosine" if spec.lr_schedule == "cosine" else "linear",
-        "min_lr_factor": 1.0 if spec.lr_schedule == "none" else spec.min_lr_ratio,
-    }
+    return python_call(
+        "LRSchedulersContainer.Config",
+        warmup_steps=spec.warmup_steps,
+        decay_ratio=job.decay_steps / job.run.training.steps if spec.lr_schedule == "wsd" else None,
+        decay_type="cosine" if spec.lr_schedule == "cosine" else "linear",
+        min_lr_factor=1.0 if spec.lr_schedule == "none" else spec.min_lr_ratio,
+    )
 
 
 def _notes(job: ExportJob) -> list[str]:
-    run, layout = job.run, job.run.layout
+    run, layout, sizes = job.run, job.run.layout, job.sizes
+    nodes = run.cluster.nodes
     notes = [
-        f'Models are Python there: add the flavor "{run.name}" to those in torchtitan/models/qwen3/__init__.py:',
-        f"    {_model(job)}",
-        "Vectors decay as matrices do.",
+        "Save this as phalanx_run.py. Start it from its folder: "
+        f"torchrun --nnodes {nodes} --nproc-per-node {sizes.world_size // nodes} -m torchtitan.train "
+        "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER",
     ]
+    notes.append("On PyTorch 2.13 add --parallelism.spmd_backend partial_dtensor: torchtitan fails there without it.")
+    if not run.data.mask_documents:
+        notes.append("Documents packed into one sequence are hidden from each other there.")
     if run.model.moe and (run.model.moe.balance_loss_coef or run.model.moe.z_loss_coef):
         notes.append(
             "Experts have no balancing loss and no z-loss there (model.moe.balance_loss_coef, model.moe.z_loss_coef)."
         )
+    if run.model.moe and run.training.precision == "fp32":
+        notes.append("Experts compute in bf16 there.")
     if layout.data_parallel == "zero2":
         notes.append("zero2 is FSDP that keeps parameters gathered between the passes, and shards them after.")
-    if layout.data_parallel == "ddp" and job.sizes.cp > 1:
+    if sizes.cp > 1:
+        notes.append("Context-parallel ranks gather keys and values there, and pass none round a ring.")
+    if layout.data_parallel == "ddp" and sizes.cp > 1:
         notes.append("Context-parallel ranks share the parameters there (FSDP); in ddp each has them all.")
     return notes
-
-
-def _model(job: ExportJob) -> str:
-    """The model as Python: qwen3, which without the norms of queries and keys is Llama."""
-    spec = job.run.model
-    values: Table = {
-        "dim": spec.hidden_size,
-        "n_layers": spec.num_layers,
-        "n_heads": spec.num_heads,
-        "n_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_dim": spec.ffn_hidden_size,
-        "vocab_size": spec.vocab_size,
-        "max_seq_len": max(spec.max_seq_len, job.run.training.seq_len),
-        "norm_eps": spec.norm_eps,
-        "rope_theta": spec.rope.theta,
-        "qk_norm": spec.qk_norm == "head",
-        "enable_weight_tying": spec.tie_embeddings,
-    }
-    shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
-    if (moe := spec.moe) is None:
-        return f"Qwen3ModelArgs({shown})"
-    experts: Table = {
-        "num_experts": moe.num_experts,
-        "num_shared_experts": moe.num_shared_experts,
-        "top_k": moe.top_k,
-        "score_func": moe.router_score,
-        "route_norm": moe.normalize_top_k,
-        "score_before_experts": False,
-        "load_balance_coeff": moe.bias_update_rate or None,
-    }
-    routed = ", ".join(f"{name}={value!r}" for name, value in experts.items())
-    return f"Qwen3ModelArgs({shown}, moe_enabled=True, moe_inter_dim={moe.expert_ffn_size}, moe_args=MoEArgs({routed}))"

@@ -15,6 +15,8 @@ from phalanx.report.profiled_steps import Facts
 from phalanx.spec.formatting import format_bytes, format_ratio, format_seconds
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
+PLOTLY = "plotly-cartesian.min.js"
+"""plotly.js 4.1.1 without maps and 3-D: npm's plotly.js-cartesian-dist-min, MIT license."""
 PROFILE_HINT = "train with --profile-steps FIRST:LAST"
 FIGURE_SECTIONS: dict[str, tuple[str, Callable[[Facts], Figure | None], str]] = {
     "ranks": ("Where each rank's step went", figures.ranks, "Too few steps were noted to say where their time goes."),
@@ -31,8 +33,6 @@ out."""
 def page(report: Facts, every_seconds: float | None = None) -> str:
     """HTML of one or several runs (`compare.report_data`); with `every_seconds` a live one, which asks for `main.html`
     where it came from so often."""
-    from plotly.offline import get_plotlyjs
-
     folder = Path(__file__).parent
     names = ", ".join(facts["run"]["name"] for facts in report["runs"])
     live = f' data-every="{every_seconds:g}"' if every_seconds else ""
@@ -41,7 +41,7 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(names)} - Phalanx</title>\n<style>\n{(folder / 'page.css').read_text()}</style></head>\n"
-        f"<body{live}>\n{state}{main(report)}\n<script>{get_plotlyjs()}</script>\n"
+        f"<body{live}>\n{state}{main(report)}\n<script>{(folder / PLOTLY).read_text()}</script>\n"
         f"<script>\n{(folder / 'page.js').read_text()}</script></body></html>\n"
     )
 

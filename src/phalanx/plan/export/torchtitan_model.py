@@ -1,0 +1,218 @@
+"""A model as Python source for torchtitan, which has no other words for one: its Llama 3, or its Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from textwrap import indent
+
+from phalanx.plan.export.common import ExportJob
+from phalanx.spec.model import ModelSpec, MoESpec
+
+LINE_LENGTH = 100
+
+
+class PythonSource(str):
+    """An expression that stands in source as it is, where another string would be quoted."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """The names of one of torchtitan's models."""
+
+    name: str
+    class_prefix: str
+    parallelize: str
+    rope: str
+
+
+LLAMA3 = ModelFamily("llama3", "Llama3", "parallelize_llama", "ComplexRoPE")
+QWEN3 = ModelFamily("qwen3", "Qwen3", "parallelize_qwen3", "CosSinRoPE")
+
+
+def model_family(spec: ModelSpec) -> ModelFamily:
+    """Qwen3 for experts, and for norms of queries and keys; else Llama 3."""
+    return QWEN3 if spec.moe or spec.qk_norm == "head" else LLAMA3
+
+
+def python_call(name: str, /, **arguments: object) -> PythonSource:
+    """Return a call with keywords, on one line if it fits."""
+    words = [f"{key}={value!r}" for key, value in arguments.items()]
+    line = f"{name}({', '.join(words)})"
+    if len(line) <= LINE_LENGTH and "\n" not in line:
+        return PythonSource(line)
+    return PythonSource(f"{name}(\n" + "".join(indent(f"{word},\n", "    ") for word in words) + ")")
+
+
+def model_source(job: ExportJob) -> str:
+    """Return the functions `layer` and `model_spec`, with what they need."""
+    spec = job.run.model
+    family = model_family(spec)
+    output_std = job.init_std / sqrt(2 * spec.num_layers)
+    head = f"""\
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.common import {family.rope}, Embedding, FeedForward, Linear, RMSNorm
+from torchtitan.models.common.config_utils import get_attention_config, make_gqa_config
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.{family.name}.model import {family.class_prefix}Model, {family.class_prefix}TransformerBlock
+from torchtitan.models.{family.name}.parallelize import {family.parallelize}
+from torchtitan.models.{family.name}.state_dict_adapter import {family.class_prefix}StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+{EXPERT_IMPORTS if spec.moe else ""}
+MATRIX = {{"weight": partial(nn.init.normal_, std={job.init_std:.6g})}}
+# Matrices that write into the residual stream.
+OUTPUT = {{"weight": partial(nn.init.normal_, std={output_std:.6g})}}
+EMBEDDING = {{"weight": {"skip_param_init" if spec.tie_embeddings else 'MATRIX["weight"]'}}}
+
+
+def norm(width: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=width, eps={spec.norm_eps!r}, param_init={{"weight": nn.init.ones_}})
+
+
+def linear(inputs: int, outputs: int, init: dict = MATRIX) -> Linear.Config:
+    return Linear.Config(in_features=inputs, out_features=outputs, param_init=init)
+
+
+def feed_forward(width: int) -> FeedForward.Config:
+    return FeedForward.Config(
+        w1=linear({spec.hidden_size}, width),
+        w2=linear(width, {spec.hidden_size}, OUTPUT),
+        w3=linear({spec.hidden_size}, width),
+    )
+"""
+    layer = indent(f"return {_layer(job, family)!r}", "    ")
+    model = indent(f"return {_model_spec(job, family)!r}", "    ")
+    return (
+        f"{head}\n\ndef layer(index: int) -> {family.class_prefix}TransformerBlock.Config:\n{layer}\n"
+        f"\n\ndef model_spec() -> ModelSpec:\n{model}\n"
+    )
+
+
+EXPERT_IMPORTS = """\
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+"""
+
+
+def _layer(job: ExportJob, family: ModelFamily) -> PythonSource:
+    spec = job.run.model
+    rope = python_call(
+        f"{family.rope}.Config",
+        dim=spec.head_dim,
+        max_seq_len=max(spec.max_seq_len, job.run.training.seq_len),
+        theta=spec.rope.theta,
+        **_rope_scaling(spec),
+    )
+    attention = python_call(
+        "make_gqa_config",
+        dim=spec.hidden_size,
+        n_heads=spec.num_heads,
+        n_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        wqkv_param_init=PythonSource("MATRIX"),
+        wo_param_init=PythonSource("OUTPUT"),
+        inner_attention=python_call("get_attention_config", backend="flex"),
+        fuse_qkv=True,
+        qk_norm=PythonSource(f"norm({spec.head_dim})") if spec.qk_norm == "head" else None,
+        rope=rope,
+    )
+    return python_call(
+        f"{family.class_prefix}TransformerBlock.Config",
+        attention_norm=PythonSource(f"norm({spec.hidden_size})"),
+        ffn_norm=PythonSource(f"norm({spec.hidden_size})"),
+        attention=attention,
+        **_mlp(spec),
+    )
+
+
+def _rope_scaling(spec: ModelSpec) -> dict[str, object]:
+    rope = spec.rope
+    if rope.scaling == "none":
+        return {}
+    return {
+        "scaling": "llama",
+        "scaling_factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_context,
+    }
+
+
+def _mlp(spec: ModelSpec) -> dict[str, PythonSource]:
+    dense = PythonSource(f"feed_forward({spec.ffn_hidden_size})")
+    if spec.moe is None:
+        return {"feed_forward": dense}
+    experts = _experts(spec, spec.moe)
+    leading = spec.moe.num_leading_dense_layers
+    if not leading:
+        return {"moe": experts}
+    return {
+        "feed_forward": PythonSource(f"{dense} if index < {leading} else None"),
+        "moe": PythonSource(f"None if index < {leading} else {experts}"),
+    }
+
+
+def _experts(spec: ModelSpec, moe: MoESpec) -> PythonSource:
+    router = python_call(
+        "make_router_config",
+        dim=spec.hidden_size,
+        num_experts=moe.num_experts,
+        gate_param_init=PythonSource("MATRIX"),
+        top_k=moe.top_k,
+        score_func=moe.router_score,
+        route_norm=moe.normalize_top_k,
+    )
+    matrix, output = PythonSource('MATRIX["weight"]'), PythonSource('OUTPUT["weight"]')
+    routed = python_call(
+        "make_routed_experts_config",
+        dim=spec.hidden_size,
+        hidden_dim=moe.expert_ffn_size,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        param_init={"w1_EFD": matrix, "w2_EDF": output, "w3_EFD": matrix},
+        comm_backend="standard",
+    )
+    shared = moe.expert_ffn_size * moe.num_shared_experts
+    return python_call(
+        "make_moe_config",
+        num_experts=moe.num_experts,
+        router=router,
+        routed_experts=routed,
+        shared_experts=PythonSource(f"feed_forward({shared})") if shared else None,
+        load_balance_coeff=moe.bias_update_rate or None,
+    )
+
+
+def _model_spec(job: ExportJob, family: ModelFamily) -> PythonSource:
+    spec = job.run.model
+    embedding = python_call(
+        "Embedding.Config",
+        num_embeddings=spec.vocab_size,
+        embedding_dim=spec.hidden_size,
+        param_init=PythonSource("EMBEDDING"),
+    )
+    model = python_call(
+        f"{family.class_prefix}Model.Config",
+        dim=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        enable_weight_tying=spec.tie_embeddings,
+        tok_embeddings=embedding,
+        norm=PythonSource(f"norm({spec.hidden_size})"),
+        lm_head=PythonSource(f"linear({spec.hidden_size}, {spec.vocab_size})"),
+        layers=PythonSource(f"[layer(index) for index in range({spec.num_layers})]"),
+    )
+    return python_call(
+        "ModelSpec",
+        name=family.name,
+        flavor=job.run.name,
+        model=model,
+        parallelize_fn=PythonSource(family.parallelize),
+        pipelining_fn=PythonSource("pipeline_llm"),
+        post_optimizer_build_fn=PythonSource("register_moe_load_balancing_hook") if spec.moe else None,
+        state_dict_adapter=PythonSource(f"{family.class_prefix}StateDictAdapter"),
+    )

@@ -1,0 +1,248 @@
+"""Exports, read by the parsers of the trainers' releases: `make test-exports`, in an environment of its own.
+
+torchtitan reads a module, and builds the model without memory; DeepSpeed reads a file. Megatron-LM's parser reads every
+flag, and its checks run up to the first that asks for a GPU. The released nanotron cannot be imported (its config and
+its logging import each other): its config package runs from its source, each statement but the imports from nanotron,
+with the definitions from elsewhere in nanotron that those would bring.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import json
+import shlex
+import sys
+import typing
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typing_extensions
+import yaml
+
+from phalanx.cost.exact.parameters import count_parameters
+from phalanx.plan.export.common import RELEASES, Trainer
+from phalanx.plan.export.export import export
+from phalanx.spec.parallel_dims import parallel_dims
+from phalanx.spec.run import RunSpec
+from tests.plan.export.test_export import EXPORT_CASES, QWEN, SMALL, WORLD_SIZE, make_run
+
+MEGATRON_DIR = Path(sys.prefix) / "megatron"
+LLAMA_405B = make_run({"preset": "llama3-405b"}, data_parallel="zero3")
+
+
+def cases(trainer: Trainer) -> list[RunSpec]:
+    return [run for name, run in EXPORT_CASES if name == trainer]
+
+
+@pytest.mark.parametrize("trainer", RELEASES)
+def test_installed_version_is_the_one_exports_name(trainer: Trainer) -> None:
+    name, wanted = RELEASES[trainer].split()
+    if trainer == "megatron":
+        assert (MEGATRON_DIR / f"megatron_core-{wanted}.dist-info").is_dir()
+    else:
+        assert version(name) == wanted
+
+
+@pytest.mark.parametrize("run", cases("torchtitan"))
+def test_torchtitan_reads_export_and_builds_model(run: RunSpec, tmp_path: Path, monkeypatch: Any) -> None:
+    import torch
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    config = load_torchtitan(run, tmp_path, monkeypatch, ConfigManager())
+    dims = ParallelDims.from_config(config.parallelism, WORLD_SIZE)
+    sizes = parallel_dims(run.layout, WORLD_SIZE)
+    assert (dims.dp_replicate, dims.dp_shard, dims.cp) == (sizes.dp_replicate, sizes.dp_shard, sizes.cp)
+    assert (dims.tp, dims.pp, dims.ep) == (sizes.tp, sizes.pp, sizes.ep)
+    model_config = config.model_spec.model
+    model_config.update_from_config(config=config)
+    with torch.device("meta"):
+        model = model_config.build()
+    parameters = dict(model.named_parameters())
+    assert sum(parameter.numel() for parameter in parameters.values()) == count_parameters(run.model).total
+    assert {name for name, value in parameters.items() if value.ndim < 2} == {
+        name for name in parameters if "norm" in name
+    }
+    modules = dict(model.named_modules())
+    assert all(name in modules for part in config.parallelism.module_fqns_per_model_part or [] for name in part)
+
+
+def test_torchtitan_model_of_llama3_405b_is_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.llama3 import model_registry
+
+    exported = load_torchtitan(LLAMA_405B, tmp_path, monkeypatch, ConfigManager()).model_spec.model
+    own = model_registry("405B").model
+    assert exported.layers[0].attention.rope == own.layers[0].attention.rope
+    assert len(exported.layers) == len(own.layers)
+    for part in ("w1", "w2", "w3"):
+        sizes, own_sizes = (getattr(each.layers[0].feed_forward, part) for each in (exported, own))
+        assert (sizes.in_features, sizes.out_features) == (own_sizes.in_features, own_sizes.out_features)
+
+
+LOGITS_CASES = {
+    "llama3": {**SMALL, "rope": {"scaling": "llama3", "factor": 8.0, "original_context": 64}},
+    "wide-heads": {**SMALL, "head_dim": 64, "norm_eps": 1e-3},
+    "tied": {**SMALL, "tie_embeddings": True},
+    "qwen3": QWEN,
+    "experts": {**QWEN, "num_layers": 1, "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 128}},
+}
+
+
+@pytest.mark.parametrize("name", LOGITS_CASES)
+def test_torchtitan_has_the_logits_of_phalanx(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from torchtitan.config import ConfigManager
+
+    from phalanx.model.huggingface.export import export_hf
+    from phalanx.model.transformer import Transformer
+
+    run = make_run(LOGITS_CASES[name], data_parallel="zero3")
+    torch.manual_seed(0)
+    model = Transformer(run.model)
+    for parameter in model.parameters():
+        is_norm = parameter.ndim == 1
+        torch.nn.init.normal_(parameter, is_norm, 0.3 if is_norm else 2 / parameter.shape[-1] ** 0.5)
+    export_hf(run.model, dict(model.named_parameters()), tmp_path / "hf")
+    spec = load_torchtitan(run, tmp_path, monkeypatch, ConfigManager()).model_spec
+    other = spec.model.build()
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    other.load_state_dict(spec.state_dict_adapter(spec.model, str(tmp_path / "hf")).from_hf(weights))
+    tokens = torch.randint(run.model.vocab_size, (2, 256))
+    positions = torch.arange(256).expand(2, 256)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        masks = other.get_attention_masks(positions)
+        logits, *_ = model(tokens)
+        difference = logits - other(tokens, positions=positions, attention_masks=masks)
+    # Logits have a standard deviation near 2; torchtitan's experts compute in bf16.
+    assert difference.abs().max() < (0.1 if run.model.moe else 2e-3)
+
+
+def load_torchtitan(run: RunSpec, folder: Path, monkeypatch: Any, manager: Any) -> Any:
+    """What torchtitan has after its command line names the export."""
+    (folder / "phalanx_run.py").write_text(export(run, WORLD_SIZE, "torchtitan").text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "phalanx_run", raising=False)
+    return manager.parse_args(["--module", "phalanx_run", "--config", "run", "--dataloader.dataset", "c4"])
+
+
+@pytest.mark.parametrize("run", cases("megatron"))
+def test_megatron_parses_export(run: RunSpec, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(MEGATRON_DIR)
+    if sys.version_info < (3, 12):
+        # All that its package needs of Python 3.12 to be read.
+        monkeypatch.setattr(typing, "override", typing_extensions.override, raising=False)
+    from megatron.training.arguments import parse_args, validate_args
+
+    words = shlex.split(export(run, WORLD_SIZE, "megatron").text.replace("\\\n", " "), comments=True)
+    start = words.index("pretrain_gpt.py")
+    for word in words[: words.index("torchrun")]:
+        monkeypatch.setenv(*word.split("="))
+    monkeypatch.setenv("WORLD_SIZE", str(WORLD_SIZE))
+    monkeypatch.setattr(sys, "argv", [*words[start:-1], "--mock-data", "--tokenizer-type", "NullTokenizer"])
+    arguments = parse_args()
+    assert arguments.context_parallel_size == run.layout.cp
+    try:
+        validate_args(arguments)
+    except AssertionError as error:
+        if "not compiled with CUDA" not in str(error):
+            raise
+
+
+class RecordingTable(dict[str, Any]):
+    """A table that knows which of its keys were asked for."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        super().__init__(table)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.fixture
+def deepspeed_ranks() -> Iterator[None]:
+    """A process group whose other ranks are not there: DeepSpeed asks it for its size alone."""
+    import deepspeed.comm
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    deepspeed.comm.init_distributed()
+    yield
+    deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.usefixtures("deepspeed_ranks")
+@pytest.mark.parametrize("run", cases("deepspeed"))
+def test_deepspeed_reads_every_key_of_export(run: RunSpec) -> None:
+    import torch
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class ModelRanks:
+        """What a program's pipeline, or AutoTP, tells of its ranks."""
+
+        @staticmethod
+        def get_data_parallel_world_size() -> int:
+            return WORLD_SIZE // (run.layout.tp * run.layout.pp)
+
+    table = RecordingTable(json.loads(export(run, WORLD_SIZE, "deepspeed").text))
+    config = DeepSpeedConfig(table, mpu=ModelRanks if run.layout.tp * run.layout.pp > 1 else None)
+    assert table.keys() - table.read == {"_comment"}
+    assert config.zero_optimization_stage == table["zero_optimization"]["stage"]
+    optimizer = torch.optim.AdamW([torch.zeros(1)], **config.optimizer_params)
+    assert getattr(lr_schedules, config.scheduler_name)(optimizer, **config.scheduler_params)
+
+
+@pytest.mark.parametrize("run", cases("nanotron"))
+def test_nanotron_reads_export(run: RunSpec) -> None:
+    config = nanotron_config_package().get_config_from_dict(yaml.safe_load(export(run, WORLD_SIZE, "nanotron").text))
+    sizes = parallel_dims(run.layout, WORLD_SIZE)
+    assert (config.parallelism.dp, config.parallelism.tp, config.parallelism.pp) == (sizes.dp_size, sizes.tp, sizes.pp)
+    assert type(config.model.model_config).__name__ == "LlamaConfig"
+    assert config.global_batch_size * run.training.seq_len == run.training.tokens_per_step
+
+
+def nanotron_config_package() -> ModuleType:
+    """The release's config package in one module."""
+    package = find_spec("nanotron")
+    assert package is not None
+    assert package.origin is not None
+    root = Path(package.origin).parent
+    module = ModuleType("nanotron_config")
+    sys.modules[module.__name__] = module
+    execute(root / "parallel/tensor_parallel/enum.py", module)
+    execute(root / "generation/sampler.py", module, "SamplerType")
+    engines = ("PipelineEngine", "AllForwardAllBackwardPipelineEngine", "OneForwardOneBackwardPipelineEngine")
+    execute(root / "parallel/pipeline_parallel/engine.py", module, *engines)
+    for name in ("utils_config", "parallelism_config", "models_config", "lighteval_config", "config"):
+        execute(root / f"config/{name}.py", module)
+    return module
+
+
+def execute(file: Path, module: ModuleType, *names: str) -> None:
+    """Run a file's statements in `module`, or its imports and the classes of these names; none that need nanotron."""
+
+    def is_needed(statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            return not getattr(statement, "module", "").startswith("nanotron")
+        if isinstance(statement, ast.Assign) and ast.unparse(statement).startswith("logger ="):
+            return False
+        return not names or getattr(statement, "name", None) in names
+
+    body = [statement for statement in ast.parse(file.read_text()).body if is_needed(statement)]
+    flags = __future__.annotations.compiler_flag if names else 0
+    exec(compile(ast.Module(body, []), file, "exec", flags), vars(module))
