@@ -21,6 +21,7 @@ from phalanx.report.facts import report_facts
 from phalanx.report.html.page import main
 from phalanx.report.run_data import read_run
 from phalanx.report.swarm_rounds import round_rows
+from phalanx.runs.create import MARKER_FILE
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.runs.swarm_records import RoundRecord
 from phalanx.spec.files.write import to_toml
@@ -48,6 +49,7 @@ def swarm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]:
         write_json_lines(folder / name / "metrics.jsonl", [*members.steps[name], members.evaluations[name]])
     for name in ("ann", "bob", "lead"):
         (folder / name / "run.toml").write_text(to_toml(run.model_copy(update={"name": name})))
+        (folder / name / MARKER_FILE).write_text("{}")
     return run, folder
 
 

@@ -336,7 +336,7 @@ def test_checkpointer_save_succeeds_when_old_checkpoint_cannot_be_removed(
 def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
     text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
+    shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     shard = next((tmp_path / "parity" / "checkpoints" / "step-00000004").glob("shard-*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -369,7 +369,7 @@ def test_resume_falls_back_to_previous_checkpoint_when_latest_is_damaged(
 def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
     """Not at the second time either, when they have been set aside; before there are ranks, and in them."""
     directory = tmp_path / "parity" / "checkpoints"
-    shutil.copytree(saved_checkpoints, directory)
+    shutil.copytree(saved_checkpoints.parent, directory.parent)
     for shard in directory.glob("step-*/shard-*"):
         truncate_file(shard)
     run = small_run(text, tmp_path, {"model": MOE})
@@ -384,7 +384,7 @@ def test_resume_raises_when_all_checkpoints_are_damaged(text: Path, saved_checkp
 
 
 def test_resume_ignores_and_removes_unfinished_checkpoint(text: Path, saved_checkpoints: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
+    shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     (tmp_path / "parity" / "checkpoints" / "step-00000009.tmp").mkdir()
     under_way = make_trainer(small_run(text, tmp_path, {"model": MOE}))
     assert under_way.resume()[0]
@@ -395,7 +395,7 @@ def test_resume_ignores_and_removes_unfinished_checkpoint(text: Path, saved_chec
 def test_checkpoint_retention_does_not_count_damaged_checkpoints(
     text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
+    shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     under_way = make_trainer(small_run(text, tmp_path, {"model": MOE, "checkpoint": {"keep": 1}}))
     assert under_way.resume()[0]
@@ -442,7 +442,7 @@ def test_resume_rejects_checkpoint_of_incompatible_run(
     field: str, changes: Any, text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
     """Before anything is written; and by a trainer that nobody set up."""
-    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
+    shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     run = small_run(text, tmp_path, changes)
     assert resume_error(run).field == field
     with pytest.raises(UserError) as caught:
@@ -453,6 +453,6 @@ def test_resume_rejects_checkpoint_of_incompatible_run(
 def test_create_run_accepts_resume_with_unreadable_manifest(
     text: Path, saved_checkpoints: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(saved_checkpoints, tmp_path / "parity" / "checkpoints")
+    shutil.copytree(saved_checkpoints.parent, tmp_path / "parity")
     (tmp_path / "parity" / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     create_run(small_run(text, tmp_path, {"model": MOE}), 1, resume=True)
