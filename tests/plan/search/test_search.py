@@ -15,8 +15,8 @@ from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run, enumerate_layouts, offload_variants
-from phalanx.plan.search.evaluate import evaluate, evaluate_layout, with_exact_memory
-from phalanx.plan.search.explain import plan_or_raise
+from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
+from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.search.result import TIE_TOLERANCE
 from phalanx.plan.search.search import search_layouts
@@ -145,8 +145,21 @@ def test_search_options_are_sorted_and_pareto_front_decreases():
     for option in found.options:
         assert option.low_seconds < option.step_seconds < option.high_seconds
         assert option.p_oom < MAX_OOM_PROBABILITY
-        parts = {part: seconds for part, seconds in option.parts.items() if part != "exchange"}
-        assert sum(parts.values()) == pytest.approx(option.step_seconds)
+        assert sum(option.parts.values()) == pytest.approx(option.step_seconds)
+
+
+def test_explanation_blames_exposed_gathers_of_zero3_on_a_slow_network():
+    described = make_run(sequence=8192, sequences=128, cluster={"nodes": 8, "network_bytes_per_second": 2e9})
+    zero3, piped = (
+        evaluate_layout(described, 64, parse_layout(text))
+        for text in ("data_parallel=zero3", "data_parallel=zero1,tp=4,pp=8,rank_order=pipeline_outer")
+    )
+    assert zero3.exposed > 0.6 * zero3.step_seconds
+    assert describe_differences(zero3, piped)[0].endswith(PART_DESCRIPTIONS["data_parallel"])
+    fast = make_run(sequence=8192, sequences=128, cluster={"nodes": 8})
+    assert zero3.parts["compute"] == pytest.approx(
+        evaluate_layout(fast, 64, parse_layout("data_parallel=zero3")).parts["compute"]
+    )
 
 
 def test_search_filter_finds_matching_layouts_at_any_rank():

@@ -15,7 +15,6 @@ from phalanx.plan.search.explain import (
     evaluate_what_ifs,
     explain_slowdown,
     slow_link_warnings,
-    time_breakdown,
 )
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
@@ -101,7 +100,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         console.print(note, style="yellow", highlight=False)
     console.print()
     table = _table("time", "seconds", "share", "")
-    for part, seconds in time_breakdown(option).items():
+    for part, seconds in option.parts.items():
         share = seconds / option.step_seconds
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
@@ -144,9 +143,9 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
         f"{_describe_setup(run, world_size)}, layout {index + 1}",
         str(option.candidate),
         PART_DESCRIPTIONS,
-        time_breakdown(option),
+        option.parts,
         {
-            other_index + 1: Bar(str(plan.options[other_index].candidate), time_breakdown(plan.options[other_index]))
+            other_index + 1: Bar(str(plan.options[other_index].candidate), plan.options[other_index].parts)
             for other_index in other_indices
         },
         [Bar(name, parts) for name, parts in stages.items()],
@@ -157,11 +156,11 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
 
 def _print_simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """The pipeline as it would run, beside what the search took for it."""
-    candidate, predicted_seconds = option.candidate, option.parts["compute"] + option.parts["bubble"]
+    candidate = option.candidate
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
     line = (
-        f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, "
-        f"{predicted_seconds:.3f} s above"
+        f"its schedule, simulated action by action: {seconds:.3f} s of compute, exchanges and bubble, "
+        f"{option.schedule_seconds:.3f} s above"
     )
     console.print(line, style="dim", highlight=False, soft_wrap=True)
     drawn = show_command(run, world_size, candidate)
@@ -181,7 +180,7 @@ def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayo
     )
     sign = 1 if slower is first else -1
     table = _table("", *names, f"{slow} - {fast}")
-    first_times, second_times = (time_breakdown(option) | {"step": option.step_seconds} for option in (first, second))
+    first_times, second_times = (option.parts | {"step": option.step_seconds} for option in (first, second))
     for part, meaning in (PART_DESCRIPTIONS | {"step": "step"}).items():
         difference = sign * (first_times[part] - second_times[part])
         table.add_row(meaning, f"{first_times[part]:.3f} s", f"{second_times[part]:.3f} s", f"{difference:+.3f} s")
@@ -237,7 +236,6 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "layouts": [
             {
                 **asdict(option),
-                "parts": time_breakdown(option),
                 "layout": option.candidate.layout().model_dump(exclude_defaults=True),
                 "candidate": str(option.candidate),
                 "on_front": option in plan.pareto_front,

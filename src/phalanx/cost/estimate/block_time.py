@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.cost.estimate.collective_time import all_to_all_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
@@ -14,20 +15,51 @@ from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
 from phalanx.cost.kinds import RECOMPUTING_METHODS, ActivationCheckpointing, AttentionKernel, Column
 
 
+def _no_seconds() -> Column:
+    return np.zeros(1)
+
+
 @dataclass(frozen=True)
-class BlockTime:
-    """Seconds of one micro-batch in one block."""
+class StageTime:
+    """Seconds of one micro-batch in a stage, or in a part of one."""
 
     forward: Column
     backward: Column
     """With what is computed again."""
-    weight: Column
-    """Of the backward pass, the gradients of weights: what split backward passes put off."""
-    exchange: Column
-    """Of both passes, tensor, context and expert parallelism's exchanges, as far as they are seen."""
+    weight_grad: Column
+    """Part of `backward`: gradients of weights, which split backward passes postpone."""
+    exchange: Column = field(default_factory=_no_seconds)
+    """Part of both passes: exposed communication of tensor, context and expert parallelism."""
+    sharding: Column = field(default_factory=_no_seconds)
+    """Part of both passes: exposed gathers of parameters and scatters of gradients (ZeRO-3)."""
+    upload: Column = field(default_factory=_no_seconds)
+    """Part of both passes: exposed copies of offloaded parameters to the device."""
+
+    @property
+    def forward_backward(self) -> Column:
+        return self.forward + self.backward
+
+    @property
+    def compute(self) -> Column:
+        """Both passes without what is exposed of communication and copies."""
+        return self.forward_backward - self.exchange - self.sharding - self.upload
+
+    def __add__(self, other: StageTime) -> StageTime:
+        return StageTime(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: StageTime) -> StageTime:
+        return self + other.scaled(-1.0)
+
+    def scaled(self, count: Column | float) -> StageTime:
+        """Seconds of `count` of them, one after another."""
+        return StageTime(*(count * getattr(self, f.name) for f in fields(self)))
+
+    def replaced_where(self, condition: NDArray[np.bool_], other: StageTime) -> StageTime:
+        """Take `other` in the rows where `condition` holds."""
+        return StageTime(*(np.where(condition, getattr(other, f.name), getattr(self, f.name)) for f in fields(self)))
 
 
-def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
+def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
     """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
     tokens = jobs.tokens
     attention = _attention_times(constants, jobs, tokens)
@@ -130,7 +162,7 @@ def _block_time(
     mlp: _SublayerTimes,
     exchange_seconds: Column,
     extra_operations: int,
-) -> BlockTime:
+) -> StageTime:
     core, core_backward = attention.core
     operations = constants.operations * np.where(
         jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0)
@@ -163,7 +195,13 @@ def _block_time(
     recomputed_operations = np.where(jobs.zero_stage >= 3, recomputed_products, 0.0) + pass_seconds
     recompute_seconds = np.select(
         [jobs.recompute == kind for kind in RECOMPUTING_METHODS],
-        [forward + forward_exchange, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
+        [forward, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
+        0.0,
+    )
+    attention_exchange = tp_seconds / jobs.tp_reductions_per_block + cp_forward
+    recompute_exchange = np.select(
+        [jobs.recompute == ActivationCheckpointing.FULL, jobs.recompute == ActivationCheckpointing.ATTENTION],
+        [forward_exchange, attention_exchange],
         0.0,
     )
     host_seconds = (
@@ -172,12 +210,12 @@ def _block_time(
         * by_generation(jobs, 1.0, constants.launch_1, constants.launch_2)
     )
     host_backward_ratio = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
-    return BlockTime(
-        smooth_max(forward + forward_exchange, host_seconds),
-        smooth_max(backward + backward_exchange + recompute_seconds, host_seconds * host_backward_ratio),
-        weights,
-        forward_exchange + backward_exchange,
-    )
+    backward, backward_exchange = backward + recompute_seconds, backward_exchange + recompute_exchange
+    host_backward_seconds = host_seconds * host_backward_ratio
+    whole_forward = smooth_max(forward + forward_exchange, host_seconds)
+    whole_backward = smooth_max(backward + backward_exchange, host_backward_seconds)
+    alone = smooth_max(forward, host_seconds) + smooth_max(backward, host_backward_seconds)
+    return StageTime(whole_forward, whole_backward, weights, exchange=whole_forward + whole_backward - alone)
 
 
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:

@@ -21,7 +21,7 @@ PART_DESCRIPTIONS = {
     "exchange": "exchanges of ranks that share products, sequences or experts",
     "bubble": "waiting for other stages",
     "send": "sends between stages",
-    "data_parallel": "gradients and parameters, as far as nothing hides them",
+    "data_parallel": "gradients and parameters, as far as nothing hides their communication",
     "update": "the optimizer",
     "offload": "copies from and to where state rests, and the optimizer there",
     "waiting": "for the slowest of many nodes",
@@ -41,17 +41,10 @@ def plan_or_raise(run: RunSpec, world_size: int, keep: int = 20, report: Progres
     return plan
 
 
-def time_breakdown(option: EvaluatedLayout) -> dict[str, float]:
-    """Seconds of a step by what they go to, which add up to it."""
-    parts = dict(option.parts)
-    parts["compute"] -= parts["exchange"]
-    return parts
-
-
 def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
     """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
     add up to, if that is a hundredth of all or more."""
-    option_parts, best_parts = time_breakdown(option), time_breakdown(best)
+    option_parts, best_parts = option.parts, best.parts
     differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
     large_differences = sorted(
         (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True

@@ -11,8 +11,6 @@ from phalanx.cost.kinds import Column
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
 
-PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "offload", "waiting")
-
 
 @dataclass(frozen=True)
 class EvaluatedLayout:
@@ -24,7 +22,7 @@ class EvaluatedLayout:
     high_seconds: float
     """Between `low` and `high` lie 80 of 100 steps."""
     parts: dict[str, float]
-    """Seconds of the step by what they go to; `exchange` is part of `compute`."""
+    """Seconds of the step by what they go to, which add up to it."""
     memory_bytes: float
     """Held by the fullest rank; on a machine that was calibrated with what a process has beside tensors."""
     host_bytes: float
@@ -38,6 +36,11 @@ class EvaluatedLayout:
     pairs (`job_columns.flops_per_token`), as most publications do."""
     hfu: float
     """With what recomputation does once more."""
+
+    @property
+    def schedule_seconds(self) -> float:
+        """Seconds of the passes and their schedule's bubble, without sends between stages."""
+        return sum(self.parts[part] for part in ("compute", "exchange", "bubble"))
 
     @property
     def exposed(self) -> float:
