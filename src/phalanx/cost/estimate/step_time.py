@@ -95,44 +95,75 @@ def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
 
 def _block_times(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
     dense, routed = block_seconds(constants, jobs)
-    expert_parameters = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
-    expert_parameters = expert_parameters / jobs.expert_replicas
+    experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
     return _add_zero3_communication(constants, jobs, dense, np.zeros(1)), _add_zero3_communication(
-        constants, jobs, routed, expert_parameters
+        constants, jobs, routed, experts
     )
+
+
+@dataclass(frozen=True)
+class _ShardingTime:
+    """Seconds of ZeRO-3's communication for one block."""
+
+    gather: Column
+    upload: Column
+    """Copies of offloaded parameters to the device before they are gathered."""
+    scatter: Column
+
+    def __add__(self, other: _ShardingTime) -> _ShardingTime:
+        return _ShardingTime(self.gather + other.gather, self.upload + other.upload, self.scatter + other.scatter)
+
+
+def _sharding_seconds(
+    constants: TimeConstants, jobs: JobTable, parameters: Column, ranks: Column, copies: Column, stride: Column
+) -> _ShardingTime:
+    """Seconds to gather parameters that `ranks` share, which are `stride` apart, and to scatter their gradients and sum
+    them over `copies` of these ranks.
+
+    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card.
+    """
+    calls = np.sign(parameters)
+
+    def ring_exchange_seconds(size_bytes: Column) -> Column:
+        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, stride, calls=calls)
+        return np.where(_gathers_singly(jobs), size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
+
+    gradient_bytes = jobs.gradient_wire_bytes * parameters
+    replica_reduce = ring_seconds(
+        constants, jobs, gradient_bytes / ranks, copies, stride * ranks, reduces=True, calls=calls
+    )
+    return _ShardingTime(
+        ring_exchange_seconds(jobs.compute_dtype_bytes * parameters),
+        upload_seconds(jobs, parameters / ranks),
+        ring_exchange_seconds(gradient_bytes) + replica_reduce,
+    )
+
+
+def _gathers_singly(jobs: JobTable) -> NDArray[np.bool_]:
+    return (jobs.deepspeed > 0) & (jobs.ranks > jobs.fast_link_domain)
 
 
 def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: StageTime, experts: Column) -> StageTime:
-    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients. What rests
-    elsewhere is brought before it is gathered, this rank's `experts` too.
+    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients; `experts`
+    are the parameters of a rank's experts, which ranks with the same experts share.
 
-    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card, and few of them
-    ahead of their use: they hide worse than a block's gathered at once.
+    DeepSpeed gathers few parameters ahead of their use: they hide worse than a block's gathered at once.
     """
-    is_zero3, gathers_singly = jobs.zero_stage >= 3, (jobs.deepspeed > 0) & (jobs.ranks > jobs.fast_link_domain)
     parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
-    ranks = np.where(is_zero3, jobs.shard_group_size, 1.0)
-    num_copies = np.where(is_zero3, jobs.dp * jobs.cp / ranks, 1.0)
-
-    def ring_exchange_seconds(size_bytes: Column) -> Column:
-        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp)
-        return np.where(gathers_singly, size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
-
-    gather = ring_exchange_seconds(jobs.compute_dtype_bytes * parameters)
-    scatter = ring_exchange_seconds(jobs.gradient_wire_bytes * parameters)
-    upload = upload_seconds(jobs, parameters / ranks + experts)
-    gather = gather + upload
-    replica_reduce = ring_seconds(
-        constants, jobs, jobs.gradient_wire_bytes * parameters / ranks, num_copies, jobs.tp * ranks, reduces=True
+    ranks, copies = jobs.shard_group_size, jobs.dp * jobs.cp / jobs.shard_group_size
+    expert_ranks = np.clip(ranks * jobs.tp / jobs.expert_shards, 1, jobs.expert_replicas)
+    sharding = _sharding_seconds(constants, jobs, parameters, ranks, copies, jobs.tp) + _sharding_seconds(
+        constants, jobs, experts, expert_ranks, jobs.expert_replicas / expert_ranks, jobs.expert_shards
     )
-    backward_exchange = gather + scatter + replica_reduce
+    gather, upload = sharding.gather + sharding.upload, sharding.upload
+    backward_exchange = gather + sharding.scatter
 
     def exposed_seconds(pass_seconds: Column, exchange_seconds: Column) -> Column:
         return np.where(
             jobs.comm_uses_compute_cores > 0,
             exchange_seconds,
             np.where(
-                gathers_singly,
+                _gathers_singly(jobs),
                 smooth_max(pass_seconds, exchange_seconds, 2),
                 smooth_max(pass_seconds, exchange_seconds, 6),
             )
@@ -149,7 +180,7 @@ def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: St
         sharding=forward + backward - uploads,
         upload=uploads,
     )
-    return block.replaced_where(is_zero3, sharded)
+    return block.replaced_where(jobs.zero_stage >= 3, sharded)
 
 
 def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: StageTime, routed: StageTime) -> LayerTimes:
