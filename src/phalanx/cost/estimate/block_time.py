@@ -7,7 +7,11 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.estimate.collective_time import all_to_all_seconds, ring_seconds
+from phalanx.cost.estimate.collective_time import (
+    all_to_all_seconds,
+    expert_all_to_all_seconds,
+    ring_seconds,
+)
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import attention_seconds, by_generation, linear_seconds, memory_pass_seconds
@@ -69,7 +73,7 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, 
     has_experts = jobs.experts > 0
     sent_bytes = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
     exposed_fraction = np.where(jobs.overlap_ep > 0, constants.overlap_leak, 1.0)
-    exchange = np.where(has_experts, 2 * all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
+    exchange = np.where(has_experts, 2 * expert_all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
     return dense, _block_time(
         constants, jobs, tokens, attention, _expert_times(constants, jobs, tokens), exchange, extra_operations=20
     )
@@ -238,14 +242,16 @@ def _context_parallel_seconds(
 ) -> tuple[Column, Column]:
     """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
     2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
-    (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
-    kv_bytes = jobs.compute_dtype_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    query_bytes = jobs.compute_dtype_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides. Ranks that are more than key/value heads get copies of
+    these."""
+    kv_heads = np.maximum(jobs.kv_heads / jobs.tp, np.where(jobs.ulysses > 0, jobs.cp, 1))
+    head_bytes = jobs.compute_dtype_bytes * tokens * (jobs.head_dim + jobs.value_dim)
+    kv_bytes, query_bytes = head_bytes * kv_heads, head_bytes * jobs.heads / jobs.tp
     hidden_seconds = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
-    ring_attention_seconds = np.maximum(
-        ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, jobs.tp) - hidden_seconds, 0.0
-    )
-    ulysses_seconds = ring_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, jobs.tp, calls=2.0)
-    return np.where(jobs.ulysses > 0, ulysses_seconds, ring_attention_seconds), np.where(
-        jobs.ulysses > 0, ulysses_seconds, 2 * ring_attention_seconds
-    )
+    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, jobs.tp, sends=True)
+    gradient_seconds = kv_seconds * jobs.ring_gradient_bytes / jobs.compute_dtype_bytes
+    ring_forward = np.maximum(kv_seconds - hidden_seconds, 0.0)
+    ring_backward = np.maximum(kv_seconds + gradient_seconds - 2 * hidden_seconds, 0.0)
+    ulysses_seconds = all_to_all_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, jobs.tp, calls=2.0)
+    is_ulysses = jobs.ulysses > 0
+    return np.where(is_ulysses, ulysses_seconds, ring_forward), np.where(is_ulysses, ulysses_seconds, ring_backward)

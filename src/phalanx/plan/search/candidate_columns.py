@@ -10,7 +10,7 @@ from phalanx.cost.estimate.job_table import JobTable, broadcast_jobs
 from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, optimizer_kind, sharded_state_bytes
 from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, AttentionKernel, OffloadTarget, ScheduleKind
-from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, CandidateLayout
 from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
 from phalanx.schedule.registry import representative_schedule
@@ -43,6 +43,7 @@ def _shared_columns(run: RunSpec) -> JobRow:
         "overlap_tp": 0,
         "overlap_tp_with_weight_grads": 1,
         "overlap_ep": 0,
+        "ring_gradient_bytes": STATE_BYTES[run.training.precision],
         "dedup_node_dispatch": 0,
         "tp_reductions_per_block": 2,
         "deepspeed": 0,

@@ -230,6 +230,7 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
             or any(keyword in lowered for keyword in ("a2a overlap", "1f1b overlap", "dualpipe"))
         ),
         "ulysses": 0,
+        "ring_gradient_bytes": 2,
         "dedup_node_dispatch": float("deepep" in lowered or "hybridep" in lowered),
         "tp_reductions_per_block": 1 if "parallel transformer block" in lowered or "parallel layers" in lowered else 2,
         "deepspeed": float(deepspeed),
