@@ -106,7 +106,7 @@ def plan(
     if export is not None:
         _export(described, world_size, search_result.chosen, export)
     elif user_layout is not None:
-        _show_why_not(described, user_layout, best)
+        _show_why_not(described, world_size, user_layout, best)
     elif explain is not None:
         _explain(described, world_size, search_result, explain, picture)
     elif json_:
@@ -152,7 +152,10 @@ def run_on_cluster(
         "nodes": nodes or cluster.nodes,
         "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
     }
+    is_given = nproc is not None or cluster.nproc_per_node is not None
     cluster = cluster.model_copy(update=changes)
+    if not is_given:
+        cluster.model_fields_set.discard("nproc_per_node")  # what a plan then states among its assumptions
     return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
 
 
@@ -232,10 +235,10 @@ def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> Evaluated
     return evaluate_layout(run, world_size, parse_layout(text))
 
 
-def _show_why_not(run: RunSpec, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
+def _show_why_not(run: RunSpec, world_size: int, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
     from phalanx.cli.views.plan import print_comparison
 
-    print_comparison(run, user_layout, best, ("yours", "best"))
+    print_comparison(run, world_size, user_layout, best, ("yours", "best"))
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
@@ -251,7 +254,7 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
         check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
-    print_comparison(run, first, second, (names[0], names[1]))
+    print_comparison(run, world_size, first, second, (names[0], names[1]))
 
 
 def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str) -> None:

@@ -19,6 +19,7 @@ from phalanx.plan.search.explain import (
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
@@ -51,6 +52,19 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     console.print()
     for line in _format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
+    _print_assumptions(console, run, world_size, plan.options[:top])
+
+
+def _assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
+    """What these predictions take for granted."""
+    offload_targets = {option.candidate.offload for option in options}
+    balanced = ["evenly loaded experts"] if run.model.moe else []
+    return describe_assumptions(run.cluster, world_size, offload_targets) + balanced
+
+
+def _print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
+    line = f"assumed: {'; '.join(_assumptions(run, world_size, options)) or 'nothing of the machine'}"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
 def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
@@ -128,6 +142,8 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     for idea in evaluate_what_ifs(run, world_size, plan.options[0]):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
+    console.print()
+    _print_assumptions(console, run, world_size, [option, *other_options])
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
@@ -169,7 +185,9 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
     )
 
 
-def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]) -> None:
+def print_comparison(
+    run: RunSpec, world_size: int, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]
+) -> None:
     """Two layouts side by side, and why one is slower."""
     console = _console()
     for name, option in zip(names, (first, second), strict=True):
@@ -193,6 +211,7 @@ def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayo
     )
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
+    _print_assumptions(console, run, world_size, [first, second])
     console.print()
     for name, option in zip(names, (first, second), strict=True):
         if option.p_oom >= MAX_OOM_PROBABILITY:
@@ -231,6 +250,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
+        "assumed": _assumptions(run, world_size, plan.options[:top]),
         "considered": plan.considered,
         "fitting": plan.fitting,
         "layouts": [

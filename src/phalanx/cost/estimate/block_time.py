@@ -184,15 +184,7 @@ def _block_time(
         + 2 * gap_seconds
     )
 
-    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core)
-    tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
-    hidden_seconds = np.where(
-        (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
-        (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
-        0.0,
-    )
-    forward_exchange = tp_seconds + exchange_seconds + cp_forward
-    backward_exchange = tp_seconds - hidden_seconds + exchange_seconds + cp_backward
+    forward_exchange, backward_exchange = _exchange_seconds(constants, jobs, tokens, core, weights, exchange_seconds)
 
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
     recomputed_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
@@ -202,24 +194,38 @@ def _block_time(
         [forward, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
         0.0,
     )
-    attention_exchange = tp_seconds / jobs.tp_reductions_per_block + cp_forward
-    recompute_exchange = np.select(
-        [jobs.recompute == ActivationCheckpointing.FULL, jobs.recompute == ActivationCheckpointing.ATTENTION],
-        [forward_exchange, attention_exchange],
-        0.0,
-    )
     host_seconds = (
         (operations + extra_operations)
         * constants.launch_seconds
         * by_generation(jobs, 1.0, constants.launch_1, constants.launch_2)
     )
     host_backward_ratio = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
-    backward, backward_exchange = backward + recompute_seconds, backward_exchange + recompute_exchange
+    backward = backward + recompute_seconds
     host_backward_seconds = host_seconds * host_backward_ratio
     whole_forward = smooth_max(forward + forward_exchange, host_seconds)
     whole_backward = smooth_max(backward + backward_exchange, host_backward_seconds)
     alone = smooth_max(forward, host_seconds) + smooth_max(backward, host_backward_seconds)
     return StageTime(whole_forward, whole_backward, weights, exchange=whole_forward + whole_backward - alone)
+
+
+def _exchange_seconds(
+    constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column, weights: Column, expert_seconds: Column
+) -> tuple[Column, Column]:
+    """Return the exposed communication of the forward pass, and of the backward pass with what it computes again."""
+    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core)
+    tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
+    hidden_seconds = np.where(
+        (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
+        (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
+        0.0,
+    )
+    forward = tp_seconds + expert_seconds + cp_forward
+    recomputed = np.select(
+        [jobs.recompute == ActivationCheckpointing.FULL, jobs.recompute == ActivationCheckpointing.ATTENTION],
+        [forward, tp_seconds / jobs.tp_reductions_per_block + cp_forward],
+        0.0,
+    )
+    return forward, tp_seconds - hidden_seconds + expert_seconds + cp_backward + recomputed
 
 
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:

@@ -12,7 +12,8 @@ from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, AttentionKernel, OffloadTarget, ScheduleKind
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, CandidateLayout
-from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
+from phalanx.plan.tables.job_columns import JobRow, model_columns
+from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.run import RunSpec
 
@@ -24,16 +25,15 @@ STAGE_POSITIONS = ("first", "middle", "last")
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
     """Candidates as columns, run by Phalanx."""
-    common = {**_shared_columns(run), "ranks": world_size}
+    common = {**_shared_columns(run, world_size), "ranks": world_size}
     return broadcast_jobs(common, {name: np.array(values) for name, values in _layout_columns(run, layouts).items()})
 
 
-def _shared_columns(run: RunSpec) -> JobRow:
+def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
     """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
-    cluster = run.cluster
     return {
         **model_columns(run.model, run.training.seq_len),
-        **machine_columns(cluster),
+        **machine_columns(run.cluster, world_size),
         "low_precision": 0,
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
         "compiled": float(run.training.compile),

@@ -10,7 +10,7 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import process_bytes
 from phalanx.plan.search.result import TIE_TOLERANCE, EvaluatedLayout, Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
-from phalanx.plan.tables.job_columns import host_memory
+from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB, format_seconds_change
@@ -123,6 +123,8 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         f"the smallest, {plan.closest_to_fitting.candidate}, "
         f"takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
     )
+    if run.cluster.network_bytes_per_second is None:
+        return f"{suggestion}; set cluster.network_bytes_per_second to see on how many nodes it fits"
     sequences = run.training.tokens_per_step // run.training.seq_len
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size
