@@ -95,6 +95,21 @@ def test_plan_states_every_assumption_in_one_line(run):
         assert "cluster.host_memory_bytes" in lines[0]
 
 
+def test_plan_all_shows_each_schedule(run):
+    """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
+    options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=24000000000", "--top", 20)
+    grouped, every = (
+        [row["layout"] for row in plan_json(run, *options, *more)["layouts"]] for more in ((), ("--all",))
+    )
+    without_schedule = [
+        [{key: value for key, value in row.items() if key not in ("schedule", "virtual_stages")} for row in rows]
+        for rows in (grouped, every)
+    ]
+    once, repeated = ([rows.count(row) for row in rows] for rows in without_schedule)
+    assert max(repeated) > 2
+    assert max(once) < max(repeated)
+
+
 def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
     with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is not known, and 16 devices"):
         plan_output(run, "--machine", "rtx4090", "--nodes", 2)
@@ -108,7 +123,7 @@ def test_plan_prints_rent_of_training_when_price_is_set(run):
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     text = plan_output(run, *H100, "--explain", 1)
-    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
+    for words in ("the optimizer", "activations", "others, beside it", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(

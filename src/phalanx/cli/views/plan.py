@@ -19,6 +19,7 @@ from phalanx.plan.search.explain import (
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.search.search import UNCERTAIN_GAIN
 from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
@@ -46,8 +47,13 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
     if (first := plan.options[0]).p_oom >= SAFE_OOM_PROBABILITY:
         console.print(_safer_alternative(plan, first), style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
-    console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
+    console.print(f"*: no layout shown is both faster and smaller. All shown have {limit}.", style="dim")
+    for note in (
+        f"Predictions do not tell steps within {UNCERTAIN_GAIN:.0%} apart: what has no offload, then what has fewer "
+        "kinds of parallelism, comes first.",
+        "Layouts that differ in their schedule alone are one row; --all shows each.",
+    ):
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
     for line in _format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
@@ -69,12 +75,14 @@ def _print_assumptions(console: Console, run: RunSpec, world_size: int, options:
 
 def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
     """That the fastest layout may not fit, and what to take instead."""
-    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.fastest_safe
+    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.first_safe
     if safe is None:
         return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
     number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
-    longer = "equally fast" if equally_fast(safe, first) else f"with steps {slower:.1%} longer"
-    return f"{warning} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
+    longer = "equally fast"
+    if not equally_fast(safe, first):
+        longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"
+    return f"{warning} The first below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
 
 
 def _format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
@@ -133,13 +141,13 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
     other_options = [other for other in plan.options[: index + 6] if other is not option]
     if other_options:
-        console.print("\nwhy others lose", style="bold")
+        console.print("\nothers, beside it", style="bold")
         for other in other_options:
             console.print(
                 f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
             )
-    console.print("\nwhat if, beside layout 1", style="bold")
-    for idea in evaluate_what_ifs(run, world_size, plan.options[0]):
+    console.print("\nwhat if, beside the fastest layout", style="bold")
+    for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
     console.print()

@@ -29,12 +29,18 @@ PART_DESCRIPTIONS = {
 """Of the parts of a step."""
 
 
-def plan_or_raise(run: RunSpec, world_size: int, keep: int = 20, report: ProgressCallback = lambda *_: None) -> Plan:
-    """What a search finds.
+def plan_or_raise(
+    run: RunSpec,
+    world_size: int,
+    keep: int = 20,
+    report: ProgressCallback = lambda *_: None,
+    group_schedules: bool = True,
+) -> Plan:
+    """Search for layouts in order of preference.
 
     Raises UserError where nothing fits, with what would.
     """
-    plan = search_layouts(run, world_size, keep, report)
+    plan = search_layouts(run, world_size, keep, report, prefer_simple=True, group_schedules=group_schedules)
     if not plan.options:
         fix = suggest_fit(run, world_size, plan)
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)
@@ -92,8 +98,8 @@ class WhatIf:
     """Of tokens per second; 0 where nothing fits."""
 
 
-def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> Iterator[WhatIf]:
-    """What would make a job faster: more memory, faster links, a larger batch."""
+def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
+    """What would make a job faster than its fastest layout does: more memory, faster links, a larger batch."""
     cluster, training = run.cluster, run.training
 
     def double_field(field: str) -> RunSpec | None:
@@ -112,7 +118,7 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> I
         if changed is not None:
             options = search_layouts(changed, world_size, keep=1).options
             option = options[0] if options else None
-            yield WhatIf(change, option, option.tokens_per_second / best.tokens_per_second if option else 0.0)
+            yield WhatIf(change, option, option.tokens_per_second / fastest.tokens_per_second if option else 0.0)
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:

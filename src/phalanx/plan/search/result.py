@@ -53,27 +53,29 @@ class Plan:
     """What a search found."""
 
     options: list[EvaluatedLayout]
-    """Those that fit and can run, fastest first."""
+    """Those that fit and can run, in order of preference."""
     considered: int
     fitting: int
+    fastest: EvaluatedLayout | None
+    """The one with the shortest step, whatever is preferred."""
     closest_to_fitting: EvaluatedLayout | None
     """The one that is nearest to fitting, where none does."""
 
     @property
-    def fastest_safe(self) -> EvaluatedLayout | None:
-        """The fastest whose memory is almost surely enough, if any of `options` is."""
+    def first_safe(self) -> EvaluatedLayout | None:
+        """The first whose memory is almost surely enough, if any of `options` is."""
         return next((option for option in self.options if option.p_oom < SAFE_OOM_PROBABILITY), None)
 
     @property
     def chosen(self) -> EvaluatedLayout:
-        """What is used where nobody chooses: the fastest of `options` that is almost surely enough, or the surest."""
-        return self.fastest_safe or min(self.options, key=lambda option: option.p_oom)
+        """What is used where nobody chooses: the first of `options` that is almost surely enough, or the surest."""
+        return self.first_safe or min(self.options, key=lambda option: option.p_oom)
 
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
         """Of `options`, those that no other beats in both time and memory."""
         front: list[EvaluatedLayout] = []
-        for option in self.options:
+        for option in sorted(self.options, key=lambda option: option.step_seconds):
             if not front or option.memory_bytes < front[-1].memory_bytes:
                 front.append(option)
         return front
