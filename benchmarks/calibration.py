@@ -266,8 +266,7 @@ def _errors(runs: dict[Path, MeasuredRun], machine: ClusterSpec) -> dict[str, li
         rows = {row.quantity: row.measured for row in step_rows(recorded, step_times(recorded), None, None)}
         found["step time"].append(option.step_seconds / run.step_seconds - 1)
         if run.ranks <= (machine.cores or 1):
-            computing = option.parts["compute"] - option.parts["exchange"]
-            found["computing"].append(computing / run.computing_seconds - 1)
+            found["computing"].append(option.parts["compute"] / run.computing_seconds - 1)
             if run.waiting_seconds > MIN_WAIT_FRACTION * run.step_seconds:
                 waiting = option.parts["exchange"] + option.parts["data_parallel"]
                 found["waiting for collectives"].append(waiting / run.waiting_seconds - 1)

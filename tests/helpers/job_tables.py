@@ -2,7 +2,8 @@
 
 from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
-from phalanx.plan.tables.job_columns import machine_columns, model_columns, stage_columns, trainer_behaviour
+from phalanx.plan.tables.job_columns import model_columns, stage_columns, trainer_behaviour
+from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.spec.files.load import load_machine, load_model
 
 
@@ -15,7 +16,7 @@ def make_job_row(
     order = ScheduleKind.ONE_F_ONE_B if degrees["pp"] > 1 else ScheduleKind.NONE
     usual = {
         **model_columns(load_model(model), sequence),
-        **machine_columns(load_machine(machine)),
+        **machine_columns(load_machine(machine), int(ranks)),
         **trainer_behaviour("", "bf16", 1, 0),
         **degrees,
         "ranks": ranks,

@@ -164,17 +164,15 @@ def step_rows(
         return
     parts = option.parts if option else {}
 
-    def sum_predicted(*names: str, exclude: str = "") -> float | None:
-        return sum(parts[name] for name in names) - (parts[exclude] if exclude else 0.0) if parts else None
+    def sum_predicted(*names: str) -> float | None:
+        return sum(parts[name] for name in names) if parts else None
 
     def table_median(table: Any) -> float:
         return float(np.median(table))
 
     interval = (option.low_seconds, option.high_seconds) if option else None
     yield Comparison("", "step", "s", option.step_seconds if option else None, times.step_seconds, interval)
-    yield Comparison(
-        "", "compute", "s", sum_predicted("compute", exclude="exchange"), table_median(times.compute.max(1))
-    )
+    yield Comparison("", "compute", "s", sum_predicted("compute"), table_median(times.compute.max(1)))
     if times.has_wait_times:
         exposed = table_median(times.communication.min(1))
         yield Comparison("", "exposed communication", "s", sum_predicted("exchange", "data_parallel"), exposed)

@@ -66,9 +66,9 @@ class ClusterSpec(Spec):
     """Devices joined by the fast links (an NVLink domain), which may be fewer than a node has, or those of several
     nodes. By default the preset's, else the ranks of a node."""
     link_bytes_per_second: float | None = Field(None, gt=0, examples=[450e9])
-    """What one device's fast links carry together in one direction."""
+    """What one device's fast links carry together in one direction: NVLink or xGMI, or PCIe where there is neither."""
     network_bytes_per_second: float | None = Field(None, gt=0, examples=[50e9])
-    """One device's share of its node's network cards, in one direction."""
+    """One device's share of its node's network cards, in one direction. A plan for several nodes needs it."""
     oversubscription: float = Field(1.0, ge=1)
     """Of the fabric above the leaf switches: bandwidth of the network cards divided by what the spine carries."""
     host_link_bytes_per_second: float | None = Field(None, gt=0, examples=[32e9])

@@ -32,7 +32,7 @@ def test_advise_compares_rules_of_thumb_with_planner_optimum_by_kind(run):
     titles = ["by size", "by bottleneck", "by schedule", "by placement"]
     assert [line for line in lines if line in titles] == titles
     assert "1B to 10B parameters -> data parallelism with ZeRO-2 [data_parallel zero2, tp 1, pp 1, cp 1, ep 1]" in text
-    assert "because the model has 8.03B parameters (pos2001/ml-training-architecture, decision guide)" in text
+    assert "because the model has 8.03B parameters (a common rule that no paper states; the method: ZeRO, " in text
     assert "recompute full: " in text
     assert "ZeRO-3 in a pipeline" not in text, "that belongs to larger models"
 

@@ -37,7 +37,7 @@ def test_info_list_prints_model_and_machine_presets():
     text = info_output("--list")
     assert "12.9 B" in text
     assert re.search(r"h100 +989.4 +80 +3350 +450 +8 +50 +700\n", text)
-    assert re.search(r"l4 +121 +24 +300 +1 +1.562 +72\n", text)
+    assert re.search(r"l4 +121 +24 +300 +31.5 +node +1.562 +72\n", text)
     assert max(map(len, text.splitlines())) <= 80
     listed = info_json("--list")
     assert listed["models"]["gpt2-124m"] == {"total": 124_439_808, "active": 124_439_808}

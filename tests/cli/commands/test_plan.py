@@ -75,13 +75,55 @@ def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys)
     assert capsys.readouterr().err == note
 
 
+def test_plan_states_every_assumption_in_one_line(run):
+    """Under the table, under comparisons and explanations, and in JSON; what is given is not in it."""
+    machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=131072")
+    found = plan_json(run, *machine, "--top", 1)
+    text = plan_output(run, *machine, "--top", 1)
+    assert text.splitlines()[-1] == f"assumed: {'; '.join(found['assumed'])}"
+    expected = (
+        "nproc_per_node = 8",
+        "fast_link_domain = 8, a node",
+        "host_memory_bytes = 275 GB of CPU memory per device",
+    )
+    assert {f"cluster.{field}" for field in expected} <= set(found["assumed"])
+    assert "cluster.nproc_per_node = 8" not in plan_json(run, *machine, "--nproc", 8)["assumed"]
+    layout = "data_parallel=zero3,offload=cpu,activation_checkpointing=full"
+    for view in (("--explain", 1), ("--why-not", layout), ("--diff", layout, f"{layout},micro_batch_size=1")):
+        lines = [line for line in plan_output(run, *machine, *view).splitlines() if line.startswith("assumed: ")]
+        assert len(lines) == 1, view
+        assert "cluster.host_memory_bytes" in lines[0]
+
+
+def test_plan_all_shows_each_schedule(run):
+    """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
+    options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=24000000000", "--top", 20)
+    grouped, every = (
+        [row["layout"] for row in plan_json(run, *options, *more)["layouts"]] for more in ((), ("--all",))
+    )
+    without_schedule = [
+        [{key: value for key, value in row.items() if key not in ("schedule", "virtual_stages")} for row in rows]
+        for rows in (grouped, every)
+    ]
+    once, repeated = ([rows.count(row) for row in rows] for rows in without_schedule)
+    assert max(repeated) > 2
+    assert max(once) < max(repeated)
+
+
+def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
+    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is not known, and 16 devices"):
+        plan_output(run, "--machine", "rtx4090", "--nodes", 2)
+    with pytest.raises(UserError, match=r"set cluster\.network_bytes_per_second to see on how many nodes it fits"):
+        plan_output(run, "--machine", "rtx4090", "--nodes", 1, "--set", "model.preset=llama3-405b")
+
+
 def test_plan_prints_rent_of_training_when_price_is_set(run):
     assert "for the devices" in plan_output(run, *H100, "--set", "cluster.price_per_device_hour=2.5")
 
 
 def test_plan_explain_prints_time_and_memory_breakdown_and_alternatives(run):
     text = plan_output(run, *H100, "--explain", 1)
-    for words in ("the optimizer", "activations", "why others lose", "twice the memory", "P(OOM)", "HFU"):
+    for words in ("the optimizer", "activations", "others, beside it", "twice the memory", "P(OOM)", "HFU"):
         assert words in text
     alone = ("--machine", "h100", "--nodes", 1, "--nproc", 1, "--set", "model.preset=tiny")
     with pytest.raises(

@@ -5,6 +5,7 @@ import pytest
 
 from phalanx.cost.estimate.collective_time import (
     all_to_all_seconds,
+    expert_all_to_all_seconds,
     fast_link_bandwidth,
     network_bandwidth,
     p2p_seconds,
@@ -25,7 +26,7 @@ def rank_column(count: float) -> np.ndarray:
 def test_collective_seconds_are_zero_for_one_rank():
     table = make_job_table(make_job_row())
     assert ring_seconds(TIME_CONSTANTS, table, ONE_GIB, rank_column(1), 1.0) == 0
-    assert all_to_all_seconds(TIME_CONSTANTS, table, ONE_GIB) == 0
+    assert expert_all_to_all_seconds(TIME_CONSTANTS, table, ONE_GIB) == 0
 
 
 @pytest.mark.parametrize(("operation", "reduces"), [("all_gather", False), ("all_reduce", True)])
@@ -51,6 +52,20 @@ def test_ring_seconds_use_all_nics_of_a_node_for_contiguous_ranks():
     assert apart == pytest.approx(63 / 64 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
 
 
+def test_ring_of_sends_leaves_a_node_by_one_card():
+    table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
+    sends, gathers = (ring_seconds(TIME_CONSTANTS, table, size, rank_column(16), 1.0, sends=kind) for kind in (1, 0))
+    assert sends == pytest.approx(15 / 16 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
+    assert sends > 4 * gathers
+
+
+@pytest.mark.parametrize(("stride", "in_node"), [(1.0, 8), (2.0, 4), (8.0, 1)])
+def test_all_to_all_leaves_a_node_by_each_ranks_own_card(stride, in_node):
+    table, size = make_job_table(make_job_row()), 1000 * ONE_GIB
+    seconds = all_to_all_seconds(TIME_CONSTANTS, table, size, rank_column(32), stride)
+    assert seconds == pytest.approx((32 - in_node) / 32 * size / network_bandwidth(TIME_CONSTANTS, table), rel=0.01)
+
+
 def test_ring_latency_grows_with_group_size_for_small_messages():
     table, size = make_job_table(make_job_row()), np.array([8.0])
     few, many = (float(ring_seconds(TIME_CONSTANTS, table, size, rank_column(n), 1.0)[0]) for n in (64, 1024))
@@ -64,10 +79,10 @@ def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
     near, far = make_job_table(row), make_job_table({**row, "pipeline_outermost": 0.0})
     assert near.fast_link_ranks_per_stage == 8
     assert far.fast_link_ranks_per_stage == 2
-    assert all_to_all_seconds(TIME_CONSTANTS, near, ONE_GIB) == pytest.approx(
+    assert expert_all_to_all_seconds(TIME_CONSTANTS, near, ONE_GIB) == pytest.approx(
         7 / 8 * ONE_GIB / fast_link_bandwidth(TIME_CONSTANTS, near), rel=0.01
     )
-    assert all_to_all_seconds(TIME_CONSTANTS, far, 100 * ONE_GIB) == pytest.approx(
+    assert expert_all_to_all_seconds(TIME_CONSTANTS, far, 100 * ONE_GIB) == pytest.approx(
         6 / 8 * 100 * ONE_GIB / network_bandwidth(TIME_CONSTANTS, far), rel=0.01
     )
     slower = ring_seconds(TIME_CONSTANTS, far, 1000 * ONE_GIB, rank_column(16), 1.0) / ring_seconds(
@@ -86,7 +101,7 @@ def test_collectives_use_part_of_a_node_when_data_parallel_is_outermost():
 
 def test_dedup_node_dispatch_sends_each_token_once_per_node():
     row = make_job_row("mixtral-8x7b", ep=64, dp=64, top_k=8)
-    plain, relayed = all_to_all_seconds(
+    plain, relayed = expert_all_to_all_seconds(
         TIME_CONSTANTS, make_job_table(row, {**row, "dedup_node_dispatch": 1.0}), 100 * ONE_GIB
     )
     nodes, top_k = 8, 8

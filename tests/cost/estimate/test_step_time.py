@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.estimate import step_time
+from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.constants import MemoryConstants, TimeConstants, bounds, memory_constants, time_constants
-from phalanx.cost.estimate.step_time import StageTime, step_seconds
-from phalanx.cost.kinds import ScheduleKind
+from phalanx.cost.estimate.step_time import PARTS, step_seconds
+from phalanx.cost.kinds import ActivationCheckpointing, ScheduleKind
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.simulate import ActionTimes, simulate
 from tests.helpers.job_tables import make_job_row, make_job_table
@@ -26,20 +27,59 @@ def test_fitted_constants_lie_within_their_bounds(kind):
         assert low * 0.999 <= getattr(fitted, constant.name) <= high * 1.001, constant.name
 
 
+SHARDED = {"dp": 64, "zero_stage": 3, "shard_group_size": 64}
+COMMUNICATING_ROWS = {
+    "tp": make_job_row(tp=16, dp=4),
+    "tp selective": make_job_row(tp=16, dp=4, recompute=ActivationCheckpointing.ATTENTION),
+    "tp full": make_job_row(tp=16, dp=4, recompute=ActivationCheckpointing.FULL),
+    "ring": make_job_row(cp=16, dp=4),
+    "ulysses": make_job_row(cp=16, dp=4, ulysses=1, recompute=ActivationCheckpointing.FULL),
+    "ep": make_job_row("mixtral-8x7b", ep=16, dp=64),
+    "zero3": make_job_row(**SHARDED),
+    "zero3 of one block after another": make_job_row(deepspeed=1, **SHARDED),
+    "zero3 and ep": make_job_row("mixtral-8x7b", ep=16, **SHARDED),
+    "hsdp": make_job_row(**{**SHARDED, "shard_group_size": 8}),
+    "zero3 and tp": make_job_row(tp=8, **SHARDED),
+    "zero3 offloaded": make_job_row(offload=1, **SHARDED),
+    "cores that communicate": make_job_row(comm_uses_compute_cores=1, **SHARDED),
+    "cores that ranks share": make_job_row(pp=4, tp=16, dp=2, ranks_per_core=2),
+}
+
+
 def test_step_seconds_equals_sum_of_parts():
-    table = make_job_table(
-        make_job_row(),
-        make_job_row(dp=8, zero_stage=1, shard_group_size=8),
-        make_job_row(tp=2, pp=2, dp=2),
-        make_job_row("mixtral-8x7b", ep=8, dp=8),
-        make_job_row(tp=2, dp=2, zero_stage=3, shard_group_size=2, offload=1),
-    )
-    time = step_seconds(TIME_CONSTANTS, table)
-    parts = [time.compute, time.bubble, time.send, time.data_parallel, time.update, time.offload, time.waiting]
+    rows = [make_job_row(), make_job_row(dp=8, zero_stage=1, shard_group_size=8), *COMMUNICATING_ROWS.values()]
+    time = step_seconds(TIME_CONSTANTS, make_job_table(*rows))
+    parts = [np.broadcast_to(getattr(time, part), len(rows)) for part in PARTS]
     np.testing.assert_allclose(time.total, sum(parts))
-    assert (time.exchange <= time.compute).all()
-    assert (time.exchange[2:] > 0).all()
+    assert all((part >= -1e-12).all() for part in parts)
     assert time.exchange[0] == 0
+
+
+@pytest.mark.parametrize("name", COMMUNICATING_ROWS)
+def test_slow_links_never_lengthen_compute(name):
+    """All that a slower link costs is booked as communication, as copies, or as waiting."""
+    row = COMMUNICATING_ROWS[name]
+    links = ("link_bytes_per_second", "network_bytes_per_second", "host_link_bytes_per_second")
+    slow = {**row, **{link: row[link] / 100 for link in links}}
+    time = step_seconds(TIME_CONSTANTS, make_job_table(row, slow))
+    assert time.compute[1] == pytest.approx(time.compute[0])
+    assert time.total[1] > 2 * time.total[0]
+    assert (time.update == time.update[0]).all()
+
+
+@pytest.mark.parametrize(("model", "ep"), [("llama3-8b", 1), ("mixtral-8x7b", 1), ("mixtral-8x7b", 8)])
+def test_zero3_books_exposed_gathers_and_scatters_as_data_parallel(model, ep):
+    """Passes on a slow network hide no more than they last: of two gathers and a scatter for every micro-batch. Experts
+    of eight ranks are gathered by eight groups, each by the one card of a node that it has."""
+    row = make_job_row(model, network_bytes_per_second=2e9, ep=ep, **SHARDED)
+    time = step_seconds(TIME_CONSTANTS, make_job_table(row))
+    experts = row["expert_parameters"] * 63 / 64 if ep == 1 else row["expert_parameters"] * 7 / 8
+    parameters = (row["parameters"] - row["expert_parameters"]) * 63 / 64 + experts
+    sent_bytes = (2 * row["compute_dtype_bytes"] + row["gradient_wire_bytes"]) * parameters
+    sent_seconds = row["micro_batches"] * sent_bytes / (8 * 2e9 * TIME_CONSTANTS.network)
+    hidden = time.compute[0] + time.exchange[0]
+    assert time.data_parallel[0] == pytest.approx(sent_seconds - hidden, rel=0.1)
+    assert time.data_parallel[0] > time.total[0] / 2
 
 
 @pytest.mark.parametrize(

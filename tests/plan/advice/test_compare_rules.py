@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,14 @@ from phalanx.cost.formulas.activation_checkpointing import (
     recompute_overhead,
 )
 from phalanx.plan.advice.compare_rules import AGREEMENT_TOLERANCE, Advice, AdviceReport, advise
+from phalanx.plan.advice.oom_remedies import REMEDIES
 from phalanx.plan.advice.rule_conditions import DegreeRange, RunSituation
 from phalanx.plan.advice.rules_of_thumb import RULES, SIZE_RULES, RuleOfThumb
 from phalanx.plan.search.candidates import enumerate_layouts
 from phalanx.plan.search.evaluate import evaluate
+from phalanx.plan.search.explain import plan_or_raise
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
-from phalanx.plan.search.search import rank_fitting, runnable_layouts, search_layouts
+from phalanx.plan.search.search import UNCERTAIN_GAIN, rank_fitting, runnable_layouts
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
@@ -277,7 +280,7 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
         (make_run("llama3-70b", nodes=16), llama3_70b_report),
     ):
         found = enumerate_layouts(run, advised.situation.ranks)
-        assert advised.best == search_layouts(run, advised.situation.ranks, keep=1).options[0]
+        assert advised.best == plan_or_raise(run, advised.situation.ranks, keep=1).options[0]
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
         for advice in advised.advice:
             assert advice.reason
@@ -285,10 +288,10 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
             assert advice.rule.is_satisfied_by(advice.option.candidate, 8)
             assert advice.option.p_oom < MAX_OOM_PROBABILITY
             assert (advice.slower < AGREEMENT_TOLERANCE) == (advice.verdict == "agrees")
-            # No layout that obeys the rule is faster: of a sample of all.
+            # No layout that obeys the rule is faster, of a sample of all, by more than a simpler one may be slower.
             others = [c for c in found[::97] if advice.rule.is_satisfied_by(c, 8)]
             fit = [o for o in evaluate(run, advised.situation.ranks, others) if o.p_oom < MAX_OOM_PROBABILITY]
-            assert all(o.step_seconds > 0.998 * advice.option.step_seconds for o in fit)
+            assert all((1 + UNCERTAIN_GAIN) * o.step_seconds > 0.998 * advice.option.step_seconds for o in fit)
         assert len(advised.advice) + len(advised.inapplicable_rules) == len(RULES)
 
 
@@ -296,3 +299,8 @@ def test_advise_raises_with_memory_suggestion_when_nothing_fits():
     with pytest.raises(UserError, match="advise oom") as caught:
         advise(make_run("llama3-405b", "l4"), 8)
     assert "GiB" in caught.value.fix
+
+
+def test_advice_quotes_papers_or_documentation():
+    for source in (*(rule.source for rule in RULES), *(remedy.source for remedy in REMEDIES)):
+        assert re.search(r"arXiv \d{4}\.\d{5}|^Megatron-Core, ", source), source

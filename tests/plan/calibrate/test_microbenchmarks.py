@@ -98,14 +98,23 @@ def test_calibrate_uses_collectives_of_profiled_steps():
 
 
 def test_collective_timings_use_formula_of_each_operation():
-    """An all-reduce moves its bytes twice, experts' exchanges go to all, and servers' are not the planner's."""
-    jobs = job_table([job_row(synthesize_benchmark_file(2), SYNTHETIC_MACHINE)])
+    """An all-reduce moves its bytes twice, all-to-alls leave a node by each rank's own card, and servers' are not the
+    planner's."""
+    machine = SYNTHETIC_MACHINE.model_copy(update={"link_bytes_per_second": 100e9, "network_bytes_per_second": 1e9})
+    jobs = job_table([{**job_row(synthesize_benchmark_file(2), machine), "pp": 1.0, "fast_link_domain": 2.0}])
     kinds = ("all_reduce", "all_gather", "all_to_all", "broadcast")
-    found = collective_timings("x", [CollectiveTiming(kind, 2, 1, 1e9, 1.0) for kind in kinds], jobs)
-    reduced, gathered, context = found.predicted(time_constants_for(SYNTHETIC_MACHINE), np.arange(3))
-    assert len(found.seconds) == 3
+    near, far = (
+        collective_timings("x", [CollectiveTiming(kind, n, 1, 1e9, 1.0) for kind in kinds], jobs) for n in (2, 4)
+    )
+    constants = time_constants_for(machine)
+    assert len(near.seconds) == 3
+    reduced, gathered, context = near.predicted(constants, np.arange(3))
     assert reduced == pytest.approx(2 * gathered, rel=1e-3)
-    assert context == pytest.approx(gathered)
+    assert context == pytest.approx(gathered, rel=1e-3)
+    _, gathered, context = far.predicted(constants, np.arange(3))
+    card = float(jobs.network_bytes_per_second[0]) * constants.network
+    assert gathered == pytest.approx(3 / 4 * 1e9 / (2 * card), rel=1e-2)
+    assert context == pytest.approx(2 / 4 * 1e9 / card, rel=1e-2)
 
 
 def test_operation_timings_compute_geometric_mean_error():

@@ -1,6 +1,8 @@
 """The search against brute force, and what it may offer."""
 
+from bisect import bisect_left
 from dataclasses import replace
+from itertools import islice
 from typing import get_args
 
 import numpy as np
@@ -15,11 +17,11 @@ from phalanx.cost.kinds import AttentionKernel
 from phalanx.plan.advice.oom import run_footprint
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import candidate_from_run, enumerate_layouts, offload_variants
-from phalanx.plan.search.evaluate import evaluate, evaluate_layout, with_exact_memory
-from phalanx.plan.search.explain import plan_or_raise
-from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.search.evaluate import evaluate, evaluate_layout, parse_layout, with_exact_memory
+from phalanx.plan.search.explain import PART_DESCRIPTIONS, describe_differences, plan_or_raise
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import TIE_TOLERANCE
-from phalanx.plan.search.search import search_layouts
+from phalanx.plan.search.search import UNCERTAIN_GAIN, TimeBands, search_layouts, with_offload_variants
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.layout import Layout
@@ -145,8 +147,66 @@ def test_search_options_are_sorted_and_pareto_front_decreases():
     for option in found.options:
         assert option.low_seconds < option.step_seconds < option.high_seconds
         assert option.p_oom < MAX_OOM_PROBABILITY
-        parts = {part: seconds for part, seconds in option.parts.items() if part != "exchange"}
-        assert sum(parts.values()) == pytest.approx(option.step_seconds)
+        assert sum(option.parts.values()) == pytest.approx(option.step_seconds)
+
+
+NEAR_RUNS = {
+    "little memory": make_run(cluster={"memory_bytes": 24 * 2**30}),
+    "slow network": make_run(sequences=128, cluster={"nodes": 2, "network_bytes_per_second": 4e9}),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_RUNS)
+def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
+    """Equals are steps from one to another that is longer by the error of predictions."""
+    described = NEAR_RUNS[name]
+    ranks = described.cluster.ranks
+    plan = plan_or_raise(described, ranks, keep=30, group_schedules=False)
+    fastest = search_layouts(described, ranks, keep=1).options[0]
+    assert plan.fastest == fastest
+    bands = TimeBands(
+        described, ranks, with_offload_variants(described, ranks, enumerate_layouts(described, ranks))[1], fastest
+    )
+    assert list(islice(bands, 2000))
+    assert bands.ends[0] == fastest.step_seconds * (1 + UNCERTAIN_GAIN)
+    effort = [
+        (bisect_left(bands.ends, o.step_seconds), o.candidate.offload != "none", o.candidate.num_parallel_axes)
+        for o in plan.options
+    ]
+    assert effort == sorted(effort)
+    assert len({band for band, _, _ in effort}) > 1
+    assert effort[0] <= (0, fastest.candidate.offload != "none", fastest.candidate.num_parallel_axes)
+
+
+@pytest.mark.parametrize("name", NEAR_RUNS)
+def test_plan_groups_schedules_of_a_layout_and_takes_the_same(name):
+    described = NEAR_RUNS[name]
+    ranks = described.cluster.ranks
+    grouped, every = (plan_or_raise(described, ranks, 20, group_schedules=kind) for kind in (True, False))
+    assert grouped.chosen == every.chosen
+    safe = [
+        replace(option.candidate, schedule="", virtual_stages=1)
+        for option in grouped.options
+        if option.p_oom < SAFE_OOM_PROBABILITY
+    ]
+    assert len(safe) == len(set(safe))
+    assert [option for option in every.options if option in grouped.options] == [
+        option for option in grouped.options if option in every.options
+    ]
+
+
+def test_explanation_blames_exposed_gathers_of_zero3_on_a_slow_network():
+    described = make_run(sequence=8192, sequences=128, cluster={"nodes": 8, "network_bytes_per_second": 2e9})
+    zero3, piped = (
+        evaluate_layout(described, 64, parse_layout(text))
+        for text in ("data_parallel=zero3", "data_parallel=zero1,tp=4,pp=8,rank_order=pipeline_outer")
+    )
+    assert zero3.exposed > 0.6 * zero3.step_seconds
+    assert describe_differences(zero3, piped)[0].endswith(PART_DESCRIPTIONS["data_parallel"])
+    fast = make_run(sequence=8192, sequences=128, cluster={"nodes": 8})
+    assert zero3.parts["compute"] == pytest.approx(
+        evaluate_layout(fast, 64, parse_layout("data_parallel=zero3")).parts["compute"]
+    )
 
 
 def test_search_filter_finds_matching_layouts_at_any_rank():

@@ -39,9 +39,9 @@ def test_job_from_row_distinguishes_pcie_cards_from_sxm_modules(name, preset):
     assert job_from_row({**unstated, "gpu_type": "A100-40GB-PCIe"}).assumed == ["links of a100-40gb"]
 
 
-def test_job_from_row_has_no_fast_link_domain_for_l40s():
+def test_job_from_row_joins_l40s_of_a_node_by_pcie():
     (alone,) = job_from_row(L40S_ROW).choices
-    assert (alone["fast_link_domain"], alone["shard_group_size"]) == (1, 8)
+    assert (alone["fast_link_domain"], alone["link_bytes_per_second"], alone["shard_group_size"]) == (8, 31.5e9, 8)
     sixteen = {**L40S_ROW, "gpus": "16", "dp": "16", "global_batch": "64", "schedule": "HSDP"}
     assert job_from_row(sixteen).choices[0]["shard_group_size"] == 8  # a node's
 

@@ -175,7 +175,7 @@ def _machine_list(presets: dict[str, ClusterSpec]) -> Table:
             _format_scaled(machine.memory_bytes, GIB),
             _format_scaled(machine.hbm_bytes_per_second, 1e9),
             _format_scaled(machine.link_bytes_per_second, 1e9),
-            _format_scaled(machine.fast_link_domain, 1),
+            _format_scaled(machine.fast_link_domain, 1) or "node",
             _format_scaled(machine.network_bytes_per_second, 1e9),
             _format_scaled(machine.watts_per_device, 1),
         )

@@ -45,6 +45,7 @@ def plan(
         typer.Option(help="What joins a node's devices, as `phalanx doctor --topology` writes it.", metavar="FILE"),
     ] = None,
     top: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
+    all_: Annotated[bool, typer.Option("--all", help="Show each schedule of a layout, not only its first.")] = False,
     explain: Annotated[int | None, typer.Option(help="Explain the K-th layout.", min=1, metavar="K")] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw what --explain says: .svg, .html or .png.", metavar="FILE")
@@ -100,15 +101,15 @@ def plan(
     if export is not None:
         check_export(described, export)
     if diff is not None:
-        _show_diff(described, world_size, diff)
+        _show_diff(described, world_size, diff, all_)
         return
     user_layout = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
-    search_result = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), export)
+    search_result = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), all_, export)
     best = search_result.options[0]
     if export is not None:
         _export(described, world_size, search_result.chosen, export)
     elif user_layout is not None:
-        _show_why_not(described, user_layout, best)
+        _show_why_not(described, world_size, user_layout, best)
     elif explain is not None:
         _explain(described, world_size, search_result, explain, picture)
     elif json_:
@@ -152,7 +153,10 @@ def run_on_cluster(
         "nodes": nodes or cluster.nodes,
         "nproc_per_node": nproc or cluster.nproc_per_node or cluster.cores or DEFAULT_DEVICES_PER_NODE,
     }
+    is_given = nproc is not None or cluster.nproc_per_node is not None
     cluster = cluster.model_copy(update=changes)
+    if not is_given:
+        cluster.model_fields_set.discard("nproc_per_node")  # what a plan then states among its assumptions
     return described.model_copy(update={"cluster": cluster, "auto_layout": False}), cluster.ranks
 
 
@@ -171,7 +175,7 @@ def _topology_overrides(topology: Path, cluster: ClusterSpec) -> list[str]:
     ]
 
 
-def _search(run: RunSpec, world_size: int, num_layouts: int, trainer: str | None = None) -> Plan:
+def _search(run: RunSpec, world_size: int, num_layouts: int, all_schedules: bool, trainer: str | None = None) -> Plan:
     """The fastest layouts; for another trainer, of those that it can express if it can any."""
     from phalanx.plan.export.export import search_exportable
     from phalanx.plan.search.explain import plan_or_raise
@@ -179,7 +183,7 @@ def _search(run: RunSpec, world_size: int, num_layouts: int, trainer: str | None
     with search_progress(world_size) as report:
         if trainer is not None:
             return search_exportable(run, world_size, trainer, num_layouts, report)  # type: ignore[arg-type]
-        return plan_or_raise(run, world_size, num_layouts, report)
+        return plan_or_raise(run, world_size, num_layouts, report, group_schedules=not all_schedules)
 
 
 def _predict(file: Path, as_json: bool) -> None:
@@ -232,13 +236,13 @@ def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> Evaluated
     return evaluate_layout(run, world_size, parse_layout(text))
 
 
-def _show_why_not(run: RunSpec, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
+def _show_why_not(run: RunSpec, world_size: int, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
     from phalanx.cli.views.plan import print_comparison
 
-    print_comparison(run, user_layout, best, ("yours", "best"))
+    print_comparison(run, world_size, user_layout, best, ("yours", "best"))
 
 
-def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
+def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedules: bool) -> None:
     """Each by its number in the table, if it is one, else as it is written."""
     from phalanx.cli.views.plan import print_comparison
 
@@ -246,12 +250,12 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str]) -> None:
     for number in numbers:
         check_number("--diff", number)
     written = {text: _evaluate_user_layout(run, world_size, text) for text in texts if not text.isdecimal()}
-    ranked = _search(run, world_size, max(numbers)).options if numbers else []
+    ranked = _search(run, world_size, max(numbers), all_schedules).options if numbers else []
     for number in numbers:
         check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
-    print_comparison(run, first, second, (names[0], names[1]))
+    print_comparison(run, world_size, first, second, (names[0], names[1]))
 
 
 def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str) -> None:

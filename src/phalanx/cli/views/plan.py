@@ -15,11 +15,12 @@ from phalanx.plan.search.explain import (
     evaluate_what_ifs,
     explain_slowdown,
     slow_link_warnings,
-    time_breakdown,
 )
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.search.search import UNCERTAIN_GAIN
+from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
@@ -46,22 +47,42 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
     if (first := plan.options[0]).p_oom >= SAFE_OOM_PROBABILITY:
         console.print(_safer_alternative(plan, first), style="yellow", highlight=False, soft_wrap=True)
-    console.print(f"*: no layout above it in this table takes less memory. All shown have {limit}.", style="dim")
-    console.print("Steps within 0.1 % of each other count as alike: the simpler layout comes first.", style="dim")
+    console.print(f"*: no layout shown is both faster and smaller. All shown have {limit}.", style="dim")
+    for note in (
+        f"Predictions do not tell steps within {UNCERTAIN_GAIN:.0%} apart: what has no offload, then what has fewer "
+        "kinds of parallelism, comes first.",
+        "Layouts that differ in their schedule alone are one row; --all shows each.",
+    ):
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
     for line in _format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
+    _print_assumptions(console, run, world_size, plan.options[:top])
+
+
+def _assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
+    """What these predictions take for granted."""
+    offload_targets = {option.candidate.offload for option in options}
+    balanced = ["evenly loaded experts"] if run.model.moe else []
+    return describe_assumptions(run.cluster, world_size, offload_targets) + balanced
+
+
+def _print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
+    line = f"assumed: {'; '.join(_assumptions(run, world_size, options)) or 'nothing of the machine'}"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
 def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
     """That the fastest layout may not fit, and what to take instead."""
-    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.fastest_safe
+    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.first_safe
     if safe is None:
         return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
     number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
-    longer = "equally fast" if equally_fast(safe, first) else f"with steps {slower:.1%} longer"
-    return f"{warning} The fastest below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
+    longer = "equally fast"
+    if not equally_fast(safe, first):
+        longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"
+    return f"{warning} The first below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
 
 
 def _format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
@@ -101,7 +122,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         console.print(note, style="yellow", highlight=False)
     console.print()
     table = _table("time", "seconds", "share", "")
-    for part, seconds in time_breakdown(option).items():
+    for part, seconds in option.parts.items():
         share = seconds / option.step_seconds
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
@@ -120,15 +141,17 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
     other_options = [other for other in plan.options[: index + 6] if other is not option]
     if other_options:
-        console.print("\nwhy others lose", style="bold")
+        console.print("\nothers, beside it", style="bold")
         for other in other_options:
             console.print(
                 f"  {other.candidate}\n    {explain_slowdown(run, other, option)}", highlight=False, soft_wrap=True
             )
-    console.print("\nwhat if, beside layout 1", style="bold")
-    for idea in evaluate_what_ifs(run, world_size, plan.options[0]):
+    console.print("\nwhat if, beside the fastest layout", style="bold")
+    for idea in evaluate_what_ifs(run, world_size, plan.fastest or option):
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
+    console.print()
+    _print_assumptions(console, run, world_size, [option, *other_options])
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
@@ -144,9 +167,9 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
         f"{_describe_setup(run, world_size)}, layout {index + 1}",
         str(option.candidate),
         PART_DESCRIPTIONS,
-        time_breakdown(option),
+        option.parts,
         {
-            other_index + 1: Bar(str(plan.options[other_index].candidate), time_breakdown(plan.options[other_index]))
+            other_index + 1: Bar(str(plan.options[other_index].candidate), plan.options[other_index].parts)
             for other_index in other_indices
         },
         [Bar(name, parts) for name, parts in stages.items()],
@@ -157,11 +180,11 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
 
 def _print_simulated(console: Console, run: RunSpec, world_size: int, option: EvaluatedLayout) -> None:
     """The pipeline as it would run, beside what the search took for it."""
-    candidate, predicted_seconds = option.candidate, option.parts["compute"] + option.parts["bubble"]
+    candidate = option.candidate
     seconds = float(simulate_candidate(run, world_size, candidate).makespan)
     line = (
-        f"its schedule, simulated action by action: {seconds:.3f} s of compute and bubble, "
-        f"{predicted_seconds:.3f} s above"
+        f"its schedule, simulated action by action: {seconds:.3f} s of compute, exchanges and bubble, "
+        f"{option.schedule_seconds:.3f} s above"
     )
     console.print(line, style="dim", highlight=False, soft_wrap=True)
     drawn = show_command(run, world_size, candidate)
@@ -170,7 +193,9 @@ def _print_simulated(console: Console, run: RunSpec, world_size: int, option: Ev
     )
 
 
-def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]) -> None:
+def print_comparison(
+    run: RunSpec, world_size: int, first: EvaluatedLayout, second: EvaluatedLayout, names: tuple[str, str]
+) -> None:
     """Two layouts side by side, and why one is slower."""
     console = _console()
     for name, option in zip(names, (first, second), strict=True):
@@ -181,7 +206,7 @@ def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayo
     )
     sign = 1 if slower is first else -1
     table = _table("", *names, f"{slow} - {fast}")
-    first_times, second_times = (time_breakdown(option) | {"step": option.step_seconds} for option in (first, second))
+    first_times, second_times = (option.parts | {"step": option.step_seconds} for option in (first, second))
     for part, meaning in (PART_DESCRIPTIONS | {"step": "step"}).items():
         difference = sign * (first_times[part] - second_times[part])
         table.add_row(meaning, f"{first_times[part]:.3f} s", f"{second_times[part]:.3f} s", f"{difference:+.3f} s")
@@ -194,6 +219,7 @@ def print_comparison(run: RunSpec, first: EvaluatedLayout, second: EvaluatedLayo
     )
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
+    _print_assumptions(console, run, world_size, [first, second])
     console.print()
     for name, option in zip(names, (first, second), strict=True):
         if option.p_oom >= MAX_OOM_PROBABILITY:
@@ -232,12 +258,12 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
+        "assumed": _assumptions(run, world_size, plan.options[:top]),
         "considered": plan.considered,
         "fitting": plan.fitting,
         "layouts": [
             {
                 **asdict(option),
-                "parts": time_breakdown(option),
                 "layout": option.candidate.layout().model_dump(exclude_defaults=True),
                 "candidate": str(option.candidate),
                 "on_front": option in plan.pareto_front,

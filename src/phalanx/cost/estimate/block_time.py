@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.cost.estimate.collective_time import all_to_all_seconds, ring_seconds
+from phalanx.cost.estimate.collective_time import (
+    all_to_all_seconds,
+    expert_all_to_all_seconds,
+    ring_seconds,
+)
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import attention_seconds, by_generation, linear_seconds, memory_pass_seconds
@@ -14,20 +19,51 @@ from phalanx.cost.exact.flops import SELECTIVE_MATMUL_FRACTION
 from phalanx.cost.kinds import RECOMPUTING_METHODS, ActivationCheckpointing, AttentionKernel, Column
 
 
+def _no_seconds() -> Column:
+    return np.zeros(1)
+
+
 @dataclass(frozen=True)
-class BlockTime:
-    """Seconds of one micro-batch in one block."""
+class StageTime:
+    """Seconds of one micro-batch in a stage, or in a part of one."""
 
     forward: Column
     backward: Column
     """With what is computed again."""
-    weight: Column
-    """Of the backward pass, the gradients of weights: what split backward passes put off."""
-    exchange: Column
-    """Of both passes, tensor, context and expert parallelism's exchanges, as far as they are seen."""
+    weight_grad: Column
+    """Part of `backward`: gradients of weights, which split backward passes postpone."""
+    exchange: Column = field(default_factory=_no_seconds)
+    """Part of both passes: exposed communication of tensor, context and expert parallelism."""
+    sharding: Column = field(default_factory=_no_seconds)
+    """Part of both passes: exposed gathers of parameters and scatters of gradients (ZeRO-3)."""
+    upload: Column = field(default_factory=_no_seconds)
+    """Part of both passes: exposed copies of offloaded parameters to the device."""
+
+    @property
+    def forward_backward(self) -> Column:
+        return self.forward + self.backward
+
+    @property
+    def compute(self) -> Column:
+        """Both passes without what is exposed of communication and copies."""
+        return self.forward_backward - self.exchange - self.sharding - self.upload
+
+    def __add__(self, other: StageTime) -> StageTime:
+        return StageTime(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: StageTime) -> StageTime:
+        return self + other.scaled(-1.0)
+
+    def scaled(self, count: Column | float) -> StageTime:
+        """Seconds of `count` of them, one after another."""
+        return StageTime(*(count * getattr(self, f.name) for f in fields(self)))
+
+    def replaced_where(self, condition: NDArray[np.bool_], other: StageTime) -> StageTime:
+        """Take `other` in the rows where `condition` holds."""
+        return StageTime(*(np.where(condition, getattr(other, f.name), getattr(self, f.name)) for f in fields(self)))
 
 
-def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
+def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
     """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
     tokens = jobs.tokens
     attention = _attention_times(constants, jobs, tokens)
@@ -37,7 +73,7 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, 
     has_experts = jobs.experts > 0
     sent_bytes = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
     exposed_fraction = np.where(jobs.overlap_ep > 0, constants.overlap_leak, 1.0)
-    exchange = np.where(has_experts, 2 * all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
+    exchange = np.where(has_experts, 2 * expert_all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
     return dense, _block_time(
         constants, jobs, tokens, attention, _expert_times(constants, jobs, tokens), exchange, extra_operations=20
     )
@@ -130,7 +166,7 @@ def _block_time(
     mlp: _SublayerTimes,
     exchange_seconds: Column,
     extra_operations: int,
-) -> BlockTime:
+) -> StageTime:
     core, core_backward = attention.core
     operations = constants.operations * np.where(
         jobs.compiled > 0, 0.6, np.where(jobs.fused_elementwise > 0, 0.75, 1.0)
@@ -148,22 +184,14 @@ def _block_time(
         + 2 * gap_seconds
     )
 
-    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core)
-    tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
-    hidden_seconds = np.where(
-        (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
-        (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
-        0.0,
-    )
-    forward_exchange = tp_seconds + exchange_seconds + cp_forward
-    backward_exchange = tp_seconds - hidden_seconds + exchange_seconds + cp_backward
+    forward_exchange, backward_exchange = _exchange_seconds(constants, jobs, tokens, core, weights, exchange_seconds)
 
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
     recomputed_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
     recomputed_operations = np.where(jobs.zero_stage >= 3, recomputed_products, 0.0) + pass_seconds
     recompute_seconds = np.select(
         [jobs.recompute == kind for kind in RECOMPUTING_METHODS],
-        [forward + forward_exchange, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
+        [forward, np.where(is_flash, 0.0, core), recomputed_operations, attention.forward + core],
         0.0,
     )
     host_seconds = (
@@ -172,12 +200,32 @@ def _block_time(
         * by_generation(jobs, 1.0, constants.launch_1, constants.launch_2)
     )
     host_backward_ratio = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
-    return BlockTime(
-        smooth_max(forward + forward_exchange, host_seconds),
-        smooth_max(backward + backward_exchange + recompute_seconds, host_seconds * host_backward_ratio),
-        weights,
-        forward_exchange + backward_exchange,
+    backward = backward + recompute_seconds
+    host_backward_seconds = host_seconds * host_backward_ratio
+    whole_forward = smooth_max(forward + forward_exchange, host_seconds)
+    whole_backward = smooth_max(backward + backward_exchange, host_backward_seconds)
+    alone = smooth_max(forward, host_seconds) + smooth_max(backward, host_backward_seconds)
+    return StageTime(whole_forward, whole_backward, weights, exchange=whole_forward + whole_backward - alone)
+
+
+def _exchange_seconds(
+    constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column, weights: Column, expert_seconds: Column
+) -> tuple[Column, Column]:
+    """Return the exposed communication of the forward pass, and of the backward pass with what it computes again."""
+    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core)
+    tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
+    hidden_seconds = np.where(
+        (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
+        (1 - constants.overlap_leak) * np.minimum(tp_seconds, weights),
+        0.0,
     )
+    forward = tp_seconds + expert_seconds + cp_forward
+    recomputed = np.select(
+        [jobs.recompute == ActivationCheckpointing.FULL, jobs.recompute == ActivationCheckpointing.ATTENTION],
+        [forward, tp_seconds / jobs.tp_reductions_per_block + cp_forward],
+        0.0,
+    )
+    return forward, tp_seconds - hidden_seconds + expert_seconds + cp_backward + recomputed
 
 
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
@@ -200,14 +248,16 @@ def _context_parallel_seconds(
 ) -> tuple[Column, Column]:
     """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
     2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
-    (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides."""
-    kv_bytes = jobs.compute_dtype_bytes * tokens * jobs.kv_heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
-    query_bytes = jobs.compute_dtype_bytes * tokens * jobs.heads * (jobs.head_dim + jobs.value_dim) / jobs.tp
+    (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides. Ranks that are more than key/value heads get copies of
+    these."""
+    kv_heads = np.maximum(jobs.kv_heads / jobs.tp, np.where(jobs.ulysses > 0, jobs.cp, 1))
+    head_bytes = jobs.compute_dtype_bytes * tokens * (jobs.head_dim + jobs.value_dim)
+    kv_bytes, query_bytes = head_bytes * kv_heads, head_bytes * jobs.heads / jobs.tp
     hidden_seconds = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
-    ring_attention_seconds = np.maximum(
-        ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, jobs.tp) - hidden_seconds, 0.0
-    )
-    ulysses_seconds = ring_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, jobs.tp, calls=2.0)
-    return np.where(jobs.ulysses > 0, ulysses_seconds, ring_attention_seconds), np.where(
-        jobs.ulysses > 0, ulysses_seconds, 2 * ring_attention_seconds
-    )
+    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, jobs.tp, sends=True)
+    gradient_seconds = kv_seconds * jobs.ring_gradient_bytes / jobs.compute_dtype_bytes
+    ring_forward = np.maximum(kv_seconds - hidden_seconds, 0.0)
+    ring_backward = np.maximum(kv_seconds + gradient_seconds - 2 * hidden_seconds, 0.0)
+    ulysses_seconds = all_to_all_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, jobs.tp, calls=2.0)
+    is_ulysses = jobs.ulysses > 0
+    return np.where(is_ulysses, ulysses_seconds, ring_forward), np.where(is_ulysses, ulysses_seconds, ring_backward)

@@ -28,20 +28,23 @@ def ring_seconds(
     stride: Column | float,
     reduces: bool = False,
     calls: Column | float = 1.0,
+    sends: bool = False,
 ) -> Column:
     """Seconds of `calls` collectives of `size_bytes` in all over `ranks` of a stage that are `stride` apart:
     all-gathers or reduce-scatters, or with `reduces` all-reduces.
 
     Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). Where a group leaves
-    its domain, the network cards of its members in a node serve it together. Every step of a ring waits for the one
-    before it; all-reduces go by trees between nodes (NCCL, src/graph/tuning.cc).
+    its domain, the network cards of its members in a node serve it together; with `sends`, which are messages from each
+    rank to the next, only the card of the rank whose next one is in another node. Every step of a ring waits for the
+    one before it; all-reduces go by trees between nodes (NCCL, src/graph/tuning.cc).
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     num_domains = ranks / ranks_in_domain
     leaves_domain = ranks * stride > jobs.fast_link_ranks_per_stage
+    cards = 1.0 if sends else ranks_in_domain
     bytes_per_second = np.where(
         leaves_domain,
-        np.minimum(fast_link_bandwidth(constants, jobs), ranks_in_domain * network_bandwidth(constants, jobs)),
+        np.minimum(fast_link_bandwidth(constants, jobs), cards * network_bandwidth(constants, jobs)),
         fast_link_bandwidth(constants, jobs),
     )
     if reduces:
@@ -61,27 +64,42 @@ def ring_seconds(
     return np.where(ranks > 1, transfer_seconds + calls * latency_seconds, 0.0)
 
 
-def all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
+def all_to_all_seconds(
+    constants: TimeConstants,
+    jobs: JobTable,
+    size_bytes: Column,
+    ranks: Column,
+    stride: Column | float = 1.0,
+    calls: float = 1.0,
+    relayed_fraction: Column | float = 1.0,
+) -> Column:
+    """Seconds of `calls` all-to-alls over `ranks` of a stage that are `stride` apart, in which each rank has
+    `size_bytes` in all, evenly for all ranks, its own part included.
+
+    What leaves the domain goes by the rank's own network card, since every rank of a node has as much to send. Where
+    nodes relay, `relayed_fraction` of it does, and fast links carry all of it on.
+    """
+    ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
+    remote_bytes = size_bytes * (ranks - ranks_in_domain) / ranks
+    local_bytes = size_bytes * (ranks_in_domain - 1) / np.where(jobs.dedup_node_dispatch > 0, ranks_in_domain, ranks)
+    network_seconds = relayed_fraction * remote_bytes / network_bandwidth(constants, jobs)
+    fast_link_seconds = local_bytes / fast_link_bandwidth(constants, jobs)
+    latency_seconds = constants.link_seconds + np.where(ranks > ranks_in_domain, constants.network_seconds, 0.0)
+    return np.where(ranks > 1, calls * latency_seconds + np.maximum(network_seconds, fast_link_seconds), 0.0)
+
+
+def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds in which each expert-parallel rank sends `size_bytes` of tokens, evenly to all.
 
-    Experts are not split: expert-parallel ranks lie beside one another, whatever tensor parallelism is. What leaves the
-    node goes by the rank's own network card. Relayed tokens cross once to a node, however many of their
-    experts are there: of n nodes, k experts drawn at random are on n (1 - (1 - 1/n)^k).
+    Experts are not split: expert-parallel ranks lie beside one another, whatever tensor parallelism is. Relayed tokens
+    cross once to a node, however many of their experts are there: of n nodes, k experts drawn at random are on
+    n (1 - (1 - 1/n)^k).
     """
-    ranks = jobs.ep
-    ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage, 1, ranks)
-    num_domains, top_k = ranks / ranks_in_domain, np.maximum(jobs.top_k, 1)
+    num_domains = jobs.ep / np.clip(jobs.fast_link_ranks_per_stage, 1, jobs.ep)
+    top_k = np.maximum(jobs.top_k, 1)
     distinct_fraction = np.minimum(num_domains * (1 - (1 - 1 / num_domains) ** top_k) / top_k, 1.0)
-    network_seconds = (
-        size_bytes
-        * (ranks - ranks_in_domain)
-        / ranks
-        * np.where(jobs.dedup_node_dispatch > 0, distinct_fraction, 1.0)
-        / network_bandwidth(constants, jobs)
-    )
-    fast_link_seconds = size_bytes * (ranks_in_domain - 1) / ranks_in_domain / fast_link_bandwidth(constants, jobs)
-    latency_seconds = constants.link_seconds + np.where(ranks > ranks_in_domain, constants.network_seconds, 0.0)
-    return np.where(ranks > 1, latency_seconds + np.maximum(network_seconds, fast_link_seconds), 0.0)
+    relayed_fraction = np.where(jobs.dedup_node_dispatch > 0, distinct_fraction, 1.0)
+    return all_to_all_seconds(constants, jobs, size_bytes, jobs.ep, relayed_fraction=relayed_fraction)
 
 
 def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:

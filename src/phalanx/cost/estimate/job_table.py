@@ -124,6 +124,8 @@ class JobTable:
     """Whether experts' exchanges run beside another micro-batch's products."""
     ulysses: Column
     """Whether context-parallel ranks exchange tokens for heads, rather than send keys and values round."""
+    ring_gradient_bytes: Column
+    """Of a number of keys' and values' gradients, as ring attention sends them."""
     dedup_node_dispatch: Column
     """Whether a token crosses to a node once, however many of its experts are there."""
     tp_reductions_per_block: Column

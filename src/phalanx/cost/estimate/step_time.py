@@ -3,12 +3,12 @@ exchanges as far as the backward pass does not hide them, and the update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.cost.estimate.block_time import BlockTime, block_seconds, smooth_max
+from phalanx.cost.estimate.block_time import StageTime, block_seconds, smooth_max
 from phalanx.cost.estimate.collective_time import network_bandwidth, p2p_seconds, ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
@@ -20,52 +20,30 @@ from phalanx.cost.kinds import Column, ScheduleKind
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what they go to; they add up to `total`."""
+    """Seconds of one optimizer step, by what they go to: no second is in two parts, and `total` is their sum."""
 
     compute: Column
-    """The slowest stage's micro-batches, one after the other."""
+    """The slowest stage's micro-batches, one after the other, without what is exposed of communication."""
+    exchange: Column
+    """Exposed communication of tensor, context and expert parallelism in these."""
     bubble: Column
     send: Column
     data_parallel: Column
-    """Exchanges of gradients and parameters that are seen."""
+    """Exposed communication of gradients and parameters: after the backward pass, or with ZeRO-3 within passes."""
     update: Column
     """By the device."""
     offload: Column
-    """Copies from and to where state rests, and the update there."""
+    """Copies from and to where state rests, as far as nothing hides them, and the update there."""
     waiting: Column
     """For the slowest of many nodes."""
-    exchange: Column
-    """Of `compute`, tensor, context and expert parallelism's exchanges: not added once more."""
 
     @property
     def total(self) -> Column:
-        inside = self.compute + self.bubble + self.send
-        return inside + self.data_parallel + self.update + self.offload + self.waiting
+        total: Column = sum(getattr(self, part) for part in PARTS)
+        return total
 
 
-@dataclass(frozen=True)
-class StageTime:
-    """Seconds of one micro-batch in a stage."""
-
-    forward: Column
-    backward: Column
-    weight_grad: Column
-
-    @property
-    def forward_backward(self) -> Column:
-        return self.forward + self.backward
-
-    def __add__(self, other: StageTime) -> StageTime:
-        return StageTime(
-            self.forward + other.forward, self.backward + other.backward, self.weight_grad + other.weight_grad
-        )
-
-    def __sub__(self, other: StageTime) -> StageTime:
-        return self + other.scaled(-1.0)
-
-    def scaled(self, count: Column | float) -> StageTime:
-        """So many of it, one after another."""
-        return StageTime(count * self.forward, count * self.backward, count * self.weight_grad)
+PARTS = tuple(part.name for part in fields(StepTime))
 
 
 @dataclass(frozen=True)
@@ -91,29 +69,23 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     )
     all_layers = all_layers + layer_times.embedding + layer_times.head
     p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual_stages, 1)
-    bubble = _bubble_seconds(jobs, all_layers - slowest)
     engine_factor = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), constants.deepspeed, 1.0)
-    compute = m * slowest.forward_backward * engine_factor
-    compute, bubble = _adjust_for_shared_cores(
-        jobs, compute, bubble, m * all_layers.forward_backward / p * engine_factor
+    busy, bubble = _adjust_for_shared_cores(
+        jobs,
+        slowest.scaled(m * engine_factor),
+        all_layers.scaled(m * engine_factor / p),
+        _bubble_seconds(jobs, all_layers - slowest),
     )
     send = _pipeline_send_seconds(constants, jobs, m, v)
-    data_parallel = data_parallel_seconds(constants, jobs, middle)
+    data_parallel = data_parallel_seconds(constants, jobs, middle) + busy.sharding
     update = update_seconds(constants, jobs) + constants.step_seconds
-    offload = offload_seconds(constants, jobs, owned_parameters(jobs))
+    offload = offload_seconds(constants, jobs, owned_parameters(jobs)) + busy.upload
     waiting = (
-        (compute + bubble + send)
+        (busy.forward_backward + bubble + send)
         * constants.straggler_factor
         * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.fast_link_ranks_per_stage, 1))
     )
-    dense_fraction = jobs.dense_layers / jobs.layers
-    exchange = (
-        m
-        * jobs.middle_blocks
-        * (dense_fraction * dense.exchange + (1 - dense_fraction) * routed.exchange)
-        * engine_factor
-    )
-    return StepTime(compute, bubble, send, data_parallel, update, offload, waiting, exchange)
+    return StepTime(busy.compute, busy.exchange, bubble, send, data_parallel, update, offload, waiting)
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
@@ -121,59 +93,97 @@ def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
     return _make_layer_times(constants, jobs, *_block_times(constants, jobs))
 
 
-def _block_times(constants: TimeConstants, jobs: JobTable) -> tuple[BlockTime, BlockTime]:
+def _block_times(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
     dense, routed = block_seconds(constants, jobs)
-    expert_parameters = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
-    expert_parameters = expert_parameters / jobs.expert_replicas
+    experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
     return _add_zero3_communication(constants, jobs, dense, np.zeros(1)), _add_zero3_communication(
-        constants, jobs, routed, expert_parameters
+        constants, jobs, routed, experts
     )
 
 
-def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: BlockTime, experts: Column) -> BlockTime:
-    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients. What rests
-    elsewhere is brought before it is gathered, this rank's `experts` too.
+@dataclass(frozen=True)
+class _ShardingTime:
+    """Seconds of ZeRO-3's communication for one block."""
 
-    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card, and few of them
-    ahead of their use: they hide worse than a block's gathered at once.
+    gather: Column
+    upload: Column
+    """Copies of offloaded parameters to the device before they are gathered."""
+    scatter: Column
+
+    def __add__(self, other: _ShardingTime) -> _ShardingTime:
+        return _ShardingTime(self.gather + other.gather, self.upload + other.upload, self.scatter + other.scatter)
+
+
+def _sharding_seconds(
+    constants: TimeConstants, jobs: JobTable, parameters: Column, ranks: Column, copies: Column, stride: Column
+) -> _ShardingTime:
+    """Seconds to gather parameters that `ranks` share, which are `stride` apart, and to scatter their gradients and sum
+    them over `copies` of these ranks.
+
+    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card.
     """
-    is_zero3, gathers_singly = jobs.zero_stage >= 3, (jobs.deepspeed > 0) & (jobs.ranks > jobs.fast_link_domain)
-    parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
-    ranks = np.where(is_zero3, jobs.shard_group_size, 1.0)
-    num_copies = np.where(is_zero3, jobs.dp * jobs.cp / ranks, 1.0)
+    calls = np.sign(parameters)
 
     def ring_exchange_seconds(size_bytes: Column) -> Column:
-        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, jobs.tp)
-        return np.where(gathers_singly, size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
+        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, stride, calls=calls)
+        return np.where(_gathers_singly(jobs), size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
 
-    gather = ring_exchange_seconds(jobs.compute_dtype_bytes * parameters)
-    scatter = ring_exchange_seconds(jobs.gradient_wire_bytes * parameters)
-    gather = gather + upload_seconds(jobs, parameters / ranks + experts)
+    gradient_bytes = jobs.gradient_wire_bytes * parameters
     replica_reduce = ring_seconds(
-        constants, jobs, jobs.gradient_wire_bytes * parameters / ranks, num_copies, jobs.tp * ranks, reduces=True
+        constants, jobs, gradient_bytes / ranks, copies, stride * ranks, reduces=True, calls=calls
     )
-    backward_exchange = gather + scatter + replica_reduce
-    forward, backward = (
-        np.where(
+    return _ShardingTime(
+        ring_exchange_seconds(jobs.compute_dtype_bytes * parameters),
+        upload_seconds(jobs, parameters / ranks),
+        ring_exchange_seconds(gradient_bytes) + replica_reduce,
+    )
+
+
+def _gathers_singly(jobs: JobTable) -> NDArray[np.bool_]:
+    return (jobs.deepspeed > 0) & (jobs.ranks > jobs.fast_link_domain)
+
+
+def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: StageTime, experts: Column) -> StageTime:
+    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients; `experts`
+    are the parameters of a rank's experts, which ranks with the same experts share.
+
+    DeepSpeed gathers few parameters ahead of their use: they hide worse than a block's gathered at once.
+    """
+    parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
+    ranks, copies = jobs.shard_group_size, jobs.dp * jobs.cp / jobs.shard_group_size
+    expert_ranks = np.clip(ranks * jobs.tp / jobs.expert_shards, 1, jobs.expert_replicas)
+    sharding = _sharding_seconds(constants, jobs, parameters, ranks, copies, jobs.tp) + _sharding_seconds(
+        constants, jobs, experts, expert_ranks, jobs.expert_replicas / expert_ranks, jobs.expert_shards
+    )
+    gather, upload = sharding.gather + sharding.upload, sharding.upload
+    backward_exchange = gather + sharding.scatter
+
+    def exposed_seconds(pass_seconds: Column, exchange_seconds: Column) -> Column:
+        return np.where(
             jobs.comm_uses_compute_cores > 0,
-            pass_seconds + exchange_seconds,
+            exchange_seconds,
             np.where(
-                gathers_singly,
+                _gathers_singly(jobs),
                 smooth_max(pass_seconds, exchange_seconds, 2),
                 smooth_max(pass_seconds, exchange_seconds, 6),
-            ),
+            )
+            - pass_seconds,
         )
-        for pass_seconds, exchange_seconds in ((block.forward, gather), (block.backward, backward_exchange))
+
+    forward = exposed_seconds(block.forward, gather)
+    backward = exposed_seconds(block.backward, backward_exchange)
+    uploads = upload * (forward / np.maximum(gather, 1e-30) + backward / np.maximum(backward_exchange, 1e-30))
+    sharded = replace(
+        block,
+        forward=block.forward + forward,
+        backward=block.backward + backward,
+        sharding=forward + backward - uploads,
+        upload=uploads,
     )
-    return BlockTime(
-        np.where(is_zero3, forward, block.forward),
-        np.where(is_zero3, backward, block.backward),
-        block.weight,
-        block.exchange,
-    )
+    return block.replaced_where(jobs.zero_stage >= 3, sharded)
 
 
-def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: BlockTime, routed: BlockTime) -> LayerTimes:
+def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: StageTime, routed: StageTime) -> LayerTimes:
     tokens = jobs.tokens
     head = matmul_seconds(constants, jobs, tokens, jobs.vocab / jobs.tp, jobs.width, linear=False)
     loss = _loss_seconds(constants, jobs, tokens)
@@ -181,8 +191,8 @@ def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: BlockTime
     zero = np.zeros(1)
     return LayerTimes(
         StageTime(embedding / 2, embedding / 2, zero),
-        StageTime(dense.forward, dense.backward, dense.weight),
-        StageTime(routed.forward, routed.backward, routed.weight),
+        dense,
+        routed,
         StageTime(head + 0.4 * loss, 2 * head + 0.6 * loss, zero),
     )
 
@@ -206,11 +216,8 @@ def _slowest_and_middle_stages(jobs: JobTable, layer_times: LayerTimes) -> tuple
 
 
 def _elementwise_slower(stage: StageTime, other: StageTime, exists: NDArray[np.bool_]) -> StageTime:
-    """Of two stages the one that takes longer, if the other is there."""
-    takes_other = exists & (other.forward_backward > stage.forward_backward)
-    return StageTime(
-        *(np.where(takes_other, getattr(other, f.name), getattr(stage, f.name)) for f in fields(StageTime))
-    )
+    """Return the slower of two stages, row by row, where `other` exists."""
+    return stage.replaced_where(exists & (other.forward_backward > stage.forward_backward), other)
 
 
 def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
@@ -258,14 +265,15 @@ def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
     return idle
 
 
-def _adjust_for_shared_cores(jobs: JobTable, slowest: Column, bubble: Column, mean: Column) -> tuple[Column, Column]:
-    """Compute and bubble where ranks share cores: one that waits leaves its core to the others, so that a step takes
-    what all stages compute, or, if that is longer, the way through the schedule at a whole core's speed."""
-    has_own_core = (jobs.ranks_per_core <= 1) | (jobs.pp == 1)
-    schedule_seconds = (slowest + bubble) / jobs.ranks_per_core
-    return np.where(has_own_core, slowest, mean), np.where(
-        has_own_core, bubble, smooth_max(mean, schedule_seconds) - mean
-    )
+def _adjust_for_shared_cores(
+    jobs: JobTable, slowest: StageTime, mean: StageTime, bubble: Column
+) -> tuple[StageTime, Column]:
+    """A step's passes and bubble where ranks share cores: one that waits leaves its core to the others, so that a step
+    takes what all stages compute, or, if that is longer, the way through the schedule at a whole core's speed."""
+    shares_core = (jobs.ranks_per_core > 1) & (jobs.pp > 1)
+    schedule_seconds = (slowest.forward_backward + bubble) / jobs.ranks_per_core
+    shared_bubble = smooth_max(mean.forward_backward, schedule_seconds) - mean.forward_backward
+    return slowest.replaced_where(shares_core, mean), np.where(shares_core, shared_bubble, bubble)
 
 
 def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable, m: Column, v: Column) -> Column:

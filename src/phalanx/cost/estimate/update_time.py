@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from phalanx.cost.estimate.block_time import StageTime
 from phalanx.cost.estimate.collective_time import ring_seconds
 from phalanx.cost.estimate.constants import TimeConstants
 from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.estimate.kernel_time import memory_pass_seconds
 from phalanx.cost.kinds import Column
-
-if TYPE_CHECKING:
-    from phalanx.cost.estimate.step_time import StageTime
 
 
 def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: StageTime) -> Column:

@@ -17,7 +17,13 @@ from phalanx.plan.search.evaluate import can_run, evaluate
 from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, suggest_fit
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout
-from phalanx.plan.search.search import runnable_layouts, search_layouts, smallest_layout, with_offload_variants
+from phalanx.plan.search.search import (
+    TimeBands,
+    runnable_layouts,
+    search_layouts,
+    smallest_layout,
+    with_offload_variants,
+)
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
 from phalanx.spec.layout import Layout
@@ -69,8 +75,8 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     layouts = enumerate_layouts(run, world_size)
     layouts, ordered = with_offload_variants(run, world_size, layouts) if layouts else ([], [])
     every = EvaluatedLayouts(run, world_size, layouts, ordered)
-    best = every.best(lambda _: True)
-    if best is None:
+    fastest = every.best(lambda _: True)
+    if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
         fix = (
             suggest_fit(run, world_size, plan)
@@ -78,6 +84,8 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
             else "change the layout's choices or the batch"
         )
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
+    bands = TimeBands(run, world_size, ordered, fastest)
+    best = next(runnable_layouts(run, world_size, bands, bands.order))
     situation = describe_situation(every)
     applying = [(rule, because) for rule in RULES if (because := rule.applies(situation))]
     spoken = [rule for rule, _ in applying]

@@ -1,10 +1,8 @@
-"""What to change when memory runs out, as data: each change, what it costs, who says so.
+"""What to change when memory runs out, as data: each change, what it costs, and the paper of its method.
 
-The order is a published one, for where times are not known (`oom.py` goes by these where they are): that of the text
-of jesamkim's guide (part 1), a smaller batch and accumulation, recomputation, mixed precision, then several devices for
-one model; its figure differs, and names another optimizer second. ZeRO comes before the other ways to share a model,
-whose early use is the pitfall of Jae's part 06; offload after them; and another optimizer next to last. What changes
-numbers (mixed precision, too) or the bill is tried after all that only costs time."""
+The order is for where times are not known (`oom.py` goes by these where they are): a smaller batch and accumulation,
+recomputation, then what shares the state, ZeRO before the ways that share products, and offload. What changes numbers
+(mixed precision, another optimizer) or the bill is tried after all that only costs time."""
 
 from __future__ import annotations
 
@@ -13,6 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.formulas.activation_checkpointing import recompute_overhead
+from phalanx.plan.advice.papers import (
+    BFLOAT16,
+    CHECKPOINTING,
+    EXPERTS,
+    GPIPE,
+    LONG_SEQUENCES,
+    MEGATRON,
+    OFFLOAD,
+    SEQUENCE_PARALLELISM,
+    ZERO,
+)
 from phalanx.plan.search.candidates import ZERO_STAGES, choose_rank_order
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
@@ -21,9 +30,6 @@ from phalanx.spec.layout import INVALID_IN_PIPELINE, VALID_DATA_STRATEGIES, Layo
 from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
-GUIDE, FIGURE = "jesamkim part 1, OOM guide", "jesamkim part 1, figure of the OOM guide"
-STAGES, SEQUENCES, MEMORY = "Jae's Tech Blog part 14", "Jae's Tech Blog part 10", "Jae's Tech Blog part 06"
-OFFLOAD, HYBRIDS = "pos2001/ml-training-architecture, decision guide", "jesamkim part 4, decision guide"
 MAX_DEVICE_MULTIPLE = 64
 """As many devices, at most, as the last remedy tries."""
 
@@ -161,37 +167,44 @@ REMEDIES = (
     Remedy(
         "smaller micro-batch",
         "more accumulation of smaller products",
-        GUIDE,
+        GPIPE,
         _reduce_micro_batch,
         "a micro-batch is one sequence",
     ),
-    Remedy("recompute attention", "attention's forward pass once more", GUIDE, _increase_recompute("selective")),
+    Remedy(
+        "recompute attention",
+        "attention's forward pass once more",
+        SEQUENCE_PARALLELISM,
+        _increase_recompute("selective"),
+    ),
     Remedy(
         "recompute blocks",
         f"a forward pass more: about {recompute_overhead():+.0%} compute",
-        GUIDE,
+        CHECKPOINTING,
         _increase_recompute("full"),
     ),
-    Remedy("bf16", "less exact", GUIDE, _use_bf16, is_last_resort=True),
-    Remedy("ZeRO-1", "optimizer state shared: no more traffic", STAGES, _raise_zero_stage(1), NO_PEERS_REASON),
-    Remedy("ZeRO-2", "gradients sent for every micro-batch", STAGES, _raise_zero_stage(2), NO_PEERS_REASON),
-    Remedy("ZeRO-3", "parameters gathered for every pass", STAGES, _raise_zero_stage(3), NO_PEERS_REASON),
+    Remedy("bf16", "less exact", BFLOAT16, _use_bf16, is_last_resort=True),
+    Remedy("ZeRO-1", "optimizer state shared: no more traffic", ZERO, _raise_zero_stage(1), NO_PEERS_REASON),
+    Remedy("ZeRO-2", "gradients sent for every micro-batch", ZERO, _raise_zero_stage(2), NO_PEERS_REASON),
+    Remedy("ZeRO-3", "parameters gathered for every pass", ZERO, _raise_zero_stage(3), NO_PEERS_REASON),
     Remedy(
         "expert parallelism",
         "four all-to-alls per block",
-        HYBRIDS,
+        EXPERTS,
         _increase_ep,
         "the model has no experts, or no larger degree divides the devices",
     ),
     Remedy(
         "tensor parallelism",
         "exchanges in every block: fast links only",
-        MEMORY,
+        MEGATRON,
         _increase_degree("tp", within_domain=True),
         NO_LARGER_DEGREE_REASON,
     ),
-    Remedy("context parallelism", "exchanges in every attention", SEQUENCES, _increase_cp, NO_LARGER_DEGREE_REASON),
-    Remedy("pipeline", "stages wait for one another", HYBRIDS, _increase_pp, NO_LARGER_DEGREE_REASON),
+    Remedy(
+        "context parallelism", "exchanges in every attention", LONG_SEQUENCES, _increase_cp, NO_LARGER_DEGREE_REASON
+    ),
+    Remedy("pipeline", "stages wait for one another", GPIPE, _increase_pp, NO_LARGER_DEGREE_REASON),
     Remedy(
         "offload to CPU memory",
         "state crosses PCIe every step",
@@ -199,11 +212,11 @@ REMEDIES = (
         _use_offload,
         "done already, or CPU memory is what is short",
     ),
-    Remedy("SGD", "may converge slower; new learning rates", FIGURE, _use_sgd, is_last_resort=True),
+    Remedy("SGD", "may converge slower; new learning rates", ZERO, _use_sgd, is_last_resort=True),
     Remedy(
         "more devices",
         "their price",
-        GUIDE,
+        ZERO,
         _add_devices,
         "no more devices can share a step's sequences",
         is_last_resort=True,

@@ -9,6 +9,22 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from phalanx.plan.advice.papers import (
+    CHECKPOINTING,
+    DDP,
+    EXPERTS,
+    GPIPE,
+    MEGATRON,
+    MEGATRON_MOE,
+    MEGATRON_ON_CLUSTERS,
+    OFFLOAD_TO_FILES,
+    SCALE_OUT,
+    SEQUENCE_PARALLELISM,
+    SERVERS,
+    ZERO,
+    ZERO_BUBBLE,
+    no_paper,
+)
 from phalanx.plan.advice.rule_conditions import (
     AT_LEAST_TWO,
     BILLION,
@@ -40,11 +56,6 @@ from phalanx.plan.advice.rule_conditions import (
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.spec.layout import SHARDED_STRATEGIES
 
-SIZES = "pos2001/ml-training-architecture, decision guide"
-PIPELINES, HYBRIDS = "jesamkim part 3, decision guide", "jesamkim part 4, decision guide"
-MEMORY, RECOMPUTE = "Jae's Tech Blog part 06", "Jae's Tech Blog part 13"
-STAGES, ORDER, LONG = "Jae's Tech Blog part 14", "Jae's Tech Blog part 20", "Jae's Tech Blog part 10"
-NOTES = "notes on a network engineer's book, week 3"
 Kind = Literal["size", "bottleneck", "schedule", "placement"]
 
 
@@ -96,7 +107,7 @@ SIZE_RULES = (
         "data parallelism (DDP)",
         {"data_parallel": ("ddp",), **DATA_ONLY},
         has_parameters_between(0, BILLION),
-        SIZES,
+        no_paper(DDP),
     ),
     RuleOfThumb(
         "size",
@@ -104,7 +115,7 @@ SIZE_RULES = (
         "data parallelism with ZeRO-2",
         {"data_parallel": ("zero2",), **DATA_ONLY},
         has_parameters_between(BILLION, 10 * BILLION),
-        SIZES,
+        no_paper(ZERO),
     ),
     RuleOfThumb(
         "size",
@@ -112,7 +123,7 @@ SIZE_RULES = (
         "3D: data, tensor and pipeline parallelism",
         THREE_D,
         has_parameters_between(10 * BILLION, 100 * BILLION),
-        SIZES,
+        no_paper(MEGATRON_ON_CLUSTERS),
     ),
     RuleOfThumb(
         "size",
@@ -120,17 +131,22 @@ SIZE_RULES = (
         "3D with ZeRO-3 and offload to CPU or NVMe",
         THREE_D,
         has_parameters_between(100 * BILLION, None),
-        SIZES,
+        no_paper(OFFLOAD_TO_FILES),
         ZERO3_PIPELINE_NOTE,
     ),
 )
 """Half-open: a model of exactly 1B, 10B or 100B parameters belongs to the larger class."""
 BOTTLENECK_RULES = (
     RuleOfThumb(
-        "bottleneck", "activation memory", "data parallelism", {"dp": AT_LEAST_TWO}, activations_exceed_device, HYBRIDS
+        "bottleneck",
+        "activation memory",
+        "data parallelism",
+        {"dp": AT_LEAST_TWO},
+        activations_exceed_device,
+        no_paper(DDP),
     ),
     RuleOfThumb(
-        "bottleneck", "parameter memory", "pipeline parallelism", {"pp": AT_LEAST_TWO}, state_exceeds_device, HYBRIDS
+        "bottleneck", "parameter memory", "pipeline parallelism", {"pp": AT_LEAST_TWO}, state_exceeds_device, GPIPE
     ),
     RuleOfThumb(
         "bottleneck",
@@ -138,7 +154,7 @@ BOTTLENECK_RULES = (
         "add tensor parallelism",
         {"tp": AT_LEAST_TWO},
         block_exceeds_device,
-        HYBRIDS,
+        MEGATRON,
     ),
     RuleOfThumb(
         "bottleneck",
@@ -146,7 +162,7 @@ BOTTLENECK_RULES = (
         "tensor parallelism on fast links",
         {"tp": AT_LEAST_TWO},
         has_fewer_sequences_than_ranks,
-        HYBRIDS,
+        SERVERS,
     ),
     RuleOfThumb(
         "bottleneck",
@@ -154,10 +170,15 @@ BOTTLENECK_RULES = (
         "experts, and expert parallelism",
         {"ep": AT_LEAST_TWO},
         has_experts,
-        HYBRIDS,
+        EXPERTS,
     ),
     RuleOfThumb(
-        "bottleneck", "a large dataset", "data parallelism", {"dp": AT_LEAST_TWO}, has_sequences_for_all_ranks, NOTES
+        "bottleneck",
+        "a large dataset",
+        "data parallelism",
+        {"dp": AT_LEAST_TWO},
+        has_sequences_for_all_ranks,
+        SCALE_OUT,
     ),
     RuleOfThumb(
         "bottleneck",
@@ -165,7 +186,7 @@ BOTTLENECK_RULES = (
         "ZeRO or FSDP",
         {"data_parallel": SHARDED_STRATEGIES},
         optimizer_state_is_largest,
-        f"{NOTES}; {STAGES}",
+        ZERO,
     ),
     RuleOfThumb(
         "bottleneck",
@@ -173,7 +194,7 @@ BOTTLENECK_RULES = (
         "ZeRO and recomputation before model parallelism",
         {"data_parallel": SHARDED_STRATEGIES, "tp": ONE, "pp": ONE},
         sharded_state_fits,
-        f"{MEMORY}; {ORDER}",
+        f"{ZERO}; {CHECKPOINTING}",
     ),
     RuleOfThumb(
         "bottleneck",
@@ -181,7 +202,7 @@ BOTTLENECK_RULES = (
         "recompute",
         {"activation_checkpointing": ("selective", "full")},
         activations_are_largest,
-        f"{MEMORY}; {RECOMPUTE}",
+        f"{CHECKPOINTING}; {SEQUENCE_PARALLELISM}",
     ),
     RuleOfThumb(
         "bottleneck",
@@ -189,12 +210,12 @@ BOTTLENECK_RULES = (
         "sequence parallelism, with tensor parallelism",
         {"tp": AT_LEAST_TWO},
         activations_are_largest_on_many_ranks,
-        LONG,
+        SEQUENCE_PARALLELISM,
     ),
 )
 SCHEDULE_RULES = (
     RuleOfThumb(
-        "schedule", "a copy fits one device", "no pipeline; DP or ZeRO", {"pp": ONE}, copy_fits_device, PIPELINES
+        "schedule", "a copy fits one device", "no pipeline; DP or ZeRO", {"pp": ONE}, copy_fits_device, SCALE_OUT
     ),
     RuleOfThumb(
         "schedule",
@@ -202,7 +223,7 @@ SCHEDULE_RULES = (
         "ZB-H2",
         {"pp": AT_LEAST_TWO, "schedule": ("zb-h2",)},
         has_memory_for_zb_h2,
-        PIPELINES,
+        ZERO_BUBBLE,
     ),
     RuleOfThumb(
         "schedule",
@@ -210,7 +231,7 @@ SCHEDULE_RULES = (
         "ZB-H1 or 1F1B",
         {"pp": AT_LEAST_TWO, "schedule": ("zb-h1", "1f1b")},
         lacks_memory_for_zb_h2,
-        PIPELINES,
+        ZERO_BUBBLE,
     ),
     RuleOfThumb(
         "schedule",
@@ -218,7 +239,7 @@ SCHEDULE_RULES = (
         "DDP, where it fits",
         {"data_parallel": ("ddp",), **DATA_ONLY},
         copy_fits_device,
-        ORDER,
+        SCALE_OUT,
     ),
 )
 PLACEMENT_RULES = (
@@ -228,7 +249,7 @@ PLACEMENT_RULES = (
         "inside the domain of fast links",
         {"tp": WITHIN_DOMAIN},
         has_many_ranks,
-        f"{HYBRIDS}; {NOTES}",
+        SERVERS,
     ),
     RuleOfThumb(
         "placement",
@@ -236,10 +257,15 @@ PLACEMENT_RULES = (
         "between nodes",
         {"pp": AT_LEAST_TWO, "tp x cp": DegreeRange("domain")},
         copy_spans_fast_link_domains,
-        HYBRIDS,
+        SERVERS,
     ),
     RuleOfThumb(
-        "placement", "data parallelism", "outermost, one exchange in a step", {}, data_parallel_is_outer, HYBRIDS
+        "placement",
+        "data parallelism",
+        "outermost, one exchange in a step",
+        {},
+        data_parallel_is_outer,
+        MEGATRON_ON_CLUSTERS,
     ),
     RuleOfThumb(
         "placement",
@@ -247,7 +273,7 @@ PLACEMENT_RULES = (
         "inside the domain of fast links",
         {"ep x tp": WITHIN_DOMAIN},
         has_experts,
-        NOTES,
+        MEGATRON_MOE,
     ),
 )
 RULES = (*SIZE_RULES, *BOTTLENECK_RULES, *SCHEDULE_RULES, *PLACEMENT_RULES)

@@ -198,14 +198,14 @@ def collective_timings(
         np.array([getattr(exchange, name) for exchange in known], float) for name in ("ranks", "stride", "size_bytes")
     )
     reduces, sends = (np.array([exchange.operation == kind for exchange in known]) for kind in ("all_reduce", "send"))
-    experts = np.array([exchange.operation == "all_to_all" and exchange.ranks == jobs.ep[0] for exchange in known])
+    all_to_alls = np.array([exchange.operation == "all_to_all" for exchange in known])
 
     def predict_collectives(c: TimeConstants, which: OperationIndices) -> Column:
         rows, n, strides, sent = _repeat_job(jobs, which), ranks[which], stride[which], size[which]
         summed = ring_seconds(c, rows, sent, n, strides, reduces=True)
         return np.select(
-            [reduces[which], sends[which], experts[which]],
-            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent)],
+            [reduces[which], sends[which], all_to_alls[which]],
+            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent, n, strides)],
             ring_seconds(c, rows, sent, n, strides),
         )
 

@@ -85,7 +85,7 @@ class Prior:
             _log_ratio(np.broadcast_to(seconds, count * len(points)).reshape(len(points), count), measured) / noise
             for seconds, measured, noise in (
                 (time.total, truth.step_total, NOISE),
-                (time.compute - time.exchange, truth.computing, COMPUTING_NOISE),
+                (time.compute, truth.computing, COMPUTING_NOISE),
                 (time.exchange + time.data_parallel, truth.waiting, WAITING_NOISE),
             )
         ]

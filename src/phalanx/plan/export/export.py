@@ -67,7 +67,7 @@ def search_exportable(
         except UserError:
             return False
 
-    plan = search_layouts(run, world_size, keep, report, is_exportable)
+    plan = search_layouts(run, world_size, keep, report, is_exportable, prefer_simple=True)
     return plan if plan.options else plan_or_raise(run, world_size, 1, report)
 
 

@@ -10,9 +10,10 @@ from phalanx.cost.estimate.job_table import JobTable, broadcast_jobs
 from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, optimizer_kind, sharded_state_bytes
 from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, AttentionKernel, OffloadTarget, ScheduleKind
-from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, CandidateLayout
-from phalanx.plan.tables.job_columns import JobRow, machine_columns, model_columns
+from phalanx.plan.tables.job_columns import JobRow, model_columns
+from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.run import RunSpec
 
@@ -24,16 +25,15 @@ STAGE_POSITIONS = ("first", "middle", "last")
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
     """Candidates as columns, run by Phalanx."""
-    common = {**_shared_columns(run), "ranks": world_size}
+    common = {**_shared_columns(run, world_size), "ranks": world_size}
     return broadcast_jobs(common, {name: np.array(values) for name, values in _layout_columns(run, layouts).items()})
 
 
-def _shared_columns(run: RunSpec) -> JobRow:
+def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
     """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
-    cluster = run.cluster
     return {
         **model_columns(run.model, run.training.seq_len),
-        **machine_columns(cluster),
+        **machine_columns(run.cluster, world_size),
         "low_precision": 0,
         "compute_dtype_bytes": COMPUTE_BYTES[run.training.precision],
         "compiled": float(run.training.compile),
@@ -43,6 +43,7 @@ def _shared_columns(run: RunSpec) -> JobRow:
         "overlap_tp": 0,
         "overlap_tp_with_weight_grads": 1,
         "overlap_ep": 0,
+        "ring_gradient_bytes": STATE_BYTES[run.training.precision],
         "dedup_node_dispatch": 0,
         "tp_reductions_per_block": 2,
         "deepspeed": 0,

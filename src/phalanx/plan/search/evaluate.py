@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.cost.estimate.memory import estimate_memory, oom_probability
-from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.cost.estimate.step_time import PARTS, step_seconds
 from phalanx.cost.exact.flops import mfu, recomputed_flops_per_token, training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -15,7 +15,7 @@ from phalanx.cost.kinds import PHALANX_CHECKPOINTING, Column
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run
 from phalanx.plan.search.oom_risk import device_and_host_bytes, layout_oom_probability, process_bytes
-from phalanx.plan.search.result import PARTS, EvaluatedLayout
+from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError

@@ -10,7 +10,7 @@ from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import process_bytes
 from phalanx.plan.search.result import TIE_TOLERANCE, EvaluatedLayout, Plan
 from phalanx.plan.search.search import ProgressCallback, search_layouts
-from phalanx.plan.tables.job_columns import host_memory
+from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB, format_seconds_change
@@ -21,7 +21,7 @@ PART_DESCRIPTIONS = {
     "exchange": "exchanges of ranks that share products, sequences or experts",
     "bubble": "waiting for other stages",
     "send": "sends between stages",
-    "data_parallel": "gradients and parameters, as far as nothing hides them",
+    "data_parallel": "gradients and parameters, as far as nothing hides their communication",
     "update": "the optimizer",
     "offload": "copies from and to where state rests, and the optimizer there",
     "waiting": "for the slowest of many nodes",
@@ -29,29 +29,28 @@ PART_DESCRIPTIONS = {
 """Of the parts of a step."""
 
 
-def plan_or_raise(run: RunSpec, world_size: int, keep: int = 20, report: ProgressCallback = lambda *_: None) -> Plan:
-    """What a search finds.
+def plan_or_raise(
+    run: RunSpec,
+    world_size: int,
+    keep: int = 20,
+    report: ProgressCallback = lambda *_: None,
+    group_schedules: bool = True,
+) -> Plan:
+    """Search for layouts in order of preference.
 
     Raises UserError where nothing fits, with what would.
     """
-    plan = search_layouts(run, world_size, keep, report)
+    plan = search_layouts(run, world_size, keep, report, prefer_simple=True, group_schedules=group_schedules)
     if not plan.options:
         fix = suggest_fit(run, world_size, plan)
         raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)
     return plan
 
 
-def time_breakdown(option: EvaluatedLayout) -> dict[str, float]:
-    """Seconds of a step by what they go to, which add up to it."""
-    parts = dict(option.parts)
-    parts["compute"] -= parts["exchange"]
-    return parts
-
-
 def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
     """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
     add up to, if that is a hundredth of all or more."""
-    option_parts, best_parts = time_breakdown(option), time_breakdown(best)
+    option_parts, best_parts = option.parts, best.parts
     differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
     large_differences = sorted(
         (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True
@@ -99,8 +98,8 @@ class WhatIf:
     """Of tokens per second; 0 where nothing fits."""
 
 
-def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> Iterator[WhatIf]:
-    """What would make a job faster: more memory, faster links, a larger batch."""
+def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
+    """What would make a job faster than its fastest layout does: more memory, faster links, a larger batch."""
     cluster, training = run.cluster, run.training
 
     def double_field(field: str) -> RunSpec | None:
@@ -119,7 +118,7 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, best: EvaluatedLayout) -> I
         if changed is not None:
             options = search_layouts(changed, world_size, keep=1).options
             option = options[0] if options else None
-            yield WhatIf(change, option, option.tokens_per_second / best.tokens_per_second if option else 0.0)
+            yield WhatIf(change, option, option.tokens_per_second / fastest.tokens_per_second if option else 0.0)
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
@@ -130,6 +129,8 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         f"the smallest, {plan.closest_to_fitting.candidate}, "
         f"takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
     )
+    if run.cluster.network_bytes_per_second is None:
+        return f"{suggestion}; set cluster.network_bytes_per_second to see on how many nodes it fits"
     sequences = run.training.tokens_per_step // run.training.seq_len
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size

@@ -10,7 +10,8 @@ import numpy as np
 
 from phalanx.cost.estimate.memory import exceedance_probability
 from phalanx.cost.exact.rank_memory import RankMemory
-from phalanx.plan.tables.job_columns import host_memory, memory_constants_for
+from phalanx.plan.tables.job_columns import memory_constants_for
+from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
 

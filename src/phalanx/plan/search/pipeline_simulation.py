@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phalanx.cost.estimate.step_time import StageTime, layer_seconds
+from phalanx.cost.estimate.block_time import StageTime
+from phalanx.cost.estimate.step_time import layer_seconds
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout

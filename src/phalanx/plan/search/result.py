@@ -11,8 +11,6 @@ from phalanx.cost.kinds import Column
 from phalanx.plan.search.candidates import CandidateLayout
 from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
 
-PARTS = ("compute", "exchange", "bubble", "send", "data_parallel", "update", "offload", "waiting")
-
 
 @dataclass(frozen=True)
 class EvaluatedLayout:
@@ -24,7 +22,7 @@ class EvaluatedLayout:
     high_seconds: float
     """Between `low` and `high` lie 80 of 100 steps."""
     parts: dict[str, float]
-    """Seconds of the step by what they go to; `exchange` is part of `compute`."""
+    """Seconds of the step by what they go to, which add up to it."""
     memory_bytes: float
     """Held by the fullest rank; on a machine that was calibrated with what a process has beside tensors."""
     host_bytes: float
@@ -40,6 +38,11 @@ class EvaluatedLayout:
     """With what recomputation does once more."""
 
     @property
+    def schedule_seconds(self) -> float:
+        """Seconds of the passes and their schedule's bubble, without sends between stages."""
+        return sum(self.parts[part] for part in ("compute", "exchange", "bubble"))
+
+    @property
     def exposed(self) -> float:
         """Seconds of the step in which a rank only communicates."""
         return sum(self.parts[part] for part in ("exchange", "send", "data_parallel"))
@@ -50,27 +53,29 @@ class Plan:
     """What a search found."""
 
     options: list[EvaluatedLayout]
-    """Those that fit and can run, fastest first."""
+    """Those that fit and can run, in order of preference."""
     considered: int
     fitting: int
+    fastest: EvaluatedLayout | None
+    """The one with the shortest step, whatever is preferred."""
     closest_to_fitting: EvaluatedLayout | None
     """The one that is nearest to fitting, where none does."""
 
     @property
-    def fastest_safe(self) -> EvaluatedLayout | None:
-        """The fastest whose memory is almost surely enough, if any of `options` is."""
+    def first_safe(self) -> EvaluatedLayout | None:
+        """The first whose memory is almost surely enough, if any of `options` is."""
         return next((option for option in self.options if option.p_oom < SAFE_OOM_PROBABILITY), None)
 
     @property
     def chosen(self) -> EvaluatedLayout:
-        """What is used where nobody chooses: the fastest of `options` that is almost surely enough, or the surest."""
-        return self.fastest_safe or min(self.options, key=lambda option: option.p_oom)
+        """What is used where nobody chooses: the first of `options` that is almost surely enough, or the surest."""
+        return self.first_safe or min(self.options, key=lambda option: option.p_oom)
 
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
         """Of `options`, those that no other beats in both time and memory."""
         front: list[EvaluatedLayout] = []
-        for option in self.options:
+        for option in sorted(self.options, key=lambda option: option.step_seconds):
             if not front or option.memory_bytes < front[-1].memory_bytes:
                 front.append(option)
         return front

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -12,14 +14,16 @@ from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.search.candidate_columns import candidate_jobs
 from phalanx.plan.search.candidates import CandidateLayout, enumerate_layouts, offload_variants
 from phalanx.plan.search.evaluate import can_run, evaluate, oom_probabilities, with_exact_memory
-from phalanx.plan.search.oom_risk import (
-    MAX_OOM_PROBABILITY,
-)
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.plan.search.result import EvaluatedLayout, Plan, preference_order
 from phalanx.plan.tables.job_columns import memory_constants_for, time_constants_for
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
+UNCERTAIN_GAIN = 0.05
+"""Steps that are shorter by less do not make up for offload or another kind of parallelism. Half of an 80 % interval is
+7 % or more; in published sweeps the simplest layout within 5 % of the fastest predicted one is no further behind the
+best that ran (hage: 2.7 % instead of 3.0), the simplest within 7.5 % is (3.8 %)."""
 MAX_EXACT_EVALUATIONS = 1000
 """Layouts that are counted at most: beyond so many that fit by the formula and not as counted, none is looked for."""
 
@@ -34,8 +38,13 @@ def search_layouts(
     keep: int = 20,
     report: ProgressCallback = lambda *_: None,
     is_wanted: Callable[[CandidateLayout], bool] = lambda _: True,
+    prefer_simple: bool = False,
+    group_schedules: bool = False,
 ) -> Plan:
     """The `keep` fastest layouts that are wanted and likely to fit.
+
+    With `prefer_simple` they are in order of preference (`TimeBands`). With `group_schedules`, of layouts that differ
+    in their schedule alone, none is shown after the first whose memory is almost surely enough.
 
     Memory of all is computed before the time of any: no bound on time is needed, and none is lost. Nothing is offloaded
     of what fits without: that never makes a step shorter.
@@ -53,13 +62,69 @@ def search_layouts(
     layouts, ordered = with_offload_variants(run, world_size, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting what the fastest hold", 0, keep)
+    fastest = next(_offer_wanted(run, world_size, ordered, is_wanted), None)
+    preferred: Iterable[CandidateLayout] = ordered
+    if prefer_simple and fastest is not None:
+        preferred = TimeBands(run, world_size, ordered, fastest)
+    shown: set[CandidateLayout] = set()
     offered: list[EvaluatedLayout] = []
-    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered))  # with what offload makes of some
-    for option in islice((option for option in offering if is_wanted(option.candidate)), keep):
+
+    def is_new(candidate: CandidateLayout) -> bool:
+        return _without_schedule(candidate) not in shown and is_wanted(candidate)
+
+    for option in islice(_offer_wanted(run, world_size, preferred, is_new), keep):
         offered.append(option)
+        if group_schedules and option.p_oom < SAFE_OOM_PROBABILITY:
+            shown.add(_without_schedule(option.candidate))
         report("counting what the fastest hold", len(offered), keep)
     smallest = None if offered else evaluate_smallest(run, world_size, layouts)
-    return Plan(offered, len(layouts), len(ordered), smallest)
+    return Plan(offered, len(layouts), len(ordered), fastest, smallest)
+
+
+def _offer_wanted(
+    run: RunSpec,
+    world_size: int,
+    ordered: Iterable[CandidateLayout],
+    is_wanted: Callable[[CandidateLayout], bool],
+) -> Iterator[EvaluatedLayout]:
+    """Yield the layouts in order that are wanted, with what offload makes of some, and that fit as they are counted."""
+    order = ordered.order if isinstance(ordered, TimeBands) else _step_seconds
+    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order)
+    return (option for option in offering if is_wanted(option.candidate))
+
+
+class TimeBands:
+    """Layouts in order of preference: bands of steps that differ by less than `UNCERTAIN_GAIN`, from the fastest one's
+    on, and in each band those without offload before others, then those with fewer kinds of parallelism."""
+
+    def __init__(self, run: RunSpec, world_size: int, ordered: list[CandidateLayout], fastest: EvaluatedLayout) -> None:
+        self.run, self.world_size, self.ordered, self.fastest = run, world_size, ordered, fastest
+        self.ends: list[float] = []
+        """The longest step of each band, as far as bands were looked at."""
+
+    def __iter__(self) -> Iterator[CandidateLayout]:
+        self.ends, start, seconds = [], 0, self.fastest.step_seconds
+        while start < len(self.ordered):
+            self.ends.append(seconds * (1 + UNCERTAIN_GAIN))
+            stop = bisect_right(self.ordered, self.ends[-1], lo=start, key=self._seconds)
+            yield from sorted(self.ordered[start:stop], key=lambda c: (c.offload != "none", c.num_parallel_axes))
+            start = stop
+            seconds = self._seconds(self.ordered[start]) if start < len(self.ordered) else 0.0
+
+    def order(self, option: EvaluatedLayout) -> float:
+        """Return the number of the band of a layout, and half of one more with offload."""
+        return bisect_left(self.ends, option.step_seconds) + 0.5 * (option.candidate.offload != "none")
+
+    def _seconds(self, candidate: CandidateLayout) -> float:
+        return evaluate(self.run, self.world_size, [candidate])[0].step_seconds
+
+
+def _step_seconds(option: EvaluatedLayout) -> float:
+    return option.step_seconds
+
+
+def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
+    return replace(candidate, schedule="", virtual_stages=1)
 
 
 def with_offload_variants(
@@ -76,15 +141,20 @@ def with_offload_variants(
     return [*layouts, *more], rank_fitting(run, world_size, [*fitting, *more])
 
 
-def runnable_layouts(run: RunSpec, world_size: int, ordered: Iterable[CandidateLayout]) -> Iterator[EvaluatedLayout]:
+def runnable_layouts(
+    run: RunSpec,
+    world_size: int,
+    ordered: Iterable[CandidateLayout],
+    order: Callable[[EvaluatedLayout], float] = _step_seconds,
+) -> Iterator[EvaluatedLayout]:
     """Of layouts in order those that can run, and fit as they are counted: of the first `MAX_EXACT_EVALUATIONS`. What
-    offload makes of those that fit by the formula only has its own place, which is later."""
+    offload makes of those that fit by the formula only has its own place in `order`, which is later."""
     later: list[EvaluatedLayout] = []
     for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
         if not can_run(run, world_size, candidate):
             continue
         option = evaluate(run, world_size, [candidate])[0]
-        while later and later[0].step_seconds < option.step_seconds:
+        while later and order(later[0]) < order(option):
             yield from _if_likely_to_fit(with_exact_memory(run, world_size, later.pop(0)))
         option = with_exact_memory(run, world_size, option)
         yield from _if_likely_to_fit(option)

@@ -21,28 +21,10 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import AttentionKernel, Column, OffloadTarget, ScheduleKind
 from phalanx.spec.base import did_you_mean, require
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
 from phalanx.spec.model import ModelSpec
 
 JobRow = dict[str, float]
-
-MATMUL_EFFICIENCY = (0.87, 0.80, 0.775)
-"""Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
-(stas00/ml-engineering, compute/accelerator: MAMF)."""
-NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
-"""Of a device, by generation, where nothing is stated: 200 or 400 Gb/s, as in DGX A100, H100 and B200."""
-
-HOST_LINK_BYTES_PER_SECOND = (31.5e9, 63e9, 63e9)
-"""Between a device and CPU memory in one direction, by generation: PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in
-128b/130b, as in DGX A100, H100 and B200."""
-HOST_BYTES_PER_SECOND = (51.2e9, 76.8e9, 89.6e9)
-"""A device's share of CPU memory's bandwidth: two channels of DDR4-3200, DDR5-4800 and DDR5-5600, as of the sixteen
-that the eight devices of a DGX A100, H100 and B200 share, and as in a workstation."""
-DISK_BYTES_PER_SECOND = 5e9
-"""Of an NVMe drive that is read and written: on four lanes of Gen4 data sheets name about 7 and 4 GB/s."""
-HOST_MEMORY_BYTES = 2**38
-"""A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
@@ -76,53 +58,6 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     return training_flops_per_token(spec, sequence, causal=False)
 
 
-def machine_columns(cluster: ClusterSpec) -> JobRow:
-    """Speeds and sizes of one device and of what joins devices.
-
-    Raises UserError for a machine whose speeds are not known.
-    """
-    needed = {
-        "peak_flops": cluster.peak_flops,
-        "memory_bytes": cluster.memory_bytes,
-        "hbm_bytes_per_second": cluster.hbm_bytes_per_second,
-    }
-    for field, value in needed.items():
-        if value is None:
-            fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
-            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
-    peak, era, ranks_per_core = float(cluster.peak_flops or 0), cluster.generation, cluster.ranks_per_core
-    matmul = cluster.matmul_flops or MATMUL_EFFICIENCY[era] * peak
-    domain = cluster.fast_link_domain_size
-    link = cluster.link_bytes_per_second
-    require(
-        domain == 1 or link is not None,
-        "cluster.link_bytes_per_second",
-        link,
-        f"is not known for a domain of {domain} devices",
-        "set it, or cluster.fast_link_domain = 1",
-    )
-    network = cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[era]
-    return {
-        "peak_flops": peak / ranks_per_core,
-        "matmul_flops": matmul / ranks_per_core,
-        "low_matmul_flops": (cluster.matmul_flops_8bit or 2 * matmul) / ranks_per_core,
-        "num_sms": cluster.num_sms or 0,
-        "hbm_bytes_per_second": float(cluster.hbm_bytes_per_second or 0) / ranks_per_core,
-        "memory_bytes": float(cluster.rank_memory_bytes or 0),
-        "link_bytes_per_second": (link or network) / ranks_per_core,
-        "network_bytes_per_second": network,
-        "oversubscription": cluster.oversubscription,
-        "host_link_bytes_per_second": cluster.host_link_bytes_per_second or HOST_LINK_BYTES_PER_SECOND[era],
-        "host_bytes_per_second": cluster.host_bytes_per_second or HOST_BYTES_PER_SECOND[era],
-        "host_memory_bytes": host_memory(cluster),
-        "disk_bytes_per_second": cluster.disk_bytes_per_second or DISK_BYTES_PER_SECOND,
-        "fast_link_domain": domain,
-        "ranks_per_core": ranks_per_core,
-        "comm_uses_compute_cores": float(cluster.device == "cpu"),
-        "hardware_generation": era,
-    }
-
-
 def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
     or embedding and head are said to take a block's place (`trimmed`), the first and the last stage have fewer, which
@@ -141,11 +76,6 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
         "middle_moe_blocks": routed * layers_per_stage,
         "last_moe_blocks": routed * (leading if together or pp == 1 else layers_at_ends),
     }
-
-
-def host_memory(cluster: ClusterSpec) -> float:
-    """Bytes of CPU memory for what one rank offloads."""
-    return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
 
 
 def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
@@ -230,6 +160,7 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
             or any(keyword in lowered for keyword in ("a2a overlap", "1f1b overlap", "dualpipe"))
         ),
         "ulysses": 0,
+        "ring_gradient_bytes": 2,
         "dedup_node_dispatch": float("deepep" in lowered or "hybridep" in lowered),
         "tp_reductions_per_block": 1 if "parallel transformer block" in lowered or "parallel layers" in lowered else 2,
         "deepspeed": float(deepspeed),

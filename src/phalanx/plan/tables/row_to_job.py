@@ -16,10 +16,10 @@ from phalanx.plan.tables.job_columns import (
     JobRow,
     flops_per_token,
     is_low_precision,
-    machine_columns,
     stage_columns,
     trainer_behaviour,
 )
+from phalanx.plan.tables.machine_columns import machine_columns
 from phalanx.plan.tables.model_guess import model_from_row
 from phalanx.spec.base import did_you_mean, divisors, require
 from phalanx.spec.cluster import ClusterSpec
@@ -29,6 +29,9 @@ from phalanx.spec.model import ModelSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Those that a trainer would try."""
+NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
+"""Of a device, by generation, where neither a row nor the device's preset has it: 200 or 400 Gb/s, as in DGX A100, H100
+and B200."""
 ASSUMED_WIDTH_FACTOR = 1.3
 """Times as wide, on a logarithmic scale, as an interval is where something had to be assumed."""
 
@@ -75,7 +78,7 @@ def job_from_row(row: Row) -> TableJob:
     chip, node = row.get("gpu_type", ""), read_count(row, "gpus_per_node", 8)
     fixed: JobRow = {
         **shape,
-        **machine_columns(cluster),
+        **machine_columns(cluster, ranks),
         **trainer_behaviour(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
         "ranks": ranks,
         "dp": dp,
@@ -223,6 +226,9 @@ def _read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
             changes[field] = read_number(row, column) * 1e9
     if not row.get("inter_bw") and read_number(row, "gpus", 1) > changes["fast_link_domain"]:
         assumed.append("network")
+        changes.setdefault(
+            "network_bytes_per_second", cluster.network_bytes_per_second or NETWORK_BYTES_PER_SECOND[cluster.generation]
+        )
     return cluster.model_copy(update=changes), assumed
 
 

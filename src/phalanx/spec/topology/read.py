@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine
 from phalanx.spec.topology.nccl_xml import parse_nccl
@@ -30,6 +31,7 @@ COMPUTE_CAPABILITY = {
     "gb300": 103,
 }
 """Compute capability by the preset's name up to its first dash."""
+NO_NVLINKS = "the GPUs have no NVLinks"
 NO_NVLINK_DATA = "NVLinks are not shown: give what nvidia-smi topo -m prints, or a dump of NCCL (NCCL_TOPO_DUMP_FILE)"
 
 
@@ -74,7 +76,10 @@ def infer_cluster(node: NodeTopology, preset: str | None = None) -> InferredClus
 
 def _infer_domain(node: NodeTopology, preset: str | None) -> int | str:
     sizes = sorted({len(domain) for domain in node.nvlink_domains()})
-    preset_domain = (load_machine(preset).fast_link_domain or 0) if preset else 0
+    machine = load_machine(preset) if preset else ClusterSpec()
+    preset_domain = machine.fast_link_domain or 0
+    if sizes == [1] and machine.link_bytes_per_second is not None and not preset_domain:
+        return f"{NO_NVLINKS}, and PCIe joins those of a node ({preset})"
     if None in node.nvlinks:
         return NO_NVLINK_DATA
     if len(sizes) > 1:
@@ -90,7 +95,7 @@ def _infer_link_speed(node: NodeTopology, preset: str | None) -> float | str:
     if None in node.nvlinks:
         return NO_NVLINK_DATA
     if counts == [0]:
-        return "the GPUs have no NVLinks"
+        return NO_NVLINKS
     if len(counts) > 1:
         return f"GPUs have different numbers of NVLinks: {', '.join(map(str, counts))}"
     if capability not in NVLINK_BYTES_PER_SECOND:

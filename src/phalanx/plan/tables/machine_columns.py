@@ -1,0 +1,153 @@
+"""A machine as columns of jobs, and what is assumed where a cluster does not give a speed or size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phalanx.cost.formulas.reliability import LLAMA3
+from phalanx.plan.tables.job_columns import JobRow
+from phalanx.spec.base import require
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine
+from phalanx.spec.formatting import format_si
+
+MATMUL_EFFICIENCY = (0.87, 0.80, 0.775)
+"""Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
+(stas00/ml-engineering, compute/accelerator: MAMF)."""
+HOST_LINK_BYTES_PER_SECOND = (31.5e9, 63e9, 63e9)
+"""Between a device and CPU memory in one direction, by generation: PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in
+128b/130b, as in DGX A100, H100 and B200."""
+HOST_BYTES_PER_SECOND = (51.2e9, 76.8e9, 89.6e9)
+"""A device's share of CPU memory's bandwidth: two channels of DDR4-3200, DDR5-4800 and DDR5-5600, as of the sixteen
+that the eight devices of a DGX A100, H100 and B200 share, and as in a workstation."""
+DISK_BYTES_PER_SECOND = 5e9
+"""Of an NVMe drive that is read and written: on four lanes of Gen4 data sheets name about 7 and 4 GB/s."""
+HOST_MEMORY_BYTES = 2**38
+"""A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
+
+
+class AssumedValue(NamedTuple):
+    """A value that stands for one that a cluster does not give."""
+
+    value: float
+    text: str
+
+
+def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
+    """Map the fields that a cluster does not give, and that a plan fills in, to what it takes for them."""
+    generation, peak = cluster.generation, float(cluster.peak_flops or 0)
+    matmul = cluster.matmul_flops or MATMUL_EFFICIENCY[generation] * peak
+    defaults = {
+        "matmul_flops": (matmul, f"FLOP/s, {MATMUL_EFFICIENCY[generation]:.1%} of the peak"),
+        "matmul_flops_8bit": (2 * matmul, "FLOP/s, twice the speed in 16 bits"),
+        "host_link_bytes_per_second": (HOST_LINK_BYTES_PER_SECOND[generation], "B/s, PCIe with 16 lanes"),
+        "host_bytes_per_second": (HOST_BYTES_PER_SECOND[generation], "B/s, two channels of CPU memory per device"),
+        "host_memory_bytes": (float(HOST_MEMORY_BYTES), "B of CPU memory per device"),
+        "disk_bytes_per_second": (DISK_BYTES_PER_SECOND, "B/s per device"),
+    }
+    return {
+        name: AssumedValue(value, f"{format_si(value)}{text}")
+        for name, (value, text) in defaults.items()
+        if getattr(cluster, name) is None
+    }
+
+
+def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
+    """Speeds and sizes of one device and of what joins `ranks` of them.
+
+    Raises UserError for a machine whose speeds are not known.
+    """
+    for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
+        if getattr(cluster, field) is None:
+            fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
+            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
+    link, network = _link_speeds(cluster, ranks)
+    filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}
+
+    def value_of(field: str) -> float:
+        return float(filled.get(field) or getattr(cluster, field))
+
+    ranks_per_core = cluster.ranks_per_core
+    return {
+        "peak_flops": value_of("peak_flops") / ranks_per_core,
+        "matmul_flops": value_of("matmul_flops") / ranks_per_core,
+        "low_matmul_flops": value_of("matmul_flops_8bit") / ranks_per_core,
+        "num_sms": cluster.num_sms or 0,
+        "hbm_bytes_per_second": value_of("hbm_bytes_per_second") / ranks_per_core,
+        "memory_bytes": float(cluster.rank_memory_bytes or 0),
+        "link_bytes_per_second": link / ranks_per_core,
+        "network_bytes_per_second": network,
+        "oversubscription": cluster.oversubscription,
+        "host_link_bytes_per_second": value_of("host_link_bytes_per_second"),
+        "host_bytes_per_second": value_of("host_bytes_per_second"),
+        "host_memory_bytes": host_memory(cluster),
+        "disk_bytes_per_second": value_of("disk_bytes_per_second"),
+        "fast_link_domain": cluster.fast_link_domain_size,
+        "ranks_per_core": ranks_per_core,
+        "comm_uses_compute_cores": float(cluster.device == "cpu"),
+        "hardware_generation": cluster.generation,
+    }
+
+
+def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
+    """Return the speeds of fast links and of the network; what no rank uses is as fast as the other.
+
+    Raises UserError where one is not known that joins ranks.
+    """
+    domain = cluster.fast_link_domain_size
+    link, network = cluster.link_bytes_per_second, cluster.network_bytes_per_second
+    require(
+        min(domain, ranks) == 1 or link is not None,
+        "cluster.link_bytes_per_second",
+        link,
+        f"is not known for a domain of {domain} devices",
+        "set it (NVLink, or PCIe: 31.5e9 for 16 lanes of Gen4), or cluster.fast_link_domain = 1",
+    )
+    require(
+        ranks <= domain or network is not None,
+        "cluster.network_bytes_per_second",
+        network,
+        f"is not known, and {ranks} devices are more than the {domain} that fast links join",
+        "set it to one device's share of its node's network cards, in one direction: 1.5625e9 where 8 share 100 Gb/s",
+    )
+    speeds = [speed for speed in (link, network) if speed]
+    return link or max(speeds, default=1.0), network or max(speeds, default=1.0)
+
+
+def host_memory(cluster: ClusterSpec) -> float:
+    """Bytes of CPU memory for what one rank offloads."""
+    return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
+
+
+OFFLOAD_FIELDS = {
+    "none": (),
+    "cpu": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes"),
+    "nvme": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"),
+}
+"""Fields that a plan with offload depends on."""
+
+
+def describe_assumptions(cluster: ClusterSpec, ranks: int, offload_targets: set[str]) -> list[str]:
+    """Describe each value of a machine that the run does not give, that nobody measured, and that a plan depends on."""
+    domain, given = cluster.fast_link_domain_size, cluster.model_fields_set
+    assumed = {}
+    if "nproc_per_node" not in given:
+        assumed["nproc_per_node"] = f"{cluster.nproc_per_node}"
+    if cluster.fast_link_domain is None and min(domain, ranks) > 1:
+        assumed["fast_link_domain"] = f"{domain}, a node"
+    if ranks > domain and cluster.preset and cluster.calibration is None:
+        speed = load_machine(cluster.preset).network_bytes_per_second
+        if speed == cluster.network_bytes_per_second:
+            assumed["network_bytes_per_second"] = f"{format_si(speed or 0)}B/s per device, preset {cluster.preset}"
+    if ranks > domain and "oversubscription" not in given:
+        assumed["oversubscription"] = "1"
+    used = {"matmul_flops", *(field for target in offload_targets for field in OFFLOAD_FIELDS[target])}
+    assumed |= {name: value.text for name, value in assumed_values(cluster).items() if name in used}
+    if cluster.num_sms is None and cluster.device != "cpu":
+        assumed["num_sms"] = "products of any shape are equally fast"
+    if cluster.failures_per_device_hour is None:
+        assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.2g}, as of Llama 3 405B"
+    if cluster.storage_bytes_per_second is not None and "restart_seconds" not in given:
+        assumed["restart_seconds"] = f"{cluster.restart_seconds:g}"
+    return [f"cluster.{name} = {text}" for name, text in assumed.items()]

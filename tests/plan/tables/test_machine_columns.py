@@ -1,0 +1,58 @@
+"""Machines as columns: nothing is guessed in silence."""
+
+import pytest
+
+from phalanx.plan.tables.machine_columns import assumed_values, describe_assumptions, machine_columns
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import load_machine, preset_names
+
+GIVEN = {"peak_flops": 1e12, "memory_bytes": 2**34, "hbm_bytes_per_second": 1e11, "nproc_per_node": 8}
+
+
+@pytest.mark.parametrize("preset", ["rtx4090", "rtx3090", "l4", "l40s", "a10g"])
+def test_devices_without_nvlink_are_joined_by_pcie_within_a_node(preset):
+    cluster = load_machine(preset).model_copy(update={"nproc_per_node": 8})
+    columns = machine_columns(cluster, 8)
+    assert (columns["fast_link_domain"], columns["link_bytes_per_second"]) == (8, 31.5e9)
+
+
+@pytest.mark.parametrize("preset", ["rtx4090", "rtx3090", "tpuv6e"])
+def test_unknown_network_is_asked_for_where_ranks_leave_a_domain(preset):
+    cluster = load_machine(preset).model_copy(update={"nproc_per_node": 8})
+    domain = cluster.fast_link_domain_size
+    machine_columns(cluster, domain)
+    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second") as caught:
+        machine_columns(cluster, 2 * domain)
+    assert f"{2 * domain} devices are more than the {domain}" in str(caught.value)
+    known = cluster.model_copy(update={"network_bytes_per_second": 1.5625e9})
+    assert machine_columns(known, 2 * domain)["network_bytes_per_second"] == 1.5625e9
+
+
+def test_unknown_links_are_asked_for_where_ranks_share_a_domain():
+    cluster = ClusterSpec(**GIVEN)
+    with pytest.raises(UserError, match=r"cluster\.link_bytes_per_second"):
+        machine_columns(cluster, 8)
+    machine_columns(cluster, 1)
+    alone = cluster.model_copy(update={"fast_link_domain": 1, "network_bytes_per_second": 1e9})
+    assert machine_columns(alone, 8)["link_bytes_per_second"] == 1e9
+
+
+@pytest.mark.parametrize("preset", preset_names("machines"))
+def test_each_value_that_is_filled_in_is_described(preset):
+    """Of every preset, offload in files included: what a column takes and the cluster does not have is in a line."""
+    cluster = load_machine(preset).model_copy(update={"nproc_per_node": 8})
+    values = assumed_values(cluster)
+    lines = describe_assumptions(cluster, 8, {"nvme"})
+    for field in values.keys() - {"matmul_flops_8bit"}:
+        assert any(line.startswith(f"cluster.{field} = ") for line in lines), field
+        assert values[field].value == pytest.approx(machine_columns(cluster, 8)[field] * cluster.ranks_per_core)
+
+
+def test_assumptions_name_network_of_preset_only_where_it_is_used():
+    cluster = load_machine("h100").model_copy(update={"nproc_per_node": 8})
+    network = "cluster.network_bytes_per_second = 50.0 GB/s per device, preset h100"
+    assert network in describe_assumptions(cluster, 16, set())
+    assert network not in describe_assumptions(cluster, 8, set())
+    stated = cluster.model_copy(update={"network_bytes_per_second": 2e9, "oversubscription": 1.0})
+    assert [line for line in describe_assumptions(stated, 16, set()) if "network" in line or "over" in line] == []
