@@ -195,8 +195,8 @@ class Trainer(ResumableLearner):
         micros = []
         for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
             rows = slice(start, start + self.batch.micro_batch_size)
-            has_starts = batch.document_starts is not None and batch.document_starts[rows].any()
-            starts = batch.document_starts[rows] if has_starts else None
+            starts = None if batch.document_starts is None else batch.document_starts[rows]
+            starts = starts if starts is not None and starts.any() else None
             tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
             micros.append(MicroBatch(tokens, targets, None if starts is None else self._to_device(starts)))
         return micros
