@@ -76,6 +76,13 @@ def test_infer_cluster_link_bandwidth_is_nvlink_count_times_per_link_rate(file, 
     assert infer_cluster(read_topology(TOPOLOGIES / file), preset).fields["link_bytes_per_second"] == speed
 
 
+def test_topology_without_nvlinks_leaves_pcie_of_preset_as_it_is():
+    """A domain of one device would send all by the network."""
+    inferred = infer_cluster(read_topology(TOPOLOGIES / "rtx4090-pcie.txt"), "rtx4090")
+    assert inferred.unknown["fast_link_domain"] == "the GPUs have no NVLinks, and PCIe joins those of a node (rtx4090)"
+    assert not {"fast_link_domain", "link_bytes_per_second"} & set(inferred.fields)
+
+
 def test_infer_cluster_reports_undetermined_fields_with_reason():
     assert infer_cluster(read_topology(TOPOLOGIES / "h100-nv18.txt")).unknown == {
         "link_bytes_per_second": "18 NVLinks, whose speed depends on the GPU: name its preset",

@@ -21,7 +21,7 @@ PART_DESCRIPTIONS = {
     "exchange": "exchanges of ranks that share products, sequences or experts",
     "bubble": "waiting for other stages",
     "send": "sends between stages",
-    "data_parallel": "gradients and parameters, as far as nothing hides their communication",
+    "data_parallel": "gradients and parameters, as far as nothing hides them",
     "update": "the optimizer",
     "offload": "copies from and to where state rests, and the optimizer there",
     "waiting": "for the slowest of many nodes",
