@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.runs.create import claim_run_directory
+from phalanx.runs.create import claim_run_directory, is_run_directory
+from phalanx.spec.files.template import run_file_template
 from phalanx.testing.fault_injection import NotAllowed, small_disk
+from phalanx.train.worker import run_rank
 
 RUN = """# my run, with my notes
 name = "mine"
@@ -29,7 +31,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("train", "mine"), "phalanx train mine/run.toml"),
     (("train", "mine", "--resume"), "phalanx train mine/run.toml"),
     (("train", "with space/ünï"), "phalanx train 'with space/ünï/run.toml'"),
-    (("train", "empty"), "is no run directory"),
+    (("train", "empty"), "is not a run directory"),
     (("train", "ours"), "no such file"),
     (("train", "file"), "not valid TOML"),
     (("train", "none.toml"), "no such file"),
@@ -42,25 +44,31 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("train", "with space/ünï/run.toml", *INTO_FOLDER, "name=with space"), "letters"),
     (("train", "run.toml", "--set", "output_dir=file"), "is not a directory that can be written to"),
     (("train", "run.toml", "--set", "output_dir=/proc/none"), "another disk"),
-    (("train", "run.toml", "--set", "data.train=none"), "none"),
+    (("train", "run.toml", "--set", "data.train=['none']"), "no such file"),
     (("plan", ".", "--machine", "h100"), "is a directory"),
     (("plan", "mine", "--machine", "h100"), "is a directory"),
     (("plan", "none.toml", "--machine", "h100"), "no such file"),
     (("plan", "run.toml", "--machine", "h100", "--out", "run.toml"), "is the run file itself"),
     (("plan", "run.toml", "--machine", "h100", "--out", "mine"), "it is a directory"),
     (("plan", "run.toml", "--machine", "h100", "--out", "none/x.toml"), "there is no directory none"),
-    (("plan", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "not written by phalanx"),
-    (("export", "mine", "out"), "no"),
-    (("export", "none", "out"), "none"),
+    (("plan", "run.toml", "--machine", "h100", "--picture", "drawing.svg"), "phalanx did not write it"),
+    (("export", "mine", "out"), "has no checkpoint yet"),
+    (("export", "none", "out"), "has no run.toml"),
     (("export", "ours", "out"), "has no run.toml"),
     (("report", "mine"), "was not made by phalanx train"),
     (("report", "none"), "is not there"),
     (("report", "file"), "is a file"),
     (("report", "empty"), "has no run.toml"),
     (
-        ("launch", "run.toml", "--to", "slurm", "--nproc", "1", "--time", "1:00:00", "--out", "run.toml"),
-        "not written by",
+        ("launch", "run.toml", "--to", "slurm", "--nproc", "1", "--out", "run.toml"),
+        "phalanx did not write it",
     ),
+    (("launch", "run.toml", "--to", "slurm", "--nproc", "1", "--out", "made.toml"), "phalanx did not write it"),
+    (
+        ("pipeline", "show", "1f1b", "--stages", "2", "--microbatches", "4", "--out", "drawing.svg"),
+        "phalanx did not write it",
+    ),
+    (("train", "marked"), "phalanx train marked/run.toml"),
     (("init", "run.toml"), "--force"),
     (("data", "tokenizer", "stdlib", "--out", "file"), "--force"),
 ]
@@ -74,6 +82,10 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / "run.toml").write_text(RUN)
         (tmp_path / folder / "notes.txt").write_text("my notes")
+    (tmp_path / "made.toml").write_text(run_file_template("made.toml", "run.schema.json"))
+    (tmp_path / "marked").mkdir()
+    (tmp_path / "marked" / "run.toml").write_text(RUN)
+    (tmp_path / "marked" / "phalanx.json").write_text('{"plan": []}')
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("some text")
     (tmp_path / "drawing.svg").write_text("<svg>my drawing</svg>")
@@ -111,12 +123,32 @@ def test_command_in_wrong_place_says_so_and_changes_nothing(
     assert contents(places) == before
 
 
-def test_train_refuses_disk_that_is_mounted_read_only(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_refuses_disk_that_is_mounted_read_only(
+    places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         with small_disk(places / "disk", 2**20):
             subprocess.run(["mount", "-o", "remount,ro", str(places / "disk")], check=True)
             monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--set", "output_dir=disk"])
             with pytest.raises(SystemExit, match="2"):
                 main()
+        assert "output_dir = 'disk': is not a directory that can be written to" in capsys.readouterr().err
     except NotAllowed as not_allowed:
         pytest.skip(str(not_allowed))
+
+
+def test_torchrun_rank_leaves_no_failure_in_folder_that_phalanx_did_not_make(places: Path) -> None:
+    before = contents(places)
+    assert run_rank(places / "mine", [], resume=False, device="cpu") == 2
+    assert contents(places) == before
+
+
+def test_run_directory_without_marker_is_known_by_its_data(places: Path) -> None:
+    """As those made before there was one; it gets one at the next start."""
+    old = places / "old"
+    old.mkdir()
+    (old / "run.toml").write_text(RUN)
+    (old / "data.json").write_text('{"train": "a", "held_out": "b", "tokenizer": "c"}')
+    assert is_run_directory(old)
+    claim_run_directory(old)
+    assert (old / "phalanx.json").is_file()

@@ -105,6 +105,26 @@ def test_failure_policy_ends_run_when_memory_would_be_too_little_again(
     assert recovery.code == 2
 
 
+def test_failure_policy_restarts_when_memory_was_too_little_only_after_another_failure(tmp_path: Path) -> None:
+    """The step was done with as much memory before: others hold some of it now."""
+    recovery = make_failure_policy(tmp_path, restarts=9)
+    append_event(tmp_path, STARTED, ranks=2, step=0)
+    write_failure_record(tmp_path, 1, "RuntimeError: a link is down", step=9)
+    assert recovery.decide({1: FakeProcessFailure(1)}) is FailureAction.RESTART
+    append_event(tmp_path, STARTED, ranks=2, step=8)
+    write_failure_record(tmp_path, 1, "out of memory: it held 9 GB", step=8, out_of_memory=True)
+    assert recovery.decide({1: FakeProcessFailure(1)}) is FailureAction.RESTART
+
+
+def test_failure_policy_makes_node_with_full_disk_leave_at_once(tmp_path: Path) -> None:
+    """The others may go on without it; a node alone, or where the others meet, ends the run."""
+    for meeting, action, code in ((REMOTE_RENDEZVOUS, FailureAction.LEAVE, 1), (SINGLE_NODE, FailureAction.STOP, 2)):
+        recovery = make_failure_policy(tmp_path, meeting, restarts=3)
+        write_failure_record(tmp_path, 1, "file = '/d/x': No space left on device", code=2, storage=True)
+        assert recovery.decide({1: FakeProcessFailure(2)}) is action
+        assert recovery.code == code
+
+
 def test_failure_policy_restarts_rank_killed_for_memory_once_when_its_step_is_unknown(tmp_path: Path) -> None:
     recovery = make_failure_policy(tmp_path, restarts=9)
     append_event(tmp_path, STARTED, ranks=1, step=0)

@@ -49,7 +49,7 @@ def swarm_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, Path]:
         write_json_lines(folder / name / "metrics.jsonl", [*members.steps[name], members.evaluations[name]])
     for name in ("ann", "bob", "lead"):
         (folder / name / "run.toml").write_text(to_toml(run.model_copy(update={"name": name})))
-        (folder / name / MARKER_FILE).write_text("{}")
+        (folder / name / MARKER_FILE).write_text('{"made_by": "phalanx"}')
     return run, folder
 
 

@@ -24,6 +24,11 @@ FATAL_EXIT_CODES = {
     -number for number in (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL)
 }
 
+
+class StorageError(UserError):
+    """A disk or a file of this node that the next start would meet again."""
+
+
 STORAGE_FIXES = {
     errno.ENOSPC: "free space on that disk, and continue with --resume",
     errno.EDQUOT: "free space there, or have the quota raised, and continue with --resume",
@@ -36,7 +41,7 @@ STORAGE_FIXES = {
 
 
 def as_user_error(error: BaseException, directory: Path) -> BaseException:
-    """Return an error of storage as what the user can mend, any other as it is. `directory` is where the run writes,
+    """Return an error of storage with what the user can do, any other as it is. `directory` is where the run writes,
     for a full disk that does not say which file it was."""
     if not isinstance(error, OSError) or error.errno not in STORAGE_FIXES:
         return error
@@ -44,7 +49,7 @@ def as_user_error(error: BaseException, directory: Path) -> BaseException:
     if error.filename is None and not is_about_disk:  # no file: a process, or a socket
         return error
     field, path = ("file", error.filename) if error.filename else ("run directory", directory)
-    return UserError(field, str(path), os.strerror(error.errno), STORAGE_FIXES[error.errno])
+    return StorageError(field, str(path), os.strerror(error.errno), STORAGE_FIXES[error.errno])
 
 
 def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
@@ -119,7 +124,7 @@ def find_first_failure(
         hang_dumps.write_failure(directory, record)
     except OSError as error:  # why it could leave no word; ranks that start again would not get further
         record["reason"] = f"{cause}, and {directory} cannot be written to: {error.strerror}; free space or check it"
-        record["code"] = 2
+        record |= {"code": 2, "storage": True}
     return record
 
 
@@ -156,6 +161,7 @@ def write_failure(
         "final": final,
         "traceback": traceback.format_exc(),
         **({"out_of_memory": True, **memory} if memory else {}),
+        **({"storage": True} if isinstance(error, StorageError) else {}),
         **({"suspect_ranks": error.suspect_ranks} if isinstance(error, DivergenceError) else {}),
     }
     try:

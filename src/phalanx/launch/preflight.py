@@ -30,7 +30,7 @@ from phalanx.runs.create import (
 )
 from phalanx.runs.lock import LAUNCHER_LOCK_FILE, SHUTDOWN_GRACE_SECONDS, acquire_run_lock, check_not_running
 from phalanx.runs.metrics import METRICS_FILE
-from phalanx.spec.errors import UserError
+from phalanx.spec.errors import LocalNodeError, UserError
 from phalanx.spec.extras import missing_package
 from phalanx.spec.formatting import format_gb_or_mb, plural
 from phalanx.spec.run import BYTES_VOCAB, RunSpec, require_tokenizer_of_weights
@@ -135,7 +135,7 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     if not fits_after(needed):
         changed = _with_shorter_sequence(changed)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, changed))
-    raise UserError(
+    raise LocalNodeError(
         "planned memory",
         format_gb_or_mb(ranks_on_device * planned),
         f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} "

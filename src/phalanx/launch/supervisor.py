@@ -144,6 +144,8 @@ class FailurePolicy:
         self._seen_failures = {_failure_id(record) for record in read_failures(directory)}
         self.last_step_reached = -1
         """The last step that was finished before a failure."""
+        self.last_out_of_memory_step = -1
+        """The last step that was finished before memory was too little."""
         self.consecutive_failures = 0
         """Failures that began on this node."""
         self.consecutive_remote_failures = 0
@@ -175,9 +177,8 @@ class FailurePolicy:
         lost_peer = "lost_peer" in first_failure or first_failure["reason"].startswith("was killed by SIGABRT")
         is_local = self.nodes == 1 or (first_failure["rank"] in failures and not lost_peer)
         suspects = suspect_ranks(self.directory) if lost_peer else {first_failure["rank"]}
-        first_step_failed = bool(record_steps) and step == max(start_steps[-1:], default=0)
-        is_out_of_memory_again = "out_of_memory" in first_failure and (
-            first_step_failed or step <= self.last_step_reached
+        is_out_of_memory_again = "out_of_memory" in first_failure and self._is_same_step_again(
+            step, start_steps, records
         )
         self._count_failure(step, is_local, suspects or {UNKNOWN_RANK})
         self.code = 2 if is_out_of_memory_again else int(first_failure["code"])
@@ -196,13 +197,23 @@ class FailurePolicy:
                     f"  the same step would need as much again; what frees memory: phalanx advise oom {run_file}",
                     file=sys.stderr,
                 )
-            should_leave = is_local and not self.is_permanent and self.restart_limit > 0 and not self.is_essential
+            is_of_this_node = is_out_of_memory_again or "storage" in first_failure or not self.is_permanent
+            should_leave = is_local and is_of_this_node and self.restart_limit > 0 and not self.is_essential
+            self.code = 1 if should_leave else self.code
             return FailureAction.LEAVE if should_leave else FailureAction.STOP
         count_text = f" ({self.consecutive_failures} of {self.restart_limit} in a row)" if is_local else ""
         restart = f"starting again from {self._resume_source(saved, step)}{count_text}"
         lines = (f"phalanx: {describe_failure(first_failure)}", *headline, restart)
         print("\n  ".join(lines), file=sys.stderr)
         return FailureAction.RESTART
+
+    def _is_same_step_again(self, step: int, start_steps: Sequence[int], records: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether memory would be too little again: it was too little for the very first step, or twice for one
+        step. (After a restart others may still have held it.)"""
+        is_first_start = self.last_step_reached < 0
+        failed_in_first_step = is_first_start and any(record.get("step") in start_steps[-1:] for record in records)
+        last_step, self.last_out_of_memory_step = self.last_out_of_memory_step, step
+        return failed_in_first_step or step == last_step
 
     def _count_failure(self, step: int, is_local: bool, suspects: set[int]) -> None:
         """Count a failure in a row; a run that came further than at the last one begins anew."""

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,17 @@ def run_directory(run: RunSpec) -> Path:
 
 
 def is_run_directory(directory: Path) -> bool:
-    """Return whether Phalanx made this directory, and may write in it."""
-    return (directory / MARKER_FILE).is_file()
+    """Return whether Phalanx made this directory, and may write in it.
+
+    Directories made before there was a marker are known by the fields of their data.json.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        if json.loads((directory / MARKER_FILE).read_text()).get("made_by") == "phalanx":
+            return True
+    with suppress(OSError, ValueError, AttributeError):
+        data_fields = json.loads((directory / DATA_FILE).read_text()).keys()
+        return (directory / RUN_FILE).is_file() and data_fields == {field.name for field in fields(PreparedData)}
+    return False
 
 
 def check_claimable(directory: Path) -> None:
@@ -71,7 +80,7 @@ def check_claimable(directory: Path) -> None:
         raise directory_not_writable(directory, error) from None
     if foreign_name is not None:
         problem = (
-            f"{directory} is no run directory, and holds files already ({foreign_name}): they could be overwritten"
+            f"{directory} is not a run directory, and holds files already ({foreign_name}): they could be overwritten"
         )
         raise UserError("name", directory.name, problem, "choose another with --set name=..., or set output_dir")
 
@@ -82,7 +91,7 @@ def claim_run_directory(directory: Path) -> None:
     Raises UserError if it holds files that Phalanx did not write, or cannot be written.
     """
     check_claimable(directory)
-    if is_run_directory(directory):
+    if (directory / MARKER_FILE).is_file():
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -107,9 +116,9 @@ def write_run_directory(run: RunSpec, prepared: PreparedData) -> Path:
         (directory / DATA_FILE).write_text(json.dumps(paths, indent=1))
         shutil.copyfile(prepared.tokenizer, directory / TOKENIZER_FILE)
         keep_hf_files(run, directory)
+        remove_dumps_from_rank(directory, 0)
     except OSError as error:
         raise directory_not_writable(directory, error) from None
-    remove_dumps_from_rank(directory, 0)
     return directory
 
 
@@ -162,10 +171,9 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
 
     Raises UserError if it is no run directory.
     """
-    missing = [name for name in (MARKER_FILE, DATA_FILE) if not (directory / name).is_file()]
-    if missing:
+    if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
         fix = "give a run file, or a directory that phalanx train made"
-        raise UserError("run directory", str(directory), f"has no {missing[0]}", fix)
+        raise UserError("run directory", str(directory), f"has no {DATA_FILE} of phalanx", fix)
     return load_run(directory / RUN_FILE, environment={}), PreparedData(
         **json.loads((directory / DATA_FILE).read_text())
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MIB = 2**20
+WRITTEN_BY = "Written by: phalanx"
+"""At the head of files that commands write under a name of the user's, by which they know what they may replace."""
 GIB = 2**30
 GB = 1e9
 SI_PREFIXES = ("", "k", "M", "G", "T", "P")

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--layout", metavar="JSON", help="the layout for these ranks, instead of the run's")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many of the ranks train; the others stand by")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="where to train, whatever is found here")
+    parser.add_argument("--force", action="store_true", help="start although more memory is planned than there is")
     parser.add_argument("--profile-memory", action="store_true", help="measure memory and collectives of one step")
     parser.add_argument("--profile-steps", metavar="FIRST:LAST", help="look closely at these steps")
     arguments = parser.parse_args()
@@ -38,7 +39,9 @@ def main() -> None:
         exit_rank(run_standby_rank(arguments.run))
     reduced = None if layout is None else ReducedRanks(layout, arguments.ranks)
     measure, device = arguments.profile_memory, arguments.device
-    exit_code = run_rank(arguments.run, arguments.set, arguments.resume, measure, window, reduced, device)
+    exit_code = run_rank(
+        arguments.run, arguments.set, arguments.resume, measure, window, reduced, device, arguments.force
+    )
     if exit_code == 0 and arguments.ranks is not None:
         wait_for_standby_ranks(arguments.ranks)
     exit_rank(exit_code)

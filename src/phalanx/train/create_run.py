@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +15,10 @@ from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.loader import TokenLoader
 from phalanx.data.prepare import PreparedData, describe_unchecked_pairs, prepare
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.launch.preflight import check_vocab_size, preflight
+from phalanx.debug.oom import cgroup_memory_limit
+from phalanx.launch.preflight import check_memory, check_vocab_size, preflight
 from phalanx.launch.process import select_device
+from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
 from phalanx.runs.create import (
     RUN_FILE,
@@ -33,6 +36,8 @@ from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
+
+NVIDIA_SMI_SECONDS = 20.0
 
 
 def create_run(run: RunSpec, world_size: int, resume: bool) -> Path:
@@ -64,6 +69,26 @@ def decide_choices(run: RunSpec, resume: bool) -> RunSpec:
         precision = fastest_precision(torch.device(select_device(run)))
     training = run.training.model_copy(update={"precision": precision, "auto_precision": False})
     return run.model_copy(update={"training": training})
+
+
+def check_machine_memory(run: RunSpec, nproc: int) -> None:
+    """Raise UserError where `nproc` ranks would hold more than this machine has, or this process's cgroup may."""
+    if select_device(run) == "cuda":
+        memory_bytes = run.cluster.memory_bytes or _gpu_memory_bytes()
+        if memory_bytes is not None:
+            check_memory(run, nproc, memory_bytes, "cuda")
+    else:
+        memory_bytes = device_memory_bytes(torch.device("cpu"))
+        check_memory(run, nproc, min(memory_bytes, cgroup_memory_limit() or memory_bytes), "cpu")
+
+
+def _gpu_memory_bytes() -> int | None:
+    """Return the memory of the smallest GPU, without a CUDA context in this process; None if it is not known."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True).stdout
+        return min(int(line) for line in output.splitlines()) * 2**20
+    return None
 
 
 def check_and_prepare(

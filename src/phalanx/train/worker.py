@@ -27,7 +27,7 @@ from phalanx.launch.process import (
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
-from phalanx.runs.create import read_run_directory
+from phalanx.runs.create import is_run_directory, read_run_directory
 from phalanx.runs.errors import CorruptionError, DivergenceError
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
@@ -39,7 +39,7 @@ from phalanx.spec.files.load import load_run, write_effective_layout
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
-from phalanx.train.create_run import create_run
+from phalanx.train.create_run import check_machine_memory, create_run
 from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, has_diverged_again, record_rollback
 from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
@@ -89,14 +89,16 @@ def run_rank(
     window: range | None = None,
     reduced: ReducedRanks | None = None,
     device: str | None = None,
+    force: bool = False,
 ) -> int:
     """Train on this rank; returns the exit code. `source` is a run directory, or a run file that rank 0 sets up.
     `measure` asks for what one step holds and sends, `window` for all that these steps do; `reduced` is given
-    if fewer ranks train than the run was meant for, and a launcher says on which `device`."""
+    if fewer ranks train than the run was meant for, and a launcher says on which `device`; with `force` a
+    run file may plan more memory than there is."""
     context = _RankContext(source)
     try:
         with handling_signals(context.on_signal):
-            _run(context, overrides, resume, measure, window, reduced, device)
+            _run(context, overrides, resume, measure, window, reduced, device, force)
     except SystemExit as system_exit:  # rank 0 says why
         return int(system_exit.code or 0)
     except BaseException as error:
@@ -118,6 +120,7 @@ def _run(
     window: range | None,
     reduced: ReducedRanks | None,
     device_type: str | None,
+    force: bool,
 ) -> None:
     source, prepared = context.directory, context.directory.is_dir()
     if prepared and overrides:
@@ -128,7 +131,7 @@ def _run(
     timeout_seconds = run.training.collective_timeout_seconds
     device = init_distributed(device_type or select_device(run), timeout_seconds, reduced.ranks if reduced else None)
     if not prepared:
-        context.directory = _set_up_on_rank0(run, resume)
+        context.directory = _set_up_on_rank0(run, resume, force)
     directory = context.directory
     run, data = read_run_directory(directory)
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -187,7 +190,7 @@ def _record_failure(context: _RankContext, error: BaseException) -> int:
     """Leave word of a failure, for a launcher where there is one; returns the exit code."""
     trainer, error = context.trainer, as_user_error(error, context.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
-    if context.directory.is_dir():
+    if is_run_directory(context.directory):
         memory, final = oom_report(error, trainer), isinstance(error, DivergenceError)
         write_failure(context.directory, rank, step, error, memory, final)
     if LAUNCHER_PID_ENV not in os.environ:
@@ -218,15 +221,15 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
         dist.barrier()
 
 
-def _set_up_on_rank0(run: RunSpec, resume: bool) -> Path:
+def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
     """Under torchrun nobody was there before the ranks: rank 0 sets up, the others wait."""
     if not dist.is_initialized():
-        return create_run(run, 1, resume)
+        return _create_run(run, 1, resume, force)
     # Through the store, not a collective: tokenizing may take longer than any collective should.
     store, key = dist.distributed_c10d._get_default_store(), "phalanx/run directory"
     if dist.get_rank() == 0:
         try:
-            directory = create_run(run, dist.get_world_size(), resume)
+            directory = _create_run(run, dist.get_world_size(), resume, force)
         except BaseException:
             store.set(key, "")
             raise
@@ -237,6 +240,12 @@ def _set_up_on_rank0(run: RunSpec, resume: bool) -> Path:
     if not path:
         raise SystemExit(2)
     return Path(path)
+
+
+def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Path:
+    if not force:
+        check_machine_memory(run, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return create_run(run, world_size, resume)
 
 
 def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None) -> None:

@@ -22,6 +22,7 @@ from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from phalanx.testing.processes import run_python
+from phalanx.train import create_run
 
 VALID_RUN = """
 name = "bad"
@@ -374,7 +375,7 @@ def test_train_rejects_invalid_command_line_argument(
     ("file", "content", "expected_texts"),
     [
         ("none.toml", None, ("none.toml", "no such file", "phalanx init")),
-        (".", None, ("is no run directory", "give a run file")),
+        (".", None, ("is not a run directory", "give a run file")),
         ("bad.toml", "[model\n", ("bad.toml", "not valid TOML", "line 1")),
         ("bad.toml", "\x00", ("bad.toml", "not valid TOML")),
         ("bad.toml", '[model]\npreset = "tiny"\nhidden_size = true\n', ("model.hidden_size = True", "whole number")),
@@ -407,7 +408,7 @@ def test_train_does_not_overwrite_existing_run(workspace: Path, monkeypatch: Any
     [
         ((".",), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
         ((".", "--resume"), ("run directory = '.'", "did not make it", "phalanx train run.toml")),
-        (("OUT",), ("run directory = 'OUT'", "is no run directory")),
+        (("OUT",), ("run directory = 'OUT'", "is not a run directory")),
         (("run.toml", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("holds files already", "--set name=")),
         (("run.toml", "--resume", "--set", "output_dir=..", "--set", "name=WORKSPACE"), ("holds files already",)),
     ],
@@ -524,6 +525,7 @@ def test_preflight_accepts_unmodified_base_run(workspace: Path) -> None:
 
 
 def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(create_run, "device_memory_bytes", lambda _: 24 * 2**30)
     long_sequences = ["training.seq_len=100000", "training.tokens_per_step=200000", "layout.micro_batch_size=1"]
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
     said = error_output(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)

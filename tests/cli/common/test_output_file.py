@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from phalanx.cli.common.output_file import write_file
+from phalanx.cli.common.output_file import check_replaceable, write_file
 from phalanx.spec.errors import UserError
+from phalanx.spec.files.template import run_file_template
+from phalanx.spec.formatting import WRITTEN_BY
 from tests.helpers.cli_runner import command_output
 
 
 def test_write_file_replaces_only_what_phalanx_wrote(tmp_path: Path) -> None:
     file = tmp_path / "out.toml"
-    write_file("--out", file, "# By phalanx\n1")
-    write_file("--out", file, "# By phalanx\n2")
-    assert file.read_text() == "# By phalanx\n2"
-    file.write_text("# mine\n")
-    with pytest.raises(UserError, match=r"--out = .*is there already, and not written by phalanx"):
-        write_file("--out", file, "# By phalanx\n3")
-    assert file.read_text() == "# mine\n"
+    write_file("--out", file, f"# {WRITTEN_BY} plan\n1")
+    write_file("--out", file, f"# {WRITTEN_BY} plan\n2")
+    assert file.read_text().endswith("2")
+    for mine in ("# mine\n", "# A Phalanx run\n", run_file_template("run.toml", "run.schema.json")):
+        file.write_text(mine)
+        with pytest.raises(UserError, match=r"--out = .*exists, and phalanx did not write it"):
+            write_file("--out", file, f"# {WRITTEN_BY} plan\n3")
+        assert file.read_text() == mine
 
 
 def test_write_file_says_why_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file or directory"):
-        write_file("--out", tmp_path / "none" / "out.toml", "# By phalanx\n")
+        write_file("--out", tmp_path / "none" / "out.toml", f"# {WRITTEN_BY}\n")
 
 
 @pytest.mark.parametrize("ending", [".svg", ".html", ".png"])
@@ -35,3 +39,20 @@ def test_plan_replaces_its_own_files(ending: str, tmp_path: Path) -> None:
     words = ("plan", run, "--machine", "h100", "--nproc", 1, "--out", out, "--picture", picture)
     for _ in range(2):
         command_output(*words)
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png", ".json", ".csv"])
+def test_pipeline_show_replaces_its_own_files_and_no_others(ending: str, tmp_path: Path) -> None:
+    out = tmp_path / f"schedule{ending}"
+    words = ("pipeline", "show", "1f1b", "--stages", 2, "--microbatches", 4, "--out", out)
+    for _ in range(2):
+        command_output(*words)
+    out.write_text("my file")
+    with pytest.raises(UserError, match="exists, and"):
+        command_output(*words)
+    assert out.read_text() == "my file"
+
+
+def test_check_replaceable_does_not_read_from_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_replaceable("--out", tmp_path / "pipe")

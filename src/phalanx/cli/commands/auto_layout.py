@@ -40,8 +40,8 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
 
 
 def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
-    """The planner's for other ranks than a run was meant for, `nproc` of them a node (None: all on this one). Of a
-    machine that nobody described it goes by what the run has measured; before that, the run's own layout must do.
+    """Return the planner's layout for other ranks than a run was meant for, `nproc` of them a node (None: all on this
+    one). Of a machine that is not described it uses what the run measured; before that, the run's own layout stays.
 
     Raises UserError where no layout fits.
     """
@@ -52,7 +52,10 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     per_node = nproc or ranks
     recorded_run = read_run(run_directory(run)).run
     cluster = (recorded_run or run).cluster.model_copy(update={"nproc_per_node": per_node, "nodes": ranks // per_node})
-    if None in (cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second):
+    speeds = [cluster.peak_flops, cluster.memory_bytes, cluster.hbm_bytes_per_second]
+    if ranks > cluster.fast_link_domain_size:
+        speeds.append(cluster.network_bytes_per_second)
+    if None in speeds:
         check_layout(run, ranks)
         return run.layout
     measured, training = run.cluster.calibration, run.training

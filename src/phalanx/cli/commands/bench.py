@@ -11,7 +11,9 @@ from typer.core import TyperCommand
 
 from phalanx.cli.commands.auto_layout import choose_layout_for
 from phalanx.cli.common.options import Json, Overrides
+from phalanx.cli.common.output_file import check_replaceable, write_file
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import WRITTEN_BY
 from phalanx.spec.run import RunSpec
 
 PARTS = ("matmul", "attention", "bandwidth", "collectives")
@@ -68,13 +70,15 @@ def bench(
     sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
         raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", "remove it, or measure collectives")
+    if out is not None:
+        check_replaceable("--out", out)
     run = load_run(path, set_ or [])
     if nproc == 1 and parts == ["collectives"]:
         raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
     results = _measure(run, nproc, max(sizes, default=0), options)
     if out is not None:
-        _write(out, results)
+        write_file("--out", out, json.dumps({"comment": WRITTEN_BY, **results}, indent=1))
     if json_:
         print(json.dumps(results, indent=2))
     else:
@@ -155,13 +159,6 @@ def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
     if needed_bytes > memory_bytes / 2:
         problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
         raise UserError("--sweep", f"...:{size_bytes}", problem, "end at a smaller size")
-
-
-def _write(file: Path, results: dict[str, Any]) -> None:
-    try:
-        file.write_text(json.dumps(results, indent=1))
-    except OSError as error:
-        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.common.options import Json, Overrides
+from phalanx.cli.common.output_file import check_replaceable
 from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckSkipped, DoctorFinding
 from phalanx.doctor.machine import COMMAND_SECONDS, Machine
@@ -163,6 +164,7 @@ def _examine(
 def _write_topology(machine: Machine, file: Path) -> None:
     from phalanx.doctor.checks.topology import matrix
 
+    check_replaceable("--topology", file)
     try:
         file.write_text(matrix(machine))
     except CheckSkipped as skipped:

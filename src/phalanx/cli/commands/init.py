@@ -32,9 +32,14 @@ def init(
     """
     if path.exists() and not force:
         raise UserError("PATH", str(path), "exists already", "choose another name, or overwrite it with --force")
+    schema_file = path.with_name(SCHEMA_FILE.name)
+    if schema and not force and schema_file.exists() and schema_file.read_text(encoding="utf-8") != schema_text():
+        raise UserError(
+            "--schema", str(schema_file), "exists already", "overwrite it with --force, or leave --schema out"
+        )
     try:
         if schema:
-            path.with_name(SCHEMA_FILE.name).write_text(schema_text())
+            schema_file.write_text(schema_text())
         path.write_text(run_file_template(str(path), f"./{SCHEMA_FILE.name}" if schema else SCHEMA_FILE.as_uri()))
     except OSError as error:
         raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", "choose another place") from None

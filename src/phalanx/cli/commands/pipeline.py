@@ -15,6 +15,7 @@ from rich.text import Text
 
 from phalanx.cli.commands.pipeline_split import split
 from phalanx.cli.common.options import Json
+from phalanx.cli.common.output_file import check_replaceable
 from phalanx.report.drawing.schedule import COLOURS, LEGEND, chrome_trace, draw, kinds, lines
 from phalanx.schedule.published import active_fraction_per_tick, book_overlap
 from phalanx.schedule.registry import PUBLISHED, build_schedule
@@ -24,7 +25,7 @@ from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, s
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
-from phalanx.spec.formatting import plural
+from phalanx.spec.formatting import WRITTEN_BY, plural
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
 IDEALIZED = "book-overlap"
@@ -172,10 +173,24 @@ def _schedule_facts(name: str, timeline: Timeline, schedule: Schedule | None) ->
     return facts | {"stages": schedule.stages, "micro_batches": schedule.micro_batches, "peak_activations": peaks}
 
 
+def _check_schedule_file(file: Path) -> None:
+    """Raise UserError if a CSV file exists that holds something else than a schedule: the format has no comments."""
+    if file.is_file():
+        try:
+            read_csv(file.read_text(encoding="utf-8"), str(file))
+        except (UserError, UnicodeDecodeError, OSError):
+            raise UserError("--out", str(file), "exists, and holds no schedule", "choose another name") from None
+
+
 def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
+    if file.suffix == ".csv":
+        _check_schedule_file(file)
+    else:
+        check_replaceable("--out", file)
     try:
         if file.suffix == ".json":
-            file.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+            trace = {"comment": WRITTEN_BY, **chrome_trace(timeline)}
+            file.write_text(json.dumps(trace), encoding="utf-8")
         elif file.suffix != ".csv":
             draw(timeline, name, file)
         elif schedule is None:

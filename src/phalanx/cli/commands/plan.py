@@ -124,9 +124,10 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
     """The run with a layout, to train."""
     from phalanx.cli.common.output_file import write_file
     from phalanx.spec.files.write import to_toml
+    from phalanx.spec.formatting import WRITTEN_BY
 
     described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}))
-    write_file("--out", file, f"# By phalanx plan, with the best layout that it found.\n{described}")
+    write_file("--out", file, f"# {WRITTEN_BY} plan\n{described}")
     nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)

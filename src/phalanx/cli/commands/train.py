@@ -166,9 +166,9 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     from phalanx.runs.create import RUN_FILE, is_run_directory
 
     if not is_run_directory(path):
-        run_file, problem, fix = path / RUN_FILE, "is no run directory", "give a run file"
+        run_file, problem, fix = path / RUN_FILE, "is not a run directory", "give a run file"
         if run_file.is_file():
-            problem = f"holds a {RUN_FILE}, but is no run directory: phalanx train did not make it"
+            problem = f"holds a {RUN_FILE}, but is not a run directory: phalanx train did not make it"
             fix = f"to train as that file says: phalanx train {shlex.quote(str(run_file))}"
         raise UserError("run directory", str(path), problem, fix)
     directory = path.resolve()  # it may have been moved since it was made
@@ -242,11 +242,12 @@ def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
     with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch while this one goes on
         from phalanx.launch.process import select_nproc
         from phalanx.launch.supervisor import supervise_training
+        from phalanx.train.create_run import check_machine_memory
 
         ranks = select_nproc(run)
         run = _decide_choices(run, resume)
         if not force:
-            _check_memory(run, ranks)
+            check_machine_memory(run, ranks)
         directory, lock = _set_up(run, ranks, resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
@@ -265,6 +266,7 @@ def _run_on_nodes(
         from phalanx.launch.rendezvous import Rendezvous
         from phalanx.launch.supervisor import supervise_training
         from phalanx.runs.create import run_directory
+        from phalanx.train.create_run import check_machine_memory
 
         ranks, max_nodes = select_nproc(run), run.cluster.nodes
         run = _decide_choices(run, resume)
@@ -272,7 +274,7 @@ def _run_on_nodes(
         if run.auto_layout:
             run, plan = choose_layout_for(run, ranks)
         if not force:
-            _check_memory(run, ranks)
+            check_machine_memory(run, ranks)
         seconds = run.recovery.rendezvous_timeout_seconds
         last_call_seconds = run.recovery.last_call_timeout_seconds
         rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
@@ -290,22 +292,6 @@ def _decide_choices(run: RunSpec, resume: bool) -> RunSpec:
     from phalanx.train.create_run import decide_choices
 
     return decide_choices(run, resume)
-
-
-def _check_memory(run: RunSpec, nproc: int) -> None:
-    """Raise UserError where ranks would hold more than this machine has, or this process's group may."""
-    import torch
-
-    from phalanx.debug.oom import cgroup_memory_limit
-    from phalanx.launch.preflight import check_memory
-    from phalanx.launch.process import select_device
-    from phalanx.parallel.comm.device_memory import device_memory_bytes
-
-    device = select_device(run)
-    memory_bytes = device_memory_bytes(torch.device(device))
-    if device == "cpu":
-        memory_bytes = min(memory_bytes, cgroup_memory_limit() or memory_bytes)
-    check_memory(run, nproc, memory_bytes, device)
 
 
 def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[Path, IO[str] | None]:

@@ -5,23 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.spec.errors import UserError
+from phalanx.spec.formatting import WRITTEN_BY
 
-HEAD_BYTES = 1000
+HEAD_BYTES = 2000
 
 
 def check_replaceable(option: str, file: Path) -> None:
-    """Raise UserError if a file is there that does not name Phalanx at its head, as all that it writes does."""
+    """Raise UserError if the file exists and does not say at its head that Phalanx wrote it for such an option."""
+    if not file.is_file():  # a new one, or a pipe; writing says what is wrong with a directory
+        return
     try:
         with file.open("rb") as existing:
             head = existing.read(HEAD_BYTES)
-    except OSError:  # there is none, or writing it says what is wrong
+    except OSError:
         return
-    if head and b"phalanx" not in head.lower():
-        raise UserError(option, str(file), "is there already, and not written by phalanx", "name another file")
+    if head and WRITTEN_BY.encode() not in head:
+        raise UserError(option, str(file), "exists, and phalanx did not write it", "choose another name, or remove it")
 
 
 def write_file(option: str, file: Path, text: str) -> None:
-    """Write what an option asks for; `text` names Phalanx at its head.
+    """Write what an option asks for; `text` has WRITTEN_BY at its head.
 
     Raises UserError if the file cannot be written, or would replace one of the user's.
     """
@@ -29,4 +32,4 @@ def write_file(option: str, file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(option, str(file), f"cannot be written: {error.strerror}", "name another file") from None
+        raise UserError(option, str(file), f"cannot be written: {error.strerror}", "choose another name") from None

@@ -39,6 +39,7 @@ from phalanx.plan.tables.job_columns import JobRow, interval_half_width, time_co
 from phalanx.spec.cluster import CalibrationSpec, ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
+from phalanx.spec.formatting import WRITTEN_BY
 
 SHARE_PRIOR, BUFFER_PRIOR, MEMORY_NOISE = 0.2, 2.0, 0.03
 """Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
@@ -176,7 +177,7 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
 
     Raises UserError where it cannot be written.
     """
-    head = f"# By phalanx calibrate, from {', '.join(sources)}.\n"
+    head = f"# {WRITTEN_BY} calibrate, from {', '.join(sources)}.\n"
     try:
         file.write_text(head + tomli_w.dumps(cluster_overrides(machine)))
     except OSError as error:

@@ -61,10 +61,15 @@ class ExportJob:
         return float(f"{self.learning_rate * (1.0 if spec.lr_schedule == 'none' else spec.min_lr_ratio):.12g}")
 
     @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises."""
+        return self.run.optimizer.warmup_within(self.run.training.steps)
+
+    @property
     def decay_steps(self) -> int:
         """Steps in which the learning rate falls, the last ones (wsd: `lr_decay_fraction` of all)."""
         training, optimizer = self.run.training, self.run.optimizer
-        remaining = training.steps - optimizer.warmup_steps
+        remaining = training.steps - self.warmup_steps
         return (
             min(round(optimizer.lr_decay_fraction * training.steps), remaining)
             if optimizer.lr_schedule == "wsd"

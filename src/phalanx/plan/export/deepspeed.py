@@ -101,7 +101,7 @@ def _optimizer(job: ExportJob) -> Table:
 
 def _scheduler(job: ExportJob) -> Table:
     spec, steps = job.run.optimizer, job.run.training.steps
-    warmup: Table = {"warmup_num_steps": max(1, spec.warmup_steps), "warmup_type": "linear"}
+    warmup: Table = {"warmup_num_steps": max(1, job.warmup_steps), "warmup_type": "linear"}
     if spec.lr_schedule == "cosine":
         ratios = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": spec.min_lr_ratio}
         return {"type": "WarmupCosineLR", "params": warmup | ratios}

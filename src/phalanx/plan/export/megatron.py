@@ -268,7 +268,7 @@ def _optimizer(job: ExportJob) -> Flags:
         "lr-decay-style": {"none": "constant", "wsd": "WSD"}.get(spec.lr_schedule, spec.lr_schedule),
         **(wsd if spec.lr_schedule == "wsd" else {}),
         "lr-decay-iters": steps,
-        "lr-warmup-iters": spec.warmup_steps,
+        "lr-warmup-iters": job.warmup_steps,
         "weight-decay": spec.weight_decay,
         "clip-grad": spec.max_grad_norm,
     }

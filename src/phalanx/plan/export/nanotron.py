@@ -133,7 +133,7 @@ def _optimizer(job: ExportJob) -> Table:
         "torch_adam_is_fused": True,
         "learning_rate_scheduler": {
             "learning_rate": job.learning_rate,
-            "lr_warmup_steps": spec.warmup_steps,
+            "lr_warmup_steps": job.warmup_steps,
             "lr_warmup_style": "linear",
             "lr_decay_style": "cosine" if spec.lr_schedule == "cosine" else "linear",
             "lr_decay_steps": job.decay_steps,

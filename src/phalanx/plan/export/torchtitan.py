@@ -181,7 +181,7 @@ def _lr_scheduler(job: ExportJob) -> PythonSource:
     spec = job.run.optimizer
     return python_call(
         "LRSchedulersContainer.Config",
-        warmup_steps=spec.warmup_steps,
+        warmup_steps=job.warmup_steps,
         decay_ratio=job.decay_steps / job.run.training.steps if spec.lr_schedule == "wsd" else None,
         decay_type="cosine" if spec.lr_schedule == "cosine" else "linear",
         min_lr_factor=1.0 if spec.lr_schedule == "none" else spec.min_lr_ratio,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.extras import missing_package
+from phalanx.spec.formatting import WRITTEN_BY
 
 INK = "#222222"
 DOTS_PER_INCH = 100
@@ -80,7 +81,7 @@ def _write_png(draw: Callable[[Any], None], file: Path) -> None:
     figure = Figure()
     FigureCanvasAgg(figure)
     draw(figure)
-    figure.savefig(file, dpi=1.5 * DOTS_PER_INCH, metadata={"Software": "phalanx"})
+    figure.savefig(file, dpi=1.5 * DOTS_PER_INCH, metadata={"Software": WRITTEN_BY})
 
 
 def document(width: float, height: float, marks: Iterable[str]) -> str:
@@ -90,7 +91,7 @@ def document(width: float, height: float, marks: Iterable[str]) -> str:
         f'height="{height:g}" font-family="sans-serif" font-size="11" fill="{INK}">'
     )
     background = f'<rect class="page" width="{width:g}" height="{height:g}" fill="#ffffff"/>'
-    return "\n".join([head, "<!-- drawn by phalanx -->", background, *marks, "</svg>\n"])
+    return "\n".join([head, f"<!-- {WRITTEN_BY} -->", background, *marks, "</svg>\n"])
 
 
 def page(title: str, svg: str) -> str:

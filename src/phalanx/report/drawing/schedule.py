@@ -11,6 +11,7 @@ from rich.text import Text
 from phalanx.schedule.schedule import Action, actions
 from phalanx.schedule.simulate import Time, Timeline
 from phalanx.spec.extras import missing_package
+from phalanx.spec.formatting import WRITTEN_BY
 
 COLOURS = {
     "F": ("#4c78c8", "#86a8e0"),
@@ -107,4 +108,4 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=COLOURS[kind][0], label=LEGEND[kind]) for kind in kinds(timeline)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=150, metadata={"Creator" if file.suffix == ".svg" else "Software": WRITTEN_BY})

@@ -9,6 +9,7 @@ from phalanx.report.drawing.schedule import LEGEND
 from phalanx.report.run_data import RunData
 from phalanx.runs.jsonl import JsonRecord
 from phalanx.runs.step_records import RankRecord
+from phalanx.spec.formatting import WRITTEN_BY
 
 Event = dict[str, Any]
 LANES = ("steps", "passes", "waits", "collectives")
@@ -23,9 +24,9 @@ def chrome_trace(run_data: RunData) -> dict[str, Any]:
     shifted = [event | {"ts": event["ts"] - first_timestamp} if "ts" in event else event for event in events]
     errors = {str(rank): record.error_seconds for rank, record in run_data.ranks.items()}
     return {
+        "comment": WRITTEN_BY,
         "displayTimeUnit": "ms",
         "otherData": {
-            "program": "phalanx",
             "run": run_data.name,
             "clock": "of rank 0",
             "clock_error_seconds": max(errors.values(), default=0.0),

@@ -12,7 +12,7 @@ from phalanx.report import formatting
 from phalanx.report.html import figures, timeline_figures
 from phalanx.report.html.figures import Figure
 from phalanx.report.profiled_steps import Facts
-from phalanx.spec.formatting import format_bytes, format_ratio, format_seconds
+from phalanx.spec.formatting import WRITTEN_BY, format_bytes, format_ratio, format_seconds
 
 TILES = {"step": "step", "tokens_per_second": "tokens per second", "mfu": "MFU", "goodput": "goodput"}
 PLOTLY = "plotly-cartesian.min.js"
@@ -38,7 +38,8 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
     live = f' data-every="{every_seconds:g}"' if every_seconds else ""
     state = '<p class="quiet" id="state">live</p>\n' if every_seconds else ""
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">\n'
+        f'<!doctype html>\n<html lang="en"><head><!-- {WRITTEN_BY} --><meta charset="utf-8">\n'
+        '<link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(names)} - Phalanx</title>\n<style>\n{(folder / 'page.css').read_text()}</style></head>\n"
         f"<body{live}>\n{state}{main(report)}\n<script>{(folder / PLOTLY).read_text()}</script>\n"
