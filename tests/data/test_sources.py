@@ -61,12 +61,19 @@ def test_data_sources_document_name_is_independent_of_path_spelling_and_location
     assert document_names([corpus / source for source in names]) == expected
     shutil.copytree(corpus, tmp_path / "moved")
     (tmp_path / "link").symlink_to(corpus / "part0")
-    (tmp_path / "linked.jsonl").symlink_to(corpus / "rows.jsonl")
+    (tmp_path / "rows.jsonl").symlink_to(corpus / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     assert document_names([f"moved/{source}" for source in names]) == expected
     # The folder above a linked one is that of the linked one.
-    linked_sources = ["link", "link/../part1/*.py", "linked.jsonl", "link/../part1/file01.py"]
+    linked_sources = ["link", "link/../part1/*.py", "rows.jsonl", "link/../part1/file01.py"]
     assert document_names(linked_sources) == expected
+
+
+def test_data_sources_name_linked_file_by_its_own_name(tmp_path):
+    (tmp_path / "blob").mkdir()
+    write_jsonl(tmp_path / "blob" / "5d41402abc", [{"text": "one"}])  # as caches such as DVC's name it
+    (tmp_path / "train.jsonl").symlink_to("blob/5d41402abc")
+    assert document_names([tmp_path / "train.jsonl"]) == document_names([tmp_path / "*.jsonl"]) == ["train.jsonl:1"]
 
 
 def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):

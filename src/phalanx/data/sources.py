@@ -91,8 +91,7 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         return [_hf_source(source)]
     path = os.path.expanduser(source)
     if os.path.isfile(path):
-        # A link to a file is another way to write its path.
-        return [_source_file(path, os.path.dirname(path), field, os.path.basename(os.path.realpath(path)))]
+        return [_source_file(path, os.path.dirname(path), field, is_explicit=True)]
     if os.path.isdir(path):
         root = path
         paths = _walk(path)
@@ -131,16 +130,15 @@ def _walk(root: str) -> list[str]:
     return paths
 
 
-def _source_file(path: str, root: str, field: str, explicit_name: str | None = None) -> SourceFile:
-    """A file below `root`; one that the user named has an `explicit_name`."""
+def _source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
+    """A file below `root`, named as it lies there: a link by its own name, for that of its target may be a hash."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise _unreadable_error(field, path, error) from None
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED_SUFFIXES]
     kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "text")
-    name = os.path.relpath(path, root) if explicit_name is None else explicit_name
-    return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, explicit_name is not None)
+    return SourceFile(kind, path, os.path.relpath(path, root), status.st_size, status.st_mtime_ns, is_explicit)
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
