@@ -134,6 +134,18 @@ def test_prepare_joins_indexed_pairs_without_copying_tokens(make_data_spec, tmp_
         assert IndexedDataset(separate.held_out).size == 6
 
 
+@pytest.mark.parametrize(
+    "names", [["a.bin", "a.idx"], ["a", "./a.bin"], ["[a].bin", "[a].idx"], ["a", "*"]], ids=",".join
+)
+def test_prepare_takes_pair_of_several_sources_once(make_data_spec, tmp_path, monkeypatch, names):
+    (tmp_path / "pairs").mkdir()
+    monkeypatch.chdir(tmp_path / "pairs")
+    write_indexed_pair("a", [[1, 2, 3]])
+    other = write_indexed_pair(tmp_path / "other", [[1]])
+    assert IndexedDataset(prepare(make_data_spec(train=names, held_out=[other])).train).size == 3
+    assert IndexedDataset(prepare(make_data_spec(train=["a", "a"], held_out=[other])).train).size == 6  # as asked for
+
+
 def test_prepare_accepts_prepared_pairs_as_sources(make_data_spec, tmp_path):
     pairs = [write_indexed_pair(tmp_path / name, [[n] * 10 for n in range(50)]) for name in ("first", "second")]
     for sources in (pairs[:1], pairs):

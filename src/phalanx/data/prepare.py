@@ -149,18 +149,20 @@ def _check_overlap(data: DataSpec) -> None:
 def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
     """Return the prefixes of .bin/.idx pairs that `sources` name, in their order; none if they are text.
 
-    Raises UserError if they are both.
+    A pair that several sources name, as its .bin and its .idx file, is there once; a source that is given twice counts
+    twice. Raises UserError if `sources` name pairs and text.
     """
-    paths = [path for source in sources for path in _expand_pattern(source)]
-    prefixes = [prefix for path in paths if (prefix := prefix_of(path)) is not None]
-    if prefixes and len(prefixes) < len(paths):
+    paths = [(source, path) for source in sources for path in _expand_pattern(source)]
+    pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
+    if pairs and len(pairs) < len(paths):
         raise UserError(
             field,
             list(sources),
             "has .bin/.idx pairs and text",
             "turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name its prefix",
         )
-    return prefixes
+    first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
+    return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]
 
 
 def _expand_pattern(source: str) -> list[str]:
