@@ -17,7 +17,7 @@ import numpy as np
 
 from phalanx.data.indexed_dataset import IndexedDataset, join_pairs, prefix_of, split_tail
 from phalanx.data.joined_tokens import PARTS_SUFFIX
-from phalanx.data.pair_metadata import METADATA_SUFFIX, check_pair_tokenizer, read_pair_metadata
+from phalanx.data.pair_metadata import METADATA_SUFFIX, PAIR_SUFFIXES, check_pair_tokenizer, read_pair_metadata
 from phalanx.data.sources import (
     RECIPE_VERSION,
     Document,
@@ -173,7 +173,7 @@ def _expand_pattern(source: str) -> list[str]:
     matches = sorted(glob.glob(path, recursive=True))
     stems = sorted({stem for stem, suffix in map(os.path.splitext, matches) if suffix in (".bin", ".idx")})
     stems = [stem for stem in stems if os.path.isfile(f"{stem}.idx") and os.path.isfile(f"{stem}.bin")]
-    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in (".bin", ".idx", METADATA_SUFFIX)}
+    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in PAIR_SUFFIXES}
     return [*stems, *(match for match in matches if match not in pair_files)] if stems else [source]
 
 
