@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from itertools import chain, pairwise
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter, prefix_of, split_tail, token_dtype
+from phalanx.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedWriter,
+    join_pairs,
+    prefix_of,
+    split_tail,
+    token_dtype,
+)
 from phalanx.spec.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [], [65_499], [1] * 1000, [2, 3]]
@@ -153,6 +161,45 @@ def test_indexed_dataset_reports_missing_file(tmp_path: Path, suffix: str) -> No
     with pytest.raises(UserError, match=f"has no {suffix} file"):
         IndexedDataset(tmp_path / "pair")
     assert prefix_of(str(tmp_path / "pair")) == str(tmp_path / "pair")
+
+
+def join_two_pairs(folder: Path) -> Path:
+    for name in ("a", "b"):
+        write_pair(folder / name, DOCUMENTS)
+    join_pairs([IndexedDataset(folder / name) for name in ("a", "b")], folder / "joined")
+    return folder / "joined"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-3],
+        lambda text: "",
+        lambda text: "\xff",
+        lambda text: "{}",
+        lambda text: "[1, 2]",
+        lambda text: text.replace('"size"', '"length"'),
+        lambda text: text.replace("uint16", "tokens"),
+        lambda text: text.replace('"first": 0', '"first": "0"'),
+        lambda text: text.replace('"first": 0', '"first": -1'),
+        lambda text: json.dumps(json.loads(text)[:1]),
+    ],
+)
+def test_indexed_dataset_rejects_damaged_list_of_parts(tmp_path: Path, change: object) -> None:
+    prefix = join_two_pairs(tmp_path)
+    corrupt_file(prefix, ".parts.json", lambda raw: change(raw.decode()).encode("latin-1"))  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"joined\.parts\.json': is damaged") as caught:
+        IndexedDataset(prefix, "data.held_out")
+    assert caught.value.field == "data.held_out"
+    assert caught.value.fix
+
+
+def test_indexed_dataset_names_missing_part(tmp_path: Path) -> None:
+    prefix = join_two_pairs(tmp_path)
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(UserError, match=r"joined': needs .*/b\.bin, which is missing") as caught:
+        IndexedDataset(prefix)
+    assert "b.bin" in caught.value.fix
 
 
 def test_prefix_of_accepts_path_with_and_without_suffix(tmp_path: Path) -> None:

@@ -134,6 +134,18 @@ def test_prepare_joins_indexed_pairs_without_copying_tokens(make_data_spec, tmp_
         assert IndexedDataset(separate.held_out).size == 6
 
 
+@pytest.mark.parametrize(
+    "names", [["a.bin", "a.idx"], ["a", "./a.bin"], ["[a].bin", "[a].idx"], ["a", "*"]], ids=",".join
+)
+def test_prepare_takes_pair_of_several_sources_once(make_data_spec, tmp_path, monkeypatch, names):
+    (tmp_path / "pairs").mkdir()
+    monkeypatch.chdir(tmp_path / "pairs")
+    write_indexed_pair("a", [[1, 2, 3]])
+    other = write_indexed_pair(tmp_path / "other", [[1]])
+    assert IndexedDataset(prepare(make_data_spec(train=names, held_out=[other])).train).size == 3
+    assert IndexedDataset(prepare(make_data_spec(train=["a", "a"], held_out=[other])).train).size == 6  # as asked for
+
+
 def test_prepare_accepts_prepared_pairs_as_sources(make_data_spec, tmp_path):
     pairs = [write_indexed_pair(tmp_path / name, [[n] * 10 for n in range(50)]) for name in ("first", "second")]
     for sources in (pairs[:1], pairs):
@@ -197,6 +209,33 @@ def test_check_sources_rejects_pair_of_another_tokenizer(make_data_spec, pair_of
             check_sources(make_data_spec(**sources, tokenizer=str(other)))
         assert caught.value.field == f"data.{field}"
         assert caught.value.fix
+
+
+@pytest.mark.parametrize("made_of", ["pair", "two pairs", "two pairs as train and held out", "one document"])
+def test_prepared_pairs_are_known_to_be_of_their_tokenizer(make_data_spec, pair_of_text, tmp_path, made_of):
+    pair, own = pair_of_text
+    (tmp_path / "one.txt").write_text("one document\n" * 99)
+    sources = {
+        "pair": {"train": [pair]},
+        "two pairs": {"train": [pair, pair]},
+        "two pairs as train and held out": {"train": [pair, pair], "held_out": [str(tmp_path / "copy")] * 2},
+        "one document": {"train": [str(tmp_path / "one.txt")]},
+    }[made_of]
+    for suffix in (".bin", ".idx", ".meta.json"):
+        shutil.copy(f"{pair}{suffix}", tmp_path / f"copy{suffix}")
+    prepared = prepare(make_data_spec(**sources, tokenizer=own))
+    again = {"train": [prepared.train], "held_out": [prepared.held_out]}
+    assert describe_unchecked_pairs(make_data_spec(**again, tokenizer=own)) is None
+    train_bpe(["return value + other"] * 50, load_tokenizer(own).vocab).save(tmp_path / "other.json")
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        check_sources(make_data_spec(**again, tokenizer=str(tmp_path / "other.json")))
+
+
+def test_prepared_pairs_of_unknown_tokenizer_stay_unknown(make_data_spec, pair_of_text, tmp_path):
+    pair, own = pair_of_text
+    prepared = prepare(make_data_spec(train=[pair, write_indexed_pair(tmp_path / "unknown", [[1] * 9])], tokenizer=own))
+    again = make_data_spec(train=[prepared.train], held_out=[prepared.held_out], tokenizer=own)
+    assert f"{prepared.train} and 1 more" in describe_unchecked_pairs(again)
 
 
 def test_check_sources_accepts_equal_tokenizer_in_another_spelling(make_data_spec, pair_of_text, tmp_path):

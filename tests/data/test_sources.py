@@ -61,12 +61,19 @@ def test_data_sources_document_name_is_independent_of_path_spelling_and_location
     assert document_names([corpus / source for source in names]) == expected
     shutil.copytree(corpus, tmp_path / "moved")
     (tmp_path / "link").symlink_to(corpus / "part0")
-    (tmp_path / "linked.jsonl").symlink_to(corpus / "rows.jsonl")
+    (tmp_path / "rows.jsonl").symlink_to(corpus / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     assert document_names([f"moved/{source}" for source in names]) == expected
     # The folder above a linked one is that of the linked one.
-    linked_sources = ["link", "link/../part1/*.py", "linked.jsonl", "link/../part1/file01.py"]
+    linked_sources = ["link", "link/../part1/*.py", "rows.jsonl", "link/../part1/file01.py"]
     assert document_names(linked_sources) == expected
+
+
+def test_data_sources_name_linked_file_by_its_own_name(tmp_path):
+    (tmp_path / "blob").mkdir()
+    write_jsonl(tmp_path / "blob" / "5d41402abc", [{"text": "one"}])  # as caches such as DVC's name it
+    (tmp_path / "train.jsonl").symlink_to("blob/5d41402abc")
+    assert document_names([tmp_path / "train.jsonl"]) == document_names([tmp_path / "*.jsonl"]) == ["train.jsonl:1"]
 
 
 def test_data_sources_decode_utf8_with_or_without_bom_and_latin1(tmp_path):
@@ -98,6 +105,9 @@ JSON_LINES = "\n".join(map(json.dumps, RECORDS)).encode()
     [
         pytest.param("a.json", JSON_LINES, id="json_lines"),
         pytest.param("a.ndjson", JSON_LINES, id="ndjson"),
+        pytest.param("a.jsonlines", JSON_LINES, id="jsonlines"),
+        pytest.param("a.JSONL", JSON_LINES, id="upper_case"),
+        pytest.param("a.JSONL.GZ", gzip.compress(JSON_LINES), id="upper_case_gz"),
         pytest.param("a.json", json.dumps(RECORDS).encode(), id="array"),
         pytest.param("a.json", json.dumps(RECORDS, indent=1).encode(), id="indented_array"),
         pytest.param("a.json", b"\xef\xbb\xbf" + JSON_LINES, id="byte_order_mark"),
@@ -122,15 +132,41 @@ def test_data_sources_read_compressed_text(tmp_path):
     assert list(documents([str(tmp_path)])) == [Document("a.txt.gz", "café")]
 
 
-def test_data_sources_read_single_json_record_with_text(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps({"text": "one"}))
-    assert list(documents([str(tmp_path)])) == [Document("a.json:1", "one")]
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_data_sources_read_single_json_record_with_text(tmp_path, indent, in_folder):
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"text": "one"}, indent=indent))
+    assert list(documents([str(tmp_path if in_folder else file)])) == [Document("a.json:1", "one")]
 
 
-def test_data_sources_read_other_json_of_folder_as_text(tmp_path):
-    for number, content in enumerate(['{"name": 1}', '{\n "name": {"text": 1}\n}', "[1, 2]", "[]", "[{ broken"]):
-        (tmp_path / f"{number}.json").write_text(content)
-        assert list(documents([str(tmp_path)]))[-1] == Document(f"{number}.json", content)
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"name": 1}',
+        '{\n "name": {"text": 1}\n}',
+        '{"text": {"color": "red"}}',
+        "[1, 2]",
+        "[]",
+        "[{ broken",
+        '[{"file": "a.c", "command": "cc -c a.c"}]',
+        '[\n {"file": "a.c"},\n {"file": "b.c"}\n]',
+        '{"file": "a.c"}\n{"file": "b.c"}',
+    ],
+)
+def test_data_sources_read_other_json_of_folder_as_text(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    assert list(documents([str(tmp_path)])) == [Document("a.json", content)]
+    with pytest.raises(UserError):
+        list(documents([str(tmp_path / "a.json")]))
+
+
+@pytest.mark.parametrize("rows", [[{"text": None}, {"text": "one"}], [{"text": "one"}, {"body": "two"}]])
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_data_sources_reject_faulty_record_of_folder(tmp_path, rows, form):
+    (tmp_path / "a.json").write_text("\n".join(map(json.dumps, rows)) if form == "lines" else json.dumps(rows))
+    with pytest.raises(UserError, match=r"data\.text_key"):
+        list(documents([str(tmp_path)]))
 
 
 def test_data_sources_skip_metadata_of_indexed_pairs(tmp_path):

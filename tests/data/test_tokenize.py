@@ -4,12 +4,14 @@ import errno
 import os
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.data import indexed_dataset, tokenize
 from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.data.sources import Document
 from phalanx.data.tokenize import TokenizationCounts, disk_error, split_text, tokenize_documents, write_indexed_pairs
@@ -110,6 +112,27 @@ def test_write_indexed_pairs_removes_files_on_failure(tmp_path):
     with pytest.raises(RuntimeError):
         write_indexed_pairs(broken(), byte_tokenizer(), [tmp_path / "a", tmp_path / "b"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", ["write_index", "write_pair_metadata"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_write_indexed_pairs_changes_nothing_when_last_file_fails(tmp_path, monkeypatch, failing, exists):
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    if exists:
+        write_indexed_pairs([Document("1", "before")], byte_tokenizer(), prefixes)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    module = indexed_dataset if failing == "write_index" else tokenize
+    write = getattr(module, failing)
+
+    def fail(path, *rest):
+        if Path(path).name.startswith("a"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, *rest)
+
+    monkeypatch.setattr(module, failing, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_indexed_pairs([Document("1", "text")], byte_tokenizer(), prefixes)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.data.indexed_dataset import IndexedDataset
 from phalanx.model.huggingface.export import export_hf
 from phalanx.runs.create import RUN_FILE, claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
@@ -61,7 +62,11 @@ def test_run_with_relative_sources_resumes_from_its_directory(tmp_path, monkeypa
         shutil.move(tmp_path / "work" / root / name, tmp_path / "elsewhere" / name)
     sources = [str(tmp_path / "elsewhere" / name) for name in ("texts", "more.jsonl")]
     moved = load_run(directory / RUN_FILE, [f"data.train={json.dumps(sources)}"])
-    assert check_and_prepare(moved, 1, resume=True) != expected
+    prepared = check_and_prepare(moved, 1, resume=True)
+    assert (prepared.train, prepared.held_out) != (expected.train, expected.held_out)  # prepared anew, the same tokens
+    for name in ("train", "held_out"):
+        tokens, expected_tokens = (IndexedDataset(getattr(data, name)) for data in (prepared, expected))
+        assert tokens.fingerprint() == expected_tokens.fingerprint()
 
 
 def test_resume_with_changed_text_offers_tokens_of_run(tmp_path, monkeypatch):

@@ -112,11 +112,15 @@ class IndexedDataset:
             dtype, lengths, pointers, documents = _read_index(self.prefix, field)
             self.offsets = _offsets(self.prefix, field, dtype, lengths, pointers, documents)
             if is_joined:
-                files = read_token_files(self.prefix)
-                maps = [_map_tokens(f.path, field, np.dtype(f.dtype), f.first + f.size)[f.first :] for f in files]
-                self.tokens = JoinedTokens(files, maps, dtype)
+                self.tokens = _map_joined_tokens(self.prefix, field, dtype, int(self.offsets[-1]))
             else:
                 self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, int(self.offsets[-1]))
+        except FileNotFoundError as error:
+            problem, fix = (
+                f"needs {error.filename}, which is missing",
+                f"put {error.filename} back, or join pairs again",
+            )
+            raise UserError(field, self.prefix, problem, fix) from None
         except OSError as error:
             raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", "check its permissions") from None
 
@@ -204,6 +208,21 @@ def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.n
     if not num_tokens:
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", shape=(num_tokens,)).view(np.ndarray)  # memmap's own indexing is slow
+
+
+def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> JoinedTokens:
+    try:
+        files = read_token_files(prefix)
+        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), f.first + f.size)[f.first :] for f in files]
+        is_complete = sum(file.size for file in files) >= num_tokens and all(file.first >= 0 for file in files)
+    except UserError:
+        raise
+    except (ValueError, TypeError):
+        is_complete = False
+    if not is_complete:
+        problem = "is damaged: it does not list the .bin files of all tokens in the index"
+        raise _damaged_pair_error(field, f"{prefix}{PARTS_SUFFIX}", problem)
+    return JoinedTokens(files, maps, dtype)
 
 
 def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:

@@ -11,6 +11,7 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
 
 METADATA_SUFFIX = ".meta.json"
+PAIR_SUFFIXES = (".bin", ".idx", METADATA_SUFFIX)
 TOKENIZER_KEY, VOCAB_KEY, TOKENS_KEY = "tokenizer_sha256", "tokenizer_vocab", "tokens_fingerprint"
 
 

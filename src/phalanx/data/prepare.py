@@ -17,7 +17,13 @@ import numpy as np
 
 from phalanx.data.indexed_dataset import IndexedDataset, join_pairs, prefix_of, split_tail
 from phalanx.data.joined_tokens import PARTS_SUFFIX
-from phalanx.data.pair_metadata import METADATA_SUFFIX, check_pair_tokenizer, read_pair_metadata
+from phalanx.data.pair_metadata import (
+    METADATA_SUFFIX,
+    PAIR_SUFFIXES,
+    check_pair_tokenizer,
+    read_pair_metadata,
+    write_pair_metadata,
+)
 from phalanx.data.sources import (
     RECIPE_VERSION,
     Document,
@@ -149,18 +155,20 @@ def _check_overlap(data: DataSpec) -> None:
 def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
     """Return the prefixes of .bin/.idx pairs that `sources` name, in their order; none if they are text.
 
-    Raises UserError if they are both.
+    A pair that several sources name, as its .bin and its .idx file, is there once; a source that is given twice counts
+    twice. Raises UserError if `sources` name pairs and text.
     """
-    paths = [path for source in sources for path in _expand_pattern(source)]
-    prefixes = [prefix for path in paths if (prefix := prefix_of(path)) is not None]
-    if prefixes and len(prefixes) < len(paths):
+    paths = [(source, path) for source in sources for path in _expand_pattern(source)]
+    pairs = [(source, prefix) for source, path in paths if (prefix := prefix_of(path)) is not None]
+    if pairs and len(pairs) < len(paths):
         raise UserError(
             field,
             list(sources),
             "has .bin/.idx pairs and text",
             "turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name its prefix",
         )
-    return prefixes
+    first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
+    return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]
 
 
 def _expand_pattern(source: str) -> list[str]:
@@ -171,7 +179,7 @@ def _expand_pattern(source: str) -> list[str]:
     matches = sorted(glob.glob(path, recursive=True))
     stems = sorted({stem for stem, suffix in map(os.path.splitext, matches) if suffix in (".bin", ".idx")})
     stems = [stem for stem in stems if os.path.isfile(f"{stem}.idx") and os.path.isfile(f"{stem}.bin")]
-    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in (".bin", ".idx", METADATA_SUFFIX)}
+    pair_files = {f"{stem}{suffix}" for stem in stems for suffix in PAIR_SUFFIXES}
     return [*stems, *(match for match in matches if match not in pair_files)] if stems else [source]
 
 
@@ -228,16 +236,19 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
         held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
         if len(held_out_pairs) > 1:
             join_pairs([IndexedDataset(prefix) for prefix in held_out_pairs], held_out)
+            _carry_metadata(held_out_pairs, tokenizer, held_out)
         elif not held_out_pairs:
             write_indexed_pairs(
                 documents(data.held_out, data.text_key, "data.held_out"), tokenizer, [held_out], progress=progress
             )
         if len(train_pairs) > 1:
             join_pairs([IndexedDataset(prefix) for prefix in train_pairs], train)
+            _carry_metadata(train_pairs, tokenizer, train)
         elif not train_pairs and not data.streaming:
             write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
     elif train_pairs:
         _split_pairs(train_pairs, data.held_out_fraction, train, held_out)
+        _carry_metadata(train_pairs, tokenizer, train, held_out)
     elif data.streaming:
         _write_first_held_out(data, tokenizer, held_out, progress)
     else:
@@ -257,6 +268,14 @@ def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out
     join_pairs([IndexedDataset(tail) for _, tail in parts], held_out)
 
 
+def _carry_metadata(sources: Sequence[str], tokenizer: Tokenizer, *prefixes: Path) -> None:
+    """Write the tokenizer beside pairs that were made of others, if it is known of all of these: `check_sources` has
+    compared them with it."""
+    if all(read_pair_metadata(IndexedDataset(source)) for source in sources):
+        for prefix in prefixes:
+            write_pair_metadata(prefix, tokenizer)
+
+
 def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: Progress | None) -> None:
     """Hold documents out by name; of so few that none or all would be, the end of the text instead."""
     prefixes = [folder / "train", folder / "held_out"]
@@ -267,9 +286,9 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     if not all(count.documents for count in counts):
         for prefix in prefixes:
             Path(f"{prefix}.bin").unlink()
-            Path(f"{prefix}{METADATA_SUFFIX}").unlink()
         write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [folder / "all"], progress=progress)
         split_tail(IndexedDataset(folder / "all"), data.held_out_fraction, *prefixes)
+        _carry_metadata([str(folder / "all")], tokenizer, *prefixes)
 
 
 def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, progress: Progress | None) -> None:

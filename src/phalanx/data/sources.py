@@ -18,7 +18,7 @@ from phalanx.data.pair_metadata import METADATA_SUFFIX
 from phalanx.spec.errors import UserError
 
 FIELD = "data.train"
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 """Raise it when the same text would give other documents or tokens: it is part of the cache's key."""
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 BINARY_PROBE_BYTES = 8192
@@ -26,6 +26,7 @@ Kind = Literal["text", "json", "json_lines", "parquet", "hf"]
 KIND_OF_SUFFIX: dict[str, Kind] = {
     ".json": "json",
     ".jsonl": "json_lines",
+    ".jsonlines": "json_lines",
     ".ndjson": "json_lines",
     ".parquet": "parquet",
 }
@@ -91,8 +92,7 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         return [_hf_source(source)]
     path = os.path.expanduser(source)
     if os.path.isfile(path):
-        # A link to a file is another way to write its path.
-        return [_source_file(path, os.path.dirname(path), field, os.path.basename(os.path.realpath(path)))]
+        return [_source_file(path, os.path.dirname(path), field, is_explicit=True)]
     if os.path.isdir(path):
         root = path
         paths = _walk(path)
@@ -131,16 +131,15 @@ def _walk(root: str) -> list[str]:
     return paths
 
 
-def _source_file(path: str, root: str, field: str, explicit_name: str | None = None) -> SourceFile:
-    """A file below `root`; one that the user named has an `explicit_name`."""
+def _source_file(path: str, root: str, field: str, is_explicit: bool = False) -> SourceFile:
+    """A file below `root`, named as it lies there: a link by its own name, for that of its target may be a hash."""
     try:
         status = os.stat(path)
     except OSError as error:
         raise _unreadable_error(field, path, error) from None
-    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSED_SUFFIXES]
+    suffixes = [suffix for suffix in map(str.lower, Path(path).suffixes) if suffix not in COMPRESSED_SUFFIXES]
     kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "text")
-    name = os.path.relpath(path, root) if explicit_name is None else explicit_name
-    return SourceFile(kind, path, name, status.st_size, status.st_mtime_ns, explicit_name is not None)
+    return SourceFile(kind, path, os.path.relpath(path, root), status.st_size, status.st_mtime_ns, is_explicit)
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
@@ -182,25 +181,31 @@ def _decode(raw: bytes) -> str:
 
 
 def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    """Read the records of a .json file: JSON lines, or an array. Other JSON is text if a directory brought the file."""
+    """Read the records of a .json file: JSON lines, an array, or one. Other JSON is text if a directory brought the
+    file."""
     with open_decompressed(source_file.path, field) as file:
-        first_rows = list(islice((_parse_json(line) for line in file if line.strip()), 2))
-    has_text = bool(first_rows) and isinstance(first_rows[0], dict) and text_key in first_rows[0]
-    if all(isinstance(row, dict) for row in first_rows) and (len(first_rows) == 2 or has_text):
-        yield from _read_json_lines(source_file, text_key, field)
-        return
-    with open_decompressed(source_file.path, field) as file:
-        content = _parse_json(file.read())
-    rows = content if isinstance(content, list) else [content]
-    are_records = isinstance(content, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
-    if not are_records and not source_file.is_explicit:
+        rows = list(islice((_parse_json(line) for line in file if line.strip()), 2))
+    are_lines = bool(rows) and all(isinstance(row, dict) for row in rows)
+    if not are_lines:
+        with open_decompressed(source_file.path, field) as file:
+            content = _parse_json(file.read())
+        rows = content if isinstance(content, list) else [content]
+    if not source_file.is_explicit and not _is_record(rows[0] if rows else None, text_key):
         yield from _read_text(source_file, text_key, field)
+        return
+    if are_lines:
+        yield from _read_json_lines(source_file, text_key, field)
         return
     if content is None:
         fix = "give JSON objects, one per line or in an array; text has another suffix"
         raise UserError(field, source_file.path, "is not JSON", fix)
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
+
+
+def _is_record(row: Any, text_key: str) -> bool:
+    """Return whether a row is a record, perhaps without text, and not an object of another kind of file."""
+    return isinstance(row, dict) and text_key in row and isinstance(row[text_key], str | None)
 
 
 def _parse_json(raw: bytes) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.indexed_dataset import IndexedWriter, token_dtype
-from phalanx.data.pair_metadata import write_pair_metadata
+from phalanx.data.pair_metadata import PAIR_SUFFIXES, write_pair_metadata
 from phalanx.data.sources import Document
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.spec.errors import UserError
@@ -75,21 +75,29 @@ def write_indexed_pairs(
     """Write every document to the pair that `choose` says, with the end token if `end`; what went to each.
 
     Beside each pair a file names the tokenizer.
-    A failure leaves nothing under the prefixes. Errors of the file system are raised as they are (OSError).
+    A failure leaves the prefixes as they were. Errors of the file system are raised as they are (OSError).
     """
     dtype = token_dtype(tokenizer.vocab)
     end_tokens = np.array([tokenizer.end] if end else [], np.int32)
     counts = [TokenizationCounts() for _ in prefixes]
-    with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
-        for document, ids in tokenize_documents(documents, tokenizer):
-            index = choose(document)
-            writers[index].add(np.concatenate([ids, end_tokens]))
-            counts[index] = _add_document(counts[index], document, ids.size + end_tokens.size)
-            if progress is not None:
-                progress(_sum_counts(counts))
-    for prefix in prefixes:
-        write_pair_metadata(prefix, tokenizer)
+    partial_prefixes = [f"{prefix}.{os.getpid()}.partial" for prefix in prefixes]
+    try:
+        with ExitStack() as stack:
+            writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in partial_prefixes]
+            for document, ids in tokenize_documents(documents, tokenizer):
+                index = choose(document)
+                writers[index].add(np.concatenate([ids, end_tokens]))
+                counts[index] = _add_document(counts[index], document, ids.size + end_tokens.size)
+                if progress is not None:
+                    progress(_sum_counts(counts))
+        for prefix in partial_prefixes:
+            write_pair_metadata(prefix, tokenizer)
+        for suffix in PAIR_SUFFIXES:
+            for partial_prefix, prefix in zip(partial_prefixes, prefixes, strict=True):
+                os.replace(f"{partial_prefix}{suffix}", f"{prefix}{suffix}")
+    finally:
+        for file in (f"{prefix}{suffix}" for prefix in partial_prefixes for suffix in PAIR_SUFFIXES):
+            Path(file).unlink(missing_ok=True)
     return counts
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
 
@@ -17,7 +18,7 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
 from phalanx.train.create_run import create_run
 from phalanx.train.progress import ProgressDisplay
-from tests.helpers.cli_runner import command_output
+from tests.helpers.cli_runner import command_output, command_stderr
 from tests.helpers.small_runs import make_trainer, small_run
 
 SHORT_TRAINING = {"training.precision": "fp32", "training.steps": 12}
@@ -149,6 +150,81 @@ def test_export_with_another_tokenizer_replaces_that_of_the_source(tmp_path, fin
     assert {path.name for path in (tmp_path / "out").iterdir()} == names | {"NOTICE"}
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported == config | {"bos_token_id": 256, "eos_token_id": 256}
+
+
+def save_source(directory, spec, special_tokens):
+    """The files of a chat model of this shape, but its weights, in a directory that a run keeps them in."""
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = train_bpe([Path(json.__file__).read_text()] * 9, 257).model
+    table = json.loads(bpe.to_str())
+    table["added_tokens"] = []
+    vocabulary = sorted(set(table["model"]["vocab"]) - {"<|endoftext|>"})
+    table["model"] |= {"vocab": {token: number for number, token in enumerate(vocabulary)}, "merges": []}
+    bpe = tokenizers.Tokenizer.from_str(json.dumps(table))
+    bpe.add_special_tokens(special_tokens)
+    bpe.enable_truncation(99)
+    special = {"eos_token": special_tokens[0], "chat_template": CHAT_TEMPLATE}
+    PreTrainedTokenizerFast(tokenizer_object=bpe, **special).save_pretrained(directory)
+    model = json.loads(bpe.to_str())["model"]
+    texts = {
+        "config.json": hf_config(spec) | {"eos_token_id": bpe.token_to_id(special_tokens[0])},
+        "generation_config.json": {"temperature": 0.6},
+        "special_tokens_map.json": {"eos_token": special_tokens[0]},
+        "vocab.json": model["vocab"],
+    }
+    for name, table in texts.items():
+        (directory / name).write_text(json.dumps(table))
+    return bpe
+
+
+@pytest.fixture
+def run_from_hf(run_directory, tmp_path, finished_trainer):
+    """A copy of the run as if it had started from a chat model, and that model's tokenizer, which has no token that we
+    know as the end of a text."""
+    shutil.copytree(run_directory, tmp_path / "run")
+    model = save_source(tmp_path / "run" / "from_hf", finished_trainer.module.spec, ["<|turn|>"])
+    return tmp_path / "run", model
+
+
+def read_files(directory):
+    return {path.name: path.read_text() for path in directory.iterdir() if path.suffix in (".json", ".jinja")}
+
+
+def test_export_with_more_tokens_than_the_source_hands_on_its_files(run_from_hf, tmp_path):
+    from transformers import AutoTokenizer
+
+    run, model = run_from_hf
+    model.no_truncation()
+    model.add_special_tokens(["<|endoftext|>"])
+    model.save(str(run / "tokenizer.json"))
+    assert command_stderr("export", run, tmp_path / "out") == ""
+    before, after = read_files(run / "from_hf"), read_files(tmp_path / "out")
+    assert before.keys() == after.keys() > {"chat_template.jinja", "special_tokens_map.json", "vocab.json"}
+    assert {name for name in before if before[name] != after[name]} <= {"tokenizer.json", "config.json"}
+    assert json.loads(after["config.json"])["eos_token_id"] == model.token_to_id("<|turn|>")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported.convert_tokens_to_ids(["<|turn|>", "<|endoftext|>"]) == [256, 257]
+    assert (exported.eos_token, exported.chat_template) == ("<|turn|>", CHAT_TEMPLATE)
+
+
+def test_export_with_longer_vocabulary_leaves_out_that_of_the_source(run_from_hf, tmp_path):
+    run, model = run_from_hf
+    table = json.loads(model.to_str())
+    table["model"]["vocab"] |= {"<|turn|>": 256, "<|endoftext|>": 257}
+    (run / "tokenizer.json").write_text(json.dumps(table | {"truncation": None}))
+    assert command_stderr("export", run, tmp_path / "out").rstrip().endswith("are not exported: vocab.json")
+    before, after = read_files(run / "from_hf"), read_files(tmp_path / "out")
+    assert before.keys() - after.keys() == {"vocab.json"}
+    assert before["tokenizer_config.json"] == after["tokenizer_config.json"]
+
+
+def test_export_with_another_tokenizer_says_what_it_leaves_out(run_from_hf, tmp_path):
+    run, _ = run_from_hf
+    message = command_stderr("export", run, tmp_path / "out")
+    for name in read_files(run / "from_hf").keys() - {"config.json", "tokenizer.json"}:
+        assert name in message
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 256
 
 
 def test_generate_and_export_reject_directory_without_checkpoint(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import locale
 import re
+import sys
 from itertools import pairwise
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from phalanx.report import formatting
 from phalanx.report.compare_runs import report_data
 from phalanx.report.facts import report_facts
+from phalanx.report.html import page as page_module
 from phalanx.report.html.page import main, page
 from phalanx.report.run_data import read_run
 from tests.helpers.report_page import parse_embedded_json
@@ -33,6 +36,18 @@ def test_report_page_embeds_facts_and_plotly_once(two_run_report):
     assert parse_embedded_json(text, "facts") == json.loads(json.dumps(two_run_report))
     assert len(re.findall(r"<script\b[^>]*\bsrc=", text)) == 0
     assert text.count("plotly.js (cartesian - minified) v") == 1
+
+
+def test_report_page_reads_its_files_as_utf8_in_any_locale(monkeypatch):
+    monkeypatch.setattr(page_module, "main", lambda report: "")
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        assert sys.flags.utf8_mode or locale.getencoding() == "ANSI_X3.4-1968"
+        text = page({"runs": []})
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert "闰" in text  # of plotly's calendars
 
 
 def test_report_page_is_small_enough_to_send(two_run_report):

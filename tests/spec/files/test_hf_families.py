@@ -49,6 +49,13 @@ def test_no_field_is_both_read_and_harmless():
 
 HUB_FIELDS = {
     "gpt2": {"n_ctx": 1024, "summary_type": "cls_index", "task_specific_params": {"text-generation": {}}},
+    "gpt2 of before 2020": {
+        "model_type": "gpt2",
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "output_past": True,
+        "_num_labels": 1,
+    },
     "llama": {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}, "pretraining_tp": 1},
     "qwen3": {"_attn_implementation_autoset": True, "max_window_layers": 28, "use_sliding_window": False},
     "qwen3_moe": {"max_window_layers": 48, "sliding_window": None, "attention_bias": False, "rope_scaling": None},
@@ -57,9 +64,9 @@ HUB_FIELDS = {
 }
 
 
-@pytest.mark.parametrize("model_type", HUB_FIELDS)
-def test_fields_of_published_models_are_known(model_type):
-    require_known_fields({"model_type": model_type} | HUB_FIELDS[model_type])
+@pytest.mark.parametrize("name", HUB_FIELDS)
+def test_fields_of_published_models_are_known(name):
+    require_known_fields({"model_type": name} | HUB_FIELDS[name])
 
 
 @pytest.mark.parametrize(
@@ -75,5 +82,7 @@ def test_fields_of_published_models_are_known(model_type):
 def test_unknown_field_is_rejected_by_name_unless_null(change, name):
     config = {"model_type": "llama"}
     require_known_fields(config | dict.fromkeys(change))
+    for table in ("rope_parameters", "rope_scaling"):
+        require_known_fields(config | {table: {"rope_type": "default"} | dict.fromkeys(change)})
     with pytest.raises(UserError, match=f"config.json {name}"):
         require_known_fields(config | change)

@@ -56,11 +56,11 @@ def prepare(
 
         phalanx data prepare stdlib --out tokens/stdlib --tokenizer bytes --json
     """
-    from phalanx.data.pair_metadata import METADATA_SUFFIX
+    from phalanx.data.pair_metadata import PAIR_SUFFIXES
     from phalanx.data.sources import documents
     from phalanx.data.tokenize import disk_error, limit_threads, write_indexed_pairs
 
-    _refuse_existing([Path(f"{out}{suffix}") for suffix in (".bin", ".idx", METADATA_SUFFIX)], force)
+    _refuse_existing([Path(f"{out}{suffix}") for suffix in PAIR_SUFFIXES], force)
     model = _load_tokenizer(tokenizer)
     limit_threads(workers)
     start = time.monotonic()

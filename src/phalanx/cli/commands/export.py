@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,12 +38,11 @@ def export(
 
     spec, model, tokenizer_file = load_trained_model(run)
     parameters = dict(model.named_parameters())
-    tokenizer = load_tokenizer(tokenizer_file)
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
-    source_tokenizer = run / FROM_HF_DIR / "tokenizer.json"
-    if source_tokenizer.is_file() and load_tokenizer(source_tokenizer).to_json() == tokenizer.to_json():
-        export_hf(spec.model, parameters, directory, dtype=dtype, source=source)
-    else:
-        export_hf(spec.model, parameters, directory, tokenizer_file, tokenizer.end, dtype, source=source)
+    end = load_tokenizer(tokenizer_file).end
+    dropped = export_hf(spec.model, parameters, directory, tokenizer_file, end, dtype, source=source)
+    if dropped:
+        problem = "the run's tokenizer differs from that of model.from_hf, so of its files these are not exported"
+        print(f"phalanx: {problem}: {', '.join(dropped)}", file=sys.stderr)
     total = sum(parameter.numel() for parameter in parameters.values())
     print(f"wrote {directory}: {total:,} parameters in {dtype}, config.json and the tokenizer")

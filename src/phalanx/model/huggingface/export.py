@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.model.huggingface.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
 from phalanx.model.huggingface.tensor_names import TensorSource, hf_sources, parameter_shapes
-from phalanx.model.huggingface.tokenizer import hf_tokenizer_files
+from phalanx.model.huggingface.tokenizer import hf_tokenizer_files, outdated_tokenizer_files
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config, merge_hf_config
 from phalanx.spec.model import ModelSpec
@@ -24,6 +24,9 @@ from phalanx.spec.model import ModelSpec
 PRECISIONS = ("fp32", "bf16")
 """Precisions that can be exported."""
 SHARD_BYTES = 5_000_000_000
+LICENSE_PREFIXES = ("LICENSE", "NOTICE")
+GIVEN_FILES = ("config.json", "tokenizer.json")
+"""Files of a source of which an export has the trained model's."""
 
 
 def export_hf(
@@ -35,7 +38,7 @@ def export_hf(
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
     source: Path | None = None,
-) -> None:
+) -> list[str]:
     """Write a directory that transformers' AutoModelForCausalLM and AutoTokenizer load, whole or not at all.
 
     Args:
@@ -47,7 +50,11 @@ def export_hf(
         dtype: "fp32" or "bf16".
         shard_bytes: The maximum size of one file of weights.
         source: A directory with the files of the model that training started from, but its weights. They are handed
-            on: config.json with what `spec` changes, the others as they are, unless there is another tokenizer.
+            on: config.json with what `spec` changes, and the others as they are. Of those that `tokenizer` contradicts,
+            licences only.
+
+    Returns:
+        The names of the files of `source` that are not handed on, but tokenizer.json.
 
     Raises:
         UserError: If the directory exists and is not empty, if no Hugging Face architecture has the model's shape, or
@@ -61,12 +68,22 @@ def export_hf(
     config = hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
-    special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
-    texts = {"config.json": _to_json(config | special)}
-    if eos_id is not None:
-        texts["generation_config.json"] = _to_json(special | {"pad_token_id": eos_id})
-    if tokenizer is not None:
-        texts |= hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
+    texts = {} if tokenizer is None else hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
+    source_files = {} if source is None else _list_files(source)
+    if source is None:
+        outdated = None
+    else:
+        outdated = set() if tokenizer is None else outdated_tokenizer_files(Path(tokenizer), source)
+    if outdated is not None:
+        texts = {name: text for name, text in texts.items() if name in outdated}
+        kept_files = {name: file for name, file in source_files.items() if name not in outdated}
+    else:
+        special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
+        config |= special
+        if special:
+            texts["generation_config.json"] = _to_json(special | {"pad_token_id": eos_id})
+        kept_files = {name: file for name, file in source_files.items() if file.name.startswith(LICENSE_PREFIXES)}
+    texts["config.json"] = _to_json(config)
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
@@ -75,8 +92,10 @@ def export_hf(
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:
-        if source is not None:
-            _copy_source(source, partial_directory, with_tokenizer=tokenizer is None)
+        for name, file in kept_files.items():
+            target = partial_directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
         for name, text in texts.items():
             (partial_directory / name).write_text(text, encoding="utf-8")
         _write_tensors(sources, shapes, tensors, partial_directory, TORCH_DTYPES[dtype], shard_bytes)
@@ -85,14 +104,12 @@ def export_hf(
         partial_directory.rename(directory)
     finally:
         shutil.rmtree(partial_directory, ignore_errors=True)
+    return [name for name in source_files if name not in kept_files and name not in GIVEN_FILES]
 
 
-def _copy_source(source: Path, directory: Path, with_tokenizer: bool) -> None:
-    patterns = ("*",) if with_tokenizer else ("LICENSE*", "NOTICE*")
-    for file in (file for pattern in patterns for file in source.rglob(pattern) if file.is_file()):
-        target = directory / file.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, target)
+def _list_files(folder: Path) -> dict[str, Path]:
+    """Return all files below `folder`, by their names relative to it."""
+    return {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def _write_tensors(

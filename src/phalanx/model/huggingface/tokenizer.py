@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import BYTES_TOKENIZER, END_OF_TEXT
+
+VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.model")
+"""What tokenizer.json repeats of its model, but added tokens."""
 
 
 def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str, str]:
@@ -14,14 +18,7 @@ def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str
 
     Raises UserError if `path` is not a tokenizer.json.
     """
-    from tokenizers import Tokenizer
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        text = byte_tokenizer_json() if json.loads(text) == BYTES_TOKENIZER else text
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the bindings raise bare Exception
-        raise UserError("tokenizer", str(path), f"cannot be read: {error}", "give a tokenizer.json") from None
+    text, tokenizer = _read_tokenizer(path)
     eos_token = None if eos_id is None else tokenizer.id_to_token(eos_id)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -31,6 +28,39 @@ def hf_tokenizer_files(path: Path, eos_id: int | None, context: int) -> dict[str
     if eos_token is not None:
         config |= {"bos_token": eos_token, "eos_token": eos_token, "pad_token": eos_token}
     return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+
+
+def outdated_tokenizer_files(path: Path, source: Path) -> set[str] | None:
+    """Return the names of the files in `source` that the tokenizer at `path` contradicts.
+
+    These are none if it is the tokenizer of `source`, and tokenizer.json and files of the vocabulary if it adds ids to
+    that. None means another tokenizer, for which no file of `source` about tokens holds.
+    """
+    _, tokenizer = _read_tokenizer(path)
+    try:
+        _, source_tokenizer = _read_tokenizer(source / "tokenizer.json")
+    except UserError:
+        return None
+    source_tokenizer.no_padding()  # as `data.tokenizer` reads it
+    source_tokenizer.no_truncation()
+    if source_tokenizer.to_str() == tokenizer.to_str():
+        return set()
+    if not source_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
+        return None
+    model, source_model = (json.loads(either.to_str())["model"] for either in (tokenizer, source_tokenizer))
+    return {"tokenizer.json", *(() if model == source_model else VOCABULARY_FILES)}
+
+
+def _read_tokenizer(path: Path) -> tuple[str, Any]:
+    """Return the text of a tokenizer.json, and its `tokenizers.Tokenizer`."""
+    from tokenizers import Tokenizer
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        text = byte_tokenizer_json() if json.loads(text) == BYTES_TOKENIZER else text
+        return text, Tokenizer.from_str(text)
+    except Exception as error:  # the bindings raise bare Exception
+        raise UserError("tokenizer", str(path), f"cannot be read: {error}", "give a tokenizer.json") from None
 
 
 def byte_tokenizer_json() -> str:

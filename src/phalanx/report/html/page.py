@@ -34,6 +34,7 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
     """HTML of one or several runs (`compare.report_data`); with `every_seconds` a live one, which asks for `main.html`
     where it came from so often."""
     folder = Path(__file__).parent
+    css, plotly, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", PLOTLY, "page.js"))
     names = ", ".join(facts["run"]["name"] for facts in report["runs"])
     live = f' data-every="{every_seconds:g}"' if every_seconds else ""
     state = '<p class="quiet" id="state">live</p>\n' if every_seconds else ""
@@ -41,9 +42,9 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
         f'<!doctype html>\n<html lang="en"><head><!-- {WRITTEN_BY} --><meta charset="utf-8">\n'
         '<link rel="icon" href="data:,">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(names)} - Phalanx</title>\n<style>\n{(folder / 'page.css').read_text()}</style></head>\n"
-        f"<body{live}>\n{state}{main(report)}\n<script>{(folder / PLOTLY).read_text()}</script>\n"
-        f"<script>\n{(folder / 'page.js').read_text()}</script></body></html>\n"
+        f"<title>{escape(names)} - Phalanx</title>\n<style>\n{css}</style></head>\n"
+        f"<body{live}>\n{state}{main(report)}\n<script>{plotly}</script>\n"
+        f"<script>\n{script}</script></body></html>\n"
     )
 
 

@@ -142,7 +142,8 @@ HARMLESS_FIELDS = frozenset(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    n_ctx max_window_layers max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    n_ctx n_special predict_special_tokens output_past _num_labels
+    max_window_layers max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """.split()  # noqa: SIM905
 )
 """Fields that do not change the logits of these families: names, token ids, how text is drawn, how training begins and
@@ -152,11 +153,13 @@ what it drops, and heads for other tasks."""
 def require_known_fields(config: Table) -> None:
     """Raise UserError for a field of config.json that nobody reads and that may change what the model computes."""
     known = FAMILY_DEFAULTS[config["model_type"]].keys() | FIXED_VALUES.keys() | HARMLESS_FIELDS
-    unknown = {field: value for field, value in config.items() if field not in known and value is not None}
+    unknown = {field: value for field, value in config.items() if field not in known}
     for table in ("rope_parameters", "rope_scaling"):
         rope = config.get(table) or {}
         unknown |= {f"{table}.{field}": value for field, value in rope.items() if field not in ROPE_FIELDS}
     for field, value in unknown.items():
+        if value is None:
+            continue
         problem = f"is not a known field of a {config['model_type']} model, and may change what it computes"
         fix = "remove it from config.json if it has no effect; otherwise use another model"
         raise UserError(f"config.json {field}", value, problem, fix)
