@@ -80,7 +80,7 @@ def write_indexed_pairs(
     dtype = token_dtype(tokenizer.vocab)
     end_tokens = np.array([tokenizer.end] if end else [], np.int32)
     counts = [TokenizationCounts() for _ in prefixes]
-    partial_prefixes = [f"{prefix}.{os.getpid()}.partial" for prefix in prefixes]
+    partial_prefixes = [Path(f"{prefix}.{os.getpid()}.partial") for prefix in prefixes]
     try:
         with ExitStack() as stack:
             writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in partial_prefixes]

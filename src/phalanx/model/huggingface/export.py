@@ -68,22 +68,8 @@ def export_hf(
     config = hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
-    texts = {} if tokenizer is None else hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
     source_files = {} if source is None else _list_files(source)
-    if source is None:
-        outdated = None
-    else:
-        outdated = set() if tokenizer is None else outdated_tokenizer_files(Path(tokenizer), source)
-    if outdated is not None:
-        texts = {name: text for name, text in texts.items() if name in outdated}
-        kept_files = {name: file for name, file in source_files.items() if name not in outdated}
-    else:
-        special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
-        config |= special
-        if special:
-            texts["generation_config.json"] = _to_json(special | {"pad_token_id": eos_id})
-        kept_files = {name: file for name, file in source_files.items() if file.name.startswith(LICENSE_PREFIXES)}
-    texts["config.json"] = _to_json(config)
+    texts, kept_names = _settle_files(config, spec, tokenizer, eos_id, source, source_files)
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
@@ -92,10 +78,7 @@ def export_hf(
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
     try:
-        for name, file in kept_files.items():
-            target = partial_directory / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+        _copy_files({name: source_files[name] for name in kept_names}, partial_directory)
         for name, text in texts.items():
             (partial_directory / name).write_text(text, encoding="utf-8")
         _write_tensors(sources, shapes, tensors, partial_directory, TORCH_DTYPES[dtype], shard_bytes)
@@ -104,12 +87,41 @@ def export_hf(
         partial_directory.rename(directory)
     finally:
         shutil.rmtree(partial_directory, ignore_errors=True)
-    return [name for name in source_files if name not in kept_files and name not in GIVEN_FILES]
+    return [name for name in source_files if name not in kept_names and name not in GIVEN_FILES]
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
     """Return all files below `folder`, by their names relative to it."""
     return {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def _copy_files(files: Mapping[str, Path], directory: Path) -> None:
+    for name, file in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, directory / name)
+
+
+def _settle_files(
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    tokenizer: str | Path | None,
+    eos_id: int | None,
+    source: Path | None,
+    source_files: Mapping[str, Path],
+) -> tuple[dict[str, str], list[str]]:
+    """Return the texts of the files to write, by name, and the names of the files of `source` to copy."""
+    texts = {} if tokenizer is None else hf_tokenizer_files(Path(tokenizer), eos_id, spec.max_seq_len)
+    outdated: set[str] | None = None
+    if source is not None:
+        outdated = set() if tokenizer is None else outdated_tokenizer_files(Path(tokenizer), source)
+    if outdated is not None:
+        texts = {name: text for name, text in texts.items() if name in outdated}
+        return texts | {"config.json": _to_json(config)}, [name for name in source_files if name not in outdated]
+    special = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
+    if special:
+        texts["generation_config.json"] = _to_json(special | {"pad_token_id": eos_id})
+    licenses = [name for name, file in source_files.items() if file.name.startswith(LICENSE_PREFIXES)]
+    return texts | {"config.json": _to_json({**config, **special})}, licenses
 
 
 def _write_tensors(
