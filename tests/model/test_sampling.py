@@ -85,3 +85,13 @@ def generate_with_layout(data, world_size):
 
 def test_generate_with_zero3_equals_single_process():
     assert rank_pool(2).run(generate_with_layout, "zero3", 2) == [generate_with_layout("ddp", 1)] * 2
+
+
+def test_generate_draws_only_tokens_that_the_tokenizer_has() -> None:
+    """A model may have more: bytes have 257, and its vocabulary is often a multiple of 64."""
+
+    def uniform_model(tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*tokens_BT.shape, 512), torch.zeros(())
+
+    tokens = generate(uniform_model, torch.tensor([7]), 40, generator=seeded_generator(), vocab=9)
+    assert max(tokens.tolist()) < 9

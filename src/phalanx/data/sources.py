@@ -100,7 +100,8 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         root = _glob_root(path)
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
-        raise UserError(field, source, "no such file or directory", "check the path; a pattern needs * or ?")
+        where = "" if os.path.isabs(path) else f": {os.path.abspath(path)}, from where the command was started"
+        raise UserError(field, source, f"no such file or directory{where}", "check the path; a pattern needs * or ?")
     if not paths:
         raise UserError(field, source, "matches no file", "check the path")
     return [_source_file(match, root, field) for match in paths]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,6 @@ from phalanx.plan.advice.oom import (
     changed_settings,
     cheapest_sequence,
     evaluate_single_remedies,
-    fits_after,
     run_footprint,
     worker_memories,
 )
@@ -126,33 +126,41 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
     cluster = run.cluster.model_copy(update={"nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores})
     run = run.model_copy(update={"cluster": cluster})
-    rank_bytes = [memory.total + (memory.host if device == "cpu" else 0) for memory in worker_memories(run)]
-    ranks_on_device, planned = (nproc, sum(rank_bytes) / len(rank_bytes)) if device == "cpu" else (1, max(rank_bytes))
-    if ranks_on_device * planned <= memory_bytes:
+    planned = _planned_bytes(run, device)
+    if planned <= memory_bytes:
         return
     needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
-    changed = needed[-1].run or run if needed else run
-    if not fits_after(needed):
-        changed = _with_shorter_sequence(changed)
-    options = " ".join(f"--set {setting}" for setting in changed_settings(run, changed))
+    remedied = (needed[-1].run or run) if needed else run
+    candidates = (*_with_shorter_sequences(remedied), *_with_shorter_sequences(run))
+    fitting = next((candidate for candidate in candidates if _planned_bytes(candidate, device) <= memory_bytes), None)
+    options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
+    ranks = f"{plural(nproc, 'rank')} on it" if device == "cpu" else "the fullest rank"
     raise LocalNodeError(
         "planned memory",
-        format_gb_or_mb(ranks_on_device * planned),
-        f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} "
-        f"({plural(ranks_on_device, 'rank')} of {format_gb_or_mb(planned)})",
-        f"{options or 'take a smaller model or more ranks'} (what else helps: phalanx advise oom), or --force to try",
+        format_gb_or_mb(planned),
+        f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
+        f"{options or 'take a smaller model, or more machines'} (see phalanx advise oom), or --force to try",
     )
 
 
-def _with_shorter_sequence(run: RunSpec) -> RunSpec:
-    """Return the run with the longest half, quarter, ... of its sequences that fits; unchanged if none does."""
+def _planned_bytes(run: RunSpec, device: str) -> float:
+    """Return what all ranks of this machine hold on a "cpu", also of what is offloaded to its memory; on "cuda", the
+    fullest rank."""
+    if device == "cuda":
+        return max(memory.total for memory in worker_memories(run))
+    rank_bytes = [memory.total + memory.host for memory in worker_memories(run)]
+    return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
+
+
+def _with_shorter_sequences(run: RunSpec) -> Iterator[RunSpec]:
+    """The run as it is, and with a half, a quarter, ... of its sequences, as far as these can be planned."""
+    yield run
     seq_len = run.training.seq_len
     while (seq_len := seq_len // 2) >= MIN_SEQ_LEN:
+        shorter = run.model_copy(update={"training": run.training.model_copy(update={"seq_len": seq_len})})
         with suppress(UserError):
-            shorter = run.model_copy(update={"training": run.training.model_copy(update={"seq_len": seq_len})})
-            if run_footprint(shorter).fits:
-                return shorter
-    return run
+            check_layout(shorter, run.cluster.ranks)
+            yield shorter
 
 
 def _check_directory(run: RunSpec, resume: bool) -> None:
@@ -182,11 +190,12 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
         )
     needed, free = checkpoint_space_needed_bytes(run, len(saved)), shutil.disk_usage(existing).free
     if needed > free:
+        lower = "lower checkpoint.keep, " if run.checkpoint.keep > 1 else ""
         raise UserError(
             "checkpoint.keep",
             run.checkpoint.keep,
-            f"needs {needed / 1e9:.2f} GB for checkpoints, and {existing} has {free / 1e9:.2f} GB free",
-            "free space, lower checkpoint.keep, or set output_dir to another disk",
+            f"needs {format_gb_or_mb(needed)} for checkpoints, and {existing} has {format_gb_or_mb(free)} free",
+            f"free space, {lower}or set output_dir to another disk",
         )
 
 

@@ -18,11 +18,13 @@ def stream_tokens(
     top_k: int = 0,
     generator: torch.Generator | None = None,
     context: int | None = None,
+    vocab: int | None = None,
 ) -> Iterator[int]:
     """Endless next tokens after `tokens_T` (at least one); each costs one forward pass, when it is asked for.
 
     `model` gives logits [1, T, V] and an auxiliary loss, like Transformer.forward; it sees the last `context`
-    tokens. `temperature` 0 takes the likeliest token; `top_k` 0 draws from all. The draw is made where
+    tokens. `temperature` 0 takes the likeliest token; `top_k` 0 draws from all, and `vocab` from the first so many: a
+    model may have more than its tokenizer. The draw is made where
     `generator` is, on the CPU without one.
     """
     device = torch.device("cpu") if generator is None else generator.device
@@ -30,7 +32,7 @@ def stream_tokens(
         seen_T = tokens_T if context is None else tokens_T[-context:]
         with torch.no_grad():
             logits_1TV, _ = model(seen_T[None])
-        token = sample_token(logits_1TV[0, -1].float().to(device), temperature, top_k, generator)
+        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token
 
@@ -54,13 +56,14 @@ def generate(
     generator: torch.Generator | None = None,
     eos_id: int | None = None,
     context: int | None = None,
+    vocab: int | None = None,
 ) -> Tensor:
     """`tokens_T` and `count` more, [T + count]; what would follow `eos_id` is `eos_id`.
 
     The other arguments are those of `stream_tokens`. Exactly `count` forward passes are made whatever is drawn, so that
     ranks which share a sharded model stay in step.
     """
-    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context), count))
+    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context, vocab), count))
     if eos_id in new_tokens:
         stop = new_tokens.index(eos_id)
         new_tokens[stop:] = [eos_id] * (count - stop)

@@ -123,7 +123,7 @@ class OptimizerSpec(Spec):
     """Peak learning rate of Muon's matrices."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay of matrices; vectors are not decayed."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """How much AdamW keeps of its running means of gradients and of their squares."""
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of AdamW's update."""

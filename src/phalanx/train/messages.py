@@ -40,6 +40,11 @@ def start_message(trainer: Trainer, resumed: int) -> str:
             f"learning rates x {batch.learning_rate_scale:.4g} ({run.training.batch_scaling}): "
             f"{plural(batch.dp_size, 'rank')} instead of {run.training.base_dp_size}"
         )
+    if run.training.seq_len > run.model.max_seq_len:
+        lines.append(
+            f"sequences of {run.training.seq_len:,} are longer than model.max_seq_len = {run.model.max_seq_len:,}, "
+            "which exports give as the longest"
+        )
     if run.training.has_decided_steps and run.optimizer.warmup_steps >= run.training.steps:
         warmup_steps = run.optimizer.warmup_within(run.training.steps)
         lines.append(

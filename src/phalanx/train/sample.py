@@ -54,6 +54,7 @@ def generate_sample(learner: ResumableLearner) -> str:
             generator=generator,
             eos_id=tokenizer.end,
             context=run.training.seq_len,
+            vocab=tokenizer.vocab,
         )
     learner.module.train()
     learner.strategy.reshard_parameters()

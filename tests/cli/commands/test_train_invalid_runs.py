@@ -283,6 +283,7 @@ INVALID_SETTINGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"data.held_out_fraction": 1.5}, ("data.held_out_fraction = 1.5", "less than 1")),
     ({"optimizer.name": '"adam"'}, ("optimizer.name = 'adam'", "adamw")),
     ({"optimizer.betas": "[0.9]"}, ("optimizer.betas",)),
+    ({"optimizer.betas": "[0.9, 1.5]"}, ("optimizer.betas[1] = 1.5", "less than 1")),
     ({"optimizer.learning_rate": -1.0}, ("optimizer.learning_rate = -1.0", "greater than 0")),
     ({"name": '"a/b"'}, ("name = 'a/b'",)),
     ({"output_dir": '"FILE"'}, ("out", "FILE", "another directory")),
@@ -453,7 +454,7 @@ def test_train_rejects_run_when_disk_has_no_space_for_checkpoints(
     usage = preflight.shutil.disk_usage(workspace)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
     said = error_output(["train", "run.toml"], monkeypatch, capsys)
-    assert "GB free" in said
+    assert "1.0 MB free" in said
     assert "checkpoint.keep" in said
 
 
@@ -476,7 +477,7 @@ def test_preflight_counts_existing_checkpoints_as_free_space_when_resuming(works
     free(1)
     preflight.preflight(run, 1, resume=True)
     free(0.9)
-    with pytest.raises(UserError, match="GB free"):
+    with pytest.raises(UserError, match="MB free"):
         preflight.preflight(run, 1, resume=True)
 
 
@@ -530,7 +531,7 @@ def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, 
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
     said = error_output(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
     assert "planned memory = " in said
-    assert "2 ranks of" in said
+    assert "2 ranks on it" in said
     assert "--force" in said
     assert not (workspace / "OUT").exists()
 
@@ -549,3 +550,12 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     assert offered
     changed = load_run(workspace / "run.toml", [*settings, *offered])
     check_memory(changed, 2, sharing_ranks * planned - 1, device)
+
+
+def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> None:
+    """Offloaded state lies in the same memory: it cures nothing there."""
+    settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=64"]
+    run = load_run(workspace / "run.toml", settings)
+    with pytest.raises(UserError, match="planned memory") as refused:
+        check_memory(run, 2, 25 * 10**9, "cpu")
+    assert refused.value.fix.startswith("take a smaller model")

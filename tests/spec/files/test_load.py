@@ -302,3 +302,12 @@ def test_hf_config_is_read_when_run_file_gives_the_required_shape(tmp_path):
     resolved = parse_table(ModelSpec, table).model_dump(mode="json", exclude_none=True)
     (tmp_path / "config.json").unlink()  # a run directory needs it no more
     assert resolve_model(resolved) == resolved
+
+
+def test_set_takes_whole_numbers_with_exponents(tmp_path):
+    path = write_run_file(tmp_path, "")
+    run = load_run(
+        path, ["cluster.memory_bytes=32e9", "training.steps=1e3", "cluster.network_bytes_per_second=2.5e9"], {}
+    )
+    assert (run.cluster.memory_bytes, run.training.steps) == (32_000_000_000, 1000)
+    assert run.cluster.network_bytes_per_second == 2.5e9

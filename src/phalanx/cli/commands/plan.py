@@ -106,6 +106,8 @@ def plan(
     user_layout = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
     search_result = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), all_, export)
     best = search_result.options[0]
+    if out is not None:  # before anything is printed, which a pager may cut off
+        _write(described, search_result.chosen, out)
     if export is not None:
         _export(described, world_size, search_result.chosen, export)
     elif user_layout is not None:
@@ -116,8 +118,6 @@ def plan(
         _print_json(described, world_size, search_result, top, tokens)
     else:
         _show(described, world_size, search_result, top, tokens)
-    if out is not None:
-        _write(described, search_result.chosen, out)
 
 
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:

@@ -66,14 +66,14 @@ def report(
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
         raise UserError("run directory", str(runs[0]), "was not made by phalanx train", "name the page: --html FILE")
+    if html or not json_:  # before anything is printed, which a pager may cut off
+        write_file("--html", file, page(data))
     if json_:
         print(json.dumps(data, indent=2, allow_nan=False))
     else:
         from phalanx.cli.views.report import print_report
 
         print_report(data, file)
-    if html or not json_:
-        write_file("--html", file, page(data))
 
 
 def _write_trace(recorded: list[RunData], file: Path) -> None:

@@ -171,6 +171,10 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
             problem = f"holds a {RUN_FILE}, but is not a run directory: phalanx train did not make it"
             fix = f"to train as that file says: phalanx train {shlex.quote(str(run_file))}"
         raise UserError("run directory", str(path), problem, fix)
+    for override in overrides:
+        if override.startswith("training.seconds=") and override != "training.seconds=":
+            fix = "set training.steps in its place, if it should have others"
+            raise UserError("--set", override, "is for new runs: this one has its steps since it began", fix)
     directory = path.resolve()  # it may have been moved since it was made
     return load_run(
         path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine

@@ -274,8 +274,11 @@ def _set_path(table: Table, path: list[str], text: str, origin: str) -> None:
 
 
 def parse_toml_value(text: str) -> Any:
-    """A TOML value; what is none is taken as text, so that --set name=trial needs no quotes."""
+    """Return a TOML value; what is none is taken as text, so that --set name=trial needs no quotes, and 32e9 is a whole
+    number too."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    is_whole = isinstance(value, float) and value.is_integer() and "." not in text
+    return int(value) if is_whole else value

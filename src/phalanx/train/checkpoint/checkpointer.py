@@ -7,7 +7,6 @@ import json
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,6 @@ from phalanx.runs.checkpoints import (
 )
 from phalanx.spec.errors import UserError
 from phalanx.train.checkpoint.state import rng_state
-
-# A run of one process is no accident.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
 
 FILE_BYTES = 32 * 2**20
 """Tensors that rest on disk are saved in files of about so much: DCP makes each whole in memory."""
