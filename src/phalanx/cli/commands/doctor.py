@@ -163,8 +163,12 @@ def _examine(
 
 def _write_topology(machine: Machine, file: Path) -> None:
     from phalanx.doctor.checks.topology import matrix
+    from phalanx.spec.topology.read import read_topology
 
-    check_replaceable("--topology", file)
+    try:
+        read_topology(file)  # an earlier one
+    except UserError:
+        check_replaceable("--topology", file)
     try:
         file.write_text(matrix(machine))
     except CheckSkipped as skipped:
