@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from phalanx.train.profiling import peak_flops
 from phalanx.train.profiling.peak_flops import measure_peak_flops
 
 
@@ -38,3 +39,22 @@ def test_measure_peak_flops_limits_matrix_size_on_slow_device(monkeypatch: pytes
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     assert measure_peak_flops(torch.device("cpu"), torch.float32, rounds=2) == pytest.approx(1e9)
     assert sides == [128, 128]
+
+
+@pytest.mark.parametrize(
+    ("has_instructions", "bf16_flops", "expected"), [(False, 9e9, "fp32"), (True, 2e9, "bf16"), (True, 1.1e9, "fp32")]
+)
+def test_fastest_precision_needs_instructions_and_a_clear_gain(
+    has_instructions: bool, bf16_flops: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a moment's measurement says, bf16 in software is no choice; products are timed with one thread."""
+    threads = torch.get_num_threads()
+
+    def measured(_: torch.device, dtype: torch.dtype) -> float:
+        assert torch.get_num_threads() == 1
+        return bf16_flops if dtype == torch.bfloat16 else 1e9
+
+    monkeypatch.setattr(peak_flops, "has_fast_bf16", lambda _: has_instructions)
+    monkeypatch.setattr(peak_flops, "measure_peak_flops", measured)
+    assert peak_flops.fastest_precision(torch.device("cpu")) == expected
+    assert torch.get_num_threads() == threads

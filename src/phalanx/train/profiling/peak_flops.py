@@ -47,11 +47,21 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def fastest_precision(device: torch.device) -> Literal["bf16", "fp32"]:
-    """Return bf16 where this device multiplies matrices clearly faster in it: measured on a CPU; on a GPU, where it has
-    instructions for it."""
+    """Return bf16 where this device has instructions for it, and a CPU multiplies matrices clearly faster in it.
+
+    A CPU is measured with one thread: the launcher's other processes import PyTorch meanwhile, and two threads that
+    wait for each other beside them have made fp32 look slower than bf16 in software.
+    """
     if device.type != "cpu":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    bf16, fp32 = (measure_peak_flops(device, TORCH_DTYPES[name]) for name in ("bf16", "fp32"))
+    if not has_fast_bf16(device):
+        return "fp32"
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        bf16, fp32 = (measure_peak_flops(device, TORCH_DTYPES[name]) for name in ("bf16", "fp32"))
+    finally:
+        torch.set_num_threads(num_threads)
     return "bf16" if bf16 > MIN_BF16_SPEEDUP * fp32 else "fp32"
 
 
