@@ -12,14 +12,7 @@ from typing import IO
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
-from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states
-from phalanx.plan.advice.oom import (
-    changed_settings,
-    cheapest_sequence,
-    evaluate_single_remedies,
-    run_footprint,
-    worker_memories,
-)
+from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, check_manifest, check_not_all_damaged, checkpoints
 from phalanx.runs.create import (
     check_claimable,
@@ -129,6 +122,8 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     planned = _planned_bytes(run, device)
     if planned <= memory_bytes:
         return
+    from phalanx.plan.advice.oom import changed_settings, cheapest_sequence, evaluate_single_remedies, run_footprint
+
     needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
     remedied = (needed[-1].run or run) if needed else run
     candidates = (*_with_shorter_sequences(remedied), *_with_shorter_sequences(run))
@@ -147,8 +142,8 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
     """Return what all ranks of this machine hold on a "cpu", also of what is offloaded to its memory; on "cuda", the
     fullest rank."""
     if device == "cuda":
-        return max(memory.total for memory in worker_memories(run))
-    rank_bytes = [memory.total + memory.host for memory in worker_memories(run)]
+        return max(memory.total for memory in worker_memories(run, run.cluster.ranks))
+    rank_bytes = [memory.total + memory.host for memory in worker_memories(run, run.cluster.ranks)]
     return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
 
 

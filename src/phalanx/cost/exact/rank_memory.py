@@ -108,6 +108,14 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
     return {f"pp{pp_rank}": memory for pp_rank, memory in enumerate(stage_memories)}
 
 
+def worker_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
+    """Return what each kind of rank holds but servers, whose parameters are in CPU memory.
+
+    Raises UserError as `rank_memory` does.
+    """
+    return [memory for role, memory in rank_memory(run, world_size).items() if role != "server"]
+
+
 def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
     step, before anything is offloaded. Exact."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
-from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
+from phalanx.cost.exact.rank_memory import RankMemory, worker_memories
 from phalanx.plan.advice.oom_remedies import REMEDIES, Remedy, with_layout
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate
@@ -103,16 +103,10 @@ def run_footprint(run: RunSpec) -> RunFootprint:
 
     Raises UserError if its layout cannot run.
     """
-    rank_memories = worker_memories(run)
+    rank_memories = worker_memories(run, run.cluster.ranks)
     limit_bytes(run)
     fits = fits_safely(run.cluster, rank_memories)
     return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.total), fits, step_seconds(run))
-
-
-def worker_memories(run: RunSpec) -> list[RankMemory]:
-    """What each kind of rank holds that is no server: these are in CPU memory."""
-    roles = rank_memory(run, run.cluster.ranks)
-    return [memory for role, memory in roles.items() if role != "server"]
 
 
 def step_seconds(run: RunSpec) -> float | None:
