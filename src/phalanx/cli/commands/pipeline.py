@@ -25,7 +25,7 @@ from phalanx.schedule.simulate import ActionTimes, Timeline, peak_activations, s
 from phalanx.schedule.validate import lockstep_violations, violations
 from phalanx.spec.base import require
 from phalanx.spec.errors import UserError
-from phalanx.spec.formatting import WRITTEN_BY, plural
+from phalanx.spec.formatting import plural
 
 app = typer.Typer(help="Show and check pipeline schedules.", no_args_is_help=True, rich_markup_mode="markdown")
 IDEALIZED = "book-overlap"
@@ -189,8 +189,7 @@ def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None)
         check_replaceable("--out", file)
     try:
         if file.suffix == ".json":
-            trace = {"comment": WRITTEN_BY, **chrome_trace(timeline)}
-            file.write_text(json.dumps(trace), encoding="utf-8")
+            file.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
         elif file.suffix != ".csv":
             draw(timeline, name, file)
         elif schedule is None:

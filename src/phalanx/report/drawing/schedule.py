@@ -81,7 +81,7 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
                 "args": {"stage": action.stage, "micro_batch": action.micro},
             }
         )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"comment": WRITTEN_BY, "traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(timeline: Timeline, title: str, file: Path) -> None:
