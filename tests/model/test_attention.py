@@ -1,7 +1,12 @@
+from itertools import pairwise
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from phalanx.model import attention
+from phalanx.model import attention, transformer
+from phalanx.model.attention import document_bounds, has_flash_kernel
 
 MODEL_VARIANTS = {
     "rope": {},
@@ -79,3 +84,38 @@ def test_gqa_equals_mha_with_repeated_kv_heads(build_model, tokens):
             state[name] = state[name].unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
     repeated.load_state_dict(state)
     torch.testing.assert_close(grouped(tokens)[0], repeated(tokens)[0], rtol=0, atol=1e-12)
+
+
+def attend_by_document(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: object, **options: object) -> Tensor:
+    """What varlen_attn does of [tokens, H, K], on a CPU."""
+    assert options["window_size"] == (-1, 0)  # causal
+    documents = [[x[begin:end].transpose(0, 1) for x in (q, k, v)] for begin, end in pairwise(bounds.tolist())]
+    outs = [scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True) for document in documents]
+    return torch.cat([out.transpose(0, 1) for out in outs])
+
+
+@pytest.mark.parametrize("kind", ["rope", "gqa"])
+def test_document_bounds_give_what_document_mask_gives(build_model, tokens, kind, monkeypatch):
+    model = build_model(**MODEL_VARIANTS[kind])
+    starts = torch.tensor([[0] * 5 + [5] + [6] * 11 + [17] * 7, [0] * 24])
+    assert document_bounds(starts).tolist() == [0, 5, 6, 17, 24, 48]
+    expected = model(tokens, starts)[0]
+    monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "flash_by_document", attend_by_document)
+    torch.testing.assert_close(model(tokens, starts)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "expected"),
+    [
+        ("cuda", torch.bfloat16, 64, True),
+        ("cuda", torch.float32, 64, False),
+        ("cuda", torch.bfloat16, 20, False),
+        ("cuda", torch.bfloat16, 512, False),
+        ("cpu", torch.bfloat16, 64, False),
+    ],
+)
+def test_flash_kernel_is_for_half_precision_on_cuda(
+    device: str, dtype: torch.dtype, head_dim: int, expected: bool
+) -> None:
+    assert has_flash_kernel(torch.device(device), dtype, head_dim) == expected

@@ -51,9 +51,10 @@ class Router(nn.Module):
         load_BE = self.tokens_per_expert(chosen, score.dtype)
         dropped = None if self.moe.capacity_factor is None else ~within_capacity(self.moe, chosen)
         if torch.is_grad_enabled():
-            self.load += load_BE.sum(0)
+            # Not `+=`, which assigns an attribute: torch.compile then leaves a recomputed block to run eagerly.
+            self.load.add_(load_BE.sum(0))
             if dropped is not None:
-                self.dropped += dropped.sum()
+                self.dropped.add_(dropped.sum())
         if dropped is not None:
             weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, self.moe.num_experts)
         probs = score if self.moe.router_score == "softmax" else score / score.sum(-1, keepdim=True)

@@ -14,9 +14,10 @@ from phalanx.spec.model import RopeSpec
 RotaryTable = tuple[Tensor, Tensor]
 
 
-def frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Angle per token of each pair of channels, [J] fp64: theta**(-2j/K), stretched by `rope.scaling`."""
-    base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+def frequencies(rope: RopeSpec, head_dim: int, device: torch.device | None = None) -> Tensor:
+    """Angle per token of each pair of channels, [J] fp64: theta**(-2j/K), stretched by `rope.scaling`. Computed on
+    `device`: a copy from the CPU would make the host wait for a GPU in every forward pass."""
+    base_J = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     if rope.scaling == "linear":  # position interpolation, arXiv 2306.15595
         return base_J / rope.factor
     if rope.scaling == "llama3":
@@ -42,7 +43,7 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 
     low = max(math.floor(channel(rope.beta_fast)), 0)
     high = min(math.ceil(channel(rope.beta_slow)), head_dim - 1)
-    ramp_J = (torch.arange(head_dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)
+    ramp_J = (torch.arange(head_dim // 2, dtype=torch.float64, device=base_J.device) - low) / max(high - low, 0.001)
     stretch_J = ramp_J.clamp(0, 1)
     return stretch_J * base_J / rope.factor + (1 - stretch_J) * base_J
 
@@ -50,7 +51,7 @@ def _yarn(rope: RopeSpec, base_J: Tensor, head_dim: int) -> Tensor:
 def rotary_table(rope: RopeSpec, head_dim: int, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
     """Cosine and sine, [..., T, 1, K] each, for positions [..., T]. Angles are taken in fp64: in fp32 a
     position of 100,000 is off by a hundredth of a radian."""
-    angle = positions[..., None].double() * frequencies(rope, head_dim).to(positions.device)
+    angle = positions[..., None].double() * frequencies(rope, head_dim, positions.device)
     angle = torch.cat((angle, angle), dim=-1)[..., None, :]
     # YaRN also sharpens attention (section 3.4): q and k are both scaled by this.
     scale = 0.1 * math.log(rope.factor) + 1.0 if rope.scaling == "yarn" and rope.factor > 1 else 1.0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention
+from phalanx.model.attention import Attention, document_bounds, document_mask, has_flash_kernel
 from phalanx.model.mlp import build_mlp
 from phalanx.model.moe import MoE
 from phalanx.model.norm import build_norm
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
     def run_blocks(self, blocks: Iterable[nn.Module], x_BTD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """What these blocks make of `x_BTD`, and their auxiliary loss."""
-        mask = None if starts_BT is None else self.attention_mask(starts_BT)
+        mask = None if starts_BT is None else self.attention_mask(starts_BT, compute_dtype(x_BTD))
         table = None
         if self.spec.position_embedding != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
@@ -97,8 +97,10 @@ class Transformer(nn.Module):
         """The last product, [B, T, V]."""
         return F.linear(x_BTD, weight_VD)
 
-    def attention_mask(self, starts_BT: Tensor) -> Tensor:
-        """What attention is told of documents."""
+    def attention_mask(self, starts_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what attention in `dtype` is told of documents: see `Attention.attend`."""
+        if has_flash_kernel(starts_BT.device, dtype, self.spec.head_dim):
+            return document_bounds(starts_BT)
         return document_mask(starts_BT)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def positions_in_document(row_positions_T: Tensor, starts_BT: Tensor | None) -> 
     return row_positions_T if starts_BT is None else row_positions_T - starts_BT[:, row_positions_T]
 
 
-def document_mask(starts_BT: Tensor) -> Tensor:
-    """Which token sees which, [B, 1, T, T] bool: earlier ones of the same document."""
-    same = starts_BT[:, None, :, None] == starts_BT[:, None, None, :]
-    return same.tril()
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products with `x` as it is or, under autocast, as they are cast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.attention import Attention
+from phalanx.model.attention import Attention, has_flash_kernel
 from phalanx.model.moe import Router
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -28,6 +28,8 @@ from phalanx.parallel.comm.wait_timer import WaitTimer
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CUDA_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+CUDA_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 class ContextParallelGroup:
@@ -85,7 +87,7 @@ def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> N
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, ranks, x_BT)  # type: ignore[method-assign]
     if ranks.kind == "ring":
-        model.attention_mask = lambda starts_BT: starts_BT  # type: ignore[method-assign]
+        model.attention_mask = lambda starts_BT, dtype: starts_BT  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
             attend = _ring_attention if ranks.kind == "ring" else _ulysses_attention
@@ -235,6 +237,8 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tens
     """Attention [B, H, t, K] to some keys, and the log of what its softmax was divided by, [B, H, t]."""
     if q.device.type == "cpu":
         out, lse = CPU_ATTENTION(q, k, v, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q))
+    elif mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
+        out, lse, *_ = CUDA_ATTENTION(q, k, v, 0.0, causal)
     else:
         scores = _attention_scores(q, k, causal, mask)
         lse = scores.logsumexp(-1)
@@ -254,6 +258,15 @@ def attention_backward(
         return cast(
             tuple[Tensor, Tensor, Tensor],
             CPU_ATTENTION_BACKWARD(*operands, 0.0, causal and mask is None, attn_mask=_additive_mask(mask, q)),
+        )
+    if mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
+        operands = (x.contiguous() for x in (gradient, q, k, v, out, lse))
+        dropout_state = q.new_empty(2, dtype=torch.int64)  # unused
+        return cast(
+            tuple[Tensor, Tensor, Tensor],
+            CUDA_ATTENTION_BACKWARD(
+                *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
+            ),
         )
     probs = (_attention_scores(q, k, causal, mask) - lse[..., None]).exp()
     grad_probs = gradient @ _repeat_kv_heads(v, q).mT
