@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,10 @@ class Mesh:
     ep_mesh: DeviceMesh | None = None
     """The ranks of this rank's stages as its experts see them: dp_replicate and dp_shard, of those with the same
     experts, and ep, of those with different ones; the first two may be left out where they have one rank."""
-    backward_p2p_mesh: DeviceMesh | None = None
-    """The same ranks in groups of their own, for what goes back in a pipeline: NCCL wants the sends and receives of two
-    ranks in one order on both, which holds for each direction. Gloo, which has tags, has no need of it."""
+    backward_p2p_group: dist.ProcessGroup | None = None
+    """The ranks of this rank's pipeline in a second group, for gradients: NCCL runs the sends and receives of two ranks
+    in one group in the order of the calls, which is the same on both only within one direction. None with gloo, which
+    matches messages by tag."""
 
     @property
     def dp_rank(self) -> int:
@@ -54,8 +56,8 @@ class Mesh:
     def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The groups of this rank's pipeline: for messages to later ranks of it, and to earlier ones."""
         assert self.device_mesh is not None
-        backward_mesh = self.device_mesh if self.backward_p2p_mesh is None else self.backward_p2p_mesh
-        return self.device_mesh["pp"].get_group(), backward_mesh["pp"].get_group()
+        forward_group = self.device_mesh["pp"].get_group()
+        return forward_group, self.backward_p2p_group or forward_group
 
     @property
     def expert_dp_mesh(self) -> DeviceMesh | None:
@@ -115,7 +117,7 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     )
     present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
     rank_grid = cp_adjacent.reshape(list(present.values()))
-    make_mesh = partial(DeviceMesh, device_type, rank_grid, mesh_dim_names=tuple(present))
+    device_mesh = DeviceMesh(device_type, rank_grid, mesh_dim_names=tuple(present))
     context = None
     if sizes.cp > 1:
         in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
@@ -138,7 +140,16 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
             device_type, by_stage.reshape(list(expert_sizes.values())), mesh_dim_names=tuple(expert_sizes)
         )
         experts = expert_mesh[tuple(axis for axis in expert_sizes if axis != "stages")]
-    needs_backward_mesh = device_type != "cpu" and sizes.pp > 1
-    return Mesh(
-        sizes, dist.get_rank(), make_mesh(), data, context, experts, make_mesh() if needs_backward_mesh else None
-    )
+    pipelines = ranks.movedim(2, -1).reshape(-1, sizes.pp).tolist()
+    backward_group = new_group_of(pipelines) if device_type != "cpu" and sizes.pp > 1 else None
+    return Mesh(sizes, dist.get_rank(), device_mesh, data, context, experts, backward_group)
+
+
+def new_group_of(rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Make a group of each list of ranks, and return the one with this rank. Always new ones: DeviceMesh takes the
+    default group where an axis has all ranks. A collective."""
+    own_group = None
+    for group_ranks in rank_lists:
+        group = dist.new_group(list(group_ranks))
+        own_group = group if dist.get_rank() in group_ranks else own_group
+    return own_group

@@ -1,13 +1,18 @@
-"""What a rank of a pipeline knows of its messages from those it gets."""
+"""What a rank of a pipeline knows of its messages from those it gets, and that none stands still by NCCL's and CUDA's
+rules of order (tests/helpers/nccl_model.py)."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.parallel.pipeline.p2p import count_delivered_before
-from phalanx.schedule.registry import PUBLISHED, build_schedule
-from phalanx.schedule.schedule import Action, actions
+from phalanx.schedule.registry import PUBLISHED, build_schedule, layout_schedule
+from phalanx.schedule.schedule import Action, Schedule, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
+from phalanx.spec.layout import Layout
+from tests.helpers.nccl_model import Message, deadlock, record_calls
+
+PIPELINES = [(name, pp) for name in PUBLISHED for pp in (2, 4, 8)]
 
 
 def test_delivered_before_counts_earlier_messages_of_1f1b() -> None:
@@ -38,3 +43,35 @@ def test_delivered_before_counts_only_messages_arrived_in_simulation(name: str) 
             assert all(sent_at[mine] + 0.5 <= begun[message] for mine in there), message
             told += had
     assert told > 0
+
+
+def pipeline_schedule(name: str, pp: int) -> Schedule:
+    return layout_schedule(Layout(pp=pp, schedule=name, virtual_stages=2 if name == "interleaved" else 1), 4 * pp)
+
+
+@pytest.mark.parametrize(("name", "pp"), PIPELINES)
+def test_pipeline_ends_with_kernels_loaded_and_group_per_direction(
+    name: str, pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert deadlock(record_calls(monkeypatch, pipeline_schedule(name, pp)), loads_kernels=False) is None
+
+
+@pytest.mark.parametrize(("name", "pp"), PIPELINES)
+def test_pipeline_stands_still_where_first_kernel_meets_posted_receive(
+    name: str, pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on an H100, which is why a pipeline rehearses its stages."""
+    assert deadlock(record_calls(monkeypatch, pipeline_schedule(name, pp)), loads_kernels=True) is not None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_pipeline_stands_still_in_one_group_for_both_directions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = record_calls(monkeypatch, pipeline_schedule(name, 2), groups=("world", "world"))
+    assert deadlock(ranks, loads_kernels=False) is not None
+
+
+def test_missing_send_of_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = record_calls(monkeypatch, pipeline_schedule("1f1b", 2))
+    send = next(call for call in ranks[0].calls if isinstance(call, Message) and call.is_send)
+    ranks[0].calls.remove(send)
+    assert deadlock(ranks, loads_kernels=False) is not None

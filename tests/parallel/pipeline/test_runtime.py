@@ -10,15 +10,30 @@ import torch
 
 from phalanx.cost.exact.pipeline_split import contiguous_ranges
 from phalanx.data.loader import prefetch
+from phalanx.parallel.pipeline import runtime
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.stage_module import StageModule
 from phalanx.schedule.registry import build_schedule
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from tests.helpers.small_runs import DENSE, MOE, make_trainer, small_run
+from tests.helpers.small_runs import DENSE, MOE, Table, make_trainer, small_run, train_and_evaluate
 
 FOUR_LAYERS = {**DENSE, "num_layers": 4}
+REHEARSED: dict[str, Table] = {
+    "1f1b-ddp": {},
+    "interleaved-zero3": {
+        "layout.schedule": "interleaved",
+        "layout.virtual_stages": 2,
+        "layout.data_parallel": "zero3",
+    },
+    "zb-v-zero1-moe": {
+        "layout.schedule": "zb-v",
+        "layout.data_parallel": "zero1",
+        "model": {**MOE, "num_layers": 4},
+    },
+    "zb-h1-tp2": {"layout.schedule": "zb-h1", "layout.tp": 2},
+}
 
 
 def record_executed_actions(run: RunSpec) -> tuple[list[str], float, float]:
@@ -100,3 +115,32 @@ def test_stage_modules_partition_full_model_parameter_names() -> None:
 def test_forward_only_schedule_lists_activation_messages() -> None:
     forward = Schedule.from_rows([[Action(0, "F", 0), Action(3, "F", 0)], [Action(1, "F", 0), Action(2, "F", 0)]])
     assert [(str(message), to) for message, to in forward.messages(1)] == [("1F0", 1), ("2F0", 0)]
+
+
+def train_with_rehearsal(run: RunSpec) -> tuple[list[tuple[float, float]], int]:
+    """What training came to, with the stages rehearsed as on a GPU, and how many rehearsals there were."""
+    count = 0
+    rehearse = runtime.PipelineStrategy._rehearse
+
+    def count_and_rehearse(*arguments: object) -> None:
+        nonlocal count
+        count += 1
+        rehearse(*arguments)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "LAZY_LOADING_DEVICES", ("cpu",))
+        patch.setattr(runtime.PipelineStrategy, "_rehearse", count_and_rehearse)
+        return train_and_evaluate(run), count
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_rehearsed_pipeline_equals_single_process_training(name: str, documents: Path, tmp_path: Path) -> None:
+    steps = {"training.steps": 3, "optimizer.warmup_steps": 1}
+    changes = {"model": {**DENSE, "num_layers": 4}, **REHEARSED[name], **steps}
+    alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    expected = train_and_evaluate(small_run(documents, tmp_path / "alone", alone))
+    layout = {"layout.pp": 2, "layout.micro_batch_size": 1}
+    run = small_run(documents, tmp_path / "pipeline", {**changes, **layout})
+    for result, count in rank_pool(4).run(train_with_rehearsal, run):
+        assert result == [pytest.approx(step, rel=1e-10) for step in expected]
+        assert count >= 2  # of training and of the evaluation

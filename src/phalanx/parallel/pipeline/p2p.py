@@ -96,6 +96,25 @@ class PipelineP2P:
         return (2 * stage + (kind == "B")) * len(self.shapes) + micro
 
 
+def connect_peers(
+    schedule: Schedule, rank: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], token: Tensor
+) -> None:
+    """Exchange `token` once over each link, in each group, in one order on all ranks.
+
+    NCCL makes a communicator for a pair of ranks at its first message, and the host waits there for the other rank:
+    receives that both post ahead of any send would wait for each other.
+    """
+    pairs = {(min(link), max(link)) for link in schedule.links} | {(min(schedule.end_ranks), max(schedule.end_ranks))}
+    for forward, group in zip((True, False), groups, strict=True):
+        for low, high in sorted(pairs):
+            if low == high or rank not in (low, high):
+                continue
+            if (rank == low) == forward:
+                dist.send(token, group=group, group_dst=low + high - rank)
+            else:
+                dist.recv(token, group=group, group_src=low + high - rank)
+
+
 @lru_cache(maxsize=16)
 def count_delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
     """Of each message to a rank, how many of that rank's own messages its sender has had before it sends it. Who gets

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.model.moe import Router
 from phalanx.parallel.comm.wait_timer import WaitTimer
-from phalanx.parallel.pipeline.p2p import PipelineP2P
+from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
 from phalanx.parallel.pipeline.split_backward import (
     WeightGradient,
     compute_weight_grads,
@@ -26,7 +27,9 @@ from phalanx.parallel.pipeline.split_backward import (
 )
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
-from phalanx.schedule.schedule import Action, Schedule, actions
+from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
+
+LAZY_LOADING_DEVICES = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,6 @@ class PipelineStepState:
 
     micros: Sequence[MicroBatchProtocol]
     losses: LossFunction
-    links: PipelineP2P
     saved_activations: dict[tuple[int, int], SavedActivation] = field(default_factory=dict)
     """By stage and micro-batch."""
     deferred_weight_grads: dict[tuple[int, int], list[WeightGradient]] = field(default_factory=dict)
@@ -92,6 +94,10 @@ class PipelineStrategy(Strategy):
             [Action(stage, "F", 0) for stage in representative.stages_of(rank)] for rank in range(representative.ranks)
         ]
         self.forward_only = Schedule.from_rows(stages)
+        self.splits_backward = representative.splits_backward
+        self._loaded_cases: set[tuple[torch.Size, bool, bool]] = set()
+        if like.device.type != "cpu":
+            connect_peers(representative, self.rank, groups, like.new_zeros(1))
         if any(action.kind == "W" for action in representative.actions(self.rank)):
             split_backward(stage_module, stage_module.deferred_weight_grads)
 
@@ -102,24 +108,29 @@ class PipelineStrategy(Strategy):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
         of this rank's stages."""
-        schedule = self.schedule_of(len(micros))
-        state = PipelineStepState(micros, losses, self._make_p2p(schedule, micros))
+        schedule, state = self.schedule_of(len(micros)), PipelineStepState(micros, losses)
         self.timeline = []
         self.pipeline_wait.pop_seconds()  # those of an evaluation
         with self.inner.backward(last=False):
+            self._load_kernels(micros, losses)
+            links = self._make_p2p(schedule, micros)
             for step in schedule.orders[self.rank]:
-                inputs = [self._receive_input(schedule, state.links, action) for action in actions(step)]
+                inputs = [self._receive_input(schedule, links, action) for action in actions(step)]
                 start = self.clock.record()
                 for action, received in zip(actions(step), inputs, strict=True):
-                    self._execute(action, received, state)
+                    output = self._execute(action, received, state)
+                    message = schedule.output_message(action)
+                    if message is not None and output is not None:
+                        links.send(message, output)
                 self.timeline.append((step, start, self.clock.record()))
-            state.links.finish()
+            links.finish()
         for index in range(len(micros)):
             loss, auxiliary = torch.stack(state.losses_by_micro_batch[index]).sum(0)
             yield loss, auxiliary
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
-        schedule, loss = self.forward_only, torch.zeros(())
+        schedule, loss = self.forward_only, self.activation_template.new_zeros((), dtype=torch.float32)
+        self._load_kernels([micro], losses)
         links = self._make_p2p(schedule, [micro])
         for action in schedule.actions(self.rank):
             received = self._receive_input(schedule, links, action)
@@ -151,9 +162,48 @@ class PipelineStrategy(Strategy):
         needed = schedule.input_message(action)
         return None if needed is None else links.receive(needed)
 
-    def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> None:
+    def _load_kernels(self, micros: Sequence[MicroBatchProtocol], losses: LossFunction) -> None:
+        """Compute this rank's stages once for each new shape of micro-batch, before a message is under way.
+
+        CUDA loads a kernel at its first launch, and the host then waits for all that the GPU has begun ("Lazy Loading",
+        CUDA C++ Programming Guide): also for a receive whose message depends on that kernel. Pipelines stood still so
+        in their first forward pass on an H100.
+        """
+        if self.activation_template.device.type not in LAZY_LOADING_DEVICES:
+            return
+        loss_scale, self.loss_scale = self.loss_scale, 0.0  # gradients of zero
+        for micro, shape in zip(micros, self._activation_shapes(micros), strict=True):
+            case = shape, micro.document_starts is None, torch.is_grad_enabled()
+            if case not in self._loaded_cases:
+                self._loaded_cases.add(case)
+                for stage in self.stages.layers:
+                    self._rehearse(stage, micro, shape, losses)
+        self.loss_scale = loss_scale
+
+    def _rehearse(self, stage: int, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
+        """Compute a stage on made-up activations of this shape, forth, and back if gradients are wanted."""
+        template, state = self.activation_template, PipelineStepState([micro], losses)
+        activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
+        if not torch.is_grad_enabled():
+            self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses)
+            return
+        halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
+        for _ in range(2):  # the second time gradients are added to others, which is a kernel of its own
+            self._execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
+            for kind in halves:
+                gradient = torch.zeros_like(activation) if stage < self.stages.last else None
+                self._execute(Action(stage, kind, 0), gradient, state)
+        for router in self.stages.modules():
+            if isinstance(router, Router):
+                router.load.zero_()
+                router.dropped.zero_()
+        if self.pop_expert_rows is not None:
+            self.pop_expert_rows()
+
+    def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
+        """Do an action; returns what another stage may need of it."""
         stage, kind, index = action
-        saved, links, last = state.saved_activations, state.links, stage == self.stages.last
+        saved, last = state.saved_activations, stage == self.stages.last
         key = stage, index
         if kind == "F":
             micro = state.micros[index]
@@ -163,21 +213,18 @@ class PipelineStrategy(Strategy):
             state.losses_by_micro_batch[index].append(
                 torch.stack([activation.output.detach() if last else 0 * auxiliary, auxiliary])
             )
-            if not last:
-                links.send(Action(stage, "F", index), activation.output.detach())
-        elif kind == "W":
+            return activation.output.detach()
+        if kind == "W":
             compute_weight_grads(state.deferred_weight_grads.pop(key))
             self.inner.finish_weight_grad_pass()
-        else:
-            activation = saved.pop(key)
-            if kind == "I":
-                with self.stages.deferred_weight_grads.deferring() as state.deferred_weight_grads[key]:
-                    self._backward(activation, received)
-            else:
+            return None
+        activation = saved.pop(key)
+        if kind == "I":
+            with self.stages.deferred_weight_grads.deferring() as state.deferred_weight_grads[key]:
                 self._backward(activation, received)
-            if stage > 0:
-                assert activation.x.grad is not None
-                links.send(Action(stage, "B", index), activation.x.grad)
+        else:
+            self._backward(activation, received)
+        return activation.x.grad
 
     def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
         """The stage's output, of the last the loss."""
@@ -198,10 +245,14 @@ class PipelineStrategy(Strategy):
             ]
             torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 
-    def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
+    def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
+        """The shapes of what stages send of each micro-batch."""
         shared, width = self.inner.tensor, self.stages.spec.hidden_size
         tokens = [micro.tokens.shape for micro in micros]
-        shapes = [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
+        return [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
+
+    def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
+        shapes = self._activation_shapes(micros)
         return PipelineP2P(schedule, self.rank, self.groups, shapes, self.activation_template, self.pipeline_wait)
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
