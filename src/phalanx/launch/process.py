@@ -89,9 +89,10 @@ def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | 
     """Join the process group that torchrun's environment describes, if any, or that of its first `num_ranks` ranks;
     returns this rank's device."""
     die_with_launcher()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device_type == "cuda":
-        torch.cuda.set_device(local_rank)
+    device = torch.device("cpu")
+    if device_type == "cuda":  # Slurm may show each rank only its own GPU
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
@@ -102,7 +103,7 @@ def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | 
         # Groups that are made later, those of a mesh among them, take PyTorch's own timeouts: half an hour on gloo.
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
-    return torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    return device
 
 
 def die_with_launcher() -> None:

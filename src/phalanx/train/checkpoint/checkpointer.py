@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -52,6 +53,7 @@ class Checkpointer:
         self.world_size = dist.get_world_size() if distributed else 1
         # Its own group: the thread's collectives must not mix with the training's.
         self.group = dist.new_group(backend="gloo") if distributed else None
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.save_seconds = 0.0
@@ -92,6 +94,8 @@ class Checkpointer:
         """`files` gives the number of the file that each tensor is written to; all to one if None."""
         started_at = time.perf_counter()
         try:
+            if self._gpu is not None:  # a new thread's is 0, where DCP would open a context of every rank
+                torch.cuda.set_device(self._gpu)
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
             save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             local_files = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))

@@ -57,7 +57,8 @@ class CollectiveCall:
     start: float
     """By time.perf_counter()."""
     end: float | None = None
-    """None where the backend does not tell (send and recv)."""
+    """None where the backend does not tell: gloo of send and recv, and NCCL, whose futures are done as soon as a call
+    is queued."""
 
     @property
     def ranks(self) -> int:
@@ -98,7 +99,8 @@ class CollectiveRecorder(TorchDispatchMode):
             requested = self.requested_operation() or operation
             call = CollectiveCall(requested, operation, _group_ranks(args), _total_bytes(operation, args), started_at)
             self.calls.append(call)
-            _record_end(call, out)
+            if not any(leaf.is_cuda for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
+                _record_end(call, out)
         return out
 
 
