@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test test-all test-exports install lint
+.PHONY: demo test test-all test-exports gpu install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -23,6 +23,10 @@ test-all: .venv/dev
 # Exports to other trainers, read by those trainers' own parsers, from PyPI.
 test-exports: .venv-exports/installed
 	PYTHONPATH=src .venv-exports/bin/python -m pytest -p no:xdist -W ignore tests/plan/export/released_parsers.py
+
+# What can only be seen on a GPU: kernels, NCCL, speed beside a plain loop, whole runs (docs/benchmarks/gpu-*.md).
+gpu: .venv/dev
+	$(BIN)/python -m benchmarks.gpu
 
 lint: .venv/dev
 	$(BIN)/ruff check

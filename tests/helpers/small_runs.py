@@ -80,10 +80,11 @@ def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
     return run_from_table(table)
 
 
-def make_trainer(run: RunSpec) -> Trainer:
+def make_trainer(run: RunSpec, device: str = "cpu") -> Trainer:
     """The real trainer of a run on this rank; every rank finds the data prepared."""
     prepared = prepare(run.data)
-    return Trainer(run, open_training_data(run, prepared), Path(run.output_dir) / run.name, torch.device("cpu"))
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    return Trainer(run, open_training_data(run, prepared), Path(run.output_dir) / run.name, place)
 
 
 def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:
@@ -110,9 +111,9 @@ def train_until(under_way: Trainer, last: int) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in records]
 
 
-def train_and_evaluate(run: RunSpec) -> list[tuple[float, float]]:
+def train_and_evaluate(run: RunSpec, device: str = "cpu") -> list[tuple[float, float]]:
     """The same, and behind it what the trained weights make of the held-out text."""
-    under_way = make_trainer(run)
+    under_way = make_trainer(run, device)
     result = train_until(under_way, run.training.steps)
     evaluation = under_way.evaluate()
     return [*result, (evaluation["held_out_loss"], evaluation["held_out_bits_per_byte"])]

@@ -30,12 +30,12 @@ MAX_GROWTH_BYTES = 3 * 2**28
 """Ranks that hold so much more together than they did at first make room for others: the kernels that oneDNN compiles
 for every shape stay with a process."""
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
-def rank_pool(world_size: int) -> RankPool:
+def rank_pool(world_size: int, device: str = "cpu") -> RankPool:
     """The process's pool of this size. Its ranks start at the first run and stay until the process ends."""
-    return _pools.setdefault(world_size, RankPool(world_size))
+    return _pools.setdefault((world_size, device), RankPool(world_size, device))
 
 
 @atexit.register
@@ -46,12 +46,13 @@ def close_all() -> None:
 
 
 class RankPool:
-    """Fresh single-threaded processes that share a gloo process group and run one function at a time."""
+    """Fresh single-threaded processes that share a process group (gloo, on `device` "cuda" NCCL too) and run one
+    function at a time. Where there are more ranks than GPUs, they share them."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         if world_size < 1:
             raise UserError("world_size", world_size, "is not a number of ranks", "use at least 1")
-        self.world_size = world_size
+        self.world_size, self.device = world_size, device
         self._initial_resident_bytes = 0
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -135,6 +136,8 @@ class RankPool:
             "OMP_NUM_THREADS": 1,
             "PYTHONUNBUFFERED": 1,
             "PHALANX_RANK_LOGS": self._logs,
+            "PHALANX_RANK_DEVICE": self.device,
+            **(shared_gpu_environment(rank) if self.device == "cuda" else {}),
         }
         return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
@@ -192,3 +195,14 @@ class RankPool:
             file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
             output = file.read().decode(errors="replace").strip()
         return RankFailure(**{**vars(failure), "output": output})
+
+
+def shared_gpu_environment(rank: int) -> dict[str, str]:
+    """What a rank must find set to share a GPU with other ranks of its node. NCCL refuses two ranks of one host on one
+    GPU, so each is given a host of its own; they talk by sockets (NCCL 2.28)."""
+    return {
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_MAX_NCHANNELS": "2",
+    }

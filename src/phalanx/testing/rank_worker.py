@@ -99,7 +99,11 @@ def _reset_world(store: c10d.Store, rank: int, world_size: int) -> None:
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     random.seed(0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    backend = "gloo"
+    if os.environ["PHALANX_RANK_DEVICE"] == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""Time one trainer on this process's GPU: python -m benchmarks.gpu.one_speed SHAPE VARIANT prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.gpu.speed import SHAPES, VARIANTS, Shape
+from benchmarks.shapes import OPTIMIZER, SEED
+from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
+from phalanx.data.loader import TokenLoader, prefetch
+from phalanx.data.packing import Batch
+from phalanx.data.tokenizer import byte_tokenizer
+from phalanx.model.init import initial_weight
+from phalanx.model.transformer import Transformer
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import DataSpec, RunSpec, TrainingSpec
+from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import TrainingData
+
+WARM_UP, STEPS, MEAN_DOCUMENT = 4, 8, 700
+Step = Callable[[], float]
+
+
+def main(shape_name: str, variant_name: str) -> None:
+    """Do the steps, and print what they took."""
+    shape, variant = SHAPES[shape_name], dict(VARIANTS[variant_name])
+    torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = random_documents(Path(folder), shape)
+        started_at = time.perf_counter()
+        build = plain_step if variant.pop("plain", False) else phalanx_step
+        step = build(shape, dataset, Path(folder), **variant)
+        losses = [step()]
+        torch.cuda.synchronize()
+        first = time.perf_counter() - started_at
+        seconds = []
+        for _ in range(WARM_UP - 1 + STEPS):
+            torch.cuda.synchronize()
+            started_at = time.perf_counter()
+            losses.append(step())
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started_at)
+    peak = torch.cuda.max_memory_allocated()
+    print(json.dumps({"seconds": median(seconds[-STEPS:]), "first": first, "peak_bytes": peak, "losses": losses}))
+
+
+def random_documents(folder: Path, shape: Shape) -> IndexedDataset:
+    """Documents of random tokens, enough for all steps."""
+    dice = np.random.default_rng(0)
+    total = shape.tokens * (WARM_UP + STEPS + 1)
+    with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
+        for length in dice.geometric(1 / MEAN_DOCUMENT, size=total // MEAN_DOCUMENT + 50):
+            writer.add(dice.integers(0, shape.model.vocab_size, length))
+    return IndexedDataset(folder / "tokens")
+
+
+def phalanx_step(
+    shape: Shape,
+    dataset: IndexedDataset,
+    folder: Path,
+    compile: bool,
+    documents: bool = False,
+    data_parallel: str = "ddp",
+) -> Step:
+    """Phalanx's own trainer."""
+    run = RunSpec(
+        model=shape.model,
+        data=DataSpec(mask_documents=documents),
+        training=TrainingSpec(
+            steps=WARM_UP + STEPS,
+            seq_len=shape.seq_len,
+            tokens_per_step=shape.tokens,
+            precision="bf16",
+            compile=compile,
+            seed=SEED,
+        ),
+        optimizer=OPTIMIZER,
+        layout=Layout(data_parallel=data_parallel, micro_batch_size=shape.micro_batch),
+    )
+    corpus = TrainingData(dataset, dataset, byte_tokenizer())
+    trainer = Trainer(run, corpus, folder, torch.device("cuda", 0), peak_flops=1e15)
+    batches = prefetch(trainer.loader, 0, run.training.steps)
+    return lambda: float(trainer.train_step(batches)["loss"])
+
+
+def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: bool) -> Step:
+    """A loop as nanoGPT has it: autocast, fused AdamW; compiled by blocks, as torchtitan does, and the loss."""
+    torch.set_float32_matmul_precision("high")
+    with torch.device("cuda"):
+        model = Transformer(shape.model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_weight(shape.model, name, parameter.shape, SEED))
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, fused=True)
+
+    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    if compile:
+        for block in model.blocks:
+            block.compile()
+    compute_loss = torch.compile(cross_entropy) if compile else cross_entropy
+    batches = prefetch(
+        TokenLoader(dataset, shape.seq_len, shape.micro_batch * shape.accumulation, SEED, 0, 1, mask_documents=False),
+        0,
+        WARM_UP + STEPS,
+    )
+
+    def step() -> float:
+        total = torch.zeros((), device="cuda")
+        for tokens, targets in micro_batches(next(batches), shape.micro_batch):
+            with torch.autocast("cuda", torch.bfloat16):
+                logits, _ = model(tokens)
+                loss = compute_loss(logits, targets) / shape.accumulation
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total.item()
+
+    return step
+
+
+def micro_batches(batch: Batch, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A step's rows on the device, so many at a time."""
+    parts = [torch.from_numpy(x).pin_memory().to("cuda", non_blocking=True) for x in (batch.tokens, batch.targets)]
+    return zip(*(part.split(size) for part in parts), strict=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

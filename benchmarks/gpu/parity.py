@@ -1,0 +1,124 @@
+"""Layouts on NCCL, with ranks that share one GPU, against one process on a CPU.
+
+Ranks take turns on the GPU, and a collective takes 15 ms and more: two ranks, small models, two steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.testing import rank_pool
+from phalanx.testing.rank_failure import RankError
+from tests.helpers.small_runs import DENSE, MOE, small_run, train_and_evaluate
+
+TITLE = "Layouts on NCCL against one process on a CPU"
+LIMIT_SECONDS, TOTAL_SECONDS = 30.0, 400.0
+DEEP = {"model": {**DENSE, "num_layers": 4}}
+PIPELINE = {**DEEP, "layout.pp": 2, "layout.micro_batch_size": 1}
+BF16 = {"training.precision": "bf16"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "ddp": (2, {}),
+    "zero1": (2, {"layout.data_parallel": "zero1"}),
+    "zero2, offload": (2, {"layout.data_parallel": "zero2", "layout.offload": "cpu"}),
+    "zero3": (2, {"layout.data_parallel": "zero3"}),
+    "parameter server": (2, {"layout.data_parallel": "parameter_server"}),
+    "tp 2": (2, {"layout.tp": 2}),
+    "tp 2, whole sequences": (2, {"layout.tp": 2, "layout.sequence_parallel": False}),
+    "ring": (2, {"layout.cp": 2}),
+    "ulysses": (2, {"layout.cp": 2, "layout.cp_method": "ulysses"}),
+    "pp 2, 1f1b": (2, PIPELINE),
+    "pp 2, zb-v": (2, {**PIPELINE, "layout.schedule": "zb-v"}),
+    "pp 2, 1f1b, tied": (2, {**PIPELINE, "model": {**DENSE, "num_layers": 4, "tie_embeddings": True}}),
+    "experts": (1, {"model": MOE}),
+    "ep 2": (2, {"model": MOE, "layout.ep": 2}),
+    "ep 2, zero3": (2, {"model": MOE, "layout.ep": 2, "layout.data_parallel": "zero3"}),
+    "zero1, muon": (2, {"layout.data_parallel": "zero1", "optimizer.name": "muon"}),
+    "zero3, recompute": (2, {"layout.data_parallel": "zero3", "layout.activation_checkpointing": "full"}),
+    "one rank, bf16": (1, BF16),
+    "zero1, bf16": (2, {"layout.data_parallel": "zero1", **BF16}),
+    "ring, bf16, no documents": (2, {"layout.cp": 2, "data.mask_documents": False, **BF16}),
+    "ulysses, bf16": (2, {"layout.cp": 2, "layout.cp_method": "ulysses", **BF16}),
+    "experts, bf16": (1, {"model": MOE, **BF16}),
+    "pp 2, interleaved": (2, {**PIPELINE, "layout.schedule": "interleaved", "layout.virtual_stages": 2}),
+    "pp 4, 1f1b": (4, {**PIPELINE, "layout.pp": 4}),
+    "zero3 x tp 2": (4, {"layout.data_parallel": "zero3", "layout.tp": 2}),
+    "pp 2 x zero1, zb-h1": (4, {**PIPELINE, "layout.schedule": "zb-h1", "layout.data_parallel": "zero1"}),
+}
+TOLERANCE = {"fp64": 1e-10, "bf16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a layout."""
+
+    name: str
+    ranks: int
+    precision: str
+    seconds: float
+    difference: float | None
+    """The largest relative difference of losses and gradient norms; of bf16 from fp64. None if it failed."""
+    problem: str = ""
+
+    def line(self) -> str:
+        """A row of the table."""
+        outcome = self.problem if self.difference is None else f"{self.difference:.1e}"
+        is_right = self.difference is not None and self.difference < TOLERANCE[self.precision]
+        return (
+            f"| {self.name} | {self.ranks} | {self.precision} | {outcome} | {'yes' if is_right else '**no**'} "
+            f"| {self.seconds:.0f} |"
+        )
+
+
+def measure() -> str:
+    """Train each layout, compare it; returns the page's text."""
+    started_at, lines = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as folder:
+        text = write_documents(Path(folder) / "text")
+        for name, (ranks, changes) in CASES.items():
+            if time.monotonic() - started_at > TOTAL_SECONDS:
+                lines.append(f"| {name} | {ranks} | | not tried, for want of time | | |")
+                continue
+            lines.append(compare(name, ranks, changes, text, Path(folder)).line())
+            print(lines[-1], flush=True)
+    table = "\n".join(
+        ["| layout | ranks | precision | differs by | as it should | seconds |", "|---|---:|---|---:|---|---:|", *lines]
+    )
+    return f"""{table}
+
+Two steps and an evaluation on the real NCCL, with ranks that share one GPU (`NCCL_HOSTID` gives each a host of its
+own; they talk by sockets). "differs by": the largest relative difference of losses and gradient norms from one process
+on a CPU in fp64. As it should: at most {TOLERANCE["fp64"]:g} in fp64, {TOLERANCE["bf16"]:g} in bf16."""
+
+
+def write_documents(folder: Path) -> Path:
+    """Python files in short parts, so that documents end inside sequences."""
+    folder.mkdir()
+    for source in sorted(Path(json.__file__).parent.glob("*.py")):
+        for part, lines in enumerate(source.read_text().split("\n\n")[:16]):
+            (folder / f"{source.stem}{part}.py").write_text(lines)
+    return folder
+
+
+def compare(name: str, ranks: int, changes: dict[str, Any], text: Path, folder: Path) -> Result:
+    """Train a layout on the GPU, and one process on this CPU in fp64."""
+    changes = {**changes, "training.steps": 2, "optimizer.warmup_steps": 1}
+    alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
+    expected = train_and_evaluate(small_run(text, folder / "alone", {**alone, "training.precision": "fp64"}))
+    run = small_run(text, folder / "gpu", changes)
+    started_at = time.monotonic()
+    try:
+        results = rank_pool(ranks, "cuda").run(train_and_evaluate, run, "cuda", timeout=LIMIT_SECONDS)
+    except RankError as error:
+        print(error, flush=True)
+        problem = str(error).splitlines()[0][:160]
+        return Result(name, ranks, run.training.precision, time.monotonic() - started_at, None, problem)
+    pairs = [
+        pair for result in results for step in zip(result, expected, strict=True) for pair in zip(*step, strict=True)
+    ]
+    difference = max(abs(got - right) / abs(right) for got, right in pairs)
+    return Result(name, ranks, run.training.precision, time.monotonic() - started_at, difference)
