@@ -56,6 +56,14 @@ def test_axis_of_four_ranks_equals_single_process_training(axis: str, documents:
     )
 
 
+def test_gradients_in_several_groups_are_summed_in_one_order_on_all_ranks(documents: Path, tmp_path: Path) -> None:
+    """With offload each rank has its gradients in an order of its own: six ranks stood in different groups for ever."""
+    model = {**MOE, "hidden_size": 30, "num_heads": 6, "num_kv_heads": 3, "head_dim": 16}
+    layout = {"tp": 6, "ep": 2, "data_parallel": "zero3", "offload": "cpu"}
+    changes = {"model": model, **{f"layout.{field}": value for field, value in layout.items()}}
+    check_parity(6, {**changes, "training.seq_len": 24, "training.tokens_per_step": 8 * 24}, documents, tmp_path)
+
+
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:
     """Train three steps on `ranks` ranks, and compare each of them with one process."""
     changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}

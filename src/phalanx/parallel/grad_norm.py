@@ -17,7 +17,8 @@ from phalanx.parallel.dtensor_shards import local_tensor
 
 @torch.no_grad()
 def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = None) -> Tensor:
-    """The L2 norm over all gradients and ranks (scalar, at least fp32); `exposed` counts the waiting.
+    """The L2 norm over all gradients and ranks (scalar, at least fp32); `exposed` counts the waiting. All ranks give
+    their gradients in one order, which is that of the collectives.
 
     Parts that are split over the same groups are summed locally and all-reduced once over each of them; replicated
     parts are counted once. (`clip_grad_norm_` refuses parameters of different meshes.)

@@ -137,10 +137,11 @@ class Strategy:
         return tensor if self.shared is None else self.shared.as_global_dtensor(name, tensor)
 
     def reduce_partial_gradients(self) -> None:
-        """Sum gradients of which several ranks that share the model have a term each."""
+        """Sum gradients of which several ranks that share the model have a term each. In the order of names, which is
+        that of all ranks: with offload each has its gradients in an order of its own."""
         if self.shared is not None:
             terms: dict[tuple[dist.ProcessGroup, torch.dtype], list[Tensor]] = defaultdict(list)
-            for name, gradient in self.gradients().items():
+            for name, gradient in sorted(self.gradients().items()):
                 group = self.shared.gradient_reduce_group(name)
                 if group is not None:
                     terms[group, gradient.dtype].append(local_tensor(gradient))
@@ -155,7 +156,8 @@ class Strategy:
     def grad_norm(self) -> Tensor:
         """Of the gradient of the whole model (a scalar)."""
         return global_grad_norm(
-            [self.as_global_dtensor(name, gradient) for name, gradient in self.gradients().items()], self.comm_wait
+            [self.as_global_dtensor(name, gradient) for name, gradient in sorted(self.gradients().items())],
+            self.comm_wait,
         )
 
     def cross_entropy(self, logits: Tensor, targets_BT: Tensor, ignored: int) -> Tensor:

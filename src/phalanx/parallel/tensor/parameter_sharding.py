@@ -79,7 +79,8 @@ class ModelSharding:
         if not sharding.is_partial_sum:
             return None
         if sharding.mesh_axis == "ep":  # ranks that share the rows of their state sum the gradients themselves
-            sharded = self.layout.data_parallel in ("zero1", "zero2") or self.mesh.data_dims.dp_shard > 1
+            is_zero = self.layout.data_parallel in ("zero1", "zero2") or self.layout.offload != "none"
+            sharded = is_zero or self.mesh.data_dims.dp_shard > 1
             return None if sharded else self.mesh.expert_dp_group
         if sharding.replication == self.layout.tp:
             return self._group(sharding)
