@@ -95,6 +95,32 @@ def test_plan_states_every_assumption_in_one_line(run):
         assert "cluster.host_memory_bytes" in lines[0]
 
 
+def test_plan_names_much_faster_layout_that_lacks_memory(run):
+    """Two cards with a slow network: only tp = 2 fits, and pp = 2 sends far less; the named commands show it."""
+    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=131072")
+    cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow)
+    found = plan_json(run, *cards)
+    faster = found["faster_but_too_large"]
+    option = faster["option"]
+    best = min(layout["step_seconds"] for layout in found["layouts"])
+    assert faster["speedup"] == pytest.approx(best / option["step_seconds"])
+    assert faster["speedup"] > 10
+    assert option["layout"]["pp"] == 2
+    assert option["p_oom"] > 0.9
+    assert 0 < faster["missing_device_bytes"] < 3 * GIB
+    lines = plan_output(run, *cards).splitlines()
+    (number,) = (i for i, line in enumerate(lines) if line.startswith("A layout that does not fit would be"))
+    shortage = f"It lacks {faster['missing_device_bytes'] / GIB:.1f} GiB of device memory"
+    assert f"{option['candidate']}, {option['step_seconds']:.1f} s a step. {shortage}" in lines[number]
+    (text,) = re.findall(r'--why-not "(.*)" compares', lines[number + 1])
+    assert f"{option['step_seconds']:.3f} s" in plan_output(run, *cards, "--why-not", text)
+    (setting,) = re.findall(r"It fits with --set (training\.seq_len=\d+) ", lines[number + 1])
+    shown = plan_json(run, *cards, "--set", setting)
+    assert shown["layouts"][0]["layout"] == option["layout"]
+    assert shown["layouts"][0]["step_seconds"] == pytest.approx(faster["fitting_step_seconds"])
+    assert shown["faster_but_too_large"] is None
+
+
 def test_plan_all_shows_each_schedule(run):
     """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
     options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=24000000000", "--top", 20)

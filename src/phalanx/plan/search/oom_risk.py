@@ -46,9 +46,13 @@ def fits_safely(cluster: ClusterSpec, memories: Collection[RankMemory]) -> bool:
 
 def safe_capacity_bytes(cluster: ClusterSpec) -> float:
     """Bytes of tensors that a rank may hold on its device so that memory is almost surely enough."""
-    c = memory_constants_for(cluster)
-    likely = float(cluster.rank_memory_bytes or 0) * exp(c.spread * NormalDist().inv_cdf(SAFE_OOM_PROBABILITY))
-    return max(0.0, likely - process_bytes(cluster, 0)) / bytes_per_counted_byte(cluster)
+    enough = enough_bytes(cluster, cluster.rank_memory_bytes or 0, SAFE_OOM_PROBABILITY)
+    return max(0.0, enough - process_bytes(cluster, 0)) / bytes_per_counted_byte(cluster)
+
+
+def enough_bytes(cluster: ClusterSpec, memory_bytes: float, max_probability: float) -> float:
+    """Return the bytes up to which a memory may be filled by prediction, so that P(OOM) is at most a probability."""
+    return memory_bytes * exp(memory_constants_for(cluster).spread * NormalDist().inv_cdf(max_probability))
 
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
