@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from phalanx.cli.views.plan_notes import (
     describe_faster_layout,
+    describe_memory_column,
     describe_safer_layout,
     format_training,
     list_assumptions,
@@ -24,10 +25,18 @@ from phalanx.plan.search.explain import (
     slow_link_warnings,
 )
 from phalanx.plan.search.faster_layout import find_faster_layout
-from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
+from phalanx.plan.search.oom_risk import (
+    MAX_OOM_PROBABILITY,
+    SAFE_OOM_PROBABILITY,
+    describe_host_need,
+    describe_memory_limit,
+    node_host_bytes,
+    safe_capacity_bytes,
+)
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import UNCERTAIN_GAIN
+from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
@@ -48,7 +57,7 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
         marker = "*" if option in front else " "
-        table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(option))
+        table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(run.cluster, option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
@@ -63,6 +72,8 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         "kinds of parallelism, comes first.",
         "Layouts that differ in their schedule alone are one row; --all shows each.",
     ):
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
+    for note in describe_memory_column(run.cluster, plan.options[:top]):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
@@ -100,9 +111,10 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
             part, *(f"{size:.2f}" for size in stage_gib), "█" * round(40 * max(stage_gib) * GIB / option.memory_bytes)
         )
     console.print(table)
-    if option.host_bytes:
-        console.print(f"in CPU memory {option.host_bytes / GIB:.2f} GiB of a rank", highlight=False)
+    if host_need := describe_host_need(run.cluster, option.host_bytes):
+        console.print(host_need, highlight=False, soft_wrap=True)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
+    console.print(describe_memory_limit(run.cluster), style="dim", highlight=False, soft_wrap=True)
     other_options = [other for other in plan.options[: index + 6] if other is not option]
     if other_options:
         console.print("\nothers, beside it", style="bold")
@@ -181,6 +193,10 @@ def print_comparison(
         f"{memory_gib[1]:.1f} GiB",
         f"{sign * (memory_gib[0] - memory_gib[1]):+.1f} GiB",
     )
+    node_gib = [node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second)]
+    if any(node_gib):
+        cells = (f"{node_gib[0]:.1f} GiB", f"{node_gib[1]:.1f} GiB", f"{sign * (node_gib[0] - node_gib[1]):+.1f} GiB")
+        table.add_row("CPU memory of a node", *cells)
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
     print_assumptions(console, run, world_size, [first, second])
@@ -224,10 +240,17 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
         "assumed": list_assumptions(run, world_size, plan.options[:top]),
+        "rank_limit_bytes": safe_capacity_bytes(run.cluster),
+        "node_host_memory_bytes": node_host_bytes(run.cluster, host_memory(run.cluster)),
         "considered": plan.considered,
         "fitting": plan.fitting,
         "layouts": [
-            {**_option_to_json(option), "on_front": option in plan.pareto_front} for option in plan.options[:top]
+            {
+                **_option_to_json(option),
+                "on_front": option in plan.pareto_front,
+                "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
+            }
+            for option in plan.options[:top]
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": _option_to_json(faster.option)},
         "taken": str(plan.chosen.candidate),
@@ -267,14 +290,14 @@ def _describe_setup(run: RunSpec, world_size: int) -> str:
     return f"{name} on {world_size:,} x {machine}"
 
 
-def _format_figures(option: EvaluatedLayout) -> list[str]:
-    step = option.step_seconds
+def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
+    step, host_bytes = option.step_seconds, node_host_bytes(cluster, option.host_bytes)
     return [
         f"{step:.3f}",
         f"{option.low_seconds:.3g} to {option.high_seconds:.3g}",
         f"{option.tokens_per_second:,.0f}",
         f"{option.mfu:.1%}",
-        f"{option.memory_bytes / GIB:.1f}",
+        f"{option.memory_bytes / GIB:.1f}" + (f" + {host_bytes / GIB:.0f}" if host_bytes else ""),
         f"{option.p_oom:.1%}",
         f"{option.exposed / step:.1%}",
         f"{max(0.0, option.parts['bubble']) / step:.1%}",

@@ -9,10 +9,11 @@ from rich.console import Console
 from phalanx.plan.search.evaluate import layout_to_text
 from phalanx.plan.search.explain import equally_fast
 from phalanx.plan.search.faster_layout import FasterLayout
-from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_host_need, describe_memory_limit
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.tables.machine_columns import describe_assumptions
 from phalanx.plan.training_cost import TrainingCost
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import format_gib
 from phalanx.spec.run import RunSpec
 
@@ -55,6 +56,13 @@ def describe_faster_layout(faster: FasterLayout) -> list[str]:
         f"{option.candidate}, {option.step_seconds:,.1f} s a step. It lacks {shortage} (P(OOM) {option.p_oom:.0%}).",
         f'{remedy}--why-not "{layout_to_text(option.candidate.layout())}" compares it with layout 1.',
     ]
+
+
+def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayout]) -> list[str]:
+    """Describe the memory that layouts need, and the device's and the CPU's memory that they are compared with."""
+    need = describe_host_need(cluster, max(option.host_bytes for option in options))
+    meaning = "GiB: tensors of the fullest rank" + (" + CPU memory of a node, for offload" if need else "")
+    return [f"{meaning}; {describe_memory_limit(cluster)}.", *([f"{need}."] if need else [])]
 
 
 def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
