@@ -160,6 +160,20 @@ def test_memory_prints_offloaded_column_when_offload_is_set(run):
     assert rows["zero3 rank"]["memory"]["parameters"] == 0
 
 
+def test_memory_describes_limit_of_a_rank_and_cpu_memory_of_a_node(run):
+    limit = "limit: a rank may hold "
+    assert limit not in memory_output(run, "--ranks", "4")
+    machine = ["--machine", "h100", "--set", "cluster.nproc_per_node=4"]
+    text = memory_output(run, *machine)
+    assert limit in text
+    assert "GiB for driver and libraries" in text
+    assert "offload: " not in text
+    offload = [*machine, "--set", "layout.data_parallel=zero1", "--set", "layout.offload=cpu"]
+    host = rows_by_strategy_and_role(run, *offload)["zero1 rank"]["memory"]["offloaded"]
+    needed = f"{4 * host / 2**30:.1f} GiB"
+    assert f"offload: a node of 4 ranks needs up to {needed} of CPU memory" in memory_output(run, *offload)
+
+
 def test_memory_drops_strategy_specific_options_for_other_strategies(run):
     choices = ["--set", "layout.data_parallel=parameter_server", "--set", "layout.max_staleness=1", "--ranks", "4"]
     assert all(not row["problem"] for row in rows_by_strategy_and_role(run, *choices).values())

@@ -95,6 +95,62 @@ def test_plan_states_every_assumption_in_one_line(run):
         assert "cluster.host_memory_bytes" in lines[0]
 
 
+def test_plan_names_much_faster_layout_that_lacks_memory(run):
+    """Two cards with a slow network: only tp = 2 fits, and pp = 2 sends far less; the named commands show it."""
+    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=131072")
+    cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow)
+    found = plan_json(run, *cards)
+    faster = found["faster_but_too_large"]
+    option = faster["option"]
+    best = min(layout["step_seconds"] for layout in found["layouts"])
+    assert faster["speedup"] == pytest.approx(best / option["step_seconds"])
+    assert faster["speedup"] > 10
+    assert option["layout"]["pp"] == 2
+    assert option["p_oom"] > 0.9
+    assert 0 < faster["missing_device_bytes"] < 3 * GIB
+    lines = plan_output(run, *cards).splitlines()
+    (number,) = (i for i, line in enumerate(lines) if line.startswith("A layout that does not fit would be"))
+    shortage = f"It lacks {faster['missing_device_bytes'] / GIB:.1f} GiB of device memory"
+    assert f"{option['candidate']}, {option['step_seconds']:.1f} s a step. {shortage}" in lines[number]
+    (text,) = re.findall(r'--why-not "(.*)" compares', lines[number + 1])
+    assert f"{option['step_seconds']:.3f} s" in plan_output(run, *cards, "--why-not", text)
+    (setting,) = re.findall(r"It fits with --set (training\.seq_len=\d+) ", lines[number + 1])
+    shown = plan_json(run, *cards, "--set", setting)
+    assert shown["layouts"][0]["layout"] == option["layout"]
+    assert shown["layouts"][0]["step_seconds"] == pytest.approx(faster["fitting_step_seconds"])
+    assert shown["faster_but_too_large"] is None
+
+
+@pytest.mark.parametrize("given_bytes", [None, 100 * GIB])
+def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
+    """Of 16 bytes a parameter 12 are offloaded; per node and layout in the table, compared with what the node has."""
+    more = ("--set", f"cluster.host_memory_bytes={given_bytes}") if given_bytes else ()
+    cards = ("--machine", "rtx4090", "--nproc", 2, "--set", "training.tokens_per_step=131072", *more)
+    found, text = plan_json(run, *cards, "--top", 3), plan_output(run, *cards, "--top", 3)
+    needs = [layout["node_host_bytes"] for layout in found["layouts"]]
+    assert needs == [2 * layout["host_bytes"] for layout in found["layouts"]]
+    assert max(needs) / GIB > 12 * 8.03e9 / GIB > 80
+    for layout, need in zip(found["layouts"], needs, strict=True):
+        assert f" {layout['memory_bytes'] / GIB:.1f} + {need / GIB:.0f} " in text
+    assert found["node_host_memory_bytes"] == 2 * (given_bytes or 256 * GIB)
+    given = "by cluster.host_memory_bytes it has 200.0 GiB"
+    if not given_bytes:
+        given = "make sure that it is there: cluster.host_memory_bytes is not set, 512.0 GiB is assumed"
+    assert f"\noffload: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB of CPU memory; {given}.\n" in text
+    limit = f"limit: a rank may hold {found['rank_limit_bytes'] / GIB:.1f} GiB ("
+    reserve = "of 24.0 GiB; the reserve is 3.4 GiB for driver and libraries, 1.0 GiB for errors of the prediction"
+    assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
+    explained = plan_output(run, *cards, "--explain", 1)
+    assert f"offload: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB of CPU memory; {given}\n" in explained
+    assert limit in explained
+
+
+def test_plan_without_offload_shows_no_cpu_memory(run):
+    text = plan_output(run, *H100, "--top", 1)
+    assert "CPU memory" not in text
+    assert "GiB: tensors of the fullest rank; limit: a rank may hold " in text
+
+
 def test_plan_all_shows_each_schedule(run):
     """Of 8 stages on two nodes: one row for a layout, or one for each of its schedules."""
     options = ("--machine", "h100", "--nodes", 2, "--set", "cluster.memory_bytes=24000000000", "--top", 20)

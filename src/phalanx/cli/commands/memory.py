@@ -17,7 +17,7 @@ from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.exact.layout_checks import require_resolved_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, fits_safely
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_host_need, describe_memory_limit, fits_safely
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
@@ -36,10 +36,7 @@ NOTES = (
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
     "total: the most at one time, less than the parts together, whose peaks come at different times",
-    (
-        f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, "
-        "with what driver and libraries take, as in `phalanx advise oom`"
-    ),
+    f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, as in `phalanx advise oom`",
 )
 
 
@@ -185,8 +182,16 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
                 f"{_row_label(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True
             )
     console.print()
-    for note in NOTES:
+    for note in (*NOTES, *_describe_available(run, rows)):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
+
+
+def _describe_available(run: RunSpec, rows: list[MemoryRow]) -> list[str]:
+    """Describe the limit of a rank on its device where it is known, and the CPU memory that the own layout needs."""
+    limit = [describe_memory_limit(run.cluster)] if run.cluster.rank_memory_bytes is not None else []
+    host_bytes = max((row.memory.host for row in rows if row.own and row.memory), default=0)
+    need = describe_host_need(run.cluster, host_bytes)
+    return [*limit, *([need] if need else [])]
 
 
 def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> str:

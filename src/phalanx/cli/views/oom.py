@@ -9,14 +9,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
-from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_memory_limit
 from phalanx.spec.formatting import GIB, format_gib, format_optional
 from phalanx.spec.run import RunSpec
 
 WIDTH = 170
 NOTES = (
-    "GiB: what the fullest rank holds, as in `phalanx memory`; what driver and libraries take is set aside, and what "
-    "predictions of memory are usually off by",
+    "GiB: what the fullest rank holds, as in `phalanx memory`",
     "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
     "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
@@ -49,7 +48,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
         _print_steps(console, diagnosis)
     _print_best(console, diagnosis)
     console.print()
-    for note in NOTES:
+    for note in (describe_memory_limit(run.cluster), *NOTES):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 

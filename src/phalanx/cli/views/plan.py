@@ -9,6 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from phalanx.cli.views.plan_notes import (
+    describe_faster_layout,
+    describe_memory_column,
+    describe_safer_layout,
+    format_training,
+    list_assumptions,
+    print_assumptions,
+)
 from phalanx.plan.search.explain import (
     PART_DESCRIPTIONS,
     equally_fast,
@@ -16,13 +24,21 @@ from phalanx.plan.search.explain import (
     explain_slowdown,
     slow_link_warnings,
 )
-from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
+from phalanx.plan.search.faster_layout import find_faster_layout
+from phalanx.plan.search.oom_risk import (
+    MAX_OOM_PROBABILITY,
+    SAFE_OOM_PROBABILITY,
+    describe_host_need,
+    describe_memory_limit,
+    node_host_bytes,
+    safe_capacity_bytes,
+)
 from phalanx.plan.search.pipeline_simulation import show_command, simulate_candidate
 from phalanx.plan.search.result import EvaluatedLayout, Plan
 from phalanx.plan.search.search import UNCERTAIN_GAIN
-from phalanx.plan.tables.machine_columns import describe_assumptions
+from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.plan.tables.predict import Prediction, PredictionFailure
-from phalanx.plan.training_cost import TrainingCost, estimate_training_cost
+from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB
@@ -41,12 +57,15 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
         marker = "*" if option in front else " "
-        table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(option))
+        table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(run.cluster, option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
     if (first := plan.options[0]).p_oom >= SAFE_OOM_PROBABILITY:
-        console.print(_safer_alternative(plan, first), style="yellow", highlight=False, soft_wrap=True)
+        console.print(describe_safer_layout(plan, first), style="yellow", highlight=False, soft_wrap=True)
+    if (faster := find_faster_layout(run, world_size, plan)) is not None:
+        for note in describe_faster_layout(faster):
+            console.print(note, style="yellow", highlight=False, soft_wrap=True)
     console.print(f"*: no layout shown is both faster and smaller. All shown have {limit}.", style="dim")
     for note in (
         f"Predictions do not tell steps within {UNCERTAIN_GAIN:.0%} apart: what has no offload, then what has fewer "
@@ -54,57 +73,13 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         "Layouts that differ in their schedule alone are one row; --all shows each.",
     ):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
+    for note in describe_memory_column(run.cluster, plan.options[:top]):
+        console.print(note, style="dim", highlight=False, soft_wrap=True)
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
-    for line in _format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
+    for line in format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
-    _print_assumptions(console, run, world_size, plan.options[:top])
-
-
-def _assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
-    """What these predictions take for granted."""
-    offload_targets = {option.candidate.offload for option in options}
-    balanced = ["evenly loaded experts"] if run.model.moe else []
-    return describe_assumptions(run.cluster, world_size, offload_targets) + balanced
-
-
-def _print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
-    line = f"assumed: {'; '.join(_assumptions(run, world_size, options)) or 'nothing of the machine'}"
-    console.print(line, style="dim", highlight=False, soft_wrap=True)
-
-
-def _safer_alternative(plan: Plan, first: EvaluatedLayout) -> str:
-    """That the fastest layout may not fit, and what to take instead."""
-    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.first_safe
-    if safe is None:
-        return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
-    number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
-    longer = "equally fast"
-    if not equally_fast(safe, first):
-        longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"
-    return f"{warning} The first below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
-
-
-def _format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
-    """A whole training in words."""
-    days = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{24 * cost.days:,.1f} hours"
-    goodput_text = f"at a goodput of {cost.goodput:.1%}" if cost.goodput else "without failures"
-    lines = [f"{cost.tokens:.3g} tokens with layout 1: {days} {goodput_text}"]
-    lines.append(f"a failure every {cost.mtbf_seconds / 3600:,.1f} hours")
-    if cost.interval_seconds and cost.young_interval_seconds and cost.daly_interval_seconds:
-        young, daly = cost.young_interval_seconds / 60, cost.daly_interval_seconds / 60
-        written = f"{cost.checkpoint_bytes / 1e9:,.0f} GB in {cost.write_seconds:,.1f} s"
-        lines[-1] += f"; a checkpoint ({written}) is best written every {cost.interval_seconds / 60:,.1f} minutes"
-        lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
-    else:
-        lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
-    if cost.kwh:
-        lines.append(
-            f"{cost.kwh:,.0f} kWh" + (f", {cost.electricity:,.0f} for electricity" if cost.electricity else "")
-        )
-    if cost.rent:
-        lines.append(f"{cost.rent:,.0f} for the devices")
-    return lines
+    print_assumptions(console, run, world_size, plan.options[:top])
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
@@ -136,9 +111,10 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
             part, *(f"{size:.2f}" for size in stage_gib), "█" * round(40 * max(stage_gib) * GIB / option.memory_bytes)
         )
     console.print(table)
-    if option.host_bytes:
-        console.print(f"in CPU memory {option.host_bytes / GIB:.2f} GiB of a rank", highlight=False)
+    if host_need := describe_host_need(run.cluster, option.host_bytes):
+        console.print(host_need, highlight=False, soft_wrap=True)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
+    console.print(describe_memory_limit(run.cluster), style="dim", highlight=False, soft_wrap=True)
     other_options = [other for other in plan.options[: index + 6] if other is not option]
     if other_options:
         console.print("\nothers, beside it", style="bold")
@@ -151,7 +127,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
     console.print()
-    _print_assumptions(console, run, world_size, [option, *other_options])
+    print_assumptions(console, run, world_size, [option, *other_options])
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
@@ -217,9 +193,13 @@ def print_comparison(
         f"{memory_gib[1]:.1f} GiB",
         f"{sign * (memory_gib[0] - memory_gib[1]):+.1f} GiB",
     )
+    node_gib = [node_host_bytes(run.cluster, option.host_bytes) / GIB for option in (first, second)]
+    if any(node_gib):
+        cells = (f"{node_gib[0]:.1f} GiB", f"{node_gib[1]:.1f} GiB", f"{sign * (node_gib[0] - node_gib[1]):+.1f} GiB")
+        table.add_row("CPU memory of a node", *cells)
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
-    _print_assumptions(console, run, world_size, [first, second])
+    print_assumptions(console, run, world_size, [first, second])
     console.print()
     for name, option in zip(names, (first, second), strict=True):
         if option.p_oom >= MAX_OOM_PROBABILITY:
@@ -254,25 +234,33 @@ def print_predictions(predictions: Sequence[Prediction | PredictionFailure]) -> 
 
 def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     """What `phalanx plan --json` prints."""
+    faster = find_faster_layout(run, world_size, plan)
     return {
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
-        "assumed": _assumptions(run, world_size, plan.options[:top]),
+        "assumed": list_assumptions(run, world_size, plan.options[:top]),
+        "rank_limit_bytes": safe_capacity_bytes(run.cluster),
+        "node_host_memory_bytes": node_host_bytes(run.cluster, host_memory(run.cluster)),
         "considered": plan.considered,
         "fitting": plan.fitting,
         "layouts": [
             {
-                **asdict(option),
-                "layout": option.candidate.layout().model_dump(exclude_defaults=True),
-                "candidate": str(option.candidate),
+                **_option_to_json(option),
                 "on_front": option in plan.pareto_front,
+                "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
             }
             for option in plan.options[:top]
         ],
+        "faster_but_too_large": faster and {**asdict(faster), "option": _option_to_json(faster.option)},
         "taken": str(plan.chosen.candidate),
         "training": asdict(estimate_training_cost(run, world_size, plan.options[0], tokens)),
     }
+
+
+def _option_to_json(option: EvaluatedLayout) -> dict[str, Any]:
+    layout = option.candidate.layout().model_dump(exclude_defaults=True)
+    return {**asdict(option), "layout": layout, "candidate": str(option.candidate)}
 
 
 def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
@@ -302,14 +290,14 @@ def _describe_setup(run: RunSpec, world_size: int) -> str:
     return f"{name} on {world_size:,} x {machine}"
 
 
-def _format_figures(option: EvaluatedLayout) -> list[str]:
-    step = option.step_seconds
+def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
+    step, host_bytes = option.step_seconds, node_host_bytes(cluster, option.host_bytes)
     return [
         f"{step:.3f}",
         f"{option.low_seconds:.3g} to {option.high_seconds:.3g}",
         f"{option.tokens_per_second:,.0f}",
         f"{option.mfu:.1%}",
-        f"{option.memory_bytes / GIB:.1f}",
+        f"{option.memory_bytes / GIB:.1f}" + (f" + {host_bytes / GIB:.0f}" if host_bytes else ""),
         f"{option.p_oom:.1%}",
         f"{option.exposed / step:.1%}",
         f"{max(0.0, option.parts['bubble']) / step:.1%}",

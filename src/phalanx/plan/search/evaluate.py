@@ -38,6 +38,11 @@ def parse_layout(text: str) -> Layout:
     return parse_table(Layout, table, "layout")
 
 
+def layout_to_text(layout: Layout) -> str:
+    """Write a layout as `parse_layout` reads it."""
+    return ",".join(f"{name}={value}" for name, value in layout.model_dump(exclude_defaults=True).items())
+
+
 def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
     """What a given layout takes.
 

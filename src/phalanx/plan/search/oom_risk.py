@@ -13,7 +13,7 @@ from phalanx.cost.exact.rank_memory import RankMemory
 from phalanx.plan.tables.job_columns import memory_constants_for
 from phalanx.plan.tables.machine_columns import host_memory
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.formatting import GIB
+from phalanx.spec.formatting import GIB, format_bytes, format_gib, plural
 
 MAX_OOM_PROBABILITY = 0.2
 """A layout is offered if the probability that memory is not enough is below this, and shown with it: on published
@@ -46,9 +46,48 @@ def fits_safely(cluster: ClusterSpec, memories: Collection[RankMemory]) -> bool:
 
 def safe_capacity_bytes(cluster: ClusterSpec) -> float:
     """Bytes of tensors that a rank may hold on its device so that memory is almost surely enough."""
-    c = memory_constants_for(cluster)
-    likely = float(cluster.rank_memory_bytes or 0) * exp(c.spread * NormalDist().inv_cdf(SAFE_OOM_PROBABILITY))
-    return max(0.0, likely - process_bytes(cluster, 0)) / bytes_per_counted_byte(cluster)
+    enough = enough_bytes(cluster, cluster.rank_memory_bytes or 0, SAFE_OOM_PROBABILITY)
+    return max(0.0, enough - process_bytes(cluster, 0)) / bytes_per_counted_byte(cluster)
+
+
+def enough_bytes(cluster: ClusterSpec, memory_bytes: float, max_probability: float) -> float:
+    """Return the bytes up to which a memory may be filled by prediction, so that P(OOM) is at most a probability."""
+    return memory_bytes * exp(memory_constants_for(cluster).spread * NormalDist().inv_cdf(max_probability))
+
+
+def describe_memory_limit(cluster: ClusterSpec) -> str:
+    """Describe in one sentence how much of a device's memory tensors may take, and what the reserve is for."""
+    memory_bytes = float(cluster.rank_memory_bytes or 0)
+    libraries = process_bytes(cluster, 0)
+    error_bytes = memory_bytes - enough_bytes(cluster, memory_bytes, SAFE_OOM_PROBABILITY)
+    reserve = [f"{format_gib(libraries)} for driver and libraries"] if libraries else []
+    reserve.append(f"{format_gib(error_bytes)} for errors of the prediction (P(OOM) {SAFE_OOM_PROBABILITY:.0%})")
+    if (factor := bytes_per_counted_byte(cluster)) != 1:
+        reserve.append(f"and a byte of tensors takes {factor:.2f} as measured")
+    limit = safe_capacity_bytes(cluster)
+    return (
+        f"limit: a rank may hold {format_gib(limit)} ({format_bytes(limit)}) of {format_gib(memory_bytes)}; "
+        f"the reserve is {', '.join(reserve)}"
+    )
+
+
+def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
+    """Return the bytes of CPU memory that a node needs if each rank offloads as given; 0 where CPUs compute, whose
+    offloaded bytes count as memory of the device."""
+    return 0.0 if cluster.device == "cpu" else rank_host_bytes * (cluster.nproc_per_node or 1)
+
+
+def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
+    """Compare in one sentence the CPU memory that offload needs with what a node has; "" where it needs none."""
+    needed = node_host_bytes(cluster, rank_host_bytes)
+    if not needed:
+        return ""
+    available = format_gib(node_host_bytes(cluster, host_memory(cluster)))
+    given = f"by cluster.host_memory_bytes it has {available}"
+    if cluster.host_memory_bytes is None:
+        given = f"make sure that it is there: cluster.host_memory_bytes is not set, {available} is assumed"
+    owner = f"a node of {plural(cluster.nproc_per_node, 'rank')}" if cluster.nproc_per_node else "a rank"
+    return f"offload: {owner} needs up to {format_gib(needed)} of CPU memory; {given}"
 
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:

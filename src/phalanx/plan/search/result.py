@@ -54,12 +54,18 @@ class Plan:
 
     options: list[EvaluatedLayout]
     """Those that fit and can run, in order of preference."""
-    considered: int
+    layouts: list[CandidateLayout]
+    """All that were considered, with offload variants of those that do not fit without."""
     fitting: int
     fastest: EvaluatedLayout | None
     """The one with the shortest step, whatever is preferred."""
     closest_to_fitting: EvaluatedLayout | None
     """The one that is nearest to fitting, where none does."""
+
+    @property
+    def considered(self) -> int:
+        """The number of layouts that were considered."""
+        return len(self.layouts)
 
     @property
     def first_safe(self) -> EvaluatedLayout | None:

@@ -78,7 +78,7 @@ def search_layouts(
             shown.add(_without_schedule(option.candidate))
         report("counting what the fastest hold", len(offered), keep)
     smallest = None if offered else evaluate_smallest(run, world_size, layouts)
-    return Plan(offered, len(layouts), len(ordered), fastest, smallest)
+    return Plan(offered, layouts, len(ordered), fastest, smallest)
 
 
 def _offer_wanted(

@@ -1,0 +1,88 @@
+"""What `phalanx plan` prints under a table: a safer layout, a faster one, a whole training, assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from phalanx.plan.search.evaluate import layout_to_text
+from phalanx.plan.search.explain import equally_fast
+from phalanx.plan.search.faster_layout import FasterLayout
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_host_need, describe_memory_limit
+from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.tables.machine_columns import describe_assumptions
+from phalanx.plan.training_cost import TrainingCost
+from phalanx.spec.cluster import ClusterSpec
+from phalanx.spec.formatting import format_gib
+from phalanx.spec.run import RunSpec
+
+
+def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> list[str]:
+    """What these predictions take for granted."""
+    offload_targets = {option.candidate.offload for option in options}
+    balanced = ["evenly loaded experts"] if run.model.moe else []
+    return describe_assumptions(run.cluster, world_size, offload_targets) + balanced
+
+
+def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
+    line = f"assumed: {'; '.join(list_assumptions(run, world_size, options)) or 'nothing of the machine'}"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:
+    """That the fastest layout may not fit, and what to take instead."""
+    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.first_safe
+    if safe is None:
+        return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
+    number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
+    longer = "equally fast"
+    if not equally_fast(safe, first):
+        longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"
+    return f"{warning} The first below {SAFE_OOM_PROBABILITY:.0%} is {number}, {longer}: {safe.candidate}"
+
+
+def describe_faster_layout(faster: FasterLayout) -> list[str]:
+    """Describe a layout that does not fit in two lines: how fast it would be and what it lacks; what to type."""
+    option = faster.option
+    missing = {"device": faster.missing_device_bytes, "CPU": faster.missing_host_bytes}
+    shortage = " and ".join(f"{format_gib(size)} of {kind} memory" for kind, size in missing.items() if size)
+    remedy = ""
+    if faster.fitting_seq_len is not None:
+        seconds = f"{faster.fitting_step_seconds:,.1f} s a step"
+        remedy = f"It fits with --set training.seq_len={faster.fitting_seq_len} ({seconds}). "
+    return [
+        f"A layout that does not fit would be {faster.speedup:,.1f} times as fast as the fastest that does: "
+        f"{option.candidate}, {option.step_seconds:,.1f} s a step. It lacks {shortage} (P(OOM) {option.p_oom:.0%}).",
+        f'{remedy}--why-not "{layout_to_text(option.candidate.layout())}" compares it with layout 1.',
+    ]
+
+
+def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayout]) -> list[str]:
+    """Describe the memory that layouts need, and the device's and the CPU's memory that they are compared with."""
+    need = describe_host_need(cluster, max(option.host_bytes for option in options))
+    held = "process" if cluster.calibration else "tensors"
+    meaning = f"GiB: {held} of the fullest rank" + (" + CPU memory of a node, for offload" if need else "")
+    return [f"{meaning}; {describe_memory_limit(cluster)}.", *([f"{need}."] if need else [])]
+
+
+def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
+    """A whole training in words."""
+    days = f"{cost.days:,.1f} days" if cost.days >= 2 else f"{24 * cost.days:,.1f} hours"
+    goodput_text = f"at a goodput of {cost.goodput:.1%}" if cost.goodput else "without failures"
+    lines = [f"{cost.tokens:.3g} tokens with layout 1: {days} {goodput_text}"]
+    lines.append(f"a failure every {cost.mtbf_seconds / 3600:,.1f} hours")
+    if cost.interval_seconds and cost.young_interval_seconds and cost.daly_interval_seconds:
+        young, daly = cost.young_interval_seconds / 60, cost.daly_interval_seconds / 60
+        written = f"{cost.checkpoint_bytes / 1e9:,.0f} GB in {cost.write_seconds:,.1f} s"
+        lines[-1] += f"; a checkpoint ({written}) is best written every {cost.interval_seconds / 60:,.1f} minutes"
+        lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"
+    else:
+        lines[-1] += "; set cluster.storage_bytes_per_second to see the best checkpoint interval and the goodput"
+    if cost.kwh:
+        lines.append(
+            f"{cost.kwh:,.0f} kWh" + (f", {cost.electricity:,.0f} for electricity" if cost.electricity else "")
+        )
+    if cost.rent:
+        lines.append(f"{cost.rent:,.0f} for the devices")
+    return lines

@@ -1,0 +1,112 @@
+"""The layout that is much faster than all that fit, and how much memory it lacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from phalanx.cost.estimate.memory import estimate_memory, memory_utilisation, reserved_bytes
+from phalanx.cost.estimate.step_time import step_seconds
+from phalanx.plan.search.candidate_columns import candidate_jobs
+from phalanx.plan.search.candidates import CandidateLayout
+from phalanx.plan.search.evaluate import can_run, evaluate, evaluate_layout, with_exact_memory
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, enough_bytes, process_bytes
+from phalanx.plan.search.result import EvaluatedLayout, Plan
+from phalanx.plan.tables.job_columns import memory_constants_for, time_constants_for
+from phalanx.plan.tables.machine_columns import host_memory
+from phalanx.spec.errors import UserError
+from phalanx.spec.run import RunSpec
+
+MIN_SPEEDUP = 2.0
+"""A layout that does not fit is worth a line if it is at least this many times as fast as the fastest that fits."""
+MAX_COUNTED = 20
+"""Layouts whose memory is counted tensor by tensor: those that need least of it by the formula."""
+SEQ_LEN_DIVISORS = (2, 4)
+"""How many times shorter sequences are tried."""
+
+
+@dataclass(frozen=True)
+class FasterLayout:
+    """A layout that does not fit and that is much faster than the fastest one that fits."""
+
+    option: EvaluatedLayout
+    speedup: float
+    missing_device_bytes: float
+    """What its fullest rank needs beyond the device's memory, so that P(OOM) is below `MAX_OOM_PROBABILITY`."""
+    missing_host_bytes: float
+    """The same for a rank's share of CPU memory."""
+    fitting_seq_len: int | None
+    """The sequence length with which the layout fits, of those that were tried."""
+    fitting_step_seconds: float | None
+
+
+def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayout | None:
+    """Return the layout that lacks least memory of those that are `MIN_SPEEDUP` times as fast as all that fit.
+
+    The fastest of all would be of little use: it often needs several times the memory.
+    """
+    if plan.fastest is None:
+        return None
+    jobs = candidate_jobs(run, world_size, plan.layouts)
+    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs).total, len(plan.layouts))
+    faster = np.flatnonzero(seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
+    if not len(faster):
+        return None
+    c, faster_jobs = memory_constants_for(run.cluster), jobs.select(faster)
+    utilisation = memory_utilisation(c, faster_jobs, estimate_memory(c, faster_jobs))
+    smallest_first = faster[np.argsort(np.broadcast_to(utilisation, len(faster)), kind="stable")]
+    runnable = (plan.layouts[index] for index in smallest_first if can_run(run, world_size, plan.layouts[index]))
+    found = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
+    too_large = [layout for layout in found if layout.option.p_oom >= MAX_OOM_PROBABILITY]
+    if not too_large:
+        return None
+    closest = min(too_large, key=lambda layout: (_missing_share(run, layout), layout.option.step_seconds))
+    return _with_fitting_sequences(run, world_size, closest)
+
+
+def _count_shortage(
+    run: RunSpec, world_size: int, candidate: CandidateLayout, fastest: EvaluatedLayout
+) -> FasterLayout:
+    """Return a layout with the memory that it lacks: by the formula or as counted, whichever is more."""
+    cluster, c = run.cluster, memory_constants_for(run.cluster)
+    by_formula = evaluate(run, world_size, [candidate])[0]
+    counted = with_exact_memory(run, world_size, by_formula)
+    jobs = candidate_jobs(run, world_size, [candidate])
+    reserved = float(np.max(reserved_bytes(c, estimate_memory(c, jobs))))
+    used = counted.memory_bytes if cluster.calibration else process_bytes(cluster, counted.memory_bytes)
+    host_bytes = max(by_formula.host_bytes, counted.host_bytes)
+    return FasterLayout(
+        counted,
+        fastest.step_seconds / counted.step_seconds,
+        max(0.0, max(reserved, used) - enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)),
+        max(0.0, host_bytes - enough_bytes(cluster, host_memory(cluster), MAX_OOM_PROBABILITY)),
+        None,
+        None,
+    )
+
+
+def _missing_share(run: RunSpec, layout: FasterLayout) -> float:
+    """Return what a layout lacks as a share of the memory that there is, the larger one of device and CPU."""
+    cluster = run.cluster
+    device_share = layout.missing_device_bytes / (cluster.rank_memory_bytes or 1)
+    return max(device_share, layout.missing_host_bytes / host_memory(cluster))
+
+
+def _with_fitting_sequences(run: RunSpec, world_size: int, layout: FasterLayout) -> FasterLayout:
+    """Add the longest of some shorter sequences with which the layout fits, at the same tokens per step."""
+    training = run.training
+    for divisor in SEQ_LEN_DIVISORS:
+        if training.seq_len % divisor:
+            break
+        shorter = training.model_copy(update={"seq_len": training.seq_len // divisor})
+        try:
+            option = evaluate_layout(
+                run.model_copy(update={"training": shorter}), world_size, layout.option.candidate.layout()
+            )
+        except UserError:
+            continue
+        if option.p_oom < MAX_OOM_PROBABILITY:
+            return replace(layout, fitting_seq_len=shorter.seq_len, fitting_step_seconds=option.step_seconds)
+    return layout
