@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.model import ModelSpec

@@ -7,6 +7,7 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,11 @@ def small_run(text: Path, out: Path, changes: Table) -> RunSpec:
     return run_from_table(table)
 
 
-def make_trainer(run: RunSpec, device: str = "cpu") -> Trainer:
-    """The real trainer of a run on this rank; every rank finds the data prepared."""
-    prepared = prepare(run.data)
+def make_trainer(run: RunSpec, device: str = "cpu", **data: Any) -> Trainer:
+    """The real trainer of a run on this rank; every rank finds the data prepared. `data` changes the training data."""
+    corpus = replace(open_training_data(run, prepare(run.data)), **data)
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    return Trainer(run, open_training_data(run, prepared), Path(run.output_dir) / run.name, place)
+    return Trainer(run, corpus, Path(run.output_dir) / run.name, place)
 
 
 def metered_step(under_way: Trainer, batches: Iterator[Batch]) -> tuple[MetricsRecord, Table]:

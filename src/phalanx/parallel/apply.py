@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
@@ -34,7 +33,6 @@ from phalanx.parallel.data.offload import CpuOffload, DiskOffload
 from phalanx.parallel.data.parameter_server import build_parameter_server
 from phalanx.parallel.data.sharding_checks import check_shardable_module
 from phalanx.parallel.data.zero import ZeRO
-from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, apply_expert_parallel, expert_parameter_names
 from phalanx.parallel.expert.partial_experts import (
     TrainedExperts,
@@ -44,6 +42,7 @@ from phalanx.parallel.expert.partial_experts import (
     init_frozen_experts,
     select_trained_experts,
 )
+from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
@@ -61,7 +60,6 @@ from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.torch_compat import check_torch_supports
 
 PARAMETER_DTYPES = {"bf16": torch.float32, "fp32": torch.float32, "fp64": torch.float64}
-WeightInitializer = Callable[[str, torch.Size], Tensor]
 
 
 def apply_layout(
@@ -302,23 +300,6 @@ def apply_activation_checkpointing(module: Transformer, mode: str) -> None:
             setattr(module.blocks, name, checkpoint_wrapper(block))
         elif mode == "selective":
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention))
-
-
-def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
-    """Give what is trained its initial values, one full parameter at a time."""
-    for name in strategy.trainable_parameters:
-        init_parameter(strategy, name, weights)
-
-
-@torch.no_grad()
-def init_parameter(strategy: Strategy, name: str, weights: WeightInitializer) -> None:
-    """Give one of what is trained its value."""
-    part = strategy.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
-    full = weights(name, part.shape).to(device=part.device, dtype=part.dtype)
-    if isinstance(part, DTensor):
-        # Every rank has the full value already: no source rank, no communication.
-        full = distribute_tensor(full, part.device_mesh, part.placements, src_data_rank=None)
-    local_tensor(part).copy_(local_tensor(full))
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
-from phalanx.model.init import initial_weight
+from phalanx.model.init import DrawnWeights
 from phalanx.runs.create import RUN_FILE, claim_run_directory, keep_hf_files, run_directory
 from phalanx.runs.lock import acquire_run_lock
 from phalanx.spec.errors import UserError
@@ -53,7 +53,7 @@ def swarm_directory(run: RunSpec) -> Path:
 def initial_pieces(run: RunSpec) -> Weights:
     """Of the model at the start, piece by piece."""
     shapes = parameter_shapes(run.model)
-    draw = initial_weights(run) or partial(initial_weight, run.model, seed=run.training.seed)
+    draw = initial_weights(run) or DrawnWeights(run.model, run.training.seed)
 
     @lru_cache(maxsize=1)
     def full_weight(name: str) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
 from phalanx.data.packing import IGNORE_INDEX
-from phalanx.model.init import initial_weight
+from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
 from phalanx.parallel.apply import apply_layout, autocast_context
 from phalanx.parallel.comm.device_clock import DeviceClock
@@ -59,7 +58,7 @@ class Learner:
             run.layout,
             self.mesh,
             device,
-            weights or partial(initial_weight, run.model, seed=run.training.seed),
+            weights or DrawnWeights(run.model, run.training.seed),
             run.training.precision,
             run.training.compile,
             layers_per_stage(run) if run.layout.pp > 1 else (),

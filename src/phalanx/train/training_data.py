@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,16 @@ class TrainingData:
 
 
 def open_training_data(run: RunSpec, prepared: PreparedData, fresh: bool = True) -> TrainingData:
-    """Open prepared data; a run that is not `fresh` has its weights in a checkpoint."""
+    """Open prepared data; a run that is not `fresh` has its weights in a checkpoint, and draws or reads no others."""
     tokenizer = load_tokenizer(prepared.tokenizer)
     train = IndexedDataset(prepared.train) if prepared.train else None
-    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, initial_weights(run) if fresh else None)
+    weights = initial_weights(run) if fresh else await_checkpoint
+    return TrainingData(train, IndexedDataset(prepared.held_out), tokenizer, weights)
+
+
+def await_checkpoint(name: str, shape: torch.Size) -> Tensor:
+    """Return what stands for a parameter until a checkpoint is loaded: no number, so that none is taken for one."""
+    return torch.full((), math.nan).expand(shape)
 
 
 def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.model.huggingface.checkpoint import open_hf_weights
 from phalanx.model.huggingface.export import export_hf
-from phalanx.parallel.apply import init_parameters
+from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.apply import init_parameter
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.expert.partial_experts import (
     FrozenExpertWeights,
@@ -19,6 +18,7 @@ from phalanx.parallel.expert.partial_experts import (
     init_frozen_experts,
     select_trained_experts,
 )
+from phalanx.parallel.init_parameters import init_parameter
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.strategy import Strategy
 from phalanx.swarm.pieces import STACKED_EXPERTS_INFIX, ModelPiece

@@ -1,0 +1,63 @@
+"""How long a rank draws its initial weights: rank 0 of many, alone on this CPU.
+
+    python -m benchmarks.weights                    # llama3-70b on 64 ranks, zero3
+
+Before this, each rank drew all weights, whatever it trained; that is timed on one block, embedding and head."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from phalanx.model.init import DrawnWeights
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.apply import apply_layout
+from phalanx.parallel.init_parameters import init_parameters
+from phalanx.parallel.mesh import build_mesh
+from phalanx.spec.files.load import load_model
+from phalanx.spec.layout import Layout
+from phalanx.spec.model import ModelSpec
+
+
+def whole_seconds(spec: ModelSpec) -> float:
+    """Return the seconds for all weights of a model, from those of one block, the embedding and the head."""
+    weights = DrawnWeights(spec, 0)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Transformer(spec).named_parameters()}
+    of_block = [name for name in shapes if name.startswith("blocks.1.")]
+    others = [name for name in shapes if not name.startswith("blocks.")]
+
+    def seconds(names: Iterable[str]) -> float:
+        started_at = time.perf_counter()
+        for name in names:
+            weights(name, shapes[name])
+        return time.perf_counter() - started_at
+
+    return spec.num_layers * seconds(of_block) + seconds(others)
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser("benchmarks.weights")
+    parser.add_argument("--model", default="llama3-70b")
+    parser.add_argument("--ranks", type=int, default=64)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    spec, layout = load_model(asked.model), Layout(data_parallel="zero3")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=asked.ranks)
+    mesh = build_mesh(layout, asked.ranks, "cpu")
+    strategy = apply_layout(spec, layout, mesh, torch.device("cpu"), lambda name, shape: torch.zeros(()).expand(shape))
+    started_at = time.perf_counter()
+    init_parameters(strategy, DrawnWeights(spec, 0))
+    own = time.perf_counter() - started_at
+    print(f"| {asked.model}, zero3 on {asked.ranks} ranks, one thread | seconds a rank |\n|---|---:|")
+    print(f"| all weights, as before | {whole_seconds(spec):.1f} |\n| the rank's own rows | {own:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
