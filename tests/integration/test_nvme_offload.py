@@ -98,8 +98,11 @@ def test_nvme_offload_matches_in_memory_run_under_memory_limit(tmp_path: Path) -
         more = write_run_file(tmp_path, "disk", MODEL, tmp_path, steps=3)
         ended = run_train(more, "--resume", prefix=limit.prefix)
         assert ended.returncode == 0, ended.stderr
+    in_memory = write_run_file(tmp_path, "refused", MODEL, None)
     with memory_limit(limit_bytes) as limit:
-        assert run_train(write_run_file(tmp_path, "refused", MODEL, None), prefix=limit.prefix).returncode not in (0, 2)
+        refused = run_train(in_memory, prefix=limit.prefix)
+        assert (refused.returncode, "planned memory" in refused.stderr) == (2, True)
+        assert run_train(in_memory, "--force", prefix=limit.prefix).returncode not in (0, 2)
     assert run_train(write_run_file(tmp_path, "memory", MODEL, None)).returncode == 0
     assert recorded_metrics(tmp_path, "disk")[:3] == recorded_metrics(tmp_path, "memory")
 
