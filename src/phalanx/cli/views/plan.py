@@ -65,7 +65,7 @@ def _assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedLayou
     """What these predictions take for granted."""
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
-    return describe_assumptions(run.cluster, world_size, offload_targets) + balanced
+    return describe_assumptions(run.cluster, world_size, offload_targets, run.training.precision) + balanced
 
 
 def _print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
