@@ -31,6 +31,7 @@ def export(
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
     require(to == "hf", "--to", to, "is not a known format", "use --to hf")
+    from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
     from phalanx.runs.create import FROM_HF_DIR
@@ -40,7 +41,10 @@ def export(
     parameters = dict(model.named_parameters())
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
     end = load_tokenizer(tokenizer_file).end
-    dropped = export_hf(spec.model, parameters, directory, tokenizer_file, end, dtype, source=source)
+    try:
+        dropped = export_hf(spec.model, parameters, directory, tokenizer_file, end, dtype, source=source)
+    except OSError as error:
+        raise disk_error("directory", directory, error) from None
     if dropped:
         problem = "the run's tokenizer differs from that of model.from_hf, so of its files these are not exported"
         print(f"phalanx: {problem}: {', '.join(dropped)}", file=sys.stderr)
