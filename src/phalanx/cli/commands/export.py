@@ -37,7 +37,7 @@ def export(
     from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    spec, model, tokenizer_file = load_trained_model(run)
+    spec, model, tokenizer_file, step = load_trained_model(run)
     parameters = dict(model.named_parameters())
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
     end = load_tokenizer(tokenizer_file).end
@@ -49,4 +49,5 @@ def export(
         problem = "the run's tokenizer differs from that of model.from_hf, so of its files these are not exported"
         print(f"phalanx: {problem}: {', '.join(dropped)}", file=sys.stderr)
     total = sum(parameter.numel() for parameter in parameters.values())
-    print(f"wrote {directory}: {total:,} parameters in {dtype}, config.json and the tokenizer")
+    at_step = "" if step is None else f" of step {step:,}"
+    print(f"wrote {directory}: {total:,} parameters{at_step} in {dtype}, config.json and the tokenizer")
