@@ -116,6 +116,10 @@ JSON_LINES = "\n".join(map(json.dumps, RECORDS)).encode()
         pytest.param("a.jsonl.bz2", bz2.compress(JSON_LINES), id="bz2"),
         pytest.param("a.jsonl.xz", lzma.compress(JSON_LINES), id="xz"),
         pytest.param("a.jsonl.zst", pyarrow.compress(JSON_LINES, "zstd", asbytes=True), id="zst"),
+        pytest.param("part-00000", JSON_LINES, id="no_suffix"),
+        pytest.param("part-00000.gz", gzip.compress(JSON_LINES), id="no_suffix_gz"),
+        pytest.param("texts.dump", b"\xef\xbb\xbf" + JSON_LINES, id="unknown_suffix"),
+        pytest.param("texts.txt", json.dumps(RECORDS, indent=1).encode(), id="array_with_unknown_suffix"),
         pytest.param("a.jsonl", gzip.compress(JSON_LINES[:40]) + gzip.compress(JSON_LINES[40:]), id="two_members"),
     ],
 )
@@ -130,6 +134,33 @@ def test_data_sources_read_compressed_text(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"caf\xe9"))
     (tmp_path / "b.bin.gz").write_bytes(gzip.compress(b"\0" * 100))
     assert list(documents([str(tmp_path)])) == [Document("a.txt.gz", "café")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.py", '{"text": "one"}\n{"text": "two"}\n'),
+        ("rows.js.gz", '[{"text": "one"}]\n'),
+        ("main.c", '{\n"text"\n}'),
+        ("main.hs", "{-# LANGUAGE GADTs #-}\nmodule Main where"),
+        ("page.tex", '{"text": "one"}\n\\end{document}'),
+        ("setup.cfg", "[text]\na = 1\n"),
+        ("empty.log", "{}\n"),
+    ],
+)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_data_sources_never_take_code_for_json_records(tmp_path, name, content, in_folder):
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    found = list(documents([str(tmp_path if in_folder else tmp_path / name)]))
+    assert found == [Document(name, content)]
+
+
+def test_data_sources_read_other_json_lines_of_unknown_suffix_as_text_only_in_folder(tmp_path):
+    content = '{"level": "info"}\n{"level": "error"}\n'
+    (tmp_path / "server.log").write_text(content)
+    assert list(documents([str(tmp_path)])) == [Document("server.log", content)]
+    with pytest.raises(UserError, match=r"is not a field of .*server.log:1"):
+        list(documents([str(tmp_path / "server.log")]))
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -260,6 +291,7 @@ class MissingPackageFinder:
         ("key.json", b'[{"content": "a"}]', "data.text_key", r"is not a field of .*key.json:1"),
         ("key2.json", b'{"content": "a"}', "data.text_key", r"is not a field of .*key2.json:1"),
         ("cut.json", b'[{"text": "a"}, {"te', "data.train", "is not JSON"),
+        ("part-00000", b'{"text": "a"}\n{"text": "b"}\n{"text": \n', "data.train", r"part-00000:3'?: is not JSON"),
         ("cut.txt.gz", gzip.compress(b"text", mtime=0)[:-9], "data.train", "cannot be read: Compressed file ended"),
         ("bad.gz", b"\x1f\x8b12345678901234567890", "data.train", "cannot be read"),
         ("cut.zst", b"\x28\xb5\x2f\xfd12", "data.train", "cannot be read"),

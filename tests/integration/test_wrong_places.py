@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,10 @@ from phalanx.cli.main import main
 from phalanx.runs.create import claim_run_directory, is_run_directory
 from phalanx.spec.files.template import run_file_template
 from phalanx.testing.fault_injection import NotAllowed, small_disk
+from phalanx.train.create_run import create_run
+from phalanx.train.progress import ProgressDisplay
 from phalanx.train.worker import run_rank
+from tests.helpers.small_runs import make_trainer, small_run
 
 RUN = """# my run, with my notes
 name = "mine"
@@ -103,6 +109,129 @@ def contents(folder: Path) -> dict[str, object]:
     }
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts/ and runs/mine, trained on them by their relative path."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "texts").mkdir()
+    for name in "abcdefgh":
+        (folder / "texts" / f"{name}.py").write_text(f"def {name}(x):\n    return x\n" * 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        changes = {"name": "mine", "data.train": ["texts"], "data.held_out": [], "training.steps": 2}
+        run = small_run(Path("texts"), Path("runs"), {**changes, "optimizer.warmup_steps": 1})
+        create_run(run, 1, resume=False)
+        make_trainer(run).train([], ProgressDisplay(0, 2, quiet=True))
+    return folder
+
+
+@pytest.fixture
+def moved_folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of that run, moved away with all that is in it, and made the current one."""
+    folder = tmp_path / "moved"
+    shutil.copytree(trained, folder)
+    away = trained.rename(trained.with_name("away"))
+    monkeypatch.chdir(folder)
+    yield folder
+    away.rename(trained)
+
+
+def run_main(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command in this process; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["phalanx", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+SOURCES_HERE = ("--set", "data.train=['texts']")
+
+MOVED_CASES: list[tuple[tuple[str, ...], int, str]] = [
+    (("report", "runs/mine", "--html", "../page.html"), 0, ""),
+    (("train", "runs/mine"), 2, "add --resume"),
+    (("train", "runs/mine", "--resume"), 2, "texts': no such file"),
+    (("train", "runs/mine", "--resume", "--print-config"), 2, "texts': no such file"),
+    (("train", "runs/mine", "--resume", "--print-config", *SOURCES_HERE), 0, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "expected_text"), MOVED_CASES, ids=[" ".join(c[0]) for c in MOVED_CASES]
+)
+def test_command_on_moved_run_and_moved_data_changes_nothing(
+    words: tuple[str, ...],
+    exit_code: int,
+    expected_text: str,
+    moved_folder: Path,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(moved_folder)
+    assert run_main(words, monkeypatch) == exit_code
+    printed = capsys.readouterr()
+    assert expected_text in printed.err
+    assert exit_code == 0 or "fix: " in printed.err
+    assert contents(moved_folder) == before
+    assert not trained.exists()
+    if "--print-config" in words and exit_code == 0:
+        assert f'output_dir = "{moved_folder / "runs"}"' in printed.out
+
+
+AS_ANOTHER_USER = """
+import sys
+from phalanx.cli.main import main
+for words in {commands!r}:
+    sys.argv = ["phalanx", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        print("exit", ended.code, file=sys.stderr, flush=True)
+"""
+
+
+def test_run_of_another_user_is_read_and_never_changed(trained: Path, tmp_path: Path) -> None:
+    """Root without the right to write everywhere, in the folder of somebody else's run."""
+    setpriv = shutil.which("setpriv")
+    if setpriv is None or os.getuid() != 0:
+        pytest.skip("needs root and setpriv, to have a run of somebody else's")
+    for name, mode in (("theirs", 0o755), ("closed", 0o700)):
+        shutil.copytree(trained, tmp_path / name)
+        for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
+            os.chown(path, 65534, 65534)
+        (tmp_path / name).chmod(mode)
+    out = tmp_path / "export"
+    commands = [
+        ("train", "theirs/runs/mine", "--resume"),
+        ("train", "theirs/runs/mine", "--resume", "--print-config"),
+        ("report", "theirs/runs/mine"),
+        ("export", "theirs/runs/mine", str(out)),
+        ("export", "theirs/runs/mine", "theirs/export"),
+        ("train", "closed/runs/mine", "--resume"),
+        ("report", "closed/runs/mine"),
+        ("export", "closed/runs/mine", str(out.with_name("none"))),
+    ]
+    before = [contents(tmp_path / name) for name in ("theirs", "closed")]
+    program = AS_ANOTHER_USER.format(commands=commands)
+    dropped = "-dac_override,-dac_read_search"
+    ended = subprocess.run(
+        [setpriv, "--bounding-set", dropped, "--inh-caps", dropped, sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in ended.stderr
+    exit_codes = [line for line in ended.stderr.splitlines() if line.startswith("exit")]
+    assert exit_codes == ["exit 2", "exit 2", "exit 2", "exit 0", *["exit 2"] * 4], ended.stderr
+    assert ended.stderr.count("is not a directory that can be written to") == 2
+    assert "report.html': cannot be written: Permission denied" in ended.stderr
+    assert "directory = 'theirs/export': cannot be written" in ended.stderr
+    assert ended.stderr.count("permission denied\n  fix: ") == 3
+    assert [contents(tmp_path / name) for name in ("theirs", "closed")] == before
+    assert (out / "config.json").is_file()
+
+
 @pytest.mark.parametrize(("words", "expected_text"), CASES, ids=[" ".join(words)[:70] for words, _ in CASES])
 def test_command_in_wrong_place_says_so_and_changes_nothing(
     words: tuple[str, ...],
@@ -112,11 +241,9 @@ def test_command_in_wrong_place_says_so_and_changes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = contents(places)
-    monkeypatch.setattr(sys, "argv", ["phalanx", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    exit_code = run_main(words, monkeypatch)
     said = capsys.readouterr().err
-    assert ended.value.code == 2, said
+    assert exit_code == 2, said
     assert expected_text in said
     assert "fix: " in said
     assert "Traceback" not in said

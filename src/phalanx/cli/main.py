@@ -134,6 +134,12 @@ def main() -> None:
     except UserError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         sys.exit(2)
+    except PermissionError as error:
+        if error.filename is None:  # no file: a process, or a socket
+            raise
+        fix = "check its permissions, or name another"
+        print(f"phalanx: {UserError('file', str(error.filename), 'permission denied', fix)}", file=sys.stderr)
+        sys.exit(2)
     except ModuleNotFoundError as error:
         from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package
 

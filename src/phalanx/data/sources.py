@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -18,12 +19,15 @@ from phalanx.data.pair_metadata import METADATA_SUFFIX
 from phalanx.spec.errors import UserError
 
 FIELD = "data.train"
-RECIPE_VERSION = 4
+RECIPE_VERSION = 5
 """Raise it when the same text would give other documents or tokens: it is part of the cache's key."""
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 BINARY_PROBE_BYTES = 8192
-Kind = Literal["text", "json", "json_lines", "parquet", "hf"]
+Kind = Literal["unknown", "text", "json", "json_lines", "parquet", "hf"]
+JSON_LIKE_CODE = ".cjs .js .jl .jsx .mjs .php .py .pyi .pyw .r .rb .ts .tsx .yaml .yml"
+"""Suffixes of languages in which a JSON record is a statement: such a file is code, never records."""
 KIND_OF_SUFFIX: dict[str, Kind] = {
+    **dict.fromkeys(JSON_LIKE_CODE.split(), "text"),
     ".json": "json",
     ".jsonl": "json_lines",
     ".jsonlines": "json_lines",
@@ -139,7 +143,7 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
     except OSError as error:
         raise _unreadable_error(field, path, error) from None
     suffixes = [suffix for suffix in map(str.lower, Path(path).suffixes) if suffix not in COMPRESSED_SUFFIXES]
-    kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "text")
+    kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "unknown")
     return SourceFile(kind, path, os.path.relpath(path, root), status.st_size, status.st_mtime_ns, is_explicit)
 
 
@@ -149,6 +153,7 @@ def read_documents(source_file: SourceFile, text_key: str = "text", field: str =
     Raises UserError if it cannot be read, or a line or row has no text under `text_key`.
     """
     readers = {
+        "unknown": _read_by_content,
         "text": _read_text,
         "json": _read_json,
         "json_lines": _read_json_lines,
@@ -159,6 +164,14 @@ def read_documents(source_file: SourceFile, text_key: str = "text", field: str =
         yield from readers[source_file.kind](source_file, text_key, field)
     except READ_ERRORS as error:
         raise _unreadable_error(field, source_file.path, error) from None
+
+
+def _read_by_content(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
+    """Read JSON records if the file has them, otherwise its text."""
+    with open_decompressed(source_file.path, field) as file:
+        beginning = file.read(BINARY_PROBE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    may_be_json = beginning[:1] in (b"{", b"[")
+    yield from (_read_json if may_be_json else _read_text)(source_file, text_key, field)
 
 
 def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
@@ -182,8 +195,8 @@ def _decode(raw: bytes) -> str:
 
 
 def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    """Read the records of a .json file: JSON lines, an array, or one. Other JSON is text if a directory brought the
-    file."""
+    """Read the records of a file: JSON lines, an array, or one. Anything else is text, unless the user named this very
+    file and it must be JSON: by its suffix, or for its first two lines."""
     with open_decompressed(source_file.path, field) as file:
         rows = list(islice((_parse_json(line) for line in file if line.strip()), 2))
     are_lines = bool(rows) and all(isinstance(row, dict) for row in rows)
@@ -191,7 +204,8 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         with open_decompressed(source_file.path, field) as file:
             content = _parse_json(file.read())
         rows = content if isinstance(content, list) else [content]
-    if not source_file.is_explicit and not _is_record(rows[0] if rows else None, text_key):
+    must_be_json = source_file.is_explicit and (source_file.kind == "json" or (are_lines and len(rows) > 1))
+    if not must_be_json and not _is_record(rows[0] if rows else None, text_key):
         yield from _read_text(source_file, text_key, field)
         return
     if are_lines:

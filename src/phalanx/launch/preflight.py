@@ -35,6 +35,15 @@ MIN_SEQ_LEN = 16
 
 def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
     """Raise UserError for what would stop this run later; its text is `prepare`'s to check. Changes nothing."""
+    check_settings(run, world_size)
+    _check_directory(run, resume)
+    # Ranks of other nodes notice that one was lost when a collective's time is over.
+    peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
+    check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
+
+
+def check_settings(run: RunSpec, world_size: int) -> None:
+    """Raise UserError for what would stop a run of these settings, wherever its directory is."""
     check_layout(run, world_size)
     check_torch_supports(run.layout)
     require_tokenizer_of_weights(run)
@@ -53,10 +62,6 @@ def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
         check_wandb(run.metrics.wandb)
     if run.layout.offload_directory is not None:
         _check_offload(run, run.layout.offload_directory, world_size)
-    _check_directory(run, resume)
-    # Ranks of other nodes notice that one was lost when a collective's time is over.
-    peer_timeout_seconds = run.training.collective_timeout_seconds if resume and run.cluster.nodes > 1 else 0
-    check_not_running(run_directory(run), SHUTDOWN_GRACE_SECONDS + peer_timeout_seconds)
 
 
 def check_vocab_size(run: RunSpec, num_tokens: int) -> None:

@@ -25,9 +25,9 @@ class DataSpec(Spec):
     """Text, and how it becomes tokens."""
 
     train: list[str] = ["stdlib"]  # noqa: RUF012
-    """Text to learn from: files, directories or glob patterns of text, .json or .jsonl records, or .parquet, also
-    compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset; "stdlib", the Python library's own
-    source; or prefixes of Megatron .bin/.idx pairs."""
+    """Text to learn from: files, directories or glob patterns of text, JSON records (lines or an array, whatever the
+    file's name) or .parquet, also compressed (.gz, .zst, .bz2, .xz); `hf:NAME_OR_DIR` for a Hugging Face dataset;
+    "stdlib", the Python library's own source; or prefixes of Megatron .bin/.idx pairs."""
     held_out: list[str] = []  # noqa: RUF012
     """Text to evaluate on, written like `train`. Empty: documents are held out of `train` by the names of their files,
     and of pairs the end of each."""

@@ -70,6 +70,16 @@ def test_doctor_prints_failures_first_with_remedy(h100: Path) -> None:
     assert lines[-1].startswith("node1: 1 failures, 1 warnings")
 
 
+def test_doctor_lists_findings_below_each_other_in_narrow_terminal(h100: Path) -> None:
+    (h100 / "sys/class/infiniband/mlx5_6/ports/1/rate").write_text("200 Gb/sec (4X HDR)\n")
+    text = doctor_output("--from-snapshot", h100, exit_code=2, width=80)
+    title, measured, threshold, remedy = text.splitlines()[:4]
+    assert title.split() == ["FAIL", "rdma.rate", "mlx5_6"]
+    assert measured.split()[:2] == ["measured:", "200"]
+    assert threshold.strip().startswith("should be: ")
+    assert remedy.strip().startswith("what to do: ")
+
+
 def test_doctor_exits_1_for_warnings_and_3_when_all_checks_are_skipped(h100: Path, tmp_path: Path) -> None:
     (h100 / "proc/sys/kernel/numa_balancing").write_text("1\n")
     assert doctor_json("--from-snapshot", h100, exit_code=1)["exit_code"] == 1

@@ -69,7 +69,7 @@ def test_generate_yields_only_complete_utf8_characters():
 def test_exported_model_logits_match_when_loaded_by_transformers(finished_trainer, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert "parameters in fp32" in command_output("export", finished_trainer.directory, tmp_path / "out")
+    assert "parameters of step 12 in fp32" in command_output("export", finished_trainer.directory, tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "out").encode("import json")])
     assert ids.tolist() == [list(b"import json")]
@@ -81,7 +81,7 @@ def test_exported_model_logits_match_when_loaded_by_transformers(finished_traine
 
 def test_export_writes_config_json_and_rejects_non_empty_directory(run_directory, tmp_path):
     text = command_output("export", run_directory, "--to", "hf", tmp_path / "out", "--dtype", "bf16")
-    assert "parameters in bf16" in text
+    assert "parameters of step 12 in bf16" in text
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["torch_dtype"]) == ("qwen3", 256, "bfloat16")
     with pytest.raises(UserError, match="not empty"):

@@ -456,6 +456,23 @@ def test_train_with_auto_layout_uses_best_planned_layout(tmp_path):
     assert not trained.auto_layout
 
 
+def test_plan_and_auto_layout_predict_fp32_on_cpu(tmp_path):
+    path = tmp_path / "run.toml"
+    cpu = AUTO_LAYOUT_RUN.format(text="stdlib").replace('preset = "a100"', 'preset = "cpu"')
+    path.write_text(cpu.replace("steps = 2", 'steps = 2\nprecision = "fp32"'))
+    assert "cluster.peak_flops = 60.0 GFLOP/s also in fp32, preset cpu" in cli_runner.command_output("plan", path)
+    (single, double) = (
+        cli_runner.command_json("plan", path, "--set", f"training.precision={name}")["layouts"][0]
+        for name in ("bf16", "fp32")
+    )
+    assert double["step_seconds"] > single["step_seconds"]  # twice the bytes
+    printed = tomllib.loads(cli_runner.command_output("train", path, "--print-config"))
+    check_layout(run_from_table(printed), 2)
+    assert printed["training"]["precision"] == "fp32"
+    with pytest.raises(UserError, match=r"training\.precision = 'fp32'"):
+        cli_runner.command_output("plan", path, "--machine", "h100", "--set", "cluster.device=cuda")
+
+
 def test_auto_layout_is_planned_for_all_ranks_of_all_nodes(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(AUTO_LAYOUT_RUN.format(text="stdlib") + "nodes = 2\n")

@@ -55,7 +55,7 @@ def print_config_output(*arguments: str) -> str:
 
 
 def test_train_print_config_round_trips_run_and_writes_no_files(run_file: Path) -> None:
-    described = load_run(run_file, ["training.steps=7"], environment={})
+    described = load_run(run_file, ["training.steps=7", "cluster.nproc_per_node=4"], environment={})
     text = print_config_output("--nproc", "4", "--set", "training.steps=7")
     assert run_from_table(tomllib.loads(text)) == described
     assert [path.name for path in run_file.parent.iterdir()] == ["run.toml"]
@@ -99,7 +99,7 @@ print(json.dumps({"heavy": heavy, "seconds": used.ru_utime + used.ru_stime}), fi
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], ["info", "tiny"], ["init", "new.toml"], ["train", "run.toml", "--print-config", "--nproc", "2"]],
+    [["--help"], ["info", "tiny"], ["init", "new.toml"], ["memory", "run.toml", "--ranks", "2"]],
     ids=" ".join,
 )
 def test_cli_commands_start_without_importing_torch(command: list[str], run_file: Path) -> None:

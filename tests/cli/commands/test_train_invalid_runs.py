@@ -354,10 +354,13 @@ def test_train_rejects_invalid_setting_and_writes_no_files(
 ) -> None:
     before = directory_contents(workspace)
     overrides = [argument for key, value in changes.items() for argument in ("--set", f"{key}={value}")]
-    said = error_output(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
+    command = ["train", "run.toml", "--nproc", "2", *overrides]
+    said = error_output(command, monkeypatch, capsys)
     for word in expected_texts:
         assert word in said
     assert said.count("phalanx: ") == 1
+    if "cluster.nodes" not in changes:  # where nodes meet is known where they start, and not needed to print
+        assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
     assert directory_contents(workspace) == before
 
 
@@ -529,11 +532,46 @@ def test_train_refuses_run_that_needs_more_memory_than_machine(workspace: Path, 
     monkeypatch.setattr(create_run, "device_memory_bytes", lambda _: 24 * 2**30)
     long_sequences = ["training.seq_len=100000", "training.tokens_per_step=200000", "layout.micro_batch_size=1"]
     overrides = [argument for setting in long_sequences for argument in ("--set", setting)]
-    said = error_output(["train", "run.toml", "--nproc", "2", *overrides], monkeypatch, capsys)
+    command = ["train", "run.toml", "--nproc", "2", *overrides]
+    said = error_output(command, monkeypatch, capsys)
+    assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
     assert "planned memory = " in said
     assert "2 ranks on it" in said
     assert "--force" in said
     assert not (workspace / "OUT").exists()
+
+
+@pytest.mark.parametrize("setting", ["layout.pp=2", "layout.tp=3", "training.tokens_per_step=250", "data.train=['X']"])
+def test_print_config_refuses_what_train_would_refuse_for_its_own_number_of_ranks(
+    setting: str, workspace: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    command = ["train", "run.toml", "--set", setting]
+    said = error_output(command, monkeypatch, capsys)
+    assert error_output([*command, "--print-config"], monkeypatch, capsys) == said
+    assert not (workspace / "OUT").exists()
+
+
+def test_train_on_one_node_needs_no_rendezvous(workspace: Path, monkeypatch: Any) -> None:
+    """As `phalanx launch` writes it for one node of a run file that has several."""
+    directories: list[Path] = []
+    monkeypatch.setattr(
+        supervisor, "supervise_training", lambda directory, *_, **__: directories.append(directory) or 0
+    )
+    command = ["train", "run.toml", "--nodes", "1", "--nproc", "1", "--set", "cluster.nodes=4"]
+    monkeypatch.setattr(sys, "argv", ["phalanx", *command, "--set", "recovery.max_restarts=0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert [load_run(directory / "run.toml").cluster.nodes for directory in directories] == [1]
+
+
+def test_print_config_exits_as_one_of_several_nodes_does(workspace: Path, monkeypatch: Any) -> None:
+    """What is wrong with one node is no mistake in the run file: launch scripts go on to `phalanx doctor`."""
+    monkeypatch.setattr(create_run, "device_memory_bytes", lambda _: 2**20)
+    monkeypatch.setattr(sys, "argv", ["phalanx", "train", "run.toml", "--nodes", "2", "--print-config"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
 
 
 @pytest.mark.parametrize(("device", "sharing_ranks"), [("cpu", 2), ("cuda", 1)])

@@ -49,6 +49,15 @@ def test_each_value_that_is_filled_in_is_described(preset):
         assert values[field].value == pytest.approx(machine_columns(cluster, 8)[field] * cluster.ranks_per_core)
 
 
+def test_assumptions_name_peak_of_preset_that_stands_for_fp32():
+    cluster = load_machine("cpu").model_copy(update={"nproc_per_node": 2, "cores": 2})
+    peak = "cluster.peak_flops = 60.0 GFLOP/s also in fp32, preset cpu"
+    assert peak in describe_assumptions(cluster, 2, set(), "fp32")
+    assert peak not in describe_assumptions(cluster, 2, set())
+    stated = cluster.model_copy(update={"peak_flops": 1e11})
+    assert not any("peak_flops" in line for line in describe_assumptions(stated, 2, set(), "fp32"))
+
+
 def test_assumptions_name_network_of_preset_only_where_it_is_used():
     cluster = load_machine("h100").model_copy(update={"nproc_per_node": 8})
     network = "cluster.network_bytes_per_second = 50.0 GB/s per device, preset h100"

@@ -53,6 +53,17 @@ def test_watchdog_preserves_failure_dump_when_collectives_progress(
     assert "Timed out" in read_dumps(tmp_path)[0]["error"]
 
 
+@pytest.mark.parametrize("others", [[], ["rank-00001.fault"]])
+def test_watchdog_leaves_no_empty_directory_of_hangs(tmp_path: Path, others: list[str]) -> None:
+    folder = dump_file(tmp_path, 0).parent
+    with Watchdog(tmp_path, timeout_seconds=60):
+        assert folder.is_dir()
+        for name in others:
+            (folder / name).touch()
+    assert folder.exists() == bool(others)
+    assert [file.name for file in folder.glob("*")] == others
+
+
 def test_flight_recorder_numbers_gloo_and_nccl_collectives_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the group of all ranks has both: the first of one is not held against the first of the other."""
     sizes = ParallelDims(1, 2, 1, 1, 1)

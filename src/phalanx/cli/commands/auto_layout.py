@@ -46,6 +46,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     Raises UserError where no layout fits.
     """
     from phalanx.cost.exact.layout_checks import check_layout
+    from phalanx.plan.search.candidates import known_precisions
     from phalanx.report.run_data import read_run
     from phalanx.runs.create import run_directory
 
@@ -58,7 +59,7 @@ def replan_layout(run: RunSpec, nproc: int | None, ranks: int) -> Layout:
     if None in speeds:
         check_layout(run, ranks)
         return run.layout
-    measured, training = run.cluster.calibration, run.training
-    if measured is None or measured.precision != training.precision:  # what the planner knows of any machine
+    training = run.training
+    if training.precision not in known_precisions(cluster):  # what the planner knows of any machine
         training = training.model_copy(update={"precision": "bf16"})
     return choose_layout(run.model_copy(update={"cluster": cluster, "training": training}))[0].layout

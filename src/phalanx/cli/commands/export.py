@@ -31,18 +31,23 @@ def export(
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
     require(to == "hf", "--to", to, "is not a known format", "use --to hf")
+    from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
     from phalanx.runs.create import FROM_HF_DIR
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    spec, model, tokenizer_file = load_trained_model(run)
+    spec, model, tokenizer_file, step = load_trained_model(run)
     parameters = dict(model.named_parameters())
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
     end = load_tokenizer(tokenizer_file).end
-    dropped = export_hf(spec.model, parameters, directory, tokenizer_file, end, dtype, source=source)
+    try:
+        dropped = export_hf(spec.model, parameters, directory, tokenizer_file, end, dtype, source=source)
+    except OSError as error:
+        raise disk_error("directory", directory, error) from None
     if dropped:
         problem = "the run's tokenizer differs from that of model.from_hf, so of its files these are not exported"
         print(f"phalanx: {problem}: {', '.join(dropped)}", file=sys.stderr)
     total = sum(parameter.numel() for parameter in parameters.values())
-    print(f"wrote {directory}: {total:,} parameters in {dtype}, config.json and the tokenizer")
+    at_step = "" if step is None else f" of step {step:,}"
+    print(f"wrote {directory}: {total:,} parameters{at_step} in {dtype}, config.json and the tokenizer")

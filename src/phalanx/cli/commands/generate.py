@@ -41,7 +41,7 @@ def generate(
     from phalanx.model.sampling import stream_tokens
     from phalanx.train.checkpoint.load_model import load_trained_model
 
-    spec, model, path = load_trained_model(run)
+    spec, model, path, _ = load_trained_model(run)
     tokenizer = load_tokenizer(path)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,8 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -18,7 +19,7 @@ import typer
 from phalanx.cli.commands.auto_layout import choose_layout_for, replan_layout
 from phalanx.launch.jobs.job import parse_nodes
 from phalanx.runs.step_records import parse_step_range
-from phalanx.spec.errors import LocalNodeError, UserError
+from phalanx.spec.errors import EXIT_STOPPED, LocalNodeError, UserError
 from phalanx.spec.files.load import load_run
 from phalanx.spec.run import RunSpec
 
@@ -82,7 +83,7 @@ def train(
         bool, typer.Option("--force", help="Start also where more memory is planned than the machine has.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print what would run, as TOML, and exit.")
+        bool, typer.Option("--print-config", help="Check what would run, print it as TOML, and exit.")
     ] = False,
 ) -> None:
     """Train a model as a run file describes it.
@@ -117,13 +118,15 @@ def train(
         raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix)
     if profile_steps is not None:
         check_profiled_steps(described, profile_steps)
+    min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
+    has_nodes = rendezvous is not None or max_nodes > 1
+    sizes = {"nodes": max_nodes, "nproc_per_node": nproc or described.cluster.nproc_per_node}
+    cluster = described.cluster.model_copy(update=sizes)  # the run directory says so, for whoever goes on with it
+    described = described.model_copy(update={"cluster": cluster})
     if print_config:
-        print(_format_config(described, nproc))
+        with _exit_code_of_nodes() if has_nodes else nullcontext():
+            print(_format_config(described, resume, force))
         return
-    if nproc is not None:  # the run directory says so, too, for whoever goes on with it
-        cluster = described.cluster.model_copy(update={"nproc_per_node": nproc})
-        described = described.model_copy(update={"cluster": cluster})
-    from phalanx.spec.errors import EXIT_STOPPED
 
     def handle_signal(*_: object) -> None:  # until there are ranks, which save before they end
         print("phalanx: stopped by a signal before a step was done: nothing new is saved", file=sys.stderr)
@@ -136,17 +139,21 @@ def train(
         *(["--profile-memory"] if profile_memory else []),
         *(["--profile-steps", profile_steps] if profile_steps else []),
     ]
-    if nodes is not None or rendezvous is not None or described.cluster.nodes > 1:
-        min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
-        cluster = described.cluster.model_copy(update={"nodes": max_nodes})
-        described = described.model_copy(update={"cluster": cluster})
-        try:
+    if has_nodes:
+        with _exit_code_of_nodes():
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
             raise typer.Exit(_run_on_nodes(described, resume, force, options, min_nodes, *endpoint))
-        except LocalNodeError as error:
-            print(f"phalanx: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
     raise typer.Exit(_run(described, resume, force, options))
+
+
+@contextmanager
+def _exit_code_of_nodes() -> Iterator[None]:
+    """Exit with 1 where something is wrong with this node only, as one of several."""
+    try:
+        yield
+    except LocalNodeError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def check_profiled_steps(run: RunSpec, steps: str) -> None:
@@ -181,23 +188,32 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     )
 
 
-def _format_config(run: RunSpec, nproc: int | None) -> str:
-    from phalanx.cost.exact.layout_checks import check_layout
+def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
+    """Return what would run, as TOML. Raises UserError for what `phalanx train` would refuse before it reads all text;
+    of several nodes, only the one where they meet looks at the run directory."""
+    from phalanx.data.prepare import check_sources
+    from phalanx.launch.preflight import check_settings, preflight
+    from phalanx.launch.process import select_nproc
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
+    from phalanx.train.create_run import check_machine_memory
 
-    ranks = nproc or run.cluster.nproc_per_node
-    if run.auto_layout:
-        run, _ = choose_layout_for(run, ranks)
-    if ranks is None:  # the GPUs of this machine decide, and only torch could count them
-        return to_toml(run).rstrip()
+    is_single_node = run.cluster.nodes == 1
+    ranks = select_nproc(run)
     world_size = ranks * run.cluster.nodes
-    check_layout(run, world_size)
+    run = _decide_choices(run, resume)
+    if run.auto_layout:
+        run, _ = choose_layout_for(run, run.cluster.nproc_per_node if is_single_node else ranks)
+    if is_single_node:
+        preflight(run, world_size, resume)
+    else:
+        check_settings(run, world_size)
+    if not force:
+        check_machine_memory(run, ranks)
+    check_sources(run.data)
     batch_plan = plan_batch(run, world_size)
-    comment = (
-        f"# per update: {batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks "
-        f"x {batch_plan.gradient_accumulation_steps} accumulated"
-    )
+    sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
+    comment = f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"
     return f"{comment}\n{to_toml(run)}".rstrip()
 
 

@@ -13,6 +13,8 @@ from phalanx.doctor.finding import DoctorFinding
 from phalanx.doctor.report import failing_hosts, sort_by_severity
 
 STYLES = {"FAIL": "bold red", "WARN": "yellow"}
+MIN_TABLE_WIDTH = 110
+"""In narrower terminals a finding has lines in place of columns."""
 SEVERITY_LABELS = (("FAIL", "failures"), ("WARN", "warnings"), ("OK", "well"), ("SKIP", "not checked"))
 
 
@@ -22,7 +24,8 @@ def print_findings(findings: Sequence[DoctorFinding]) -> None:
     problems = [finding for finding in sort_by_severity(findings) if finding.severity in STYLES]
     hosts = {finding.host for finding in findings if finding.host}
     if problems:
-        console.print(_table(problems, len(hosts) > 1))
+        is_wide = console.width >= MIN_TABLE_WIDTH
+        console.print(_table(problems, len(hosts) > 1) if is_wide else _list(problems, len(hosts) > 1))
         console.print()
     for reason, ids in _skip_reasons([finding for finding in findings if finding.severity == "SKIP"]).items():
         console.print(Text(f"not checked: {', '.join(ids)}: {reason}", "dim"), soft_wrap=True)
@@ -49,6 +52,21 @@ def _table(problems: Sequence[DoctorFinding], several: bool) -> Table:
         cells = [Text(finding.id), *host, Text(finding.device), Text(measured), Text(finding.threshold), remedy]
         table.add_row(Text(finding.severity, STYLES[finding.severity]), *cells)
     return table
+
+
+def _list(problems: Sequence[DoctorFinding], several: bool) -> Table:
+    """Return the findings below each other, for a narrow terminal."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for finding in problems:
+        title = " ".join(filter(None, (finding.id, finding.host if several else "", finding.device)))
+        measured = f"measured: {finding.measured} {finding.unit}".strip()
+        lines = "\n".join([title, measured, f"should be: {finding.threshold}", f"what to do: {finding.remedy}"])
+        grid.add_row(
+            Text(finding.severity, STYLES[finding.severity]), Text(lines) + Text(f"\n{finding.command}", "dim")
+        )
+    return grid
 
 
 def _skip_reasons(skipped: Sequence[DoctorFinding]) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedL
     """What these predictions take for granted."""
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
-    return describe_assumptions(run.cluster, world_size, offload_targets) + balanced
+    return describe_assumptions(run.cluster, world_size, offload_targets, run.training.precision) + balanced
 
 
 def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:

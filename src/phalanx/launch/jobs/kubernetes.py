@@ -97,7 +97,7 @@ CHECK_CONTAINER = """\
             - -c
             - |
               # A mistake in the run file is no fault of the node: it ends this with 2.
-              phalanx train "$@" --print-config > /dev/null || exit
+              phalanx train "$@" --print-config --resume > /dev/null || exit
               phalanx doctor "$@" --quick
               [ $? -ne 2 ] || {{ echo "phalanx: leave this node out: kubectl cordon $NODE_NAME" >&2; exit 1; }}
             - doctor

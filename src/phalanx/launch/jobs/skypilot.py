@@ -38,7 +38,7 @@ head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 
 CHECK_SCRIPT = """\
 # A mistake in the run file is no fault of the nodes: it ends this with 2.
-phalanx train {run} {checking} --print-config > /dev/null || exit
+phalanx train {run} {checking} --print-config --resume > /dev/null || exit
 # phalanx doctor exits with 2 where something of the node must be mended.
 phalanx doctor {run} --quick {checking}
 [ $? -ne 2 ] || {{ echo "phalanx: this node is not well: see above" >&2; exit 1; }}

@@ -35,7 +35,7 @@ mapfile -t given < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 CHECK_SCRIPT = """
 [ -r "$run" ] || { echo "phalanx: $run is not here, $PWD: submit this from where that path starts" >&2; exit 2; }
 # A mistake in the run file is no fault of the nodes: it ends this with 2.
-phalanx train "$run" OPTIONS --print-config > /dev/null || exit
+phalanx train "$run" OPTIONS --print-config --resume > /dev/null || { code=$?; [ $code -eq 1 ] || exit $code; }
 
 # Nodes in which `phalanx doctor` finds nothing that must be mended (it exits with 2 where it does), and that answer in
 # these minutes.

@@ -11,6 +11,7 @@ from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, ScheduleKind
 from phalanx.spec.base import divisors, require
 from phalanx.spec.batch import plan_batch
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.layout import SHARDED_STRATEGIES, VALID_DATA_STRATEGIES, Layout, RankOrder
 from phalanx.spec.parallel_dims import parallel_dims
@@ -110,7 +111,7 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
 
     Not in it: what never wins on the same ranks (parameter servers, tensor parallelism without sequence parallelism
     where the sequence divides), and ZeRO-2 and 3 in pipelines, where they keep and send what ZeRO-1 does or more.
-    Raises UserError for an arithmetic other than bf16.
+    Raises UserError for an arithmetic of which nothing is known.
     """
     check_precision(run)
     domain = run.cluster.fast_link_domain_size
@@ -197,17 +198,23 @@ def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
 
 
 def check_precision(run: RunSpec) -> None:
-    """Raise UserError for an arithmetic that nothing is known of: published runs are in bf16, and runs on a machine in
-    whatever it was calibrated with."""
-    precision, measured = run.training.precision, run.cluster.calibration
-    known = measured.precision if measured else "bf16"
+    """Raise UserError for an arithmetic that nothing is known of."""
+    precision, known = run.training.precision, known_precisions(run.cluster)
     require(
-        precision == known,
+        precision in known,
         "training.precision",
         precision,
         f"{NOT_PREDICTED} here",
-        f'set training.precision = "{known}", or calibrate with runs in {precision} (`phalanx calibrate`)',
+        f'set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx calibrate`)',
     )
+
+
+def known_precisions(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Return the arithmetics that can be predicted there: that of the runs it was calibrated with; else bf16, as of
+    published runs, and on a CPU fp32, which it multiplies at its peak (`describe_assumptions` says so)."""
+    if cluster.calibration is not None:
+        return (cluster.calibration.precision,)
+    return ("bf16", "fp32") if cluster.device == "cpu" else ("bf16",)
 
 
 def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:

@@ -128,10 +128,16 @@ OFFLOAD_FIELDS = {
 """Fields that a plan with offload depends on."""
 
 
-def describe_assumptions(cluster: ClusterSpec, ranks: int, offload_targets: set[str]) -> list[str]:
+def describe_assumptions(
+    cluster: ClusterSpec, ranks: int, offload_targets: set[str], precision: str = "bf16"
+) -> list[str]:
     """Describe each value of a machine that the run does not give, that nobody measured, and that a plan depends on."""
     domain, given = cluster.fast_link_domain_size, cluster.model_fields_set
     assumed = {}
+    if precision == "fp32" and cluster.preset and cluster.calibration is None:
+        peak = load_machine(cluster.preset).peak_flops
+        if peak == cluster.peak_flops:
+            assumed["peak_flops"] = f"{format_si(peak or 0)}FLOP/s also in fp32, preset {cluster.preset}"
     if "nproc_per_node" not in given:
         assumed["nproc_per_node"] = f"{cluster.nproc_per_node}"
     if cluster.fast_link_domain is None and min(domain, ranks) > 1:

@@ -13,7 +13,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
-from phalanx.runs.checkpoints import require_valid_checkpoint
+from phalanx.runs.checkpoints import require_valid_checkpoint, step_of
 from phalanx.runs.create import RUN_FILE, TOKENIZER_FILE
 from phalanx.runs.swarm_records import SHARED_WEIGHTS_FILE
 from phalanx.spec.errors import UserError
@@ -25,9 +25,9 @@ SWARM_WEIGHTS = (f"model/{SHARED_WEIGHTS_FILE}", SHARED_WEIGHTS_FILE)
 """What all nodes of a swarm have, in the directories of its coordinator and of a node: whole parameters."""
 
 
-def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]:
-    """The run file, the trained model (fp32, on the CPU, one process) and the tokenizer's path of a run directory: of
-    its newest checkpoint, or of what a swarm has learned by now.
+def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path, int | None]:
+    """Return the run file, the trained model (fp32, on the CPU, one process), the tokenizer's path and the step of a
+    run directory: of its newest checkpoint, or, without a step, of what a swarm has learned by now.
 
     Raises UserError if there is no intact checkpoint, and no swarm's weights.
     """
@@ -46,7 +46,7 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path]
         load_checkpoint(checkpoint, Strategy(module), [])
     elif swarm_weights is not None:
         _load_weights(swarm_weights, module)
-    return run, module.eval(), tokenizer
+    return run, module.eval(), tokenizer, step_of(checkpoint) if checkpoint is not None else None
 
 
 def _load_weights(file: Path, module: Transformer) -> None:

@@ -83,7 +83,9 @@ class Watchdog:
             faulthandler.disable()
             self._fault_log.close()
             with suppress(OSError):
-                fault_file(self.directory, self.rank).unlink()
+                file = fault_file(self.directory, self.rank)
+                file.unlink()
+                file.parent.rmdir()  # which fails, as it should, while others have files there
 
     @property
     def step(self) -> int:
