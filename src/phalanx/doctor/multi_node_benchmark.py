@@ -141,6 +141,9 @@ def expected_bus_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], clus
 
 def measure_node_pairs(hosts: Sequence[str], device: torch.device) -> dict[tuple[str, str], float]:
     """Bytes per second that each two hosts exchange each way, all of their ranks at once."""
+    # NCCL makes a group's communicator at its first call, for which all ranks must come: of an odd number of hosts one
+    # has no partner.
+    dist.all_reduce(torch.zeros(1, device=device))
     warmup = _measure_exchanges(hosts, device, WARMUP_BYTES)
     if not warmup:
         return {}

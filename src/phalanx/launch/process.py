@@ -21,6 +21,7 @@ from phalanx.launch.fork_server import PR_SET_PDEATHSIG
 from phalanx.launch.warm_process import WORKER_ENVIRONMENT
 from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, LocalNodeError
 from phalanx.spec.malloc_tuning import tune_malloc
+from phalanx.spec.open_files import raise_open_files_limit
 from phalanx.spec.run import RunSpec
 
 FORCE_EXIT_SECONDS = 5.0
@@ -94,6 +95,7 @@ def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | 
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise_open_files_limit()  # gloo has a socket for each other rank, in each group
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
@@ -104,6 +106,13 @@ def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | 
         c10d: Any = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     return device
+
+
+def use_deterministic_kernels() -> None:
+    """Have PyTorch use only kernels that give the same bits each time, or raise RuntimeError; before a GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's own condition
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def die_with_launcher() -> None:

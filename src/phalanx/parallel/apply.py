@@ -294,12 +294,12 @@ def build_offload(layout: Layout) -> CpuOffload | None:
 
 def apply_activation_checkpointing(module: Transformer, mode: str) -> None:
     """Drop activations in the forward pass and compute them again in the backward pass (arXiv 1604.06174): of whole
-    blocks (full), or of attention only (selective, arXiv 2205.05198)."""
+    blocks (full), or of attention only (selective, arXiv 2205.05198). Nothing in them is drawn at random."""
     for name, block in list(module.blocks.named_children()):
         if mode == "full":
-            setattr(module.blocks, name, checkpoint_wrapper(block))
+            setattr(module.blocks, name, checkpoint_wrapper(block, preserve_rng_state=False))
         elif mode == "selective":
-            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention))
+            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:

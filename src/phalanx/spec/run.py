@@ -78,6 +78,9 @@ class TrainingSpec(Spec):
     """Decides initial weights and the order of the text: the same seed gives the same run in every layout."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits each time, so that a restarted run on GPUs learns what it would have
+    learned, to the bit; slower there. CPUs give the same bits anyway."""
     max_nonfinite_steps: int = Field(5, gt=0)
     """Stop after this many steps in a row whose gradient is not finite; each such step is skipped and counted."""
     collective_timeout_seconds: float = Field(600, gt=0)

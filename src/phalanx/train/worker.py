@@ -23,6 +23,7 @@ from phalanx.launch.process import (
     handling_signals,
     init_distributed,
     select_device,
+    use_deterministic_kernels,
 )
 from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
@@ -128,6 +129,8 @@ def _run(
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())
+    if run.training.deterministic:
+        use_deterministic_kernels()
     timeout_seconds = run.training.collective_timeout_seconds
     device = init_distributed(device_type or select_device(run), timeout_seconds, reduced.ranks if reduced else None)
     if not prepared:

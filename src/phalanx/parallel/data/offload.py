@@ -10,7 +10,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.spec.errors import UserError
 from phalanx.spec.malloc_tuning import tune_malloc
+from phalanx.spec.open_files import raise_open_files_limit
 
 MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 MMAP_THRESHOLD_BYTES = 2**20
@@ -83,7 +83,7 @@ class DiskOffload(CpuOffload):
         self._pending_writes: list[Future[None]] = []
         # What the launcher has for speed is undone: memory is what is short here.
         tune_malloc(MMAP_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES)
-        _raise_file_limit()
+        raise_open_files_limit()  # each tensor has a file with two descriptors (the map's is its own)
 
     @contextmanager
     def stepping(
@@ -171,12 +171,6 @@ class MappedFile:
 def _read_all(files: Sequence[MappedFile]) -> None:
     for file in files:
         file.read()
-
-
-def _raise_file_limit() -> None:
-    """Each tensor has a file with two descriptors (the map's is its own); the usual soft limit is 1,024."""
-    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def _disk_full_error(directory: Path, size: int, error: OSError) -> tuple[str, str]:
