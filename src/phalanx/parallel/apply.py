@@ -4,7 +4,7 @@
 2. ranks that share a model are left their share of each tensor, and those that train some of the experts these;
    tensor parallelism replaces products, expert parallelism layers of experts, context parallelism attention;
 3. recomputation wraps its blocks;
-4. blocks are compiled;
+4. blocks are compiled, and on GPUs the loss;
 5. ZeRO-3 (or HSDP, over two axes of the mesh) splits its parameters;
 6. memory is given;
 7. the other ways of data parallelism take the replica;
@@ -48,7 +48,7 @@ from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.parallel.pipeline.stage_module import StageModule
-from phalanx.parallel.strategy import Strategy
+from phalanx.parallel.strategy import Strategy, cross_entropy
 from phalanx.parallel.tensor.gathered_heads import apply_gathered_heads
 from phalanx.parallel.tensor.parameter_sharding import ModelSharding
 from phalanx.parallel.tensor.tensor_parallel import TensorParallelGroup, apply_tensor_parallel
@@ -89,6 +89,8 @@ def apply_layout(
         for block in blocks:
             block.compile()
     strategy = _apply_data_parallelism(module, layout, mesh, device, blocks, precision)
+    if compile and device.type == "cuda":  # one kernel in place of fp32 copies of the largest tensor of all
+        strategy.loss_of_logits = torch.compile(cross_entropy)
     strategy.shared, strategy.tensor = sharded.sharding, groups.tensor
     _count_exposed_communication(strategy, groups)
     if isinstance(module, StageModule):

@@ -92,6 +92,8 @@ class Strategy:
         self.pop_expert_rows: Callable[[], int] | None = None
         """How many rows this rank's experts computed since it was last asked, where ranks have different ones."""
         self.clock: DeviceClock = HOST_CLOCK
+        self.loss_of_logits: Callable[[Tensor, Tensor, int], Tensor] = cross_entropy
+        """Of whole logits."""
         self.timeline: list[tuple[ScheduleStep, Timestamp, Timestamp]] = []
         """What this rank did in the last step, and from when to when by its clock."""
 
@@ -164,7 +166,7 @@ class Strategy:
         """The loss of the model's logits, [B, T, V] or this rank's part of them: summed over targets but `ignored`."""
         if self.tensor is not None:
             return self.tensor.cross_entropy(logits, targets_BT, ignored)
-        return cross_entropy(logits, targets_BT, ignored)
+        return self.loss_of_logits(logits, targets_BT, ignored)
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Sum over ranks what each measured (fp64), and turn the gradient of the summed losses into that of their mean
