@@ -1,14 +1,16 @@
 """How long a rank draws its initial weights: rank 0 of many, alone on this CPU.
 
-    python -m benchmarks.weights                    # llama3-70b on 64 ranks, zero3
+    python -m benchmarks.weights        # prints the table and writes docs/benchmarks/weights.md
 
 Before this, each rank drew all weights, whatever it trained; that is timed on one block, embedding and head."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from phalanx.model.init import DrawnWeights
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply_layout
-from phalanx.parallel.init_parameters import init_parameters
+from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
 from phalanx.parallel.mesh import build_mesh
+from phalanx.parallel.strategy import Strategy
 from phalanx.spec.files.load import load_model
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
+from phalanx.train.training_data import await_checkpoint
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "weights.md"
 
 
 def whole_seconds(spec: ModelSpec) -> float:
@@ -41,8 +47,15 @@ def whole_seconds(spec: ModelSpec) -> float:
     return spec.num_layers * seconds(of_block) + seconds(others)
 
 
+def init_seconds(strategy: Strategy, weights: WeightInitializer) -> float:
+    """Return the seconds until this rank's parameters have their values."""
+    started_at = time.perf_counter()
+    init_parameters(strategy, weights)
+    return time.perf_counter() - started_at
+
+
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, print a table, write it."""
     parser = argparse.ArgumentParser("benchmarks.weights")
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument("--ranks", type=int, default=64)
@@ -52,11 +65,23 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=asked.ranks)
     mesh = build_mesh(layout, asked.ranks, "cpu")
     strategy = apply_layout(spec, layout, mesh, torch.device("cpu"), lambda name, shape: torch.zeros(()).expand(shape))
-    started_at = time.perf_counter()
-    init_parameters(strategy, DrawnWeights(spec, 0))
-    own = time.perf_counter() - started_at
-    print(f"| {asked.model}, zero3 on {asked.ranks} ranks, one thread | seconds a rank |\n|---|---:|")
-    print(f"| all weights, as before | {whole_seconds(spec):.1f} |\n| the rank's own rows | {own:.1f} |")
+    awaited = init_seconds(strategy, await_checkpoint)
+    own = init_seconds(strategy, DrawnWeights(spec, 0))
+    page = f"""# How long a rank draws its initial weights
+
+| {asked.model}, zero3 on {asked.ranks} ranks | seconds a rank |
+|---|---:|
+| all weights, as before | {whole_seconds(spec):.1f} |
+| the rank's own rows | {own:.1f} |
+| where a checkpoint follows (no number is written in their place) | {awaited:.1f} |
+
+Rank 0, alone on one thread of a CPU ({platform.machine()}, torch {torch.__version__}); "all weights" from one block,
+the embedding and the head. The values are the same in every layout (`tests/parallel/test_init_parameters.py`).
+
+- Again: `python -m benchmarks.weights`.
+"""
+    print(page)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":
