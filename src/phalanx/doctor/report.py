@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.doctor.finding import DoctorFinding
+from phalanx.spec.errors import UserError
 
 SEVERITY_ORDER = ("FAIL", "WARN", "SKIP", "OK")
 FAILING_NODES_FILE = "failing_nodes.txt"
@@ -72,8 +73,15 @@ def _escape_cell(text: str) -> str:
 
 
 def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str) -> None:
-    """findings.json, findings.md and failing_nodes.txt."""
+    """Write findings.json, findings.md and failing_nodes.txt.
+
+    Raises UserError if files of these names are there that no doctor wrote.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    others = [name for name in ("findings.md", FAILING_NODES_FILE) if (directory / name).exists()]
+    if others and not (directory / "findings.json").exists():  # which comes first
+        problem = f"holds a {others[0]} that phalanx did not write"
+        raise UserError("directory", str(directory), problem, "name another directory, or move the file")
     listed = [asdict(finding) for finding in sort_by_severity(findings)]
     (directory / "findings.json").write_text(json.dumps(listed, indent=1) + "\n")
     (directory / "findings.md").write_text(to_markdown(findings, title))

@@ -265,11 +265,15 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     mfus = [line["mfu"] for line in run_data.step_metrics if line["step"] in set(times.steps) and line.get("mfu")]
     mfu_note = f", at an MFU of {100 * float(np.median(mfus)):.0f} %" if mfus else ""
     seconds = times.computing.mean(1)
+    # A CPU may have no instructions for bf16, and a run in bf16 has fp8 below it only.
+    is_in_fp32 = run_data.run is None or run_data.run.training.precision != "bf16"
+    has_gpu = any(record.device == "cuda" for record in run_data.ranks.values())
+    lower = ", lower precision" if is_in_fp32 and has_gpu else ""
     return Bottleneck(
         "compute",
         times.share(seconds),
         f"forward and backward passes take {np.median(seconds):.3g} s of a step{mfu_note}",
-        "use larger micro-batches, training.compile, lower precision; then more or faster devices",
+        f"use larger micro-batches, training.compile{lower}; then more or faster devices",
     )
 
 

@@ -116,6 +116,11 @@ def test_doctor_gather_compares_node_reports_and_lists_failing_nodes(run: Path, 
         cli_runner.command_output(
             "doctor", "--from-snapshot", h100, "--save-report", health, exit_code=2 if host == "node3" else 0
         )
+    (health / "failing_nodes.txt").write_text("of mine")
+    with pytest.raises(UserError, match="holds a failing_nodes.txt that phalanx did not write"):
+        doctor_output(run, "--compare-reports", health)
+    assert (health / "failing_nodes.txt").read_text() == "of mine"
+    (health / "failing_nodes.txt").unlink()
     said = doctor_output(run, "--compare-reports", health, exit_code=2)
     assert "leave out: --exclude=node3" in said
     assert (health / "failing_nodes.txt").read_text() == "node3\n"

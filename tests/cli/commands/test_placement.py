@@ -184,6 +184,16 @@ def test_placement_raises_user_error_for_invalid_arguments(run: Path, tmp_path: 
             placement_output(run, *arguments)
 
 
+def test_placement_replaces_only_pictures_of_its_own(run: Path, tmp_path: Path) -> None:
+    notes, picture = tmp_path / "notes.html", str(tmp_path / "heat.html")
+    notes.write_text("my notes")
+    with pytest.raises(UserError, match="phalanx did not write it"):
+        placement_output(run, "--ranks", "4", "--out", str(notes))
+    assert notes.read_text() == "my notes"
+    for _ in range(2):
+        placement_output(run, "--ranks", "4", "--out", picture)
+
+
 def test_placement_does_not_import_torch(run: Path) -> None:
     assert "torch" not in cli_runner.imported_packages("placement", run, "--ranks", 8)
 

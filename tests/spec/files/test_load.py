@@ -148,6 +148,17 @@ def test_load_run_drops_inapplicable_options_when_strategy_is_overridden(tmp_pat
         check_inapplicable_options(asked)
 
 
+@pytest.mark.parametrize(
+    ("name", "right_name"),
+    [("PHALANX_TRAINING_STEPS", "PHALANX_TRAINING__STEPS"), ("PHALANX_DATA_HELD_OUT", "PHALANX_DATA__HELD_OUT")],
+)
+def test_load_run_refuses_variable_that_lacks_an_underscore(tmp_path, name, right_name):
+    path = write_run_file(tmp_path, '[model]\npreset = "tiny"')
+    with pytest.raises(UserError, match=f"write {right_name}"):
+        load_run(path, environment={name: "3"})
+    load_run(path, environment={"PHALANX_LAUNCHER": "3", "PHALANX_RANK_LOGS": "x", "TRAINING_STEPS": "3"})
+
+
 def test_load_run_names_environment_variable_of_invalid_setting(tmp_path):
     with pytest.raises(
         UserError, match=r"training\.stepz = 3: is not a known field \(set by PHALANX_TRAINING__STEPZ\)"

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from phalanx.cli.commands.plan import DEFAULT_DEVICES_PER_NODE
 from phalanx.cli.common.options import Json, Overrides, Ranks, RunFile
+from phalanx.cli.common.output_file import check_replaceable
 from phalanx.plan.placement.collectives import BUFFER_BYTES, fabric_loads, nccl_latencies
 from phalanx.plan.placement.findings import (
     LINK_KINDS,
@@ -87,6 +88,7 @@ def placement(
     heat = traffic_heatmap(described, world_size, parts, site)
     facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _heatmap_to_json(heat)}
     if out is not None:
+        check_replaceable("--out", out)
         save_picture(heat, out)
         print(f"wrote {out}", file=sys.stderr)
     if json_:

@@ -200,12 +200,14 @@ def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
 def check_precision(run: RunSpec) -> None:
     """Raise UserError for an arithmetic that nothing is known of."""
     precision, known = run.training.precision, known_precisions(run.cluster)
+    # Of a machine that is not named nothing is known, and a CPU's fp32 is.
+    machine = "name the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
     require(
         precision in known,
         "training.precision",
         precision,
         f"{NOT_PREDICTED} here",
-        f'set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx calibrate`)',
+        f'{machine}set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx calibrate`)',
     )
 
 

@@ -54,6 +54,7 @@ def load_run(
     file_layout = dict(layout) if isinstance(layout := table.get("layout", {}), dict) else {}
     variable_of_field = {}
     for name, text in sorted(environment.items()):
+        _check_variable_name(name, text)
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             variable_of_field[".".join(keys)] = name
@@ -72,6 +73,17 @@ def load_run(
             if user_error.field in variable_of_field:
                 user_error.problem += f" (set by {variable_of_field[user_error.field]})"
         raise
+
+
+def _check_variable_name(name: str, text: str) -> None:
+    """Raise UserError for a variable that names a field, but for an underscore between it and its section."""
+    key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+    for section in RunSpec.model_fields if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name else ():
+        field = key.removeprefix(f"{section}_")
+        if field in getattr(RunSpec.model_fields[section].annotation, "model_fields", ()):
+            problem = "is not read: two underscores stand between a section and its field"
+            fix = f"write {ENVIRONMENT_PREFIX}{section.upper()}__{field.upper()}, or unset it"
+            raise UserError(name, text, problem, fix)
 
 
 def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
