@@ -163,6 +163,22 @@ def test_data_sources_read_other_json_lines_of_unknown_suffix_as_text_only_in_fo
         list(documents([str(tmp_path / "server.log")]))
 
 
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('# my data\n{"text": "one"}\n{"text": "two"}\n', 1),
+        ('{"text": "one"}\n{"text": "two"}\n{"broken\n', 3),
+        ('{"text": "one"}\n{"text": "two"}\nprose\n', 3),
+    ],
+)
+def test_data_sources_name_line_between_json_records_of_unknown_suffix(tmp_path, content, line):
+    (tmp_path / "rows.dat").write_text(content)
+    with pytest.raises(UserError, match=rf"rows.dat:{line}.*is not JSON"):
+        list(documents([str(tmp_path / "rows.dat")]))
+    (tmp_path / "prose.txt").write_text('A line of prose.\n{"text": "quoted"}\nAnother.\n')
+    assert len(list(documents([str(tmp_path / "prose.txt")]))) == 1
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize("in_folder", [False, True])
 def test_data_sources_read_single_json_record_with_text(tmp_path, indent, in_folder):

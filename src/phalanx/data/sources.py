@@ -167,11 +167,17 @@ def read_documents(source_file: SourceFile, text_key: str = "text", field: str =
 
 
 def _read_by_content(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
-    """Read JSON records if the file has them, otherwise its text."""
+    """Read JSON records if the file has them, otherwise its text. Where half of the first lines are records, all must
+    be: a comment above them, or a damaged line, would make the file one document with all its braces."""
     with open_decompressed(source_file.path, field) as file:
         beginning = file.read(BINARY_PROBE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     may_be_json = beginning[:1] in (b"{", b"[")
-    yield from (_read_json if may_be_json else _read_text)(source_file, text_key, field)
+    lines = [line for line in beginning.splitlines() if line.strip()]
+    num_records = sum(_is_record(_parse_json(line), text_key) for line in lines)
+    if 2 * num_records >= len(lines) and num_records > 1:
+        yield from _read_json_lines(source_file, text_key, field)
+    else:
+        yield from (_read_json if may_be_json else _read_text)(source_file, text_key, field)
 
 
 def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[Document]:
