@@ -212,6 +212,17 @@ def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
         assert texts_of_class(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
 
 
+def test_plan_explain_memory_parts_add_up_to_table(run):
+    option = plan_json(run, *H100)["layouts"][0]
+    text = plan_output(run, *H100, "--explain", 1)
+    table = text[text.index("memory, GiB") : text.index("parts: ")].splitlines()[1:]
+    rows = {words[0]: float(words[-1]) for line in table if (words := line.rstrip("█ ").split())}
+    total = rows.pop("total")
+    assert sum(rows.values()) == pytest.approx(total, abs=0.03)
+    assert total == pytest.approx(option["memory_bytes"] / GIB, abs=0.01)
+    assert option["stage_bytes"]["last"] == option["memory_bytes"]
+
+
 def test_plan_reports_written_files_on_stderr(run, tmp_path):
     picture, planned = tmp_path / "step.svg", tmp_path / "planned.toml"
     said = cli_runner.command_stderr("plan", run, *H100, "--picture", picture, "--out", planned)
