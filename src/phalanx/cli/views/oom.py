@@ -13,7 +13,7 @@ from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_memory_l
 from phalanx.spec.formatting import GIB, format_gib, format_optional
 from phalanx.spec.run import RunSpec
 
-WIDTH = 170
+WIDTH = 180
 NOTES = (
     "GiB: what the fullest rank holds, as in `phalanx memory`",
     "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
@@ -33,15 +33,15 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     )
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
+    unhelpful: dict[str, list[str]] = {}
     for effect in diagnosis.single_remedies:
-        if effect.new_footprint is not None:
-            _add_row(table, effect, diagnosis.current_footprint, " ".join(effect.settings), effect.remedy.cost)
+        if effect.freed_bytes > 0 or fits_after([effect]):
+            _add_row(table, effect, diagnosis.current_footprint, _pasted_after_set(effect), effect.remedy.cost)
+        else:
+            unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)
     console.print(table)
-    for problem in dict.fromkeys(
-        effect.problem for effect in diagnosis.single_remedies if effect.new_footprint is None
-    ):
-        names = ", ".join(effect.remedy.name for effect in diagnosis.single_remedies if effect.problem == problem)
-        console.print(f"not {names}: {problem}", style="dim", highlight=False, soft_wrap=True)
+    for problem, names in unhelpful.items():
+        console.print(f"not {', '.join(names)}: {problem}", style="dim", highlight=False, soft_wrap=True)
     if diagnosis.current_footprint.fits:
         console.print("\nThe run fits already: nothing has to change.", style="green")
     else:
@@ -86,8 +86,9 @@ def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
     if len(diagnosis.needed) < len(diagnosis.steps):
         names = "; ".join(effect.remedy.name for effect in diagnosis.needed)
         console.print(f"\nOf these enough: {names}", highlight=False, soft_wrap=True)
-    settings = " ".join(f"--set {setting}" for setting in last_effect.settings)
-    console.print(f"\nIt fits with  {settings}", style="green", highlight=False, soft_wrap=True)
+    console.print(
+        f"\nIt fits with  --set {_pasted_after_set(last_effect)}", style="green", highlight=False, soft_wrap=True
+    )
     if last_effect.new_footprint:
         footprint = last_effect.new_footprint
         then = f"{format_gib(footprint.memory.total)}, step {format_optional(footprint.step_seconds)} s"
@@ -104,6 +105,11 @@ def _print_best(console: Console, diagnosis: Diagnosis) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _pasted_after_set(effect: RemedyEffect) -> str:
+    """Return the settings of a remedy as a command line takes them after its first `--set`."""
+    return " --set ".join(effect.settings)
 
 
 def _add_step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
@@ -134,7 +140,7 @@ def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: st
 def _table(*headers: str) -> Table:
     left_aligned = ("change", "--set", "most in", "", "costs")
     columns = [
-        Column(header, justify="left" if header in left_aligned else "right", no_wrap=header not in ("--set", "costs"))
+        Column(header, justify="left" if header in left_aligned else "right", no_wrap=header != "costs")
         for header in headers
     ]
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
