@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
-from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_memory_limit
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY, describe_fit, describe_memory_limit
 from phalanx.spec.formatting import GIB, format_gib, format_optional
 from phalanx.spec.run import RunSpec
 
@@ -20,7 +20,7 @@ NOTES = (
     "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
     "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below "
-    f"{SAFE_OOM_PROBABILITY:.0%}",
+    f"{SAFE_OOM_PROBABILITY:.0%}, may not fit: below {MAX_OOM_PROBABILITY:.0%}",
 )
 
 
@@ -55,7 +55,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
 def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
     memory, cluster = diagnosis.current_footprint.memory, run.cluster
     name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
-    verdict = "fits" if diagnosis.current_footprint.fits else "does not fit"
+    verdict = describe_fit(diagnosis.current_footprint.p_oom)
     console.print(
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.total)} of "
         f"{diagnosis.limit_bytes / GIB:.1f} that it may: {verdict}",
@@ -131,7 +131,7 @@ def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: st
         f"{part} {size / GIB:.1f}" if size > 0 else "",
         f"{after.memory.total / GIB:.1f}",
         step,
-        "fits" if after.fits else "",
+        describe_fit(after.p_oom) if after.p_oom < MAX_OOM_PROBABILITY else "",
         *more,
         style="green" if after.fits else "",
     )
@@ -164,7 +164,7 @@ def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _footprint_to_json(footprint: RunFootprint) -> dict[str, Any]:
     memory = {**asdict(footprint.memory), "total": footprint.memory.total}
-    return {"memory": memory, "fits": footprint.fits, "step_seconds": footprint.step_seconds}
+    return {"memory": memory, "fits": footprint.fits, "p_oom": footprint.p_oom, "step_seconds": footprint.step_seconds}
 
 
 def _effect_to_json(effect: RemedyEffect) -> dict[str, Any]:
