@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cli.commands.plan import _why_not_best, run_on_cluster
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.plan.search.evaluate import parse_layout
+from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.plan.search.result import Plan
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.formatting import GIB
@@ -221,6 +222,20 @@ def test_plan_explain_memory_parts_add_up_to_table(run):
     assert sum(rows.values()) == pytest.approx(total, abs=0.03)
     assert total == pytest.approx(option["memory_bytes"] / GIB, abs=0.01)
     assert option["stage_bytes"]["last"] == option["memory_bytes"]
+
+
+def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(run, monkeypatch):
+    described, world_size = run_on_cluster(run, "h100", 2, 8, [])
+    evaluated = partial(evaluate_layout, described, world_size)
+    chosen = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
+    exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
+    plan = Plan([chosen], [], 1, chosen, None)
+    monkeypatch.setattr("phalanx.cli.commands.plan._search", lambda *_, **__: plan)
+    (note,) = _why_not_best(described, world_size, exported, "torchtitan")
+    assert str(chosen.candidate) in note
+    assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
+    assert _why_not_best(described, world_size, exported, "megatron") == []
+    assert _why_not_best(described, world_size, chosen, "torchtitan") == []
 
 
 def test_plan_reports_written_files_on_stderr(run, tmp_path):
