@@ -77,6 +77,11 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     assert "It fits with  --set layout.tp=4 --set layout.micro_batch_size=1" in text
     assert "The planner's best of all layouts on these devices: " in text
     assert "…" not in text
+    assert " layout.data_parallel=zero1 --set layout.offload=cpu " in text
+    assert "\nnot more devices: frees nothing on the fullest rank" in text
+    assert "\nmore devices" not in text
+    sharded = advise_output("oom", run, "--machine", "h100", "--set", "layout.data_parallel=zero3")
+    assert "\nmore devices" in sharded
     without_times = advise_output("oom", run, "--machine", "h100", "--set", "training.precision=fp32")
     assert "Of these enough: recompute blocks; ZeRO-2" in without_times
     assert (

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.cost.estimate.constants import memory_constants
 from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
 from tests.helpers import cli_runner
@@ -130,7 +131,7 @@ def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
     rows = rows_by_strategy_and_role(run, *small)
     assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)
     assert rows["parameter_server server"]["fits"] is None
-    marked = [line for line in memory_output(run, *small).splitlines() if line.endswith("does not fit")]
+    marked = [line for line in memory_output(run, *small).splitlines() if " not fit" in line and ":" not in line]
     assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
 
 
@@ -138,6 +139,18 @@ def min_safe_memory_bytes(held_bytes: int, on_gpu: bool = True) -> float:
     """Memory of a device on which so many bytes of tensors almost surely fit."""
     c = memory_constants()
     return (held_bytes + on_gpu * c.context_gib * 2**30) / exp(-1.645 * c.spread)
+
+
+def test_memory_says_may_not_fit_as_advise_oom_between_the_thresholds_of_the_planner(run):
+    machine = ["--machine", "h100"]
+    held = rows_by_strategy_and_role(run, *machine, "--ranks", "2")["zero2 rank"]["memory"]["total"]
+    tight = [*machine, "--set", f"cluster.memory_bytes={round(0.99 * min_safe_memory_bytes(held))}"]
+    p_oom = rows_by_strategy_and_role(run, *tight, "--ranks", "2")["zero2 rank"]["p_oom"]
+    assert SAFE_OOM_PROBABILITY <= p_oom < MAX_OOM_PROBABILITY
+    verdict = f"may not fit (P(OOM) {p_oom:.0%})"
+    own = next(line for line in memory_output(run, *tight, "--ranks", "2").splitlines() if line.startswith("*"))
+    assert own.endswith(verdict)
+    assert cli_runner.command_output("advise", "oom", run, *tight, "--nproc", "2").splitlines()[0].endswith(verdict)
 
 
 @pytest.mark.parametrize("machine", ["h100", "cpu"])

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.commands.plan import run_on_cluster
+from phalanx.cli.commands.plan import _why_not_best, run_on_cluster
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.plan.search.evaluate import parse_layout
+from phalanx.plan.search.evaluate import evaluate_layout, parse_layout
 from phalanx.plan.search.explain import PART_DESCRIPTIONS
+from phalanx.plan.search.result import Plan
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run, run_from_table
 from phalanx.spec.formatting import GIB
@@ -210,6 +211,31 @@ def test_plan_picture_contains_numbers_of_explained_layout(run, tmp_path):
         stages = len(figures[6 * len(parts) :]) // len(last)
         assert figures[6 * len(parts) :][stages - 1 :: stages] == last
         assert texts_of_class(picture, "counted")[-1].startswith(f"{option['memory_bytes'] / GIB:.1f} GiB")
+
+
+def test_plan_explain_memory_parts_add_up_to_table(run):
+    option = plan_json(run, *H100)["layouts"][0]
+    text = plan_output(run, *H100, "--explain", 1)
+    table = text[text.index("memory, GiB") : text.index("parts: ")].splitlines()[1:]
+    rows = {words[0]: float(words[-1]) for line in table if (words := line.rstrip("█ ").split())}
+    total = rows.pop("total")
+    assert sum(rows.values()) == pytest.approx(total, abs=0.03)
+    assert total == pytest.approx(option["memory_bytes"] / GIB, abs=0.01)
+    assert option["stage_bytes"]["last"] == option["memory_bytes"]
+
+
+def test_plan_export_names_what_the_trainer_cannot_express_of_the_chosen_layout(run, monkeypatch):
+    described, world_size = run_on_cluster(run, "h100", 2, 8, [])
+    evaluated = partial(evaluate_layout, described, world_size)
+    chosen = evaluated(parse_layout("data_parallel=zero3,activation_checkpointing=selective"))
+    exported = evaluated(parse_layout("data_parallel=zero3,tp=2"))
+    plan = Plan([chosen], [], 1, chosen, None)
+    monkeypatch.setattr("phalanx.cli.commands.plan._search", lambda *_, **__: plan)
+    (note,) = _why_not_best(described, world_size, exported, "torchtitan")
+    assert str(chosen.candidate) in note
+    assert "layout.activation_checkpointing = selective cannot be written for torchtitan" in note
+    assert _why_not_best(described, world_size, exported, "megatron") == []
+    assert _why_not_best(described, world_size, chosen, "torchtitan") == []
 
 
 def test_plan_reports_written_files_on_stderr(run, tmp_path):

@@ -17,7 +17,14 @@ from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
 from phalanx.cost.exact.layout_checks import require_resolved_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_host_need, describe_memory_limit, fits_safely
+from phalanx.plan.search.oom_risk import (
+    MAX_OOM_PROBABILITY,
+    SAFE_OOM_PROBABILITY,
+    describe_fit,
+    describe_host_need,
+    describe_memory_limit,
+    ranks_oom_probability,
+)
 from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
@@ -28,7 +35,7 @@ from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
-WIDTH = 120
+WIDTH = 140
 """Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
 NOTES = (
     "*: the run's own layout; of each strategy the fullest rank, or with --all every stage and role",
@@ -36,7 +43,8 @@ NOTES = (
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
     "communication buffers; not counted: allocator, libraries",
     "total: the most at one time, less than the parts together, whose peaks come at different times",
-    f"does not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more, as in `phalanx advise oom`",
+    f"may not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more; does not fit: {MAX_OOM_PROBABILITY:.0%} or more, as in "
+    "`phalanx plan` and `phalanx advise oom`",
 )
 
 
@@ -51,6 +59,7 @@ class MemoryRow:
     memory: RankMemory | None = None
     fits: bool | None = None
     """None where the memory is not known; a server is in the CPU's."""
+    p_oom: float | None = None
     problem: str = ""
     dp_shard: int | None = None
     """Of hsdp, where the run file does not say."""
@@ -141,16 +150,21 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
     except UserError as error:
         return [MemoryRow(data, is_own, problem=str(error).partition("\n")[0])]
     is_known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in memory_by_role}
+    risks = {
+        role: ranks_oom_probability(cluster, [role_memory]) if is_known[role] else None
+        for role, role_memory in memory_by_role.items()
+    }
     return [
         MemoryRow(
             data,
             is_own,
             role,
             micro_batch,
-            role_memory,
-            fits_safely(cluster, [role_memory]) if is_known[role] else None,
+            memory_by_role[role],
+            None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY,
+            p_oom,
         )
-        for role, role_memory in memory_by_role.items()
+        for role, p_oom in risks.items()
     ]
 
 
@@ -222,8 +236,10 @@ def _table(world_size: int, rows: list[MemoryRow]) -> Table:
         cells = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
         cells += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
         cells += [str(row.micro_batch)] if differs else []
-        style = "red" if row.fits is False else "bold" if row.own else ""
-        table.add_row(_row_label(row, world_size), *cells, "does not fit" if row.fits is False else "", style=style)
+        verdict = "" if row.p_oom is None or row.fits else describe_fit(row.p_oom)
+        color = "red" if verdict == "does not fit" else "yellow"
+        style = color if row.fits is False else "bold" if row.own else ""
+        table.add_row(_row_label(row, world_size), *cells, verdict, style=style)
     return table
 
 

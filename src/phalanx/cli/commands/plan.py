@@ -271,5 +271,21 @@ def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str
         raise UserError("--export", trainer, problem, error.fix) from None
     print(exported.text)
     print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
-    for note in exported.notes:
+    for note in (*exported.notes, *_why_not_best(run, world_size, option, trainer)):
         print(f"note: {note}", file=sys.stderr)
+
+
+def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trainer: str) -> list[str]:
+    """Say why the layout that the planner would take is not the exported one, if the trainer cannot express it."""
+    from phalanx.plan.export.export import export
+    from phalanx.spec.errors import UserError
+
+    chosen = _search(run, world_size, MIN_SEARCHED, all_schedules=False).chosen
+    if chosen.candidate == exported.candidate:
+        return []
+    try:
+        export(run.model_copy(update={"layout": chosen.candidate.layout()}), world_size, trainer)  # type: ignore[arg-type]
+    except UserError as error:
+        reason = f"{error.field} = {error.value} {error.problem}"
+        return [f"Of all layouts the planner takes {chosen.candidate} ({chosen.step_seconds:.3f} s): {reason}."]
+    return []

@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phalanx.plan.advice.oom import Diagnosis, RemedyEffect, RunFootprint, fits_after
-from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, describe_memory_limit
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY, describe_fit, describe_memory_limit
 from phalanx.spec.formatting import GIB, format_gib, format_optional
 from phalanx.spec.run import RunSpec
 
-WIDTH = 170
+WIDTH = 180
 NOTES = (
     "GiB: what the fullest rank holds, as in `phalanx memory`",
     "step: the planner's time; - where it does not know (machines without speeds or not calibrated in this precision, "
     "some choices)",
     "alone: as little of the change as makes the run fit, or what frees most",
     "parts are at the most of each, which comes at different times: all at one time are less; fits: P(OOM) below "
-    f"{SAFE_OOM_PROBABILITY:.0%}",
+    f"{SAFE_OOM_PROBABILITY:.0%}, may not fit: below {MAX_OOM_PROBABILITY:.0%}",
 )
 
 
@@ -33,15 +33,15 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
     )
     console.print(f"\neach change alone, cheapest first{order}", style="bold")
     table = _table("change", "frees GiB", "most in", "GiB then", "step s", "", "--set", "costs")
+    unhelpful: dict[str, list[str]] = {}
     for effect in diagnosis.single_remedies:
-        if effect.new_footprint is not None:
-            _add_row(table, effect, diagnosis.current_footprint, " ".join(effect.settings), effect.remedy.cost)
+        if effect.freed_bytes > 0 or fits_after([effect]):
+            _add_row(table, effect, diagnosis.current_footprint, _pasted_after_set(effect), effect.remedy.cost)
+        else:
+            unhelpful.setdefault(effect.problem or "frees nothing on the fullest rank", []).append(effect.remedy.name)
     console.print(table)
-    for problem in dict.fromkeys(
-        effect.problem for effect in diagnosis.single_remedies if effect.new_footprint is None
-    ):
-        names = ", ".join(effect.remedy.name for effect in diagnosis.single_remedies if effect.problem == problem)
-        console.print(f"not {names}: {problem}", style="dim", highlight=False, soft_wrap=True)
+    for problem, names in unhelpful.items():
+        console.print(f"not {', '.join(names)}: {problem}", style="dim", highlight=False, soft_wrap=True)
     if diagnosis.current_footprint.fits:
         console.print("\nThe run fits already: nothing has to change.", style="green")
     else:
@@ -55,7 +55,7 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
 def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
     memory, cluster = diagnosis.current_footprint.memory, run.cluster
     name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
-    verdict = "fits" if diagnosis.current_footprint.fits else "does not fit"
+    verdict = describe_fit(diagnosis.current_footprint.p_oom)
     console.print(
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.total)} of "
         f"{diagnosis.limit_bytes / GIB:.1f} that it may: {verdict}",
@@ -86,8 +86,9 @@ def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
     if len(diagnosis.needed) < len(diagnosis.steps):
         names = "; ".join(effect.remedy.name for effect in diagnosis.needed)
         console.print(f"\nOf these enough: {names}", highlight=False, soft_wrap=True)
-    settings = " ".join(f"--set {setting}" for setting in last_effect.settings)
-    console.print(f"\nIt fits with  {settings}", style="green", highlight=False, soft_wrap=True)
+    console.print(
+        f"\nIt fits with  --set {_pasted_after_set(last_effect)}", style="green", highlight=False, soft_wrap=True
+    )
     if last_effect.new_footprint:
         footprint = last_effect.new_footprint
         then = f"{format_gib(footprint.memory.total)}, step {format_optional(footprint.step_seconds)} s"
@@ -104,6 +105,11 @@ def _print_best(console: Console, diagnosis: Diagnosis) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _pasted_after_set(effect: RemedyEffect) -> str:
+    """Return the settings of a remedy as a command line takes them after its first `--set`."""
+    return " --set ".join(effect.settings)
 
 
 def _add_step(table: Table, effect: RemedyEffect, before: RunFootprint) -> RunFootprint:
@@ -125,7 +131,7 @@ def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: st
         f"{part} {size / GIB:.1f}" if size > 0 else "",
         f"{after.memory.total / GIB:.1f}",
         step,
-        "fits" if after.fits else "",
+        describe_fit(after.p_oom) if after.p_oom < MAX_OOM_PROBABILITY else "",
         *more,
         style="green" if after.fits else "",
     )
@@ -134,7 +140,7 @@ def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: st
 def _table(*headers: str) -> Table:
     left_aligned = ("change", "--set", "most in", "", "costs")
     columns = [
-        Column(header, justify="left" if header in left_aligned else "right", no_wrap=header not in ("--set", "costs"))
+        Column(header, justify="left" if header in left_aligned else "right", no_wrap=header != "costs")
         for header in headers
     ]
     return Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -158,7 +164,7 @@ def oom_to_json(run: RunSpec, diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _footprint_to_json(footprint: RunFootprint) -> dict[str, Any]:
     memory = {**asdict(footprint.memory), "total": footprint.memory.total}
-    return {"memory": memory, "fits": footprint.fits, "step_seconds": footprint.step_seconds}
+    return {"memory": memory, "fits": footprint.fits, "p_oom": footprint.p_oom, "step_seconds": footprint.step_seconds}
 
 
 def _effect_to_json(effect: RemedyEffect) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from phalanx.plan.tables.predict import Prediction, PredictionFailure
 from phalanx.plan.training_cost import estimate_training_cost
 from phalanx.report.drawing.step_breakdown import Bar, Breakdown
 from phalanx.spec.cluster import ClusterSpec
-from phalanx.spec.formatting import GIB
+from phalanx.spec.formatting import GIB, format_gib
 from phalanx.spec.run import RunSpec
 
 WIDTH = 120
@@ -104,13 +104,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
     if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation gives each rank a core
         _print_simulated(console, run, world_size, option)
     console.print()
-    table = _table("memory, GiB", *option.stages, "")
-    for part in ("state", "activations", "logits", "buffers"):
-        stage_gib = [stage[part] / GIB for stage in option.stages.values()]
-        table.add_row(
-            part, *(f"{size:.2f}" for size in stage_gib), "█" * round(40 * max(stage_gib) * GIB / option.memory_bytes)
-        )
-    console.print(table)
+    _print_memory_parts(console, run.cluster, option)
     if host_need := describe_host_need(run.cluster, option.host_bytes):
         console.print(host_need, highlight=False, soft_wrap=True)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
@@ -128,6 +122,25 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
     console.print()
     print_assumptions(console, run, world_size, [option, *other_options])
+
+
+def _print_memory_parts(console: Console, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
+    """Print the estimated parts of the first and the last stage, and what the count of tensors adds to their sum."""
+    table = _table("memory, GiB", *option.stages, "")
+    stages, totals = option.stages.items(), option.stage_bytes.values()
+    rows = {part: [parts[part] for _, parts in stages] for part in option.stages["last"]}
+    rows["count - estimate"] = [option.stage_bytes[name] - sum(parts.values()) for name, parts in stages]
+    for part, sizes in rows.items():
+        bar = "█" * round(40 * max(sizes) / option.memory_bytes)
+        table.add_row(part, *(f"{size / GIB:.2f}" for size in sizes), bar)
+    table.add_row("total", *(f"{total / GIB:.2f}" for total in totals), "", style="bold")
+    console.print(table)
+    note = "parts: a formula's estimate; total: Phalanx's tensors as in `phalanx memory`"
+    if cluster.calibration:
+        note += ", with the rest of the process as measured"
+    if option.memory_bytes > max(totals):
+        note += f"; the fullest rank is of another stage: {format_gib(option.memory_bytes)}"
+    console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:

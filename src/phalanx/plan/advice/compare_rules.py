@@ -15,7 +15,7 @@ from phalanx.plan.advice.rules_of_thumb import RULES, RuleOfThumb
 from phalanx.plan.search.candidates import CandidateLayout, candidate_from_run, enumerate_layouts
 from phalanx.plan.search.evaluate import can_run, evaluate
 from phalanx.plan.search.explain import describe_memory_use, explain_slowdown, suggest_fit
-from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY
+from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, process_bytes
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.search import (
     TimeBands,
@@ -149,10 +149,13 @@ def _impossible_advice(
     if smallest.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
         return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    largest_parts = sorted(_fullest_stage_bytes(smallest).items(), key=lambda part: -part[1])
+    cluster, part_bytes = every.run.cluster, _fullest_stage_bytes(smallest)
+    if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):  # as describe_memory_use adds them
+        part_bytes = part_bytes | {"driver and libraries": libraries}
+    largest_parts = sorted(part_bytes.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
     reason = (
-        f"the smallest such layout takes {describe_memory_use(every.run.cluster, smallest)}, "
+        f"the smallest such layout takes {describe_memory_use(cluster, smallest)}, "
         f"and {MAX_OOM_PROBABILITY:.0%} is too much; on the device {parts}"
     )
     return Advice(rule, because, "does not fit", smallest, 0.0, smallest.memory_bytes - best.memory_bytes, reason)

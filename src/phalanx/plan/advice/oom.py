@@ -14,7 +14,7 @@ from phalanx.cost.exact.rank_memory import RankMemory, worker_memories
 from phalanx.plan.advice.oom_remedies import REMEDIES, Remedy, with_layout
 from phalanx.plan.search.candidates import candidate_from_run
 from phalanx.plan.search.evaluate import evaluate
-from phalanx.plan.search.oom_risk import fits_safely, safe_capacity_bytes
+from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, ranks_oom_probability, safe_capacity_bytes
 from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.search.search import search_layouts
 from phalanx.spec.batch import plan_batch
@@ -31,10 +31,15 @@ class RunFootprint:
     """What a run takes: bytes of its fullest rank, and the seconds of its step."""
 
     memory: RankMemory
-    fits: bool
+    p_oom: float
     step_seconds: float | None
     """None where the planner does not know: machines without speeds, precisions that they were not calibrated in,
     choices that it does not predict."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory is almost surely enough."""
+        return self.p_oom < SAFE_OOM_PROBABILITY
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ def run_footprint(run: RunSpec) -> RunFootprint:
     """
     rank_memories = worker_memories(run, run.cluster.ranks)
     limit_bytes(run)
-    fits = fits_safely(run.cluster, rank_memories)
-    return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.total), fits, step_seconds(run))
+    p_oom = ranks_oom_probability(run.cluster, rank_memories)
+    return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.total), p_oom, step_seconds(run))
 
 
 def step_seconds(run: RunSpec) -> float | None:

@@ -74,10 +74,15 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
     more than the formula has for any trainer."""
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
-    device_bytes, host_bytes = device_and_host_bytes(run.cluster, rank_memory(layout_run, world_size).values())
-    used = process_bytes(run.cluster, device_bytes) if run.cluster.calibration else device_bytes
-    risk = max(option.p_oom, layout_oom_probability(run.cluster, device_bytes, host_bytes))
-    return replace(option, memory_bytes=used, host_bytes=host_bytes, p_oom=risk)
+    cluster, memories = run.cluster, list(rank_memory(layout_run, world_size).values())
+    device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
+    used, *stage_bytes = (
+        process_bytes(cluster, size) if cluster.calibration else size
+        for size in (device_bytes, *(device_and_host_bytes(cluster, [memories[index]])[0] for index in (0, -1)))
+    )
+    stages = dict(zip(("first", "last"), stage_bytes, strict=True))
+    risk = max(option.p_oom, layout_oom_probability(cluster, device_bytes, host_bytes))
+    return replace(option, memory_bytes=used, host_bytes=host_bytes, stage_bytes=stages, p_oom=risk)
 
 
 def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
@@ -118,6 +123,7 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
                 scalar_at(memory.allocated, index),
                 scalar_at(memory.host, index),
                 stages,
+                {name: sum(parts.values()) for name, parts in stages.items()},
                 scalar_at(risk, index),
                 speed,
                 mfu(speed, flops, peak, world_size),

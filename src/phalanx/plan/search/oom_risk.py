@@ -39,9 +39,16 @@ def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: 
     return float(exceedance_probability(memory_constants_for(cluster), used, there).max())
 
 
-def fits_safely(cluster: ClusterSpec, memories: Collection[RankMemory]) -> bool:
-    """Whether memory is almost surely enough for ranks that hold so much: what is said to fit."""
-    return layout_oom_probability(cluster, *device_and_host_bytes(cluster, memories)) < SAFE_OOM_PROBABILITY
+def ranks_oom_probability(cluster: ClusterSpec, memories: Collection[RankMemory]) -> float:
+    """Return the probability that memory is not enough for the fullest of some ranks."""
+    return layout_oom_probability(cluster, *device_and_host_bytes(cluster, memories))
+
+
+def describe_fit(p_oom: float) -> str:
+    """Say whether a layout fits; between the two thresholds `phalanx plan` offers it and says that it may not."""
+    if p_oom >= MAX_OOM_PROBABILITY:
+        return "does not fit"
+    return "fits" if p_oom < SAFE_OOM_PROBABILITY else f"may not fit (P(OOM) {p_oom:.0%})"
 
 
 def safe_capacity_bytes(cluster: ClusterSpec) -> float:

@@ -28,7 +28,9 @@ class EvaluatedLayout:
     host_bytes: float
     """In CPU memory, for the rank that offloads most."""
     stages: dict[str, dict[str, float]]
-    """Bytes by part of the first and the last stage."""
+    """Bytes by part of the first and the last stage, as a formula estimates them."""
+    stage_bytes: dict[str, float]
+    """Bytes of the same stages counted as `memory_bytes` are; the parts' sum where nothing was counted."""
     p_oom: float
     tokens_per_second: float
     mfu: float
