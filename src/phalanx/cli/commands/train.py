@@ -195,16 +195,16 @@ def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
     from phalanx.launch.process import select_nproc
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
+    from phalanx.train.create_run import offer_recorded_tokens
 
-    is_single_node = run.cluster.nodes == 1
     ranks = select_nproc(run)
-    world_size = ranks * run.cluster.nodes
     run = _decide_choices(run, resume)
     if run.auto_layout:
-        run, _ = choose_layout_for(run, run.cluster.nproc_per_node if is_single_node else ranks)
+        run, _ = choose_layout_for(run, run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks)
     _check_on_machine(run, ranks, resume, force)
-    check_sources(run.data)
-    batch_plan = plan_batch(run, world_size)
+    with offer_recorded_tokens(run, resume):
+        check_sources(run.data)
+    batch_plan = plan_batch(run, ranks * run.cluster.nodes)
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comment = f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"
     return f"{comment}\n{to_toml(run)}".rstrip()
