@@ -145,3 +145,39 @@ def test_resumed_run_keeps_the_steps_that_its_seconds_gave(tmp_path, capsys):
     assert decide_choices(run, resume=True).training.steps == 60
     assert "this one has 60 steps since it began" in capsys.readouterr().err
     assert not decide_choices(run, resume=False).training.has_decided_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"training": {"steps": 2}}, "training.steps 4 -> 2: the learning rate follows the new schedule, 0.0015 at"),
+        ({"optimizer": {"learning_rate": 0.01}}, "optimizer.learning_rate 0.003 -> 0.01: the learning rate"),
+        ({"training": {"steps": 8}}, ""),  # both warm up alike
+        ({}, ""),
+    ],
+)
+def test_resumed_run_reports_jump_of_learning_rate(tmp_path, monkeypatch, capsys, changes, expected):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    run = load_run(train_and_save(["texts"]) / RUN_FILE)
+    tables = {table: getattr(run, table).model_copy(update=fields) for table, fields in changes.items()}
+    capsys.readouterr()
+    check_and_prepare(run.model_copy(update=tables), 1, resume=True)
+    printed = capsys.readouterr().err
+    assert expected in printed
+    assert ("at step 1 -> " in printed) == bool(expected)
+
+
+def test_resumed_run_without_its_text_offers_its_tokens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_sources(tmp_path)
+    run_file = train_and_save(["texts"]) / RUN_FILE
+    (tmp_path / "texts").rename(tmp_path / "gone")
+    with pytest.raises(UserError, match="no such file or directory") as refused:
+        check_and_prepare(load_run(run_file), 1, resume=True)
+    offered = re.findall(r"--set (\S+)", refused.value.fix)
+    check_and_prepare(load_run(run_file, [setting.replace("'", "") for setting in offered]), 1, resume=True)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(UserError, match="no such file or directory") as refused:
+        check_and_prepare(load_run(run_file), 1, resume=True)
+    assert "or keep" not in refused.value.fix

@@ -31,6 +31,8 @@ from phalanx.spec.torch_compat import check_torch_supports
 
 MIN_SEQ_LEN = 16
 """Below it no shorter sequence is offered."""
+MAX_SEARCHED_LAYERS = 120
+"""A deeper model is searched for settings that fit with this many layers (a multiple of common pipeline sizes)."""
 
 
 def preflight(run: RunSpec, world_size: int, resume: bool) -> None:
@@ -127,12 +129,9 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
     planned = _planned_bytes(run, device)
     if planned <= memory_bytes:
         return
-    from phalanx.plan.advice.oom import changed_settings, cheapest_sequence, evaluate_single_remedies, run_footprint
+    from phalanx.plan.advice.oom import changed_settings
 
-    needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
-    remedied = (needed[-1].run or run) if needed else run
-    candidates = (*_with_shorter_sequences(remedied), *_with_shorter_sequences(run))
-    fitting = next((candidate for candidate in candidates if _planned_bytes(candidate, device) <= memory_bytes), None)
+    fitting = _fitting_run(run, memory_bytes, planned, device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
     ranks = f"{plural(nproc, 'rank')} on it" if device == "cpu" else "the fullest rank"
     raise LocalNodeError(
@@ -141,6 +140,41 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
         f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
         f"{options or 'take a smaller model, or more machines'} (see phalanx advise oom), or --force to try",
     )
+
+
+def _fitting_run(run: RunSpec, memory_bytes: int, planned_bytes: float, device: str) -> RunSpec | None:
+    """Return the run with settings that fit the memory; None if none are found.
+
+    A model deeper than `MAX_SEARCHED_LAYERS` is planned seldom: the search, which plans some 70 runs, takes a model of
+    fewer layers in proportionally less memory, and what it finds is planned once with all layers.
+    """
+    if run.model.num_layers <= MAX_SEARCHED_LAYERS:
+        return _search_fitting_run(run, memory_bytes, device)
+    from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY, enough_bytes, process_bytes
+
+    model = run.model.model_copy(update={"num_layers": MAX_SEARCHED_LAYERS})
+    sample = run.model_copy(update={"model": model})
+    with suppress(UserError):  # such as a pipeline of more stages than the sample has layers
+        fraction = _planned_bytes(sample, device) / planned_bytes
+        sharing_ranks = (run.cluster.nproc_per_node or 1) if device == "cpu" else 1
+        # What libraries take does not shrink with the model.
+        library_bytes = process_bytes(run.cluster, 0) / enough_bytes(run.cluster, 1.0, SAFE_OOM_PROBABILITY)
+        sample_bytes = fraction * memory_bytes + (1 - fraction) * sharing_ranks * library_bytes
+        cluster = run.cluster.model_copy(update={"memory_bytes": round(sample_bytes)})
+        found = _search_fitting_run(sample.model_copy(update={"cluster": cluster}), fraction * memory_bytes, device)
+        if found is not None:
+            fitting = found.model_copy(update={"model": run.model, "cluster": run.cluster})
+            return fitting if _planned_bytes(fitting, device) <= memory_bytes else None
+    return None
+
+
+def _search_fitting_run(run: RunSpec, memory_bytes: float, device: str) -> RunSpec | None:
+    from phalanx.plan.advice.oom import cheapest_sequence, evaluate_single_remedies, run_footprint
+
+    needed = cheapest_sequence(run, run_footprint(run), evaluate_single_remedies(run))[1]
+    remedied = (needed[-1].run or run) if needed else run
+    candidates = (*_with_shorter_sequences(remedied), *_with_shorter_sequences(run))
+    return next((candidate for candidate in candidates if _planned_bytes(candidate, device) <= memory_bytes), None)
 
 
 def _planned_bytes(run: RunSpec, device: str) -> float:

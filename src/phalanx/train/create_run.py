@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from phalanx.debug.oom import cgroup_memory_limit
 from phalanx.launch.preflight import check_memory, check_vocab_size, preflight
 from phalanx.launch.process import select_device
 from phalanx.parallel.comm.device_memory import device_memory_bytes
-from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints
+from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, step_of
 from phalanx.runs.create import (
     RUN_FILE,
     TOKENIZER_FILE,
@@ -34,6 +35,7 @@ from phalanx.spec.files.hf_config import hf_config
 from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import with_absolute_paths
 from phalanx.spec.run import RunSpec
+from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.peak_flops import fastest_precision
 from phalanx.train.time_budget import with_decided_steps
 
@@ -99,7 +101,8 @@ def check_and_prepare(
     Raises UserError if the run cannot work.
     """
     preflight(run, world_size, resume)
-    prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
+    with offer_recorded_tokens(run, resume):
+        prepared = prepare(run.data, progress)  # in the user's own words, which its errors quote
     if (line := describe_unchecked_pairs(run.data)) is not None:
         print(f"phalanx: {line}", file=sys.stderr)
     run = with_absolute_paths(run)
@@ -108,11 +111,51 @@ def check_and_prepare(
     _check_tokens(run, prepared, sequences, latest_manifest(saved) if saved else None)
     if not saved:
         _warn_unexportable(run)
+    elif (line := _describe_schedule_change(run, step_of(saved[0]))) is not None:
+        print(f"phalanx: {line}", file=sys.stderr)
     if run.model.from_hf and not saved:
         from phalanx.train.training_data import initial_weights  # torch, which by now is needed anyway
 
         initial_weights(run)
     return prepared
+
+
+@contextmanager
+def offer_recorded_tokens(run: RunSpec, resume: bool) -> Iterator[None]:
+    """Add to errors about the text of a resumed run how to continue with its tokens, which may outlive the text."""
+    try:
+        yield
+    except UserError as error:
+        if resume and error.field in ("data.train", "data.held_out"):
+            error.fix += _recorded_tokens_fix(run_directory(run).absolute(), None)
+        raise
+
+
+def _describe_schedule_change(run: RunSpec, step: int) -> str | None:
+    """Describe the change of the learning rate where a run continues after a step with another schedule than its run
+    file has; None if the rate does not jump."""
+    with suppress(UserError):
+        before = load_run(run_directory(run) / RUN_FILE, environment={})
+        if not (before.training.has_decided_steps and run.training.has_decided_steps):
+            return None
+        old_rate, same_step_rate = (_learning_rate(spec, step - 1) for spec in (before, run))
+        if math.isclose(old_rate, same_step_rate):
+            return None
+        settings = [("training.steps", before.training.steps, run.training.steps)]
+        for field in type(run.optimizer).model_fields:
+            settings.append((f"optimizer.{field}", getattr(before.optimizer, field), getattr(run.optimizer, field)))
+        changes = ", ".join(f"{name} {old} -> {new}" for name, old, new in settings if old != new)
+        new_rate = _learning_rate(run, step)
+        return (
+            f"{changes}: the learning rate follows the new schedule, {old_rate:.3g} at step {step} -> "
+            f"{new_rate:.3g} at step {step + 1}"
+        )
+    return None
+
+
+def _learning_rate(run: RunSpec, step: int) -> float:
+    """Return the learning rate of a step (from 0), before it is scaled for the number of ranks."""
+    return run.optimizer.learning_rate * learning_rate_factor(run.optimizer, step, run.training.steps)
 
 
 def _warn_unexportable(run: RunSpec) -> None:
@@ -143,11 +186,11 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
                 loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")
             except UserError as error:
                 if error.field == "data":
-                    error.fix += _offer_recorded_tokens(run_directory(run), prepared)
+                    error.fix += _recorded_tokens_fix(run_directory(run), prepared)
                 raise
 
 
-def _offer_recorded_tokens(directory: Path, prepared: PreparedData) -> str:
+def _recorded_tokens_fix(directory: Path, prepared: PreparedData | None) -> str:
     """Return how to continue a run with the tokens that it began with, if they are still there."""
     with suppress(UserError, OSError):
         recorded = read_run_directory(directory)[1]

@@ -14,13 +14,15 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.cost.exact.model_state import checkpoint_bytes
-from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.rank_memory import RankMemory, rank_memory, worker_memories
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.launch import preflight, supervisor
-from phalanx.launch.preflight import check_memory
+from phalanx.launch.preflight import MAX_SEARCHED_LAYERS, check_memory
+from phalanx.plan.advice import oom
 from phalanx.runs.create import claim_run_directory, run_directory
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
+from phalanx.spec.run import RunSpec
 from phalanx.testing.processes import run_python
 from phalanx.train import create_run
 
@@ -588,6 +590,28 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     assert offered
     changed = load_run(workspace / "run.toml", [*settings, *offered])
     check_memory(changed, 2, sharing_ranks * planned - 1, device)
+
+
+def test_check_memory_searches_deep_model_with_fewer_layers(workspace: Path, monkeypatch: Any) -> None:
+    """The search plans a model some 70 times, and planning takes time for every layer."""
+    deep = MAX_SEARCHED_LAYERS + 80
+    planned_layers: list[int] = []
+
+    def count_layers(run: RunSpec, world_size: int) -> list[RankMemory]:
+        planned_layers.append(run.model.num_layers)
+        return worker_memories(run, world_size)
+
+    for module in (preflight, oom):
+        monkeypatch.setattr(module, "worker_memories", count_layers)
+    run = load_run(workspace / "run.toml", [f"model.num_layers={deep}"])
+    planned = max(memory.total for memory in rank_memory(run, 1).values())
+    with pytest.raises(UserError, match="planned memory") as refused:
+        check_memory(run, 1, planned - 1, "cpu")
+    assert planned_layers.count(deep) == 2
+    assert len(planned_layers) > 10
+    offered = re.findall(r"--set (\S+)", refused.value.fix)
+    assert offered
+    check_memory(load_run(workspace / "run.toml", [f"model.num_layers={deep}", *offered]), 1, planned - 1, "cpu")
 
 
 def test_check_memory_counts_what_rests_in_memory_of_a_cpu(workspace: Path) -> None:

@@ -192,29 +192,35 @@ def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
     """Return what would run, as TOML. Raises UserError for what `phalanx train` would refuse before it reads all text;
     of several nodes, only the one where they meet looks at the run directory."""
     from phalanx.data.prepare import check_sources
-    from phalanx.launch.preflight import check_settings, preflight
     from phalanx.launch.process import select_nproc
     from phalanx.spec.batch import plan_batch
     from phalanx.spec.files.write import to_toml
-    from phalanx.train.create_run import check_machine_memory
+    from phalanx.train.create_run import offer_recorded_tokens
 
-    is_single_node = run.cluster.nodes == 1
     ranks = select_nproc(run)
-    world_size = ranks * run.cluster.nodes
     run = _decide_choices(run, resume)
     if run.auto_layout:
-        run, _ = choose_layout_for(run, run.cluster.nproc_per_node if is_single_node else ranks)
-    if is_single_node:
-        preflight(run, world_size, resume)
-    else:
-        check_settings(run, world_size)
-    if not force:
-        check_machine_memory(run, ranks)
-    check_sources(run.data)
-    batch_plan = plan_batch(run, world_size)
+        run, _ = choose_layout_for(run, run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks)
+    _check_on_machine(run, ranks, resume, force)
+    with offer_recorded_tokens(run, resume):
+        check_sources(run.data)
+    batch_plan = plan_batch(run, ranks * run.cluster.nodes)
     sequences = f"{batch_plan.micro_batch_size} sequences x {batch_plan.dp_size} ranks"
     comment = f"# per update: {sequences} x {batch_plan.gradient_accumulation_steps} accumulated"
     return f"{comment}\n{to_toml(run)}".rstrip()
+
+
+def _check_on_machine(run: RunSpec, ranks: int, resume: bool, force: bool) -> None:
+    """Raise UserError for settings, a run directory, disk or memory that cannot work, before any text is read."""
+    from phalanx.launch.preflight import check_settings, preflight
+    from phalanx.train.create_run import check_machine_memory
+
+    if run.cluster.nodes == 1:
+        preflight(run, ranks, resume)
+    else:
+        check_settings(run, ranks * run.cluster.nodes)
+    if not force:
+        check_machine_memory(run, ranks)
 
 
 def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple[str, int]:
@@ -262,12 +268,10 @@ def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
     with warm_process() if has_launcher else nullcontext() as warm:  # it imports torch while this one goes on
         from phalanx.launch.process import select_nproc
         from phalanx.launch.supervisor import supervise_training
-        from phalanx.train.create_run import check_machine_memory
 
         ranks = select_nproc(run)
         run = _decide_choices(run, resume)
-        if not force:
-            check_machine_memory(run, ranks)
+        _check_on_machine(run, ranks, resume, force)
         directory, lock = _set_up(run, ranks, resume, plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
@@ -281,27 +285,23 @@ def _run_on_nodes(
     from phalanx.launch.warm_process import warm_process
 
     with warm_process() as warm:
-        from phalanx.cost.exact.layout_checks import check_layout
         from phalanx.launch.process import select_nproc
         from phalanx.launch.rendezvous import Rendezvous
         from phalanx.launch.supervisor import supervise_training
         from phalanx.runs.create import run_directory
-        from phalanx.train.create_run import check_machine_memory
 
         ranks, max_nodes = select_nproc(run), run.cluster.nodes
         run = _decide_choices(run, resume)
         plan = None
         if run.auto_layout:
             run, plan = choose_layout_for(run, ranks)
-        if not force:
-            check_machine_memory(run, ranks)
+        _check_on_machine(run, ranks, resume, force)
         seconds = run.recovery.rendezvous_timeout_seconds
         last_call_seconds = run.recovery.last_call_timeout_seconds
         rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
         if rendezvous.is_host:  # the others find no place to meet before the run directory is there
             directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
         else:
-            check_layout(run, ranks * max_nodes)
             directory, lock = run_directory(run), None
         choose_layout = partial(replan_layout, run, ranks)
         with lock or nullcontext():
