@@ -272,7 +272,7 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
     return Bottleneck(
         "compute",
         times.share(seconds),
-        f"forward and backward passes take {np.median(seconds):.3g} s of a step{mfu_note}",
+        f"forward and backward passes take {np.median(seconds):.3g} s of a step, in the mean over ranks{mfu_note}",
         f"use larger micro-batches, training.compile{lower}; then more or faster devices",
     )
 

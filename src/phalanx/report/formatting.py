@@ -21,6 +21,8 @@ DISPLAY_NAMES = {
     "step": "whole step",
 }
 """Of what facts name otherwise than people do."""
+RANK_OF_STEP_PART = {"compute": "slowest rank", "exposed communication": "rank that waits least"}
+"""Whose time it is that a step's row compares with the prediction."""
 STATE = ("parameters", "gradients", "optimizer", "offloaded", "activations", "communication", "working", "total")
 """Rows of memory: those in which `optimizer` and `communication` are what is held, not what takes time."""
 KINDS = {
@@ -52,6 +54,8 @@ def format_number(value: float | None, unit: str) -> str:
 def row_label(row: Mapping[str, Any]) -> str:
     """What a row of `comparison` is about."""
     name = str(row["what"])
+    if not row["role"] and name in RANK_OF_STEP_PART:
+        return f"{name}, {RANK_OF_STEP_PART[name]}"
     return name if row["role"] and name in STATE else DISPLAY_NAMES.get(name, name)
 
 

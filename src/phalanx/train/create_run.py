@@ -195,9 +195,9 @@ def _recorded_tokens_fix(directory: Path, prepared: PreparedData | None) -> str:
     with suppress(UserError, OSError):
         recorded = read_run_directory(directory)[1]
         if recorded.train and recorded != prepared:
-            size = IndexedDataset(recorded.train).size + IndexedDataset(recorded.held_out).size
+            train, held_out = (IndexedDataset(prefix).size for prefix in (recorded.train, recorded.held_out))
             return (
-                f"; or keep its {size:,} tokens: --set data.train='[\"{recorded.train}\"]' "
+                f"; or keep its {train:,} tokens, and {held_out:,} held out: --set data.train='[\"{recorded.train}\"]' "
                 f"--set data.held_out='[\"{recorded.held_out}\"]' --set data.tokenizer={directory / TOKENIZER_FILE}"
             )
     return ""
