@@ -88,7 +88,10 @@ def _describe_settings(names: Sequence[str], runs: Sequence[Facts]) -> Iterator[
     peaks = [run["peak_flops"] for run in runs if run.get("peak_flops")]
     if len(peaks) == len(runs) and any(peak != peaks[0] for peak in peaks):
         pairs = "; ".join(f"{name} {peak / 1e9:,.4g} G" for name, peak in zip(names, peaks, strict=True))
-        yield f"Their MFU and predictions are of different peaks, found anew at each start, lower beside other work (FLOP/s of a rank): {pairs}."
+        yield (
+            "Their MFU and predictions are of different peaks, found anew at each start, lower beside other work "
+            f"(FLOP/s of a rank): {pairs}."
+        )
 
 
 def _join_values(values: Sequence[Any]) -> str:
