@@ -48,10 +48,10 @@ def text() -> Path:
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of the same text in parts, so that documents end inside sequences."""
+    from tests.helpers.small_runs import write_documents
+
     folder = tmp_path_factory.mktemp("documents")
-    for source in sorted(Path(json.__file__).parent.glob("*.py")):
-        for part, lines in enumerate(source.read_text().split("\n\n")[:16]):
-            (folder / f"{source.stem}{part}.py").write_text(lines)
+    write_documents(folder)
     return folder
 
 

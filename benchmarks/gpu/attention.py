@@ -61,7 +61,7 @@ def measure() -> str:
 {HEADS} heads, {KV_HEADS} of keys and values, width {HEAD_DIM}, bf16, {TOKENS:,} tokens in rows of T; documents of
 {MEAN_DOCUMENT} tokens in the mean. Errors are those of four heads against fp64, of outputs and gradients, relative to
 the largest value. Operations that count are those of pairs that see each other. "mask" kernels are given a dense mask,
-and keys and values repeated for each head. "phalanx" is what `phalanx train` runs."""
+and keys and values repeated for each head."""
 
 
 def measure_rows(tokens: int, documents: bool) -> list[Row]:

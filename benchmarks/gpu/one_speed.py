@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.gpu.speed import SHAPES, VARIANTS, Shape
+from benchmarks.peers.plain import adamw
 from benchmarks.shapes import OPTIMIZER, SEED
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
 from phalanx.data.loader import TokenLoader, prefetch
@@ -102,9 +103,7 @@ def plain_step(shape: Shape, dataset: IndexedDataset, folder: Path, compile: boo
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_weight(shape.model, name, parameter.shape, SEED))
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, betas=OPTIMIZER.betas, fused=True)
+    optimizer = adamw(model)
 
     def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -4,7 +4,6 @@ Ranks take turns on the GPU, and a collective takes 15 ms and more: two ranks, s
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from phalanx.testing import rank_pool
 from phalanx.testing.rank_failure import RankError
-from tests.helpers.small_runs import DENSE, MOE, small_run, train_and_evaluate
+from tests.helpers.small_runs import DENSE, MOE, small_run, train_and_evaluate, write_documents
 
 TITLE = "Layouts on NCCL against one process on a CPU"
 LIMIT_SECONDS, TOTAL_SECONDS = 30.0, 400.0
@@ -78,7 +77,9 @@ def measure() -> str:
     """Train each layout, compare it; returns the page's text."""
     started_at, lines = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
-        text = write_documents(Path(folder) / "text")
+        text = Path(folder) / "text"
+        text.mkdir()
+        write_documents(text)
         for name, (ranks, changes) in CASES.items():
             if time.monotonic() - started_at > TOTAL_SECONDS:
                 lines.append(f"| {name} | {ranks} | | not tried, for want of time | | |")
@@ -93,15 +94,6 @@ def measure() -> str:
 Two steps and an evaluation on the real NCCL, with ranks that share one GPU (`NCCL_HOSTID` gives each a host of its
 own; they talk by sockets). "differs by": the largest relative difference of losses and gradient norms from one process
 on a CPU in fp64. As it should: at most {TOLERANCE["fp64"]:g} in fp64, {TOLERANCE["bf16"]:g} in bf16."""
-
-
-def write_documents(folder: Path) -> Path:
-    """Python files in short parts, so that documents end inside sequences."""
-    folder.mkdir()
-    for source in sorted(Path(json.__file__).parent.glob("*.py")):
-        for part, lines in enumerate(source.read_text().split("\n\n")[:16]):
-            (folder / f"{source.stem}{part}.py").write_text(lines)
-    return folder
 
 
 def compare(name: str, ranks: int, changes: dict[str, Any], text: Path, folder: Path) -> Result:

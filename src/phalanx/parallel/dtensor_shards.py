@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.spec.tensor_sharding import rows_on_rank
 
@@ -21,6 +22,14 @@ def rows_per_rank(total: int, ranks: int) -> list[int]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part, and where in the whole tensor it begins."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.ndim
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:

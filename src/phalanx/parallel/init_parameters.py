@@ -6,11 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.model.init import DrawnWeights
-from phalanx.parallel.dtensor_shards import local_tensor
+from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
 from phalanx.parallel.strategy import Strategy
 
 WeightInitializer = Callable[[str, torch.Size], Tensor]
@@ -27,17 +25,9 @@ def init_parameters(strategy: Strategy, weights: WeightInitializer) -> None:
 def init_parameter(strategy: Strategy, name: str, weights: WeightInitializer) -> None:
     """Give one of what is trained its value. Of weights that are drawn a rank draws the rows that it trains."""
     part = strategy.as_global_dtensor(name, strategy.trainable_parameters[name].detach())
-    own = local_slices(part)
+    own = tuple(slice(begin, begin + size) for size, begin in zip(*local_shape_and_offset(part), strict=True))
     if isinstance(weights, DrawnWeights) and part.ndim > 1:
         full = weights.draw(name, part.shape, range(own[0].start, own[0].stop))
     else:
         full = weights(name, part.shape)
     local_tensor(part).copy_(full[own])
-
-
-def local_slices(part: Tensor) -> tuple[slice, ...]:
-    """Return where this rank's part of a tensor lies in the whole."""
-    sizes, begin = tuple(part.shape), (0,) * part.ndim
-    if isinstance(part, DTensor):
-        sizes, begin = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
-    return tuple(slice(first, first + size) for first, size in zip(begin, sizes, strict=True))

@@ -10,13 +10,11 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from phalanx.debug.collective_log import minority_ranks
 from phalanx.debug.hang_evidence import format_coordinates
 from phalanx.parallel.comm.objects import broadcast_object
-from phalanx.parallel.dtensor_shards import local_tensor
+from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
 from phalanx.parallel.module_tensors import named_parameters
 from phalanx.parallel.strategy import Strategy
 from phalanx.runs.errors import CorruptionError
@@ -122,10 +120,8 @@ def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
 
 def shard_id(name: str, tensor: Tensor) -> int:
     """The same on all ranks that hold this part of this tensor, and on no other."""
-    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    text = f"{name} {tuple(shape)} {tuple(offset)}"
+    shape, offset = local_shape_and_offset(tensor)
+    text = f"{name} {shape} {offset}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
