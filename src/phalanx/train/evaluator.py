@@ -38,15 +38,16 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     for batch in batches if learner.strategy.runs_model else ():
         for micro in micro_batches(batch):
             loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
-            targets = micro.targets[(micro.targets != IGNORE_INDEX) & learner.strategy.has_loss]
-            sums += torch.stack([loss_sum.double(), targets.new_tensor(len(targets)), token_bytes[targets].sum()])
+            counts = (micro.targets != IGNORE_INDEX) & learner.strategy.has_loss
+            num_bytes = token_bytes[micro.targets.clamp(min=0)] * counts
+            sums += torch.stack([loss_sum.double(), counts.sum(), num_bytes.sum()])
     learner.module.train()
     learner.strategy.reshard_parameters()
-    loss, tokens, num_bytes = (float(x) for x in _sum_over_ranks(learner, sums))
+    loss, tokens, text_bytes = (float(x) for x in _sum_over_ranks(learner, sums))
     record: MetricsRecord = {
         "step": learner.step,
         "held_out_loss": loss / tokens,
-        "held_out_bits_per_byte": loss / math.log(2) / num_bytes,
+        "held_out_bits_per_byte": loss / math.log(2) / text_bytes,
     }
     if learner.moe_layers:
         record["expert_tokens"] = learner.expert_loads[1].long().tolist()

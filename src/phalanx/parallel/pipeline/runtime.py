@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import cast
 
 import torch
@@ -176,21 +177,23 @@ class PipelineStrategy(Strategy):
             case = shape, micro.document_starts is None, torch.is_grad_enabled()
             if case not in self._loaded_cases:
                 self._loaded_cases.add(case)
-                for stage in self.stages.layers:
-                    self._rehearse(stage, micro, shape, losses)
+                self._rehearse(micro, shape, losses)
         self.loss_scale = loss_scale
 
-    def _rehearse(self, stage: int, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
-        """Compute a stage on made-up activations of this shape, forth, and back if gradients are wanted."""
+    def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
+        """Compute this rank's stages on made-up activations of this shape: all forth and then, if gradients are wanted,
+        all back. (At the end of any backward pass FSDP2 visits all stages, and needs them gathered before.)"""
         template, state = self.activation_template, PipelineStepState([micro], losses)
         activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
         if not torch.is_grad_enabled():
-            self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses)
+            for stage in self.stages.layers:
+                self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses)
             return
         halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
         for _ in range(2):  # the second time gradients are added to others, which is a kernel of its own
-            self._execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
-            for kind in halves:
+            for stage in self.stages.layers:
+                self._execute(Action(stage, "F", 0), activation.detach() if stage else None, state)
+            for stage, kind in product(self.stages.layers, halves):
                 gradient = torch.zeros_like(activation) if stage < self.stages.last else None
                 self._execute(Action(stage, kind, 0), gradient, state)
         for router in self.stages.modules():

@@ -1,0 +1,82 @@
+"""The layouts that run on the GPU that computes nothing: ranks, and what to change in a run file."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+from tests.helpers.small_runs import DENSE, MOE, Table
+from tests.parity.covering_set import FILE, run_changes, world_size
+
+Case = tuple[int, Table]
+
+DEEP: Table = {**DENSE, "num_layers": 8}
+SCHEDULES: dict[str, Table] = {
+    "1f1b": {},
+    "interleaved": {"layout.virtual_stages": 2},
+    "zb-h1": {},
+    "zb-h2": {},
+    "zb-v": {},
+    "dualpipe-v": {},
+}
+
+SINGLE_AXES: dict[str, Case] = {
+    "single": (1, {}),
+    "single-compile": (1, {"training.compile": True}),
+    "single-offload": (1, {"layout.data_parallel": "zero1", "layout.offload": "cpu"}),
+    "ddp": (2, {}),
+    "ddp-bf16": (2, {"layout.gradient_compression": "bf16"}),
+    "ddp-powersgd": (2, {"layout.gradient_compression": "powersgd"}),
+    "zero1": (2, {"layout.data_parallel": "zero1"}),
+    "zero2": (2, {"layout.data_parallel": "zero2"}),
+    "zero2-offload": (2, {"layout.data_parallel": "zero2", "layout.offload": "cpu"}),
+    "zero3": (2, {"layout.data_parallel": "zero3"}),
+    "zero3-sublayer": (2, {"layout.data_parallel": "zero3", "layout.fsdp_unit": "sublayer"}),
+    "zero3-offload": (2, {"layout.data_parallel": "zero3", "layout.offload": "cpu"}),
+    "hsdp": (4, {"layout.data_parallel": "hsdp", "layout.dp_shard": 2}),
+    "tp": (2, {"layout.tp": 2}),
+    "tp-whole-sequences-zero3": (
+        4,
+        {"layout.tp": 2, "layout.sequence_parallel": False, "layout.data_parallel": "zero3"},
+    ),
+    "ring": (2, {"layout.cp": 2}),
+    "ulysses-zero3": (4, {"layout.cp": 2, "layout.cp_method": "ulysses", "layout.data_parallel": "zero3"}),
+    "moe": (1, {"model": MOE}),
+    "moe-ep-zero3": (2, {"model": MOE, "layout.ep": 2, "layout.data_parallel": "zero3"}),
+    "moe-ep": (4, {"model": MOE, "layout.ep": 2}),
+    "moe-ep-tp-zero1": (4, {"model": MOE, "layout.ep": 2, "layout.tp": 2, "layout.data_parallel": "zero1"}),
+    "moe-capacity": (1, {"model": {**MOE, "moe": {**MOE["moe"], "capacity_factor": 1.0}}}),
+    "muon-zero1": (2, {"optimizer.name": "muon", "layout.data_parallel": "zero1"}),
+    "muon-zero3-tp": (4, {"optimizer.name": "muon", "layout.data_parallel": "zero3", "layout.tp": 2}),
+    "sgd-zero3": (2, {"optimizer.name": "sgd", "layout.data_parallel": "zero3"}),
+    "fp32-zero3": (2, {"training.precision": "fp32", "layout.data_parallel": "zero3"}),
+    "fp64": (1, {"training.precision": "fp64"}),
+    "parameter-server": (3, {"layout.data_parallel": "parameter_server"}),
+}
+"""Those of the review of the CUDA paths (pipelines have a table of their own)."""
+
+PIPELINES: dict[str, Case] = {
+    f"{schedule}-pp{pp}-{data}": (
+        pp if data == "alone" else 2 * pp,
+        {
+            "model": DEEP,
+            "training.tokens_per_step": 16 * 32,
+            "layout.pp": pp,
+            "layout.schedule": schedule,
+            "layout.micro_batch_size": 1,
+            **SCHEDULES[schedule],
+            "layout.data_parallel": "ddp" if data == "alone" else data,
+        },
+    )
+    for schedule, pp, data in product(SCHEDULES, (2, 4), ("ddp", "zero1", "zero3", "alone"))
+    if data != "alone" or schedule in ("1f1b", "zb-v")
+}
+"""Between copies, whose pipelines have groups of their own, and of all ranks, whose pipeline is the default group."""
+
+COVERING: dict[str, Case] = {
+    "-".join(value for value in choices.values()).replace(", ", "-").replace(" ", "-"): (
+        world_size(choices),
+        run_changes(choices),
+    )
+    for choices in json.loads(FILE.read_text())
+}

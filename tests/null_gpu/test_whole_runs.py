@@ -1,0 +1,45 @@
+"""Every layout trains from its first step to its last evaluation, and resumes, over PyTorch's own ProcessGroupNCCL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.runs.metrics import read_metrics
+from phalanx.spec.files.write import to_toml
+from tests.helpers.small_runs import Table, small_run
+from tests.null_gpu.layouts import COVERING, PIPELINES, SINGLE_AXES
+from tests.null_gpu.ranks import describe_failures, run_ranks
+
+STEPS, MORE_STEPS = 3, 5
+
+
+@pytest.mark.parametrize("name", SINGLE_AXES)
+def test_layout_trains_evaluates_and_resumes(name: str, documents: Path, tmp_path: Path) -> None:
+    train_and_resume(*SINGLE_AXES[name], documents, tmp_path)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipeline_trains_evaluates_and_resumes(name: str, documents: Path, tmp_path: Path) -> None:
+    train_and_resume(*PIPELINES[name], documents, tmp_path)
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_layout_of_covering_set_trains_evaluates_and_resumes(name: str, documents: Path, tmp_path: Path) -> None:
+    train_and_resume(*COVERING[name], documents, tmp_path)
+
+
+def train_and_resume(world_size: int, changes: Table, documents: Path, folder: Path) -> None:
+    """Train a few steps, and a few more from their checkpoint."""
+    settings = {"training.precision": "bf16", "optimizer.warmup_steps": 1, "data.mask_documents": False}
+    run = small_run(documents, folder, {**settings, **changes})
+    file, directory = folder / "run.toml", folder / run.name
+    file.write_text(to_toml(run))
+    for steps in (STEPS, MORE_STEPS):
+        arguments = [str(file), "--set", f"training.steps={steps}", "--resume"]
+        results = run_ranks("tests.null_gpu.rank", arguments, world_size, folder / f"until{steps}")
+        assert all(result.exit_code == 0 for result in results), describe_failures(results)
+        records = read_metrics(directory)
+        assert max(record["step"] for record in records) == steps
+        assert [record["step"] for record in records if "held_out_loss" in record][-1] == steps
