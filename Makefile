@@ -7,7 +7,7 @@ BIN := .venv/bin
 # Ranks of the demo: one per GPU, or two on a CPU.
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); [ $$gpus -gt 0 ] && echo $$gpus || echo 2)
 
-.PHONY: demo test test-all test-exports gpu install lint
+.PHONY: demo test test-all test-exports test-null-gpu gpu install lint
 
 demo: install
 	$(BIN)/phalanx train examples/demo.toml --nproc $(NPROC) --set name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -23,6 +23,13 @@ test-all: .venv/dev
 # Exports to other trainers, read by those trainers' own parsers, from PyPI.
 test-exports: .venv-exports/installed
 	PYTHONPATH=src .venv-exports/bin/python -m pytest -p no:xdist -W ignore tests/plan/export/released_parsers.py
+
+# The CUDA path over the real ProcessGroupNCCL, on a GPU that computes nothing (docs/testing.md). Needs a C compiler, and 5 GB
+# for PyTorch's CUDA build.
+NULL_GPU := $(CURDIR)/.venv-null-gpu/lib-null-gpu/lib
+test-null-gpu: .venv-null-gpu/installed
+	.venv-null-gpu/bin/python tests/null_gpu/build.py .venv-null-gpu/lib-null-gpu
+	LD_LIBRARY_PATH=$(NULL_GPU) LD_PRELOAD=$(NULL_GPU)/libnullgpu.so .venv-null-gpu/bin/python -m pytest -n 2 tests/null_gpu
 
 # What can only be seen on a GPU: kernels, NCCL, speed beside a plain loop, whole runs (docs/benchmarks/gpu-*.md).
 gpu: .venv/dev
@@ -56,4 +63,9 @@ install: .venv/installed
 	DS_BUILD_OPS=0 .venv-exports/bin/pip install --quiet --no-deps --no-build-isolation -r tests/plan/export/requirements.txt
 	.venv-exports/bin/pip install --quiet --no-deps --ignore-requires-python --target .venv-exports/megatron \
 	  --python-version 3.12 --only-binary=:all: megatron-core==0.19.2
+	touch $@
+
+.venv-null-gpu/installed: pyproject.toml tests/null_gpu/requirements.txt
+	[ -d .venv-null-gpu ] || $(PYTHON) -m venv .venv-null-gpu
+	.venv-null-gpu/bin/pip install --quiet -r tests/null_gpu/requirements.txt --editable '.[train]'
 	touch $@

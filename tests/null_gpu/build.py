@@ -1,4 +1,4 @@
-"""Build the GPU that computes nothing: `libnullgpu.so`, preloaded in place of CUDA's runtime and driver, cuBLAS and NCCL.
+"""Build the GPU that computes nothing: a library that is preloaded in place of CUDA, cuBLAS and NCCL.
 
     python -m tests.null_gpu.build OUT
 
@@ -20,7 +20,6 @@ DRIVER = PACKAGES / "triton/backends/nvidia/include"
 INCLUDE = [PACKAGES / "nvidia/cu13/include", PACKAGES / "nvidia/nccl/include", DRIVER]
 
 
-
 def called_functions() -> set[str]:
     """Return the functions of CUDA's runtime, cuBLAS and NCCL that PyTorch calls, and all of the driver's."""
     called = set()
@@ -36,7 +35,9 @@ def build(out: Path) -> Path:
     (out / "lib").mkdir(parents=True, exist_ok=True)
     sources = sorted(NATIVE.glob("*.c"))
     written = "".join(source.read_text() for source in sources)
-    own = set(re.findall(r"\b((?:__)?cu(?:da|blas)?\w+|nccl\w+)\(", written)) | set(re.findall(r"PRODUCT\((\w+)\)", written))
+    own = set(re.findall(r"\b((?:__)?cu(?:da|blas)?\w+|nccl\w+)\(", written)) | set(
+        re.findall(r"PRODUCT\((\w+)\)", written)
+    )
     missing = sorted(called_functions() - own)
     stubs = out / "stubs.c"
     stubs.write_text(

@@ -8,14 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import phalanx.model.moe
-import phalanx.parallel.expert.expert_parallel
-import phalanx.parallel.pipeline.split_backward
-import phalanx.train.evaluator
+from phalanx.model import moe
+from phalanx.parallel.expert import expert_parallel
+from phalanx.parallel.pipeline import split_backward
 from phalanx.parallel.strategy import StepReduction
+from phalanx.train import evaluator, worker
 from phalanx.train.learner import Learner
 from phalanx.train.profiling import clock_sync, step_profiler
-from phalanx.train import worker
 
 NUM_TOKENS, LOSS_SUM = 1000.0, 5000.0
 
@@ -38,12 +37,13 @@ def given_reduction(learner: Learner, sums: Tensor) -> StepReduction:
 
 
 def give_numbers() -> None:
-    """Put these in the places of what reads a device."""
-    for module in (phalanx.model.moe, phalanx.parallel.expert.expert_parallel, phalanx.parallel.pipeline.split_backward):
+    """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    for module in (moe, expert_parallel, split_backward):
         module.to_host_list = balanced_counts
     Learner.reduce = given_reduction
-    sum_over_ranks = phalanx.train.evaluator._sum_over_ranks
-    phalanx.train.evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
+    sum_over_ranks = evaluator._sum_over_ranks
+    evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]
     for module in (worker, step_profiler):
         module.measure_clock_offset = lambda *_, **__: clock_sync.ClockOffset()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+import faulthandler
 
 from phalanx.train.__main__ import main
 from tests.null_gpu.given_numbers import give_numbers
 
 if __name__ == "__main__":
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is NVIDIA's own library, which needs a driver
+    faulthandler.enable()
     give_numbers()
     main()

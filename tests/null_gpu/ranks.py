@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -18,12 +19,15 @@ from phalanx.testing.processes import start_python
 LIMIT_SECONDS = 120.0
 
 
+GRACE_SECONDS = 10.0
+"""Of the others, once a rank has failed."""
+
+
 @dataclass(frozen=True)
 class RankResult:
     """How a rank ended."""
 
-    exit_code: int | None
-    """None: it was killed after LIMIT_SECONDS."""
+    exit_code: int
     output: str
 
 
@@ -39,25 +43,33 @@ def run_ranks(module: str, arguments: Sequence[str], world_size: int, folder: Pa
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": "lo",
         "NULL_GPU_JOB": secrets.token_hex(8),
-        "PYTHONFAULTHANDLER": "1",
     }
     processes = []
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     for rank, log in enumerate(logs):
         environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with log.open("w") as file:
-            processes.append(start_python([sys.executable, "-m", module, *arguments], env=environment, stdout=file, stderr=file))
-    deadline = time.monotonic() + LIMIT_SECONDS
-    codes: list[int | None] = []
-    for process in processes:
-        try:
-            codes.append(process.wait(timeout=max(0.1, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            codes.append(None)
+            processes.append(
+                start_python([sys.executable, "-m", module, *arguments], env=environment, stdout=file, stderr=file)
+            )
+    wait_for_ranks(processes)
+    codes = [process.returncode for process in processes]
     for left in Path("/dev/shm").glob(f"null-gpu-{shared['NULL_GPU_JOB']}"):
         left.unlink()
     return [RankResult(code, log.read_text(errors="replace")) for code, log in zip(codes, logs, strict=True)]
+
+
+def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all have ended; those that stand are aborted, and write where they do (faulthandler)."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if any(process.returncode for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.02)
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGABRT)
+            process.wait(timeout=GRACE_SECONDS)
 
 
 def describe_failures(results: Sequence[RankResult], num_lines: int = 25) -> str:

@@ -9,7 +9,7 @@ import pytest
 from phalanx.runs.metrics import read_metrics
 from phalanx.spec.files.write import to_toml
 from tests.helpers.small_runs import Table, small_run
-from tests.null_gpu.layouts import COVERING, PIPELINES, SINGLE_AXES
+from tests.null_gpu.layouts import BF16, COVERING, PIPELINES, SINGLE_AXES
 from tests.null_gpu.ranks import describe_failures, run_ranks
 
 STEPS, MORE_STEPS = 3, 5
@@ -32,8 +32,7 @@ def test_layout_of_covering_set_trains_evaluates_and_resumes(name: str, document
 
 def train_and_resume(world_size: int, changes: Table, documents: Path, folder: Path) -> None:
     """Train a few steps, and a few more from their checkpoint."""
-    settings = {"training.precision": "bf16", "optimizer.warmup_steps": 1, "data.mask_documents": False}
-    run = small_run(documents, folder, {**settings, **changes})
+    run = small_run(documents, folder, {**BF16, **changes})
     file, directory = folder / "run.toml", folder / run.name
     file.write_text(to_toml(run))
     for steps in (STEPS, MORE_STEPS):

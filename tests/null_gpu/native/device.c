@@ -12,47 +12,98 @@ static size_t used_bytes;
 
 /* ---- devices */
 
-PUBLIC cudaError_t cudaGetDeviceCount(int *count) { *count = NUM_DEVICES; return 0; }
-PUBLIC cudaError_t cudaGetDevice(int *number) { *number = device; return 0; }
+PUBLIC cudaError_t cudaGetDeviceCount(int *count) {
+    *count = NUM_DEVICES;
+    return 0;
+}
+PUBLIC cudaError_t cudaGetDevice(int *number) {
+    *number = device;
+    return 0;
+}
 PUBLIC cudaError_t cudaSetDevice(int number) {
     if (number < 0 || number >= NUM_DEVICES) return cudaErrorInvalidDevice;
     device = number;
     return 0;
 }
-PUBLIC cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return 0; }
-PUBLIC cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return 0; }
+PUBLIC cudaError_t cudaDriverGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return 0;
+}
+PUBLIC cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return 0;
+}
 PUBLIC cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int number) {
-    *properties = (struct cudaDeviceProp){
-        .name = "NVIDIA H100 80GB HBM3", .totalGlobalMem = TOTAL_BYTES, .major = 9, .minor = 0, .multiProcessorCount = 132,
-        .warpSize = 32, .maxThreadsPerBlock = 1024, .maxThreadsDim = {1024, 1024, 64}, .maxGridSize = {2147483647, 65535, 65535},
-        .maxThreadsPerMultiProcessor = 2048, .sharedMemPerBlock = 49152, .sharedMemPerBlockOptin = 232448,
-        .sharedMemPerMultiprocessor = 233472, .regsPerBlock = 65536, .regsPerMultiprocessor = 65536, .totalConstMem = 65536,
-        .l2CacheSize = 52428800, .textureAlignment = 512, .concurrentKernels = 1, .unifiedAddressing = 1, .asyncEngineCount = 3,
-        .pciBusID = number};
+    *properties = (struct cudaDeviceProp){.name = "NVIDIA H100 80GB HBM3",
+                                          .totalGlobalMem = TOTAL_BYTES,
+                                          .major = 9,
+                                          .minor = 0,
+                                          .multiProcessorCount = 132,
+                                          .warpSize = 32,
+                                          .maxThreadsPerBlock = 1024,
+                                          .maxThreadsDim = {1024, 1024, 64},
+                                          .maxGridSize = {2147483647, 65535, 65535},
+                                          .maxThreadsPerMultiProcessor = 2048,
+                                          .sharedMemPerBlock = 49152,
+                                          .sharedMemPerBlockOptin = 232448,
+                                          .sharedMemPerMultiprocessor = 233472,
+                                          .regsPerBlock = 65536,
+                                          .regsPerMultiprocessor = 65536,
+                                          .totalConstMem = 65536,
+                                          .l2CacheSize = 52428800,
+                                          .textureAlignment = 512,
+                                          .concurrentKernels = 1,
+                                          .unifiedAddressing = 1,
+                                          .asyncEngineCount = 3,
+                                          .pciBusID = number};
     return 0;
 }
 static int attribute(int number) {
     switch (number) {
-        case cudaDevAttrMaxThreadsPerBlock: return 1024;
-        case cudaDevAttrMaxSharedMemoryPerBlock: return 49152;
-        case cudaDevAttrWarpSize: return 32;
-        case cudaDevAttrMaxRegistersPerBlock: return 65536;
-        case cudaDevAttrClockRate: return 1980000;
-        case cudaDevAttrMultiProcessorCount: return 132;
-        case cudaDevAttrMemoryClockRate: return 2619000;
-        case cudaDevAttrGlobalMemoryBusWidth: return 5120;
-        case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
-        case cudaDevAttrComputeCapabilityMajor: return 9;
-        case cudaDevAttrComputeCapabilityMinor: return 0;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return 233472;
-        case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: return 232448;
-        default: return 1;
+    case cudaDevAttrMaxThreadsPerBlock:
+        return 1024;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+        return 49152;
+    case cudaDevAttrWarpSize:
+        return 32;
+    case cudaDevAttrMaxRegistersPerBlock:
+        return 65536;
+    case cudaDevAttrClockRate:
+        return 1980000;
+    case cudaDevAttrMultiProcessorCount:
+        return 132;
+    case cudaDevAttrMemoryClockRate:
+        return 2619000;
+    case cudaDevAttrGlobalMemoryBusWidth:
+        return 5120;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+        return 2048;
+    case cudaDevAttrComputeCapabilityMajor:
+        return 9;
+    case cudaDevAttrComputeCapabilityMinor:
+        return 0;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+        return 233472;
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+        return 65536;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+        return 232448;
+    default:
+        return 1;
     }
 }
-PUBLIC cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr number, int of) { *value = attribute(number); return 0; }
-PUBLIC cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int number) { snprintf(text, size, "0000:%02x:00.0", number); return 0; }
-PUBLIC cudaError_t cudaDeviceCanAccessPeer(int *can, int from, int to) { *can = 1; return 0; }
+PUBLIC cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr number, int of) {
+    *value = attribute(number);
+    return 0;
+}
+PUBLIC cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int number) {
+    snprintf(text, size, "0000:%02x:00.0", number);
+    return 0;
+}
+PUBLIC cudaError_t cudaDeviceCanAccessPeer(int *can, int from, int to) {
+    *can = 1;
+    return 0;
+}
 PUBLIC cudaError_t cudaGetLastError(void) { return 0; }
 PUBLIC cudaError_t cudaPeekAtLastError(void) { return 0; }
 PUBLIC const char *cudaGetErrorString(cudaError_t error) { return "error of the null GPU"; }
@@ -75,7 +126,8 @@ static void *reserve(size_t size, enum cudaMemoryType type) {
     pthread_mutex_lock(&lock);
     int i = 0;
     while (i < num_blocks && blocks[i].at) i++;
-    if (i == num_blocks && ++num_blocks == MOST_BLOCKS) fprintf(stderr, "null GPU: too many blocks of memory\n"), abort();
+    if (i == num_blocks && ++num_blocks == MOST_BLOCKS)
+        fprintf(stderr, "null GPU: too many blocks of memory\n"), abort();
     blocks[i] = (struct block){at, size, type};
     pthread_mutex_unlock(&lock);
     return at;
@@ -83,7 +135,8 @@ static void *reserve(size_t size, enum cudaMemoryType type) {
 
 static struct block *block_at(const void *pointer) {
     for (int i = 0; i < num_blocks; i++)
-        if (blocks[i].at && (char *)pointer >= blocks[i].at && (char *)pointer < blocks[i].at + blocks[i].size) return &blocks[i];
+        if (blocks[i].at && (char *)pointer >= blocks[i].at && (char *)pointer < blocks[i].at + blocks[i].size)
+            return &blocks[i];
     return NULL;
 }
 
@@ -114,32 +167,51 @@ PUBLIC cudaError_t cudaMalloc(void **pointer, size_t size) {
     *pointer = reserve(size, cudaMemoryTypeDevice);
     return *pointer ? 0 : cudaErrorMemoryAllocation;
 }
-PUBLIC cudaError_t cudaFree(void *pointer) { __sync_fetch_and_sub(&used_bytes, give_back(pointer)); return 0; }
-PUBLIC cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) { *total = TOTAL_BYTES, *free_bytes = TOTAL_BYTES - used_bytes; return 0; }
+PUBLIC cudaError_t cudaFree(void *pointer) {
+    __sync_fetch_and_sub(&used_bytes, give_back(pointer));
+    return 0;
+}
+PUBLIC cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
+    *total = TOTAL_BYTES, *free_bytes = TOTAL_BYTES - used_bytes;
+    return 0;
+}
 PUBLIC cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) {
     *pointer = reserve(size, cudaMemoryTypeHost);
     return *pointer ? 0 : cudaErrorMemoryAllocation;
 }
-PUBLIC cudaError_t cudaFreeHost(void *pointer) { give_back(pointer); return 0; }
+PUBLIC cudaError_t cudaFreeHost(void *pointer) {
+    give_back(pointer);
+    return 0;
+}
 PUBLIC cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *pointer) {
     struct block *block = block_at(pointer);
-    *out = (struct cudaPointerAttributes){block ? block->type : cudaMemoryTypeUnregistered, device, (void *)pointer, (void *)pointer};
+    *out = (struct cudaPointerAttributes){block ? block->type : cudaMemoryTypeUnregistered, device, (void *)pointer,
+                                          (void *)pointer};
     return 0;
 }
 
 /* The driver's virtual memory, of which the caching allocator makes expandable segments. */
-PUBLIC int cuMemGetAllocationGranularity(size_t *size, const void *properties, int kind) { *size = 2 << 20; return 0; }
+PUBLIC int cuMemGetAllocationGranularity(size_t *size, const void *properties, int kind) {
+    *size = 2 << 20;
+    return 0;
+}
 PUBLIC int cuMemAddressReserve(uint64_t *pointer, size_t size, size_t alignment, uint64_t address, uint64_t flags) {
     *pointer = (uint64_t)reserve(size, cudaMemoryTypeDevice);
     return *pointer ? 0 : cudaErrorMemoryAllocation;
 }
-PUBLIC int cuMemAddressFree(uint64_t pointer, size_t size) { give_back((void *)pointer); return 0; }
+PUBLIC int cuMemAddressFree(uint64_t pointer, size_t size) {
+    give_back((void *)pointer);
+    return 0;
+}
 PUBLIC int cuMemCreate(uint64_t *handle, size_t size, const void *properties, uint64_t flags) {
     __sync_fetch_and_add(&null_mallocs, 1);
     *handle = size;
     return take(size);
 }
-PUBLIC int cuMemRelease(uint64_t handle) { __sync_fetch_and_sub(&used_bytes, handle); return 0; }
+PUBLIC int cuMemRelease(uint64_t handle) {
+    __sync_fetch_and_sub(&used_bytes, handle);
+    return 0;
+}
 
 /* ---- copies */
 
@@ -148,7 +220,8 @@ static cudaError_t copy(void *to, const void *from, size_t size) {
     if (size <= (is_on_device(to) && is_on_device(from) ? SMALL_DEVICE_COPY : SMALL_COPY)) memcpy(to, from, size);
     return 0;
 }
-PUBLIC cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+PUBLIC cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind,
+                                   cudaStream_t stream) {
     return copy(to, from, size);
 }
 PUBLIC cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
@@ -177,32 +250,49 @@ static int launch(const void *kernel) {
     if (is_new((uint64_t)kernel)) host_waits("the loading of a kernel", NULL);
     return 0;
 }
-PUBLIC cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+PUBLIC cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                      cudaStream_t stream) {
     return launch(kernel);
 }
-PUBLIC cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+PUBLIC cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                    cudaStream_t stream) {
     return launch(kernel);
 }
-PUBLIC cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) { return launch(kernel); }
+PUBLIC cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+    return launch(kernel);
+}
 PUBLIC int cuLaunchKernel(void *kernel) { return launch(kernel); }
 PUBLIC int cuLaunchKernelEx(void *config, void *kernel) { return launch(kernel); }
 PUBLIC cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *kernel) {
-    *attributes = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .binaryVersion = 90, .ptxVersion = 90, .numRegs = 32};
+    *attributes =
+        (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .binaryVersion = 90, .ptxVersion = 90, .numRegs = 32};
     return 0;
 }
-PUBLIC cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int size, size_t shared, unsigned flags) {
+PUBLIC cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int size,
+                                                                          size_t shared, unsigned flags) {
     *blocks = 2;
     return 0;
 }
-PUBLIC void **__cudaRegisterFatBinary(void *binary) { static void *handle[4]; return handle; }
+PUBLIC void **__cudaRegisterFatBinary(void *binary) {
+    static void *handle[4];
+    return handle;
+}
 PUBLIC unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) { return 0; }
-PUBLIC cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) { *kernel = (cudaKernel_t)function; return 0; }
-PUBLIC cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) { static char memory[1 << 16]; *pointer = memory; return 0; }
+PUBLIC cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
+    *kernel = (cudaKernel_t)function;
+    return 0;
+}
+PUBLIC cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
+    static char memory[1 << 16];
+    *pointer = memory;
+    return 0;
+}
 
 /* ---- the driver, for Triton and the allocator */
 
 static long nothing(void) { return 0; }
-PUBLIC cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+PUBLIC cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                                    unsigned long long flags,
                                                     enum cudaDriverEntryPointQueryResult *found) {
     if (found) *found = 0;
     *function = dlsym(RTLD_DEFAULT, name);
@@ -212,26 +302,70 @@ PUBLIC cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **fun
 PUBLIC int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, void *found) {
     return cudaGetDriverEntryPointByVersion(name, function, version, flags, NULL);
 }
-PUBLIC int cuDevicePrimaryCtxGetState(int number, unsigned *flags, int *is_active) { *flags = 0, *is_active = 1; return 0; }
-PUBLIC int cuGetErrorString(int error, const char **text) { *text = "error of the null GPU"; return 0; }
-PUBLIC int cuDriverGetVersion(int *version) { *version = CUDART_VERSION; return 0; }
-PUBLIC int cuDeviceGetCount(int *count) { *count = NUM_DEVICES; return 0; }
-PUBLIC int cuDeviceGet(int *handle, int number) { *handle = number; return 0; }
-PUBLIC int cuDeviceGetAttribute(int *value, int number, int of) { *value = attribute(number); return 0; }
-PUBLIC int cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
-PUBLIC int cuCtxGetDevice(int *number) { *number = device; return 0; }
-PUBLIC int cuModuleLoadData(void **module, const void *image) { *module = malloc(8); return 0; }
+PUBLIC int cuDevicePrimaryCtxGetState(int number, unsigned *flags, int *is_active) {
+    *flags = 0, *is_active = 1;
+    return 0;
+}
+PUBLIC int cuGetErrorString(int error, const char **text) {
+    *text = "error of the null GPU";
+    return 0;
+}
+PUBLIC int cuDriverGetVersion(int *version) {
+    *version = CUDART_VERSION;
+    return 0;
+}
+PUBLIC int cuDeviceGetCount(int *count) {
+    *count = NUM_DEVICES;
+    return 0;
+}
+PUBLIC int cuDeviceGet(int *handle, int number) {
+    *handle = number;
+    return 0;
+}
+PUBLIC int cuDeviceGetAttribute(int *value, int number, int of) {
+    *value = attribute(number);
+    return 0;
+}
+PUBLIC int cuCtxGetCurrent(void **context) {
+    *context = (void *)1;
+    return 0;
+}
+PUBLIC int cuCtxGetDevice(int *number) {
+    *number = device;
+    return 0;
+}
+PUBLIC int cuModuleLoadData(void **module, const void *image) {
+    *module = malloc(8);
+    return 0;
+}
 PUBLIC int cuModuleLoadDataEx(void **module, const void *image) { return cuModuleLoadData(module, image); }
 PUBLIC int cuModuleLoad(void **module, const char *path) { return cuModuleLoadData(module, path); }
-PUBLIC int cuModuleGetFunction(void **kernel, void *module, const char *name) { *kernel = malloc(8); return 0; }
-PUBLIC int cuFuncGetAttribute(int *value, int number, void *kernel) { *value = number == 4 ? 32 : 0; /* registers */ return 0; }
-PUBLIC int cuPointerGetAttribute(void *value, int number, uint64_t pointer) { *(uint64_t *)value = pointer; return 0; }
-PUBLIC int cuOccupancyMaxActiveClusters(int *count) { *count = 1; return 0; }
+PUBLIC int cuModuleGetFunction(void **kernel, void *module, const char *name) {
+    *kernel = malloc(8);
+    return 0;
+}
+PUBLIC int cuFuncGetAttribute(int *value, int number, void *kernel) {
+    *value = number == 4 ? 32 : 0; /* registers */
+    return 0;
+}
+PUBLIC int cuPointerGetAttribute(void *value, int number, uint64_t pointer) {
+    *(uint64_t *)value = pointer;
+    return 0;
+}
+PUBLIC int cuOccupancyMaxActiveClusters(int *count) {
+    *count = 1;
+    return 0;
+}
 
 /* ---- matrix products */
 
-#define PRODUCT(name) \
-    PUBLIC int name(void) { __sync_fetch_and_add(&null_products, 1); count_call(); if (is_new((uint64_t)name)) host_waits("the loading of a kernel", NULL); return 0; }
+#define PRODUCT(name)                                                                                                  \
+    PUBLIC int name(void) {                                                                                            \
+        __sync_fetch_and_add(&null_products, 1);                                                                       \
+        count_call();                                                                                                  \
+        if (is_new((uint64_t)name)) host_waits("the loading of a kernel", NULL);                                       \
+        return 0;                                                                                                      \
+    }
 PRODUCT(cublasGemmEx)
 PRODUCT(cublasGemmStridedBatchedEx)
 PRODUCT(cublasSgemm_v2)
@@ -239,17 +373,44 @@ PRODUCT(cublasSgemmStridedBatched)
 PRODUCT(cublasDgemm_v2)
 PRODUCT(cublasDgemmStridedBatched)
 PRODUCT(cublasLtMatmul)
-PUBLIC int cublasCreate_v2(void **handle) { *handle = calloc(1, 256); return 0; }
-PUBLIC int cublasGetMathMode(void *handle, int *mode) { *mode = 0; return 0; }
-PUBLIC int cublasGetPointerMode_v2(void *handle, int *mode) { *mode = 0; return 0; }
-PUBLIC int cublasLtMatmulDescCreate(void **description, int compute, int scale) { *description = calloc(1, 256); return 0; }
-PUBLIC int cublasLtMatmulDescDestroy(void *description) { free(description); return 0; }
-PUBLIC int cublasLtMatrixLayoutCreate(void **layout, int type, uint64_t rows, uint64_t columns, int64_t leading) { *layout = calloc(1, 256); return 0; }
-PUBLIC int cublasLtMatrixLayoutDestroy(void *layout) { free(layout); return 0; }
-PUBLIC int cublasLtMatmulPreferenceCreate(void **preference) { *preference = calloc(1, 256); return 0; }
-PUBLIC int cublasLtMatmulPreferenceDestroy(void *preference) { free(preference); return 0; }
-PUBLIC int cublasLtMatmulAlgoGetHeuristic(void *handle, void *description, void *a, void *b, void *c, void *d, void *preference, int wanted,
-                                          void *results, int *found) {
+PUBLIC int cublasCreate_v2(void **handle) {
+    *handle = calloc(1, 256);
+    return 0;
+}
+PUBLIC int cublasGetMathMode(void *handle, int *mode) {
+    *mode = 0;
+    return 0;
+}
+PUBLIC int cublasGetPointerMode_v2(void *handle, int *mode) {
+    *mode = 0;
+    return 0;
+}
+PUBLIC int cublasLtMatmulDescCreate(void **description, int compute, int scale) {
+    *description = calloc(1, 256);
+    return 0;
+}
+PUBLIC int cublasLtMatmulDescDestroy(void *description) {
+    free(description);
+    return 0;
+}
+PUBLIC int cublasLtMatrixLayoutCreate(void **layout, int type, uint64_t rows, uint64_t columns, int64_t leading) {
+    *layout = calloc(1, 256);
+    return 0;
+}
+PUBLIC int cublasLtMatrixLayoutDestroy(void *layout) {
+    free(layout);
+    return 0;
+}
+PUBLIC int cublasLtMatmulPreferenceCreate(void **preference) {
+    *preference = calloc(1, 256);
+    return 0;
+}
+PUBLIC int cublasLtMatmulPreferenceDestroy(void *preference) {
+    free(preference);
+    return 0;
+}
+PUBLIC int cublasLtMatmulAlgoGetHeuristic(void *handle, void *description, void *a, void *b, void *c, void *d,
+                                          void *preference, int wanted, void *results, int *found) {
     memset(results, 0, 96);
     *found = 1;
     return 0;

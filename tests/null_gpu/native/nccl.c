@@ -1,6 +1,6 @@
-/* NCCL between processes of one machine, as far as order goes. Calls of one communicator run one after the other, in the
- * order in which a rank makes them. A collective ends when every rank has begun it, a send and a receive when both have
- * begun: real NCCL may end some earlier, and a program must not rest on that. What ranks call must match. */
+/* NCCL between processes of one machine, as far as order goes. Calls of one communicator run one after the other, in
+ * the order in which a rank makes them. A collective ends when every rank has begun it, a send and a receive when both
+ * have begun: real NCCL may end some earlier, and a program must not rest on that. What ranks call must match. */
 #include "null_gpu.h"
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -53,7 +53,8 @@ static size_t size_of(int type) {
 }
 
 static const char *name_of(int type) {
-    static const char *names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "fp16", "fp32", "fp64", "bf16", "fp8", "fp8"};
+    static const char *names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64",
+                                  "fp16", "fp32",  "fp64",  "bf16",   "fp8",   "fp8"};
     return names[type];
 }
 
@@ -81,7 +82,10 @@ static void list_missing(struct ncclComm *communicator, uint32_t call, int is_in
     }
 }
 
-PUBLIC ncclResult_t ncclGetVersion(int *version) { *version = NCCL_VERSION_CODE; return 0; }
+PUBLIC ncclResult_t ncclGetVersion(int *version) {
+    *version = NCCL_VERSION_CODE;
+    return 0;
+}
 PUBLIC ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     unsigned char random[16];
     int file = open("/dev/urandom", O_RDONLY);
@@ -91,7 +95,8 @@ PUBLIC ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     for (int i = 0; i < 16; i++) snprintf(id->internal + 2 * i, 3, "%02x", random[i]);
     return 0;
 }
-PUBLIC ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+PUBLIC ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank,
+                                           ncclConfig_t *config) {
     struct ncclComm *communicator = *out = calloc(1, sizeof **out);
     communicator->ranks = ranks, communicator->rank = rank;
     memcpy(communicator->id, id.internal, 32);
@@ -110,7 +115,8 @@ PUBLIC ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqu
         list_missing(communicator, 0, 1, missing, sizeof missing);
         if (!missing[0]) break;
         char text[512];
-        snprintf(text, sizeof text, "rank %d of %d of group %s waits in ncclCommInitRank for rank%s", rank, ranks, communicator->name, missing);
+        snprintf(text, sizeof text, "rank %d of %d of group %s waits in ncclCommInitRank for rank%s", rank, ranks,
+                 communicator->name, missing);
         tell_waiting_for(text);
         tell_host_wait("ncclCommInitRank");
         usleep(500);
@@ -123,16 +129,26 @@ PUBLIC ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqu
 PUBLIC ncclResult_t ncclCommInitRank(ncclComm_t *out, int ranks, ncclUniqueId id, int rank) {
     return ncclCommInitRankConfig(out, ranks, id, rank, NULL);
 }
-PUBLIC ncclResult_t ncclCommInitRankScalable(ncclComm_t *out, int ranks, int rank, int ids, ncclUniqueId *id, ncclConfig_t *config) {
+PUBLIC ncclResult_t ncclCommInitRankScalable(ncclComm_t *out, int ranks, int rank, int ids, ncclUniqueId *id,
+                                             ncclConfig_t *config) {
     return ncclCommInitRankConfig(out, ranks, id[0], rank, config);
 }
 PUBLIC ncclResult_t ncclCommSplit(ncclComm_t from, int color, int key, ncclComm_t *out, ncclConfig_t *config) {
     fprintf(stderr, "null NCCL: ncclCommSplit is not built\n");
     return ncclInvalidUsage;
 }
-PUBLIC ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t *error) { *error = 0; return 0; }
-PUBLIC ncclResult_t ncclCommCount(ncclComm_t communicator, int *ranks) { *ranks = communicator->ranks; return 0; }
-PUBLIC ncclResult_t ncclCommUserRank(ncclComm_t communicator, int *rank) { *rank = communicator->rank; return 0; }
+PUBLIC ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t *error) {
+    *error = 0;
+    return 0;
+}
+PUBLIC ncclResult_t ncclCommCount(ncclComm_t communicator, int *ranks) {
+    *ranks = communicator->ranks;
+    return 0;
+}
+PUBLIC ncclResult_t ncclCommUserRank(ncclComm_t communicator, int *rank) {
+    *rank = communicator->rank;
+    return 0;
+}
 PUBLIC const char *ncclGetErrorString(ncclResult_t error) { return error ? "error of the null NCCL" : "no error"; }
 PUBLIC const char *ncclGetLastError(ncclComm_t communicator) { return ""; }
 
@@ -174,8 +190,8 @@ static void check_collective(struct ncclComm *communicator, struct operation *op
         char text[400], ours[100], theirs[100];
         describe(own, ours, sizeof ours);
         describe(other, theirs, sizeof theirs);
-        snprintf(text, sizeof text, "group %s, call %u: rank %d calls %s, rank %d %s", communicator->name, operation->index, communicator->rank,
-                 ours, rank, theirs);
+        snprintf(text, sizeof text, "group %s, call %u: rank %d calls %s, rank %d %s", communicator->name,
+                 operation->index, communicator->rank, ours, rank, theirs);
         stop_all(text);
     }
 }
@@ -186,7 +202,9 @@ static void check_message(struct ncclComm *communicator, struct operation *opera
     size_t received = pair->received_bytes[operation->index % REMEMBERED_MESSAGES];
     if (sent == received) return;
     char text[400];
-    snprintf(text, sizeof text, "group %s: message %u between ranks %d and %d is sent with %zu bytes and received with %zu: another order of messages",
+    snprintf(text, sizeof text,
+             "group %s: message %u between ranks %d and %d is sent with %zu bytes and received with %zu: another order "
+             "of messages",
              communicator->name, operation->index, communicator->rank, operation->signature.root, sent, received);
     stop_all(text);
 }
@@ -225,8 +243,8 @@ void describe_operations(struct operations *operations, char *text, size_t size)
             list_missing(communicator, operation->index, 0, missing, sizeof missing);
         else
             snprintf(missing, sizeof missing, " %d", operation->signature.root);
-        snprintf(text, size, "rank %d of group %s: call %u, %s, waits for rank%s", communicator->rank, communicator->name, operation->index, call,
-                 missing);
+        snprintf(text, size, "rank %d of group %s: call %u, %s, waits for rank%s", communicator->rank,
+                 communicator->name, operation->index, call, missing);
         return;
     }
 }
@@ -243,8 +261,8 @@ static void queue_grouped(void) {
     grouped = NULL;
 }
 
-static ncclResult_t call(enum kind kind, const char *name, size_t count, int type, int reduction, int root, ncclComm_t communicator,
-                         cudaStream_t stream) {
+static ncclResult_t call(enum kind kind, const char *name, size_t count, int type, int reduction, int root,
+                         ncclComm_t communicator, cudaStream_t stream) {
     if (grouped && grouped->communicator != communicator) queue_grouped();
     int before = grouped ? grouped->count : 0;
     struct operations *operations = calloc(1, sizeof *operations + (before + 1) * sizeof(struct operation));
@@ -254,7 +272,8 @@ static ncclResult_t call(enum kind kind, const char *name, size_t count, int typ
     operations->count = before + 1;
     struct operation *operation = &operations->each[before];
     operation->kind = kind;
-    operation->signature = (struct signature){.count = count, .type = type, .reduction = reduction < ncclNumOps ? reduction : ncclNumOps, .root = root};
+    operation->signature = (struct signature){
+        .count = count, .type = type, .reduction = reduction < ncclNumOps ? reduction : ncclNumOps, .root = root};
     strncpy(operation->signature.name, name, sizeof operation->signature.name - 1);
     grouped = operations;
     grouped_stream = stream_of(stream);
@@ -262,32 +281,43 @@ static ncclResult_t call(enum kind kind, const char *name, size_t count, int typ
     return 0;
 }
 
-PUBLIC ncclResult_t ncclGroupStart(void) { group_depth++; return 0; }
+PUBLIC ncclResult_t ncclGroupStart(void) {
+    group_depth++;
+    return 0;
+}
 PUBLIC ncclResult_t ncclGroupEnd(void) {
     if (!--group_depth) queue_grouped();
     return 0;
 }
-PUBLIC ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                  ncclComm_t comm, cudaStream_t stream) {
     return call(COLLECTIVE, "all_reduce", count, type, op, 0, comm, stream);
 }
-PUBLIC ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                               ncclComm_t comm, cudaStream_t stream) {
     return call(COLLECTIVE, "reduce", count, type, op, root, comm, stream);
 }
-PUBLIC ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                                  cudaStream_t stream) {
     return call(COLLECTIVE, "all_gather", count, type, 0, 0, comm, stream);
 }
-PUBLIC ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                      ncclComm_t comm, cudaStream_t stream) {
     return call(COLLECTIVE, "reduce_scatter", count, type, op, 0, comm, stream);
 }
-PUBLIC ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type, int root,
+                                  ncclComm_t comm, cudaStream_t stream) {
     return call(COLLECTIVE, "broadcast", count, type, 0, root, comm, stream);
 }
-PUBLIC ncclResult_t ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm,
+                                 cudaStream_t stream) {
     return call(COLLECTIVE, "all_to_all", count, type, 0, 0, comm, stream);
 }
-PUBLIC ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                             cudaStream_t stream) {
     return call(SEND, "send", count, type, 0, peer, comm, stream);
 }
-PUBLIC ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
+PUBLIC ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
+                             cudaStream_t stream) {
     return call(RECEIVE, "recv", count, type, 0, peer, comm, stream);
 }

@@ -15,7 +15,7 @@ struct event {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream default_stream;
-static struct item *under_way; /* items with NCCL calls that are not done */
+static struct item *under_way;                     /* items with NCCL calls that are not done */
 static struct item everything = {.references = 1}; /* stands for all that is under way, to wait for */
 
 double seconds(void) {
@@ -151,13 +151,22 @@ PUBLIC cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned f
     return 0;
 }
 PUBLIC cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-PUBLIC cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return 0; }
-PUBLIC cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0, *greatest = -5; return 0; }
-PUBLIC cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) { *status = 0; return 0; }
+PUBLIC cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    *priority = 0;
+    return 0;
+}
+PUBLIC cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    *least = 0, *greatest = -5;
+    return 0;
+}
+PUBLIC cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    *status = 0;
+    return 0;
+}
 PUBLIC cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
-PUBLIC cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                            cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                            size_t *count) {
+PUBLIC cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                            const cudaGraphEdgeData **edges, size_t *count) {
     *status = 0;
     if (id) *id = 0;
     if (count) *count = 0;

@@ -1,6 +1,6 @@
-/* Finds ranks that stand. All processes of a job (NULL_GPU_JOB) keep a line in shared memory: what they wait for, and how
- * much they have done. If for PATIENCE seconds none has called anything or computed, while somebody waits, they stand: each
- * prints its line, and its Python stack (PYTHONFAULTHANDLER=1), and ends. */
+/* Finds ranks that stand. All processes of a job (NULL_GPU_JOB) keep a line in shared memory: what they wait for, and
+ * how much they have done. If for PATIENCE seconds none has called anything or computed, while somebody waits, they
+ * stand: each prints its line, and aborts, at which faulthandler writes its Python stack. */
 #include "null_gpu.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -53,8 +53,9 @@ static int tell_own(void) {
     struct slot *own = &job->slots[own_rank];
     char under_way[900] = "";
     int waits = describe_items(under_way, sizeof under_way) || waiting_for_text;
-    snprintf(own->text, sizeof own->text, "%s%s%s%s", waiting_for_text ? waiting_for : under_way, waits ? "" : "waits for nothing",
-             host_wait ? "; its host is in " : "; its host is in something else", host_wait ? host_wait : "");
+    snprintf(own->text, sizeof own->text, "%s%s%s%s", waiting_for_text ? waiting_for : under_way,
+             waits ? "" : "waits for nothing", host_wait ? "; its host is in " : "; its host is in something else",
+             host_wait ? host_wait : "");
     own->calls = calls;
     own->cpu_seconds = cpu_seconds();
     return waits;

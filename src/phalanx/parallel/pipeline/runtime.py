@@ -21,11 +21,7 @@ from torch import Tensor, nn
 from phalanx.model.moe import Router
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
-from phalanx.parallel.pipeline.split_backward import (
-    WeightGradient,
-    compute_weight_grads,
-    split_backward,
-)
+from phalanx.parallel.pipeline.split_backward import WeightGradient, compute_weight_grads, split_backward
 from phalanx.parallel.pipeline.stage_module import InferenceMicroBatch, StageModule
 from phalanx.parallel.strategy import LossFunction, MicroBatchProtocol, StepReduction, Strategy
 from phalanx.schedule.schedule import Action, ActionKind, Schedule, actions
