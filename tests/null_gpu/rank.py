@@ -1,13 +1,32 @@
-"""`python -m tests.null_gpu.rank`: a rank of a run, phalanx.train's own, on the GPU that computes nothing."""
+"""`python -m tests.null_gpu.rank MODULE ARGUMENTS`: a rank of a program, on the GPU that computes nothing."""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import os
+import runpy
+import socket
+import sys
 
-from phalanx.train.__main__ import main
 from tests.null_gpu.given_numbers import give_numbers
+
+HOST_PER_RANK = "NULL_GPU_HOST_PER_RANK"
+"""Set where each rank is to be on a host of its own, by name."""
+CLONE_NEWUTS = 0x04000000  # linux/sched.h: a hostname of one's own
+
+
+def take_hostname() -> None:
+    """Give this process a hostname of its own: node0, node1, ..."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS):
+        raise PermissionError(ctypes.get_errno(), "unshare")
+    socket.sethostname(f"node{os.environ['RANK']}")
+
 
 if __name__ == "__main__":
     faulthandler.enable()
     give_numbers()
-    main()
+    if HOST_PER_RANK in os.environ:
+        take_hostname()
+    module = sys.argv.pop(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,15 @@ class RankResult:
     output: str
 
 
-def run_ranks(module: str, arguments: Sequence[str], world_size: int, folder: Path) -> list[RankResult]:
-    """Run `python -m module` as ranks 0 to world_size - 1; returns how each ended. Their output is in `folder`."""
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    world_size: int,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+) -> list[RankResult]:
+    """Run `python -m module` as ranks 0 to world_size - 1, with more environment variables; returns how each ended.
+    Their output is in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -47,7 +54,7 @@ def run_ranks(module: str, arguments: Sequence[str], world_size: int, folder: Pa
     processes = []
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     for rank, log in enumerate(logs):
-        environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(variables or {})
         with log.open("w") as file:
             processes.append(
                 start_python([sys.executable, "-m", module, *arguments], env=environment, stdout=file, stderr=file)

@@ -36,7 +36,7 @@ def train_and_resume(world_size: int, changes: Table, documents: Path, folder: P
     file, directory = folder / "run.toml", folder / run.name
     file.write_text(to_toml(run))
     for steps in (STEPS, MORE_STEPS):
-        arguments = [str(file), "--set", f"training.steps={steps}", "--resume"]
+        arguments = ["phalanx.train", str(file), "--set", f"training.steps={steps}", "--resume"]
         results = run_ranks("tests.null_gpu.rank", arguments, world_size, folder / f"until{steps}")
         assert all(result.exit_code == 0 for result in results), describe_failures(results)
         records = read_metrics(directory)
