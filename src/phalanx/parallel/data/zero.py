@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.parallel.comm.host_copy import copy_to_host
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.data.zero_buckets import (
@@ -141,7 +142,7 @@ class ZeRO(Strategy):
         if self.offload is None:
             return super().normalize_and_clip(norm, weight, clip_norm)
         norm = norm / weight.to(norm.dtype)
-        self._gradient_factor = clip_coefficient(norm, clip_norm) / weight.to(norm.dtype)
+        (self._gradient_factor,) = copy_to_host(clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
