@@ -115,7 +115,8 @@ class DDP(Strategy):
     def reduce_partial_gradients(self) -> None:
         """As everywhere; DDP did not divide those that are apart."""
         excluded_gradients = [gradient for name, gradient in self.gradients().items() if name in self.excluded_names]
-        scale_gradients(excluded_gradients, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
+        device = next(self.module.parameters()).device
+        scale_gradients(excluded_gradients, torch.full((), 1 / self.loss_scale, dtype=torch.float64, device=device))
         super().reduce_partial_gradients()
 
     def zero_grad(self) -> None:
