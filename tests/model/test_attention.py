@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx.model import attention, transformer
-from phalanx.model.attention import has_flash_kernel
+from phalanx.model.attention import Documents, has_flash_kernel
 from tests.helpers.batches import locate_documents
 
 MODEL_VARIANTS = {
@@ -104,6 +104,15 @@ def test_document_bounds_give_what_document_mask_gives(build_model, tokens, kind
     monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "flash_by_document", attend_by_document)
     torch.testing.assert_close(model(tokens, documents)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
+    """Tensors without numbers stand for a GPU's: whatever would read one raises."""
+    monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
+    model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
+    starts = torch.empty(2, 24, dtype=torch.int32, device="meta")
+    logits, _ = model(starts.long(), Documents(starts, starts.new_empty(4)))
+    assert logits.shape == (2, 24, 53)
 
 
 @pytest.mark.parametrize(
