@@ -109,6 +109,7 @@ def test_document_bounds_give_what_document_mask_gives(build_model, tokens, kind
 def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
     """Tensors without numbers stand for a GPU's: whatever would read one raises."""
     monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
+    monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
     starts = torch.empty(2, 24, dtype=torch.int32, device="meta")
     logits, _ = model(starts.long(), Documents(starts, starts.new_empty(4)))

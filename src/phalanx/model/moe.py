@@ -132,6 +132,8 @@ class Experts(nn.Module):
         else:
             dtype = x_ND.dtype
         x_ND = x_ND.to(dtype)
+        if not supports_grouped_mm(x_ND, self.gate):  # each product needs the counts in host memory: wait once
+            offsets_E = offsets_E.cpu()
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
         hidden_NF = F.silu(self.product(x_ND, gate, offsets_E)) * self.product(x_ND, up, offsets_E)
         return self.product(hidden_NF, down, offsets_E)
