@@ -13,3 +13,9 @@ def copy_to_host(*tensors: Tensor) -> list[Tensor]:
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.current_stream().synchronize()
     return copies
+
+
+def wait_for_host_copies(device: torch.device) -> None:
+    """Wait until copies from a device that did not block are in CPU memory."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

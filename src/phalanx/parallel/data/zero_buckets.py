@@ -93,11 +93,13 @@ class OwnedParameter:
             )
 
     def master_gradient(self, factor: Tensor | None) -> Tensor | None:
-        """The gradient, times a factor in CPU memory, where and as precise as the master is."""
+        """The gradient, times a factor in CPU memory, where and as precise as the master is. It comes to CPU memory by
+        `wait_for_host_copies`."""
         if self.gradient is None:
             return None
         scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
-        return self.split.as_dtensor(scaled.to(self.rows.device, self.rows.dtype), self.parameter)
+        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True)
+        return self.split.as_dtensor(scaled, self.parameter)
 
 
 class Bucket:
