@@ -83,7 +83,7 @@ def wait(layout: Layout, m: int, seconds: float, steps: int) -> list[list[Span]]
     micros = [InferenceMicroBatch(torch.zeros(1, 4, dtype=torch.int64), None)] * m
 
     def losses(model: Any, micro: InferenceMicroBatch) -> tuple[Tensor, Tensor]:
-        return model(micro.tokens, micro.document_starts)[0].sum(), torch.zeros(())
+        return model(micro.tokens, micro.documents)[0].sum(), torch.zeros(())
 
     ran = []
     for _ in range(steps + 1):

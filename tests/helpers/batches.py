@@ -1,13 +1,21 @@
-"""Batches as lists."""
+"""Batches as lists, and the documents in them."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from phalanx.data.packing import Batch
+from phalanx.data.packing import Batch, document_bounds
+from phalanx.model.attention import Documents
 
 
 def batch_rows(batch: Batch) -> list[tuple[list[int], list[int], list[int]]]:
     """The rows of a batch: (tokens, targets, document starts)."""
     starts = np.zeros_like(batch.tokens) if batch.document_starts is None else batch.document_starts
     return list(zip(batch.tokens.tolist(), batch.targets.tolist(), starts.tolist(), strict=True))
+
+
+def locate_documents(starts_BT: Tensor) -> Documents:
+    """Return the documents that start where `starts_BT` says, as a model takes them."""
+    return Documents(starts_BT, torch.from_numpy(document_bounds(starts_BT.numpy())))

@@ -143,7 +143,7 @@ def test_swarm_ddp_node_memory_equals_weights_and_gradients(tmp_path):
     _, members = train_local_swarm(run, tmp_path, NODES[:1])
     trainer = members.nodes["ann"].trainer
     assert not optimizer_state_tensors(trainer.optimizers)
-    trainer.forward_backward(trainer._micro_batches(trainer.loader.step(0)))
+    trainer.forward_backward(trainer.micro_batches(trainer.loader.step(0)))
     held = trainer.strategy.resident_tensors(trainer.optimizers)
     storages = {tensor.untyped_storage().data_ptr(): tensor.nbytes for part in held.values() for tensor in part}
     assert sum(storages.values()) == state_bytes(node_share(run.model, "ddp"))

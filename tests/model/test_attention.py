@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from phalanx.model import attention, transformer
-from phalanx.model.attention import document_bounds, has_flash_kernel
+from phalanx.model.attention import Documents, has_flash_kernel
+from tests.helpers.batches import locate_documents
 
 MODEL_VARIANTS = {
     "rope": {},
@@ -27,7 +28,7 @@ def test_attention_mask_makes_packed_documents_independent(build_model, tokens, 
     model = build_model(**MODEL_VARIANTS[kind])
     lengths = [[5, 1, 11, 7], [24]]
     starts = torch.tensor([[sum(row[:n]) for n, length in enumerate(row) for _ in range(length)] for row in lengths])
-    packed, _ = model(tokens, starts)
+    packed, _ = model(tokens, locate_documents(starts))
     for row, sizes in enumerate(lengths):
         alone = [model(document[None])[0][0] for document in tokens[row].split(sizes)]
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-12)
@@ -36,7 +37,7 @@ def test_attention_mask_makes_packed_documents_independent(build_model, tokens, 
 @pytest.mark.parametrize("kind", MODEL_VARIANTS)
 def test_attention_with_single_document_mask_equals_unmasked(build_model, tokens, kind):
     model = build_model(**MODEL_VARIANTS[kind])
-    masked, _ = model(tokens, torch.zeros_like(tokens))
+    masked, _ = model(tokens, locate_documents(torch.zeros_like(tokens)))
     torch.testing.assert_close(masked, model(tokens)[0], rtol=0, atol=1e-12)
 
 
@@ -56,7 +57,7 @@ def test_masked_gqa_repeats_kv_heads_when_kernel_lacks_gqa(build_model, tokens, 
 
     def computed():
         model = build_model(**MODEL_VARIANTS["gqa"])
-        logits = model(tokens, starts)[0]
+        logits = model(tokens, locate_documents(starts))[0]
         logits.square().mean().backward()
         return logits, *(parameter.grad for parameter in model.parameters())
 
@@ -97,12 +98,22 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, *_: obje
 @pytest.mark.parametrize("kind", ["rope", "gqa"])
 def test_document_bounds_give_what_document_mask_gives(build_model, tokens, kind, monkeypatch):
     model = build_model(**MODEL_VARIANTS[kind])
-    starts = torch.tensor([[0] * 5 + [5] + [6] * 11 + [17] * 7, [0] * 24])
-    assert document_bounds(starts).tolist() == [0, 5, 6, 17, 24, 48]
-    expected = model(tokens, starts)[0]
+    documents = locate_documents(torch.tensor([[0] * 5 + [5] + [6] * 11 + [17] * 7, [0] * 24]))
+    assert documents.bounds.tolist() == [0, 5, 6, 17, 24, 48]
+    expected = model(tokens, documents)[0]
     monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "flash_by_document", attend_by_document)
-    torch.testing.assert_close(model(tokens, starts)[0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model(tokens, documents)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
+    """Tensors without numbers stand for a GPU's: whatever would read one raises."""
+    monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
+    monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
+    model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
+    starts = torch.empty(2, 24, dtype=torch.int32, device="meta")
+    logits, _ = model(starts.long(), Documents(starts, starts.new_empty(4)))
+    assert logits.shape == (2, 24, 53)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from phalanx.cost.exact.flops import forward_flops, training_flops_per_token
 from phalanx.data.loader import prefetch
 from phalanx.debug.collective_log import is_peer_loss
 from phalanx.launch.failures import read_failures
+from phalanx.parallel.comm.device_clock import DeviceClock, Timestamp
 from phalanx.runs.create import is_finished
 from phalanx.runs.errors import DivergenceError
 from phalanx.runs.metrics import read_metrics
@@ -104,6 +105,22 @@ def test_trainer_writes_metrics_of_every_step(text: Path, tmp_path: Path) -> Non
     assert trained[0]["learning_rate"] == pytest.approx(0.01 / 3)
     board = EventAccumulator(str(under_way.directory / "tensorboard")).Reload()
     assert [event.value for event in board.Scalars("loss")] == pytest.approx([r["loss"] for r in trained])
+
+
+def test_trainer_asks_clock_of_device_once_per_step(text: Path, tmp_path: Path) -> None:
+    """A GPU is waited for each time."""
+
+    class CountingClock(DeviceClock):
+        num_questions = 0
+
+        def resolve(self, timestamps: Sequence[Timestamp]) -> list[float]:
+            self.num_questions += 1
+            return super().resolve(timestamps)
+
+    under_way = make_trainer(small_run(text, tmp_path, {}))
+    under_way.strategy.clock = clock = CountingClock(under_way.device)
+    train_until(under_way, 3)
+    assert clock.num_questions == 3
 
 
 def test_utilization_never_exceeds_measured_peak_of_cpu(text: Path, tmp_path: Path) -> None:

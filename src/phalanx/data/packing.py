@@ -45,6 +45,16 @@ def pack_rows(
     return Batch(row_tokens[:, :-1].astype(np.int64), row_tokens[:, 1:].astype(np.int64), starts)
 
 
+def document_bounds(document_starts: np.ndarray) -> np.ndarray:
+    """Return where each document begins in the B x T tokens of a batch, and their number, int32 [N + 1].
+
+    Args:
+        document_starts: For each position, where in its row its document begins, [B, T].
+    """
+    (begins,) = (document_starts == np.arange(document_starts.shape[1])).ravel().nonzero()
+    return np.append(begins, document_starts.size).astype(np.int32)
+
+
 @dataclass(frozen=True)
 class EpochOrder:
     """The order of one epoch."""

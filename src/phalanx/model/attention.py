@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,15 @@ MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
 MAX_FLASH_HEAD_DIM = 256
+
+
+class Documents(NamedTuple):
+    """The documents of a batch. Whoever loads it knows N: a device that counted them would keep the host waiting."""
+
+    starts: Tensor
+    """For each token, [B, T], the index in its row at which its document begins."""
+    bounds: Tensor
+    """Where each document begins in the batch's B x T tokens, and their number, int32 [N + 1]."""
 
 
 class Attention(nn.Module):
@@ -69,7 +78,7 @@ class Attention(nn.Module):
 
     def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Tensor | None) -> Tensor:
         """Return each query's mean of the values, [B, T, H, K], over earlier tokens that `mask` lets it see: a
-        `document_mask` or `document_bounds`; None: all of its row."""
+        `document_mask` or `Documents.bounds`; None: all of its row."""
         q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have lifted them to fp32
         if mask is not None and mask.ndim == 1:
             return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask)
@@ -97,14 +106,6 @@ def document_mask(starts_BT: Tensor) -> Tensor:
     """Return which token sees which, [B, 1, T, T] bool: earlier ones of the same document."""
     same = starts_BT[:, None, :, None] == starts_BT[:, None, None, :]
     return same.tril()
-
-
-def document_bounds(starts_BT: Tensor) -> Tensor:
-    """Return where each document begins in the batch's B x T tokens, and their number, int32 [N + 1]. The host waits
-    for the device, to know N."""
-    positions_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
-    begins_N = (starts_BT == positions_T).flatten().nonzero().flatten()
-    return F.pad(begins_N, (0, 1), value=starts_BT.numel()).int()
 
 
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

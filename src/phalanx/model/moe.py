@@ -132,6 +132,8 @@ class Experts(nn.Module):
         else:
             dtype = x_ND.dtype
         x_ND = x_ND.to(dtype)
+        if not supports_grouped_mm(x_ND, self.gate):  # each product needs the counts in host memory: wait once
+            offsets_E = offsets_E.cpu()
         gate, up, down = (w.to(dtype) for w in (self.gate, self.up, self.down))
         hidden_NF = F.silu(self.product(x_ND, gate, offsets_E)) * self.product(x_ND, up, offsets_E)
         return self.product(hidden_NF, down, offsets_E)
@@ -159,8 +161,14 @@ def _grouped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _looped_mm(x: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    sizes = to_host_list(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), len(x))
+    sizes = rows_per_expert(offsets_E, len(x))
     return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight_EOI, strict=True)])
+
+
+def rows_per_expert(offsets_E: Tensor, rows: int) -> list[int]:
+    """Return how many of the `rows` each expert has."""
+    (sizes,) = to_host_lists(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))[None], rows)
+    return sizes
 
 
 class MoE(nn.Module):
@@ -200,17 +208,22 @@ def permute_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[
     counts_E, rows = counts[:-1], order
     if moe.capacity_factor is not None:  # dropped choices stand last
         max_rows = len(chosen_BTk) * moe.num_experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
-        rows = order[: to_host_list(counts_E.sum(0, keepdim=True), min(max_rows, len(chosen)))[0]]
+        ((kept_rows,),) = to_host_lists(counts_E.sum().view(1, 1), min(max_rows, len(chosen)))
+        rows = order[:kept_rows]
     return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
 
 
-def to_host_list(counts: Tensor, total: int) -> list[int]:
-    """The numbers in a vector, which add up to `total` where experts are balanced. In a step that is traced without
-    numbers (`phalanx.verify`) they are: its vectors have none."""
+def to_host_lists(counts: Tensor, total: int) -> list[list[int]]:
+    """Return the numbers in the rows of a matrix, [K, n]. Each row adds up to `total` where experts are balanced. In a
+    step that is traced without numbers (`phalanx.verify`) they are: its tensors have none.
+
+    The host waits for the device, once for all rows.
+    """
     if isinstance(counts, FakeTensor):
-        quotient, remainder = divmod(total, len(counts))
-        return [quotient + (index < remainder) for index in range(len(counts))]
-    return cast(list[int], counts.tolist())
+        quotient, remainder = divmod(total, counts.shape[1])
+        balanced = [quotient + (index < remainder) for index in range(counts.shape[1])]
+        return [balanced] * len(counts)
+    return cast(list[list[int]], counts.tolist())
 
 
 def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:

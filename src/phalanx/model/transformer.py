@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention, document_bounds, document_mask, has_flash_kernel
+from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
 from phalanx.model.mlp import build_mlp
 from phalanx.model.moe import MoE
 from phalanx.model.norm import build_norm
@@ -52,31 +52,32 @@ class Transformer(nn.Module):
         if not spec.tie_embeddings:
             self.head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, T, V] of each next token, and the auxiliary loss of all layers summed over tokens.
 
-        `starts_BT` holds for each token the index in its row at which its document begins: documents do not
-        attend to each other, and each counts its positions from 0. None: every row is one document.
+        `documents` do not attend to each other, and each counts its positions from 0. None: every row is one document.
         """
-        x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, starts_BT), starts_BT)
+        x_BTD, auxiliary = self.run_blocks(self.blocks, self.embed(tokens_BT, documents), documents)
         return self.compute_logits(x_BTD), auxiliary
 
-    def embed(self, tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
+    def embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
         """What the first block is given, [B, T, D]."""
         x_BTD = self.embedding(tokens_BT)
         if self.spec.position_embedding == "learned":
-            x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), starts_BT))
+            x_BTD = x_BTD + self.positions(positions_in_document(self.local_positions(tokens_BT), documents))
         return x_BTD
 
-    def run_blocks(self, blocks: Iterable[nn.Module], x_BTD: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], x_BTD: Tensor, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
         """What these blocks make of `x_BTD`, and their auxiliary loss."""
-        mask = None if starts_BT is None else self.attention_mask(starts_BT, compute_dtype(x_BTD))
+        mask = None if documents is None else self.attention_mask(documents, compute_dtype(x_BTD))
         table = None
         if self.spec.position_embedding != "learned":
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
             row_positions_T = self.local_positions(x_BTD)
             table = rotary_table(
-                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, starts_BT), dtype
+                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype
             )
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:
@@ -97,21 +98,21 @@ class Transformer(nn.Module):
         """The last product, [B, T, V]."""
         return F.linear(x_BTD, weight_VD)
 
-    def attention_mask(self, starts_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
         """Return what attention in `dtype` is told of documents: see `Attention.attend`."""
-        if has_flash_kernel(starts_BT.device, dtype, self.spec.head_dim):
-            return document_bounds(starts_BT)
-        return document_mask(starts_BT)
+        if has_flash_kernel(documents.bounds.device, dtype, self.spec.head_dim):
+            return documents.bounds
+        return document_mask(documents.starts)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
         """Where in its row each token is whose attention is computed here, [T]."""
         return torch.arange(x_BT.shape[1], device=x_BT.device)
 
 
-def positions_in_document(row_positions_T: Tensor, starts_BT: Tensor | None) -> Tensor:
+def positions_in_document(row_positions_T: Tensor, documents: Documents | None) -> Tensor:
     """Return the positions in their documents of the tokens at `row_positions_T` in their rows: [T], or [B, T] where
     documents start inside of rows."""
-    return row_positions_T if starts_BT is None else row_positions_T - starts_BT[:, row_positions_T]
+    return row_positions_T if documents is None else row_positions_T - documents.starts[:, row_positions_T]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -87,7 +87,7 @@ def apply_context_parallel(model: Transformer, ranks: ContextParallelGroup) -> N
     inner = model.local_positions
     model.local_positions = lambda x_BT: _attended_indices(inner, ranks, x_BT)  # type: ignore[method-assign]
     if ranks.kind == "ring":
-        model.attention_mask = lambda starts_BT, dtype: starts_BT  # type: ignore[method-assign]
+        model.attention_mask = lambda documents, dtype: documents.starts  # type: ignore[method-assign]
     for part in model.modules():
         if isinstance(part, Attention):
             attend = _ring_attention if ranks.kind == "ring" else _ulysses_attention

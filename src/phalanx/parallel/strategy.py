@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.model.attention import Documents
 from phalanx.parallel.comm.collectives import start_all_reduce
 from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 from phalanx.parallel.comm.wait_timer import WaitTimer
@@ -23,13 +24,13 @@ from phalanx.schedule.schedule import Action, ScheduleStep
 
 
 class MicroBatchProtocol(Protocol):
-    """What the model needs of one: token ids [B, T], and where documents start (see Transformer.forward)."""
+    """What the model needs of one: token ids [B, T], and its documents (see Transformer.forward)."""
 
     @property
     def tokens(self) -> Tensor: ...
 
     @property
-    def document_starts(self) -> Tensor | None: ...
+    def documents(self) -> Documents | None: ...
 
 
 LossFunction = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor]]

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.cost.exact.pipeline_split import layers_per_stage
 from phalanx.cost.exact.scalar_reductions import NUM_SCALARS
-from phalanx.data.packing import IGNORE_INDEX
+from phalanx.data.packing import IGNORE_INDEX, Batch, document_bounds
+from phalanx.model.attention import Documents
 from phalanx.model.init import DrawnWeights
 from phalanx.model.moe import Router
 from phalanx.parallel.apply import apply_layout, autocast_context
@@ -27,12 +29,12 @@ from phalanx.train.optim.optimizers import build_optimizers, set_learning_rate
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass of this rank: its tokens and targets of each row, and where in the row each token's document
-    starts, [B, T] of the whole row (None: one a row)."""
+    """One forward pass of this rank: its tokens and targets of each row, and the documents of the whole rows (None: one
+    a row)."""
 
     tokens: Tensor
     targets: Tensor
-    document_starts: Tensor | None
+    documents: Documents | None
 
 
 class Learner:
@@ -83,12 +85,36 @@ class Learner:
             return slice(None)
         return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
 
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's rows of a step as micro-batches on the device."""
+        local_indices = self.local_tokens(batch.tokens.shape[1])
+        micros = []
+        for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
+            rows = slice(start, start + self.batch.micro_batch_size)
+            starts = None if batch.document_starts is None else batch.document_starts[rows]
+            documents = self._documents(starts) if starts is not None and starts.any() else None
+            tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
+            micros.append(MicroBatch(tokens, targets, documents))
+        return micros
+
+    def _documents(self, document_starts: np.ndarray) -> Documents:
+        """The documents of a micro-batch, on the device."""
+        starts, bounds = (self._to_device(x) for x in (document_starts, document_bounds(document_starts)))
+        if self.run.training.compile:  # blocks are compiled once, not for each number of documents
+            torch._dynamo.maybe_mark_dynamic(bounds, 0)
+        return Documents(starts, bounds)
+
+    def _to_device(self, array: Any) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
     def forward_backward(self, micros: Sequence[MicroBatch], stop_state: tuple[float, float] = (0.0, 0.0)) -> Tensor:
         """Gradients of the summed loss of this rank's rows. Returns what to sum over ranks: target tokens, loss,
         auxiliary loss, `stop_state` (whether to stop; from a server, after which step), choices dropped,
         and each router's load."""
         sums = torch.zeros(NUM_SCALARS, dtype=torch.float64, device=self.device)
-        sums[3:5] = sums.new_tensor(stop_state)
+        for index, value in enumerate(stop_state, 3):
+            sums[index].fill_(value)  # a copy from host memory would wait for the device
         for micro, (loss, auxiliary) in zip(
             micros, self.strategy.forward_backward(micros, self.compute_losses), strict=True
         ):
@@ -104,7 +130,7 @@ class Learner:
     def compute_losses(self, model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """The loss and the auxiliary loss, summed over tokens. The logits, the largest tensor of all, end here."""
         with autocast_context(self.strategy, self.run.training.precision, self.device):
-            logits, auxiliary = model(micro.tokens, micro.document_starts)
+            logits, auxiliary = model(micro.tokens, micro.documents)
         return self.strategy.cross_entropy(logits, micro.targets, IGNORE_INDEX), auxiliary
 
     def reduce(self, sums: Tensor) -> StepReduction:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from phalanx.cost.kinds import PHALANX_CHECKPOINTING
 from phalanx.data.loader import prefetch
 from phalanx.data.packing import Batch
 from phalanx.parallel.comm.device_memory import peak_memory_bytes
+from phalanx.parallel.comm.host_copy import copy_to_host
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.parallel.expert.partial_experts import TrainedExperts
 from phalanx.runs.errors import DivergenceError
@@ -29,7 +29,6 @@ from phalanx.train.checkpoint.auto_interval import CheckpointScheduler
 from phalanx.train.evaluator import evaluate, evaluation_message
 from phalanx.train.guards.divergence import LossSpikeDetector
 from phalanx.train.guards.replica_check import check_replica_consistency
-from phalanx.train.learner import MicroBatch
 from phalanx.train.loggers import Logger
 from phalanx.train.optim.optimizers import learning_rate_factor
 from phalanx.train.profiling.step_phases import StepPhaseTimer
@@ -134,22 +133,22 @@ class Trainer(ResumableLearner):
     def train_step(self, batches: Iterator[Batch]) -> MetricsRecord:
         """One optimizer update: forward and backward passes, their sum over ranks, update. Returns its record."""
         phases = StepPhaseTimer(self.strategy)
-        micros = self._micro_batches(next(batches)) if self.strategy.runs_model else []
+        micros = self.micro_batches(next(batches)) if self.strategy.runs_model else []
         phases.end("data")
         stop_state = float(self.stop_requested), 0 if self.strategy.runs_model else self.stop_after_step or 0
         sums = self.forward_backward(micros, stop_state)
         phases.end("passes")
         reduced = self.reduce(sums)
-        tokens, loss, auxiliary, stop_requests, announced_step, *_ = reduced.sums.tolist()
+        sums, norm = copy_to_host(reduced.sums, reduced.norm)  # all that is read of a step, at once
+        tokens, loss, auxiliary, stop_requests, announced_step, dropped = sums[:NUM_SCALARS].tolist()
         phases.end("reduce")
-        record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(reduced.norm)}
+        record = {"step": self.step + 1 - reduced.steps_behind, "loss": loss / tokens, "grad_norm": float(norm)}
         is_finite = math.isfinite(record["grad_norm"])
         if self.moe_layers:
-            loads, dropped = reduced.sums[NUM_SCALARS:].view_as(self.expert_loads[0]), reduced.sums[5]
+            self._count_expert_loads(reduced.sums[NUM_SCALARS:].view_as(self.expert_loads[0]), is_finite)
+            loads = sums[NUM_SCALARS:].view(self.expert_loads[0].shape)
             if self.run.model.moe and self.run.model.moe.capacity_factor is not None:
-                record["dropped_share"] = float(dropped / loads.sum())
-            self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
-            self._update_router_biases(loads, is_finite)
+                record["dropped_share"] = dropped / float(loads.sum())
             relative_loads = loads / loads.mean(1, keepdim=True)
             layer, expert = divmod(int(relative_loads.argmax()), relative_loads.shape[1])
             hot_expert = self.moe_layers[layer], expert, float(relative_loads[layer, expert])
@@ -189,24 +188,9 @@ class Trainer(ResumableLearner):
             self.skipped += 1
             self.strategy.zero_grad()
 
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """This rank's rows of a step as micro-batches on the device."""
-        local_indices = self.local_tokens(batch.tokens.shape[1])
-        micros = []
-        for start in range(0, len(batch.tokens), self.batch.micro_batch_size):
-            rows = slice(start, start + self.batch.micro_batch_size)
-            starts = None if batch.document_starts is None else batch.document_starts[rows]
-            starts = starts if starts is not None and starts.any() else None
-            tokens, targets = (self._to_device(x[rows][:, local_indices]) for x in (batch.tokens, batch.targets))
-            micros.append(MicroBatch(tokens, targets, None if starts is None else self._to_device(starts)))
-        return micros
-
-    def _to_device(self, array: Any) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def _update_router_biases(self, loads: Tensor, apply: bool) -> None:
-        """Correct the routers' biases by their loads over all ranks."""
+    def _count_expert_loads(self, loads: Tensor, apply: bool) -> None:
+        """Add up the loads of experts over all ranks, and correct the routers' biases by them."""
+        self.expert_loads[0] += loads / self.strategy.router_count_multiplicity
         for moe_index, router in self.routers.items():
             router.load.copy_(loads[moe_index])
             router.update_bias(apply and bool(self.strategy.trainable_parameters))  # a worker is sent its biases
@@ -215,7 +199,7 @@ class Trainer(ResumableLearner):
 
     def evaluate(self) -> MetricsRecord:
         """Return the loss on the held-out text, and the expert counts of the last interval."""
-        return evaluate(self, self._micro_batches)
+        return evaluate(self, self.micro_batches)
 
     def rotate_expert_counts(self) -> None:
         """What was counted of experts until now is told by the next evaluation."""

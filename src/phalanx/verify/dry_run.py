@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.data.loader import rank_rows
+from phalanx.model.attention import Documents
 from phalanx.parallel.data.ddp import DDP
 from phalanx.parallel.mesh import build_mesh
 from phalanx.schedule.registry import layout_schedule, representative_schedule
@@ -159,7 +160,7 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
         MicroBatch(
             _empty_ids(n, num_local_tokens),
             _empty_ids(n, num_local_tokens),
-            _empty_ids(n, sequence) if masked else None,
+            Documents(_empty_ids(n, sequence), _empty_ids(1, n + 1)[0].int()) if masked else None,
         )
         for n in counts
     ]

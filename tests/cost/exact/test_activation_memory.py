@@ -19,6 +19,7 @@ from phalanx.model.moe import Router  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
 from phalanx.parallel.apply import apply_activation_checkpointing  # noqa: E402
 from phalanx.parallel.strategy import cross_entropy  # noqa: E402
+from tests.helpers.batches import locate_documents  # noqa: E402
 
 LLAMA = ModelSpec(
     vocab_size=100, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_hidden_size=48, max_seq_len=64
@@ -78,6 +79,10 @@ class SavedStorages(dict):
         return sum(storage.nbytes() for storage in self.values())
 
 
+def rows_of_short_documents(rows, tokens):
+    return torch.arange(tokens).div(10, rounding_mode="floor").mul(10).repeat(rows, 1)
+
+
 def measure_saved_bytes(spec, batch, sequence, precision, mode, autocast, masked):
     """Bytes alive after the trainer's forward pass and loss, and the most while something is computed again."""
     torch.manual_seed(0)
@@ -101,9 +106,9 @@ def measure_saved_bytes(spec, batch, sequence, precision, mode, autocast, masked
         if isinstance(module, CheckpointWrapper):
             module.register_forward_hook(left)
     tokens, targets = (torch.randint(spec.vocab_size, (batch, sequence)) for _ in range(2))
-    starts = torch.arange(sequence).div(10, rounding_mode="floor").mul(10).expand(batch, -1) if masked else None
+    documents = locate_documents(rows_of_short_documents(batch, sequence)) if masked else None
     with saved.record_saved_tensors(autocast):
-        logits, _ = model(tokens, starts)
+        logits, _ = model(tokens, documents)
     with saved.record_saved_tensors(autocast=False):
         cross_entropy(logits, targets, -100)
     recomputed = 0
@@ -146,9 +151,9 @@ def measure_saved_bytes_on_rank(cases):
         rank = mesh.cp_mesh.get_local_rank() if mesh.cp_mesh else 0
         mine = local_token_indices(20, layout.cp, rank, layout.cp_method)
         tokens, targets = (torch.randint(spec.vocab_size, (6, 20))[:, mine] for _ in range(2))
-        starts = torch.arange(20).div(10, rounding_mode="floor").mul(10).repeat(6, 1) if masked else None
+        documents = locate_documents(rows_of_short_documents(6, 20)) if masked else None
         with saved.record_saved_tensors(autocast):
-            logits, _ = model(tokens, starts)
+            logits, _ = model(tokens, documents)
         with saved.record_saved_tensors(autocast=False):
             strategy.cross_entropy(logits, targets, -100)
         found.append(saved.bytes)

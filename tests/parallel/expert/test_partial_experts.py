@@ -41,7 +41,7 @@ def build_trainer(run: RunSpec, own: TrainedExperts | None) -> Trainer:
 def compute_loss_and_gradients(run: RunSpec, own: TrainedExperts | None) -> tuple[float, dict[str, Tensor]]:
     """The loss of a step, and its mean gradient."""
     under_way = build_trainer(run, own)
-    sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
+    sums = under_way.forward_backward(under_way.micro_batches(under_way.loader.step(0)))
     under_way.strategy.reduce(sums)
     return float(sums[1]), {name: grad.clone() for name, grad in under_way.strategy.gradients().items()}
 
@@ -77,7 +77,7 @@ def compute_auxiliary_loss(run: RunSpec, ratio: float) -> tuple[float, dict[str,
     """Of a step whose routers' own experts are relieved: its auxiliary loss, and the gradients of the routers."""
     under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS))
     set_local_choice_weight(under_way.module, ratio)
-    sums = under_way.forward_backward(under_way._micro_batches(under_way.loader.step(0)))
+    sums = under_way.forward_backward(under_way.micro_batches(under_way.loader.step(0)))
     under_way.strategy.reduce(sums)
     gradients = {name: gradient.clone() for name, gradient in under_way.strategy.gradients().items()}
     return float(sums[2]), {name: gradient for name, gradient in gradients.items() if ".router." in name}
@@ -227,7 +227,7 @@ def test_frozen_expert_codec_approximates_fp32_and_sets_element_size(tmp_path, f
     """They compute nearly the same, and rest in as little as they should."""
     run = build_small_run(tmp_path, {"training.precision": "fp32"})
     whole, part = (build_trainer(run, TrainedExperts(TRAINED_EXPERTS, codec)) for codec in ("fp32", frozen_codec))
-    (batch,) = [whole._micro_batches(whole.loader.step(0))[0]]
+    (batch,) = [whole.micro_batches(whole.loader.step(0))[0]]
     with torch.no_grad():
         expected, found = (each.module(batch.tokens)[0] for each in (whole, part))
     assert float((found - expected).norm() / expected.norm()) <= tolerance
@@ -244,7 +244,7 @@ def test_quantized_frozen_experts_gradient_matches_finite_difference(tmp_path, f
     """Numerically: a step along the gradient of the embedding changes the loss as it says."""
     run = build_small_run(tmp_path, {"training.precision": "fp64"})
     under_way = build_trainer(run, TrainedExperts(TRAINED_EXPERTS, frozen_codec))
-    micro = under_way._micro_batches(under_way.loader.step(0))[0]
+    micro = under_way.micro_batches(under_way.loader.step(0))[0]
 
     def loss() -> Tensor:
         return sum(under_way.compute_losses(under_way.module, micro))  # type: ignore[return-value]

@@ -27,11 +27,11 @@ class DeviceClock:
         return event
 
     def resolve(self, timestamps: Sequence[Timestamp]) -> list[float]:
-        """When they were, in seconds. Waits for a GPU to come to the last."""
+        """When they were, in seconds. Waits for a GPU to come to this moment."""
         if self.device.type != "cuda":
             return list(timestamps)
         end = self.record()
-        torch.cuda.synchronize(self.device)
+        end.synchronize()
         now_seconds = time.perf_counter()
         return [now_seconds - timestamp.elapsed_time(end) / 1e3 for timestamp in timestamps]
 

@@ -24,6 +24,7 @@ from phalanx.parallel.strategy import Strategy
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.layout import Layout
 
+MAX_INT = 2**31 - 1
 POWERSGD_FROM_STEP = 10
 """PowerSGD sends whole gradients before: the first ones change most, and DDP settles its buckets (arXiv 1905.13727)."""
 
@@ -80,6 +81,8 @@ class DDP(Strategy):
             init_sync=False,  # initial weights are a function of their names
             **_bucket_options(layout),
         )
+        # DDP times itself in its first 10 steps and then in every 100th, where the host waits 8 times for the device.
+        self.model._set_ddp_runtime_logging_sample_rate(MAX_INT)
         self._powersgd: PowerSGDState | None = None
         if layout.gradient_compression == "bf16":
             self.model.register_comm_hook(group, bf16_allreduce_hook)
@@ -112,7 +115,8 @@ class DDP(Strategy):
     def reduce_partial_gradients(self) -> None:
         """As everywhere; DDP did not divide those that are apart."""
         excluded_gradients = [gradient for name, gradient in self.gradients().items() if name in self.excluded_names]
-        scale_gradients(excluded_gradients, torch.tensor(1 / self.loss_scale, dtype=torch.float64))
+        device = next(self.module.parameters()).device
+        scale_gradients(excluded_gradients, torch.full((), 1 / self.loss_scale, dtype=torch.float64, device=device))
         super().reduce_partial_gradients()
 
     def zero_grad(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.parallel.comm.host_copy import copy_to_host, wait_for_host_copies
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.data.sharding_checks import check_shardable_optimizers
 from phalanx.parallel.data.zero_buckets import (
@@ -141,7 +142,7 @@ class ZeRO(Strategy):
         if self.offload is None:
             return super().normalize_and_clip(norm, weight, clip_norm)
         norm = norm / weight.to(norm.dtype)
-        self._gradient_factor = clip_coefficient(norm, clip_norm) / weight.to(norm.dtype)
+        (self._gradient_factor,) = copy_to_host(clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -154,11 +155,18 @@ class ZeRO(Strategy):
             masters = [part.master for part in parts]
             gradients = [part.gradient for part in parts]
             with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
-                step_parameters(optimizers, masters, [part.master_gradient(self._gradient_factor) for part in parts])
+                step_parameters(optimizers, masters, self._master_gradients(parts))
             for bucket in piece:
                 bucket.drop_gradients()
                 self._start_gather(bucket)
         self._finish_gather()
+
+    def _master_gradients(self, parts: Sequence[OwnedParameter]) -> list[Tensor | None]:
+        """The gradients of these masters, scaled, in one wait for the device."""
+        gradients = [part.master_gradient(self._gradient_factor) for part in parts]
+        if self.offload is not None and self.keeps_full_gradients:  # they were on the device until now
+            wait_for_host_copies(parts[0].parameter.device)
+        return gradients
 
     def _start_gather(self, bucket: Bucket) -> None:
         """Begin to gather a bucket, and end the one before: two are under way at a time, not the whole model."""

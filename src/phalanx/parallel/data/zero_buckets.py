@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from phalanx.parallel.comm.collectives import ReduceScatter, all_gather
+from phalanx.parallel.comm.host_copy import copy_to_host
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.dtensor_shards import as_dtensor
@@ -83,7 +84,7 @@ class OwnedParameter:
             elif self.gradient is None:
                 self._host_gradient.copy_(received)
             else:
-                self._host_gradient.add_(received.to(self._host_gradient.device))
+                self._host_gradient.add_(received)
             self.offload.write_back([self._host_gradient])
             self.gradient, self.parameter.grad = self._host_gradient, None
         else:
@@ -92,13 +93,13 @@ class OwnedParameter:
             )
 
     def master_gradient(self, factor: Tensor | None) -> Tensor | None:
-        """The gradient, times a factor, where and as precise as the master is."""
+        """The gradient, times a factor in CPU memory, where and as precise as the master is. It comes to CPU memory by
+        `wait_for_host_copies`."""
         if self.gradient is None:
             return None
-        scaled = (
-            self.gradient if factor is None else self.gradient * factor.to(self.gradient.device, self.gradient.dtype)
-        )
-        return self.split.as_dtensor(scaled.to(self.rows.device, self.rows.dtype), self.parameter)
+        scaled = self.gradient if factor is None else self.gradient * factor.to(self.gradient.dtype)
+        scaled = scaled.to(self.rows.dtype).to(self.rows.device, non_blocking=True)
+        return self.split.as_dtensor(scaled, self.parameter)
 
 
 class Bucket:
@@ -141,15 +142,17 @@ class Bucket:
     def finish_reduce(self, keep_full: bool) -> None:
         """Hand every parameter the sum of its owned rows' gradients."""
         if self._reducing is None:
-            for part in self.parts:
-                if part.parameter.grad is not None:
-                    part.accumulate(part.parameter.grad, keep_full)
-            return
-        self._reducing.wait()
-        summed = self._reducing.out.split(self.sizes)
-        self._reducing = None
-        for part, flat in zip(self.parts, summed, strict=True):
-            part.accumulate(flat[: part.rows.numel()].view_as(part.rows), keep_full)
+            parts = [part for part in self.parts if part.parameter.grad is not None]
+            received = [part.parameter.grad for part in parts if part.parameter.grad is not None]
+        else:
+            self._reducing.wait()
+            parts, summed = self.parts, self._reducing.out.split(self.sizes)
+            self._reducing = None
+            received = [flat[: part.rows.numel()].view_as(part.rows) for part, flat in zip(parts, summed, strict=True)]
+        if self.parts[0].offload is not None and not keep_full:
+            received = copy_to_host(*received)
+        for part in parts:
+            part.accumulate(received.pop(0), keep_full)
 
     def drop_gradients(self) -> None:
         for part in self.parts:
@@ -160,11 +163,13 @@ class Bucket:
         if self.group is None:
             for part in self.parts:
                 if not part.is_aliased:
-                    part.parameter.detach().copy_(part.rows)
+                    part.parameter.detach().copy_(part.rows.to(part.parameter.device, non_blocking=True))
             return
         local_rows = self.parts[0].parameter.new_zeros(sum(self.sizes))
         for part, flat in zip(self.parts, local_rows.split(self.sizes), strict=True):
-            flat[: part.rows.numel()].view_as(part.rows).copy_(part.rows)
+            # Cast there: the host would cast into memory that is not pinned, and wait for the device.
+            rows = part.rows.to(flat.device, non_blocking=True)
+            flat[: part.rows.numel()].view_as(part.rows).copy_(rows)
         gathered = local_rows.new_empty(self.group.size() * len(local_rows))
         work = all_gather(gathered, local_rows, group=self.group, async_op=True)
         self._gathering = work, gathered.view(self.group.size(), -1)

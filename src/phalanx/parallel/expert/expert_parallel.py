@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, MoE, combine_expert_outputs, permute_by_expert, to_host_list
+from phalanx.model.moe import Experts, MoE, combine_expert_outputs, permute_by_expert, to_host_lists
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.module_tensors import named_modules, named_parameters
@@ -80,10 +80,9 @@ def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[T
     # How many rows each rank sends to each expert of each other.
     recv_counts_E = torch.empty_like(counts_E)
     ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
-    send_counts = to_host_list(counts_E.view(ranks.size, -1).sum(1), len(rows))
+    both = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ranks.size, -1)).sum(2)
+    send_counts, recv_counts = to_host_lists(both, len(rows))
     counts_by_source = recv_counts_E.view(ranks.size, -1)
-    recv_counts = to_host_list(counts_by_source.sum(1), len(rows))
-
     ranks.rows += sum(recv_counts)
 
     dispatch = InFlightDispatch(ranks, send_counts, recv_counts)

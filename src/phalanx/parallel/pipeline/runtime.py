@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx.model.attention import Documents
 from phalanx.model.moe import Router
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.pipeline.p2p import PipelineP2P, connect_peers
@@ -140,17 +141,17 @@ class PipelineStrategy(Strategy):
         return loss
 
     @torch.no_grad()
-    def _full_logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _full_logits(self, tokens_BT: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Logits of the whole model on every rank of the pipeline, at least fp32, and no auxiliary loss."""
         logits = tokens_BT.new_zeros(*tokens_BT.shape, self.stages.spec.vocab_size, dtype=torch.float32)
 
         def copy_logits(
             model: Callable[..., tuple[Tensor, Tensor]], micro: MicroBatchProtocol
         ) -> tuple[Tensor, Tensor]:
-            logits.copy_(model(micro.tokens, micro.document_starts)[0])
+            logits.copy_(model(micro.tokens, micro.documents)[0])
             return logits.new_zeros(()), logits.new_zeros(())
 
-        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, starts_BT), copy_logits)
+        self.evaluate_micro_batch(InferenceMicroBatch(tokens_BT, documents), copy_logits)
         dist.broadcast(logits, group=self.pipe, group_src=self.forward_only.rank_of[self.stages.last])
         return logits, logits.new_zeros(())
 
@@ -170,7 +171,7 @@ class PipelineStrategy(Strategy):
             return
         loss_scale, self.loss_scale = self.loss_scale, 0.0  # gradients of zero
         for micro, shape in zip(micros, self._activation_shapes(micros), strict=True):
-            case = shape, micro.document_starts is None, torch.is_grad_enabled()
+            case = shape, micro.documents is None, torch.is_grad_enabled()
             if case not in self._loaded_cases:
                 self._loaded_cases.add(case)
                 self._rehearse(micro, shape, losses)
@@ -228,9 +229,9 @@ class PipelineStrategy(Strategy):
     def _forward(self, stage: int, x: Tensor, micro: MicroBatchProtocol, losses: LossFunction) -> SavedActivation:
         """The stage's output, of the last the loss."""
         if stage == self.stages.last:
-            return SavedActivation(x, *losses(lambda _, starts: self.inner.model(x, starts, stage), micro))
+            return SavedActivation(x, *losses(lambda _, documents: self.inner.model(x, documents, stage), micro))
         with self.computing():
-            return SavedActivation(x, *self.inner.model(x, micro.document_starts, stage))
+            return SavedActivation(x, *self.inner.model(x, micro.documents, stage))
 
     def _backward(self, activation: SavedActivation, output_grad: Tensor | None) -> None:
         if output_grad is None:

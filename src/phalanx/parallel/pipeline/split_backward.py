@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, supports_grouped_mm, to_host_list
+from phalanx.model.moe import Experts, rows_per_expert, supports_grouped_mm
 from phalanx.model.transformer import Transformer
 
 WeightGradient = tuple[Tensor, Callable[[], Tensor]]
@@ -152,5 +152,5 @@ def _grouped_outer_product(grad_NO: Tensor, x_NI: Tensor, weight_EOI: Tensor, of
     """Of each expert, its rows of the gradient times its rows of the input: [E, O, I]."""
     if supports_grouped_mm(x_NI, weight_EOI):
         return F.grouped_mm(grad_NO.T, x_NI, offs=offsets_E.to(torch.int32))
-    sizes = to_host_list(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), len(x_NI))
+    sizes = rows_per_expert(offsets_E, len(x_NI))
     return torch.stack([g.T @ x for g, x in zip(grad_NO.split(sizes), x_NI.split(sizes), strict=True)])

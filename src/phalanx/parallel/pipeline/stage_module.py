@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from phalanx.model.attention import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
 from phalanx.spec.model import ModelSpec
@@ -17,7 +18,7 @@ class InferenceMicroBatch:
     """A micro-batch without targets."""
 
     tokens: Tensor
-    document_starts: Tensor | None
+    documents: Documents | None
 
 
 class StageModule(Transformer):
@@ -42,11 +43,11 @@ class StageModule(Transformer):
             if not spec.tie_embeddings:
                 del self.head
 
-    def forward(self, x: Tensor, starts_BT: Tensor | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, documents: Documents | None = None, stage: int = 0) -> tuple[Tensor, Tensor]:
         """A stage's output (of the last the logits), and its auxiliary loss; `x` is the stage's input, or tokens."""
-        x_BTD = self.embed(x, starts_BT) if stage == 0 else x
+        x_BTD = self.embed(x, documents) if stage == 0 else x
         blocks = [self.blocks[str(layer)] for layer in self.layers[stage]]  # type: ignore[call-overload]
-        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, starts_BT)
+        x_BTD, auxiliary = self.run_blocks(blocks, x_BTD, documents)
         return (self.compute_logits(x_BTD) if stage == self.last else x_BTD), auxiliary
 
     @property

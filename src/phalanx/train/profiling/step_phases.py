@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 
 from phalanx.parallel.comm.device_clock import Timestamp
@@ -33,9 +34,12 @@ class StepPhaseTimer:
 
     def to_step_record(self, step: int, peak_memory_bytes: int) -> StepRecord:
         """What there is to say of the step, which is over."""
-        strategy, times = self.strategy, self.clock.resolve(self.timestamps)
+        strategy = self.strategy
+        # Together: a GPU is waited for at every call.
+        all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(strategy)])
+        times, pass_times = all_times[: len(self.timestamps)], all_times[len(self.timestamps) :]
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for kind, stage, _, start, end in executed_passes(strategy):
+        for kind, stage, _, start, end in executed_passes(strategy, pass_times):
             stages[str(stage)][kind] += end - start
         record: StepRecord = {
             "step": step,
@@ -51,10 +55,14 @@ class StepPhaseTimer:
         return record
 
 
-def executed_passes(strategy: Strategy) -> list[tuple[str, int, int, float, float]]:
-    """Kind, stage, micro-batch, begin and end of each pass of the last step; two that overlap follow each other, and
-    share their time."""
-    times = strategy.clock.resolve([timestamp for _, *both in strategy.timeline for timestamp in both])
+def pass_timestamps(strategy: Strategy) -> list[Timestamp]:
+    """Begin and end of each pass of the last step, one after the other."""
+    return [timestamp for _, *both in strategy.timeline for timestamp in both]
+
+
+def executed_passes(strategy: Strategy, times: Sequence[float]) -> list[tuple[str, int, int, float, float]]:
+    """Kind, stage, micro-batch, begin and end of each pass of the last step, whose `pass_timestamps` were at `times`;
+    two that overlap follow each other, and share their time."""
     passes = []
     for (step, *_), start, end in zip(strategy.timeline, times[::2], times[1::2], strict=True):
         overlapping = actions(step)

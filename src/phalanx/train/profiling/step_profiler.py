@@ -24,7 +24,7 @@ from phalanx.train.profiling.clock_sync import ClockOffset, measure_clock_offset
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 from phalanx.train.profiling.flop_counter import FlopCounter
 from phalanx.train.profiling.memory_meter import MemoryMeter
-from phalanx.train.profiling.step_phases import executed_passes
+from phalanx.train.profiling.step_phases import executed_passes, pass_timestamps
 from phalanx.train.trainer import Trainer
 
 MEASURED_STEP = 3
@@ -71,7 +71,8 @@ class StepProfiler:
             record, profile = time_step(trainer.strategy, step)
         assert trainer.step_record is not None
         trainer.step_record |= profile.as_step_record(self.clock_offset)
-        trainer.step_record["spans"] = executed_passes(trainer.strategy)
+        pass_times = trainer.strategy.clock.resolve(pass_timestamps(trainer.strategy))
+        trainer.step_record["spans"] = executed_passes(trainer.strategy, pass_times)
         if trainer.moe_layers:
             trainer.step_record["expert_tokens"] = (trainer.expert_loads[0] - tokens).long().tolist()
         return record | {"profiled": True}
