@@ -4,7 +4,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "src" / "phalanx"
-NOT_MIRRORED = {"integration", "parity", "benchmarks", "helpers"}
+NOT_MIRRORED = {"integration", "parity", "benchmarks", "helpers", "null_gpu"}
 """Tests of several packages together, of layouts against one process, of benchmarks/; and what tests share."""
 
 
