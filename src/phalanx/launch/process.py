@@ -77,8 +77,9 @@ def set_gpu_environment() -> None:
     """Set what CUDA and PyTorch read when a process first looks for a GPU; what the user has set stays."""
     # Streams that share a hardware queue (8 by default) wait for each other. A pipeline has a stream for each pair of
     # ranks and direction: a send behind a receive whose sender waits for that send would never start. FSDP2 has four
-    # streams more. Megatron-LM sets 1 to have communication of tensor parallelism queued before the products that hide
-    # it; here that communication is on the stream of the products, and 1 would take away all overlap.
+    # streams more, and is recommended 16 or 32 with tensor parallelism too (torchtitan, docs/composability.md).
+    # Megatron-LM sets 1, by which its tensor parallelism's communication starts before the products that hide it:
+    # whoever runs nothing but tensor parallelism may try that.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Blocks grow in place of new ones of other sizes, so that less memory is reserved and not used. It excludes handles
     # of cudaIpcGetMemHandle and TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, of which Phalanx uses neither.
