@@ -117,7 +117,9 @@ def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | 
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise_open_files_limit()  # gloo has a socket for each other rank, in each group
+        # Gloo has a socket for each other rank, in each group. TORCH_GLOO_LAZY_INIT=1 opens a third of them, but then
+        # two of three starts of 32 ranks hung in their first all-reduce (torch 2.13).
+        raise_open_files_limit()
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)
