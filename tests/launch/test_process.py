@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 
-from phalanx.launch.process import use_deterministic_kernels
+from phalanx.launch.process import select_device, set_gpu_environment, use_deterministic_kernels
 from phalanx.spec.open_files import raise_open_files_limit
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
@@ -38,3 +40,40 @@ def test_open_files_limit_is_raised_to_hard_limit() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+GPU_VARIABLES = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("by_user", "expected"),
+    [
+        ({}, ("32", "expandable_segments:True", None)),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, ("32", None, "max_split_size_mb:512")),
+        ({"PYTORCH_ALLOC_CONF": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ("1", "", None)),
+    ],
+)
+def test_gpu_environment_keeps_what_the_user_set(
+    by_user: dict[str, str], expected: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", by_user)
+    set_gpu_environment()
+    assert tuple(by_user.get(name) for name in GPU_VARIABLES) == expected
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_gpu_environment_is_set_before_a_gpu_is_looked_for(
+    device: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def is_available() -> bool:
+        seen.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        return False
+
+    for name in GPU_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert select_device(small_run(text, tmp_path, {"cluster.device": device})) == "cpu"
+    assert seen == (["expandable_segments:True"] if device == "auto" else [])

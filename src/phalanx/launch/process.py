@@ -29,6 +29,10 @@ MAX_TRIM_THRESHOLD_BYTES = 2**31 - 1
 """That mallopt(3) takes: an int."""
 
 
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""PyTorch's names for the settings of the GPU's allocator: today's, and the one before it."""
+
+
 LAUNCHER_PID_ENV = "PHALANX_LAUNCHER"
 """Names to ranks the process that waits for them, reads what they leave in failures/, and prints the first."""
 
@@ -39,6 +43,8 @@ def select_device(run: RunSpec) -> str:
     Raises UserError if the run asks for a GPU that is not there, or in a precision that it lacks.
     """
     requested = run.cluster.device
+    if requested != "cpu":
+        set_gpu_environment()
     if requested == "cuda" and not torch.cuda.is_available():
         raise LocalNodeError(
             "cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"'
@@ -67,6 +73,20 @@ def set_worker_environment(nproc: int) -> None:
         os.environ.setdefault(name, value)
 
 
+def set_gpu_environment() -> None:
+    """Set what CUDA and PyTorch read when a process first looks for a GPU; what the user has set stays."""
+    # Streams that share a hardware queue (8 by default) wait for each other. A pipeline has a stream for each pair of
+    # ranks and direction: a send behind a receive whose sender waits for that send would never start. FSDP2 has four
+    # streams more, and is recommended 16 or 32 with tensor parallelism too (torchtitan, docs/composability.md).
+    # Megatron-LM sets 1, by which its tensor parallelism's communication starts before the products that hide it:
+    # whoever runs nothing but tensor parallelism may try that.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Blocks grow in place of new ones of other sizes, so that less memory is reserved and not used. It excludes handles
+    # of cudaIpcGetMemHandle and TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK, of which Phalanx uses neither.
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
 def run_in_place(module: str, *arguments: str) -> NoReturn:
     """Have this process go on as `python -m MODULE ARGUMENTS`, with what it has imported."""
     keep_freed_memory()
@@ -91,11 +111,15 @@ def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | 
     returns this rank's device."""
     die_with_launcher()
     device = torch.device("cpu")
-    if device_type == "cuda":  # Slurm may show each rank only its own GPU
+    if device_type == "cuda":
+        set_gpu_environment()
+        # Slurm may show each rank only its own GPU.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise_open_files_limit()  # gloo has a socket for each other rank, in each group
+        # Gloo has a socket for each other rank, in each group. TORCH_GLOO_LAZY_INIT=1 opens a third of them, but then
+        # two of three starts of 32 ranks hung in their first all-reduce (torch 2.13).
+        raise_open_files_limit()
         enable_flight_recorder()
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_seconds)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from phalanx.parallel.comm.collectives import to_group_device
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.dtensor_shards import local_tensor
 
@@ -36,9 +37,10 @@ def global_grad_norm(gradients: Sequence[Tensor], exposed: WaitTimer | None = No
         dtype = torch.float32 if local_gradients[0].dtype == torch.bfloat16 else None
         square = torch.stack(torch._foreach_norm(local_gradients, 2, dtype)).square().sum()
         for group in groups:
+            square = to_group_device(square, group)
             with exposed.measure() if exposed else nullcontext():
                 dist.all_reduce(square, group=group)
-        total = square if total is None else total + square
+        total = square if total is None else total.to(square.device) + square
     return torch.zeros(()) if total is None else total.sqrt()
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.parallel.comm.collectives import sends_gpu_tensors
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
+
+MAX_PIPELINE_CHANNELS = 4
+"""Channels, each a block on an SM, with which NCCL sends a pipeline's messages: receives are posted ahead, and what
+waits for a message keeps its SMs. By default they are up to 32 in each direction."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Mesh:
         mesh = self.expert_dp_mesh
         if mesh is None:
             return None
-        return (mesh._flatten("same_experts") if mesh.ndim > 1 else mesh).get_group()
+        return _flatten(mesh, "same_experts").get_group()
 
     def submesh(self, *names: str) -> DeviceMesh | None:
         """The submesh over those of the named axes that have more than one rank; None if none has."""
@@ -95,9 +102,7 @@ class Mesh:
     def _flatten_group(self, name: str, *axes: str) -> dist.ProcessGroup | None:
         """One group over these axes."""
         mesh = self.submesh(*axes)
-        if mesh is None:
-            return None
-        return (mesh._flatten(name) if mesh.ndim > 1 else mesh).get_group()
+        return None if mesh is None else _flatten(mesh, name).get_group()
 
 
 def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
@@ -117,11 +122,11 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     )
     present = {axis: size for axis in AXES if (size := getattr(data, axis)) > 1}
     rank_grid = cp_adjacent.reshape(list(present.values()))
-    device_mesh = DeviceMesh(device_type, rank_grid, mesh_dim_names=tuple(present))
+    device_mesh = make_device_mesh(device_type, rank_grid, tuple(present))
     context = None
     if sizes.cp > 1:
         in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
-        context = DeviceMesh(device_type, in_rows, mesh_dim_names=("others", "cp"))["cp"]
+        context = make_device_mesh(device_type, in_rows, ("others", "cp"))["cp"]
     experts = None
     if sizes.ep > 1:
         by_stage = ranks.movedim(2, 0).flatten(1)
@@ -136,20 +141,52 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
         # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
         needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
         expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
-        expert_mesh = DeviceMesh(
-            device_type, by_stage.reshape(list(expert_sizes.values())), mesh_dim_names=tuple(expert_sizes)
-        )
+        expert_mesh = make_device_mesh(device_type, by_stage.reshape(list(expert_sizes.values())), tuple(expert_sizes))
         experts = expert_mesh[tuple(axis for axis in expert_sizes if axis != "stages")]
     pipelines = ranks.movedim(2, -1).reshape(-1, sizes.pp).tolist()
-    backward_group = new_group_of(pipelines) if device_type != "cpu" and sizes.pp > 1 else None
+    backward_group = new_pipeline_group(pipelines) if sizes.pp > 1 and _needs_gpu_groups(device_type) else None
     return Mesh(sizes, dist.get_rank(), device_mesh, data, context, experts, backward_group)
 
 
-def new_group_of(rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a group of each list of ranks, and return the one with this rank. Always new ones: DeviceMesh takes the
-    default group where an axis has all ranks. A collective."""
+def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of named axes over a grid of ranks. On GPUs its groups have NCCL alone, unless they are the whole world:
+    gloo would connect every rank of each with every other."""
+    if not _needs_gpu_groups(device_type):
+        return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes)
+    backends: list[tuple[str | None, Any]] = []
+    for axis, size in zip(axes, rank_grid.shape, strict=True):
+        if axis == "pp":
+            backends.append(("nccl", _pipeline_options()))
+        else:
+            backends.append((None if size == dist.get_world_size() else "nccl", None))
+    return DeviceMesh(device_type, rank_grid, mesh_dim_names=axes, backend_override=tuple(backends))
+
+
+def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one, with one group."""
+    if mesh.ndim == 1:
+        return mesh
+    has_own_group = _needs_gpu_groups(mesh.device_type) and mesh.size() < dist.get_world_size()
+    return mesh._flatten(name, backend_override="nccl" if has_own_group else None)
+
+
+def _needs_gpu_groups(device_type: str) -> bool:
+    return device_type == "cuda" and sends_gpu_tensors(None)
+
+
+def new_pipeline_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """Make a group of NCCL of the ranks of each pipeline, and return the one with this rank. A collective."""
     own_group = None
-    for group_ranks in rank_lists:
-        group = dist.new_group(list(group_ranks))
-        own_group = group if dist.get_rank() in group_ranks else own_group
+    for pipeline in pipelines:
+        group = dist.new_group(list(pipeline), backend="nccl", pg_options=_pipeline_options())
+        own_group = group if dist.get_rank() in pipeline else own_group
     return own_group
+
+
+def _pipeline_options() -> dist.Backend.Options:
+    """NCCL's options of a pipeline's group; each group needs its own."""
+    c10d: Any = dist.distributed_c10d
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MAX_PIPELINE_CHANNELS
+    options._timeout = c10d.default_pg_nccl_timeout
+    return options

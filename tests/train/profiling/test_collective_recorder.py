@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from phalanx.testing import rank_pool
-from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
+from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder, exclude_queueing
 
 
 def record_collectives() -> list[tuple[str, tuple[int, ...], int, bool]]:
@@ -52,3 +52,19 @@ def test_collective_call_exposed_seconds_counts_only_waited_time() -> None:
     call = CollectiveCall("all_reduce", "all_reduce", (0, 1), 1, start=10.0, end=14.0)
     assert call.exposed_seconds([(0.0, 9.0), (9.5, 11.0), (13.0, 20.0)]) == pytest.approx(2.0)
     assert call.exposed_seconds([]) == 0
+
+
+def test_exclude_queueing_starts_collectives_of_a_group_one_by_one() -> None:
+    def call(operation: str, group: tuple[int, ...], start: float, end: float | None) -> CollectiveCall:
+        return CollectiveCall(operation, operation, group, 1, start, end)
+
+    calls = [
+        call("all_reduce", (0, 1), 1.0, 5.0),
+        call("all_gather", (0, 1), 2.0, 6.0),  # queued behind the first
+        call("all_reduce", (0, 2), 2.0, 3.0),  # of another group
+        call("send", (0, 1), 2.0, 4.0),
+        call("all_reduce", (0, 1), 7.0, 8.0),
+        call("all_reduce", (0, 1), 7.5, None),
+    ]
+    exclude_queueing(calls)
+    assert [each.start for each in calls] == [1.0, 5.0, 2.0, 2.0, 7.0, 7.5]

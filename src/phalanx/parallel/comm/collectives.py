@@ -31,18 +31,29 @@ def recorded_as(operation: str) -> Iterator[None]:
         REQUESTED_OPERATION.reset(token)
 
 
+def sends_gpu_tensors(group: dist.ProcessGroup | None) -> bool:
+    """Whether NCCL is among the backends of a group; the groups of a mesh then have no other."""
+    return "nccl" in dist.get_backend_config(group)
+
+
+def to_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Move a tensor that is offloaded to the GPU if `group` sends GPU tensors."""
+    return tensor.cuda() if sends_gpu_tensors(group) else tensor
+
+
 def start_all_reduce(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None, exposed: WaitTimer
 ) -> Callable[[], None]:
-    """Starts to sum each of these tensors, of one dtype, over the ranks by one all-reduce; what it returns ends it, and
-    writes the sums into them."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    """Start to sum tensors of one dtype and device over the ranks by one all-reduce. The returned function finishes it
+    and writes the sums into the tensors."""
+    flat = to_group_device(torch.cat([tensor.flatten() for tensor in tensors]), group)
     work = dist.all_reduce(flat, group=group, async_op=True)
 
     def finish() -> None:
         with exposed.measure():
             work.wait()
-        for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        totals = flat.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
+        for tensor, total in zip(tensors, totals, strict=True):
             tensor.copy_(total.view_as(tensor))
 
     return finish

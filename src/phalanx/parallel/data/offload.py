@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.parallel.comm.pinned_memory import pinned_zeros
 from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.spec.errors import UserError
 from phalanx.spec.malloc_tuning import tune_malloc
@@ -46,7 +47,9 @@ class CpuOffload:
         return host_copy if tensor.is_meta else host_copy.copy_(tensor)
 
     def _allocate_like(self, like: Tensor) -> Tensor:
-        return torch.zeros_like(like, device="cpu", pin_memory=torch.cuda.is_available())
+        if torch.cuda.is_available():
+            return pinned_zeros(like.shape, like.dtype)
+        return torch.zeros_like(like, device="cpu")
 
     def write_back(self, tensors: Sequence[Tensor]) -> None:
         """Begin to bring back to where they rest tensors that were changed outside `piece`."""

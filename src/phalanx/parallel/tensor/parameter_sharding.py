@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from phalanx.parallel.dtensor_shards import as_dtensor, rows_per_rank
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Mesh, make_device_mesh
 from phalanx.parallel.module_tensors import named_parameters, replace_parameter
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
@@ -30,10 +30,9 @@ class ModelSharding:
         self._kv_head_mesh: DeviceMesh | None = None
         if 1 < replication < layout.tp and mesh.device_mesh is not None:
             # Every rank makes the groups of all ranks, in the same order.
-            shape = (mesh.dims.world_size // layout.tp, layout.tp // replication, replication)
-            self._kv_head_mesh = init_device_mesh(
-                mesh.device_mesh.device_type, shape, mesh_dim_names=("others", "parts", "same")
-            )
+            world = torch.arange(mesh.dims.world_size, device="cpu")  # the model is made on the meta device
+            rank_grid = world.view(-1, layout.tp // replication, replication)
+            self._kv_head_mesh = make_device_mesh(mesh.device_mesh.device_type, rank_grid, ("others", "parts", "same"))
 
     def sharding_of(self, name: str) -> TensorSharding:
         """Of the parameter with this name."""

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from phalanx.parallel.comm.objects import all_gather_objects, broadcast_from_rank0
-from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.runs.checkpoints import (
     DAMAGED_SUFFIX,
     FORMAT,
@@ -37,6 +36,7 @@ from phalanx.runs.checkpoints import (
     write_synced,
 )
 from phalanx.spec.errors import UserError
+from phalanx.train.checkpoint.host_copies import HostCopies
 from phalanx.train.checkpoint.state import rng_state
 
 FILE_BYTES = 32 * 2**20
@@ -53,6 +53,7 @@ class Checkpointer:
         self.world_size = dist.get_world_size() if distributed else 1
         # Its own group: the thread's collectives must not mix with the training's.
         self.group = dist.new_group(backend="gloo") if distributed else None
+        self._host_copies = HostCopies()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -78,8 +79,7 @@ class Checkpointer:
             self._write(path, dict(tensors), rng_state(), full_manifest, assign_to_files(tensors, FILE_BYTES))
             self.wait()
             return
-        copies = {name: copy_to_cpu(tensor) for name, tensor in tensors.items()}
-        arguments = path, copies, rng_state(), full_manifest, None
+        arguments = path, self._host_copies.copy(tensors), rng_state(), full_manifest, None
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -96,6 +96,7 @@ class Checkpointer:
         try:
             if self._gpu is not None:  # a new thread's is 0, where DCP would open a context of every rank
                 torch.cuda.set_device(self._gpu)
+            self._host_copies.wait()
             writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=files, save_distributed=True)
             save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
             local_files = sorted(path.glob(f"shard-{self.rank + 1:05d}-*"))
@@ -173,14 +174,6 @@ def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]
         files[name] = index
         size += local_bytes
     return files
-
-
-def copy_to_cpu(tensor: Tensor) -> Tensor:
-    """A copy of this rank's part in CPU memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True)
-    local = tensor.to_local().to("cpu", copy=True)
-    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def _format_error(error: BaseException) -> str:

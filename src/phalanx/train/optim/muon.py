@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from phalanx.parallel.comm.collectives import to_group_device
 from phalanx.parallel.dtensor_shards import local_tensor, rows_per_rank
 
 # Quintic coefficients that raise small singular values fastest (same source).
@@ -87,7 +88,7 @@ class Muon(torch.optim.Optimizer):
                 for parameter, update in zip(parameters, updates, strict=True):
                     local = local_tensor(parameter)
                     local.mul_(1 - group["lr"] * group["weight_decay"])
-                    local.sub_(scale * update.to(local.dtype))
+                    local.sub_(scale * update.to(local.device, local.dtype))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Nesterov momentum of the gradient."""
@@ -116,6 +117,8 @@ def orthogonal_parts(matrices: list[Tensor], shardings: Sequence[MatrixSharding]
     """This rank's parts of the orthogonalised matrices, all of one shape."""
     dtype = exchange_dtype(matrices[0])
     stacked = torch.stack([part.to(dtype) for part in matrices])
+    for sharding in shardings:
+        stacked = to_group_device(stacked, sharding.group)
     return list(_orthogonalize_sharded(stacked.flatten(0, -3), shardings).view(stacked.shape))
 
 

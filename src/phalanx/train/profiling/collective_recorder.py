@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.cost.formulas import collectives
 from phalanx.cost.formulas.collectives import sent_bytes
+from phalanx.parallel.comm.device_clock import HOST_CLOCK, DeviceClock, Timestamp
 
 OPERATION_NAMES = {
     "allreduce_": "all_reduce",
@@ -40,6 +41,7 @@ OPERATION_NAMES = {
 }
 """PyTorch's operations, under the names of torch.distributed."""
 NAMESPACES = ("c10d", "_c10d_functional")
+POINT_TO_POINT = ("send", "recv")
 
 
 @dataclass
@@ -57,8 +59,8 @@ class CollectiveCall:
     start: float
     """By time.perf_counter()."""
     end: float | None = None
-    """None where the backend does not tell: gloo of send and recv, and NCCL, whose futures are done as soon as a call
-    is queued."""
+    """None where it is unknown: gloo reports none of send and recv, and NCCL none of those that are sent as one batch
+    nor of functional collectives."""
 
     @property
     def ranks(self) -> int:
@@ -68,7 +70,7 @@ class CollectiveCall:
     @property
     def sent_bytes(self) -> float:
         """What a rank sends for it around a ring; nothing to receive."""
-        if self.operation in ("send", "recv"):
+        if self.operation in POINT_TO_POINT:
             return self.size_bytes if self.operation == "send" else 0
         return sent_bytes(cast(collectives.Collective, self.operation), self.size_bytes, self.ranks)
 
@@ -82,26 +84,78 @@ class CollectiveCall:
         return total
 
 
+@dataclass
+class _DeviceSpan:
+    """When a call was on a GPU, in the events of its streams."""
+
+    call: CollectiveCall
+    start: Timestamp
+    end: Timestamp | None = None
+
+
 class CollectiveRecorder(TorchDispatchMode):
     """Notes the collectives issued inside, DDP's and FSDP's too. It slows every operation: for a step or two."""
 
-    def __init__(self, requested_operation: Callable[[], str | None] = lambda: None) -> None:
-        """`requested_operation` names what the operation under way stands for, if for another."""
+    def __init__(
+        self, requested_operation: Callable[[], str | None] = lambda: None, clock: DeviceClock = HOST_CLOCK
+    ) -> None:
+        """`requested_operation` names what the operation under way stands for, if for another. `clock` is that of the
+        device: with the host's, collectives on a GPU have no end."""
         super().__init__()
-        self.requested_operation = requested_operation
+        self.requested_operation, self.clock = requested_operation, clock
         self.calls: list[CollectiveCall] = []
+        self._device_spans: list[_DeviceSpan] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        operation = OPERATION_NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
+        if operation is None:
+            return func(*args, **(kwargs or {}))
+        requested = self.requested_operation() or operation
+        on_gpu = any(leaf.is_cuda for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        event = self.clock.record() if on_gpu else None
         started_at = time.perf_counter()
         out = func(*args, **(kwargs or {}))
-        operation = OPERATION_NAMES.get(func._schema.name.partition("::")[2]) if func.namespace in NAMESPACES else None
-        if operation is not None:
-            requested = self.requested_operation() or operation
-            call = CollectiveCall(requested, operation, _group_ranks(args), _total_bytes(operation, args), started_at)
-            self.calls.append(call)
-            if not any(leaf.is_cuda for leaf in tree_leaves(args) if isinstance(leaf, Tensor)):
-                _record_end(call, out)
+        call = CollectiveCall(requested, operation, _group_ranks(args), _total_bytes(operation, args), started_at)
+        self.calls.append(call)
+        if not on_gpu:
+            _record_end(call, out)
+        elif self.clock.device.type == "cuda":
+            self._record_device_end(_DeviceSpan(call, event), out, func.namespace)
         return out
+
+    def _record_device_end(self, span: _DeviceSpan, out: Any, namespace: str) -> None:
+        """Have an event recorded where NCCL is done with a call.
+
+        A call that returns work runs on a stream of NCCL, to which nobody has access. Its future is complete as soon as
+        the call is queued, and then runs callbacks under a stream that waits for NCCL's. A blocking collective returns
+        no work and runs on the current stream. A send or a receive without work belongs to a batch, which is queued
+        later.
+        """
+        works = _works(out)
+        if works:
+            works[0].get_future().add_done_callback(lambda _: setattr(span, "end", self.clock.record()))
+        elif namespace == "c10d" and span.call.executed_as not in POINT_TO_POINT:
+            span.end = self.clock.record()
+        self._device_spans.append(span)
+
+    def resolve_device_times(self) -> None:
+        """Set when the calls on a GPU started and ended, after the step that made them."""
+        spans = [span for span in self._device_spans if span.end is not None]
+        times = self.clock.resolve([event for span in spans for event in (span.start, span.end)])
+        for span, start, end in zip(spans, times[::2], times[1::2], strict=True):
+            span.call.start, span.call.end = start, end
+        exclude_queueing([span.call for span in spans])
+        self._device_spans.clear()
+
+
+def exclude_queueing(calls: Sequence[CollectiveCall]) -> None:
+    """Let no collective start before the end of the one before in its group: NCCL runs those of a group one by one, and
+    a stream comes to a call long before its turn. Messages between two ranks have a communicator for each pair."""
+    ends: dict[tuple[int, ...], float] = {}
+    for call in calls:
+        if call.operation not in POINT_TO_POINT and call.end is not None:
+            call.start = min(max(call.start, ends.get(call.group, call.start)), call.end)
+            ends[call.group] = call.end
 
 
 def _group_ranks(args: Sequence[Any]) -> tuple[int, ...]:
@@ -126,7 +180,12 @@ def _record_end(call: CollectiveCall, out: Any) -> None:
     def on_done(_: Any) -> None:
         call.end = time.perf_counter()
 
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, torch.ScriptObject):
-            with suppress(RuntimeError):  # gloo has no future of a send or a recv
-                dist.Work.unbox(leaf).get_future().add_done_callback(on_done)
+    for work in _works(out):
+        with suppress(RuntimeError):  # gloo has no future of a send or a recv
+            work.get_future().add_done_callback(on_done)
+
+
+def _works(out: Any) -> list[dist.Work]:
+    """The work handles that an operation returned; a blocking call of NCCL returns none."""
+    works = [dist.Work.unbox(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.ScriptObject)]
+    return [work for work in works if work is not None]

@@ -138,7 +138,7 @@ def profile_step(
         strategy.resizable_buffers(),
         profile.memory_history if over_time else None,
     )
-    recorder, flop_counter = CollectiveRecorder(REQUESTED_OPERATION.get), FlopCounter()
+    recorder, flop_counter = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock), FlopCounter()
 
     def reduce(sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         profile.flops = flop_counter.flops
@@ -154,6 +154,7 @@ def profile_step(
             result = step()
     finally:
         del strategy.reduce
+    recorder.resolve_device_times()
     profile.peak = {**memory.peaks, "working": memory.peak_working, "total": memory.peak_total}
     profile.calls = recorder.calls
     return result, profile
@@ -161,8 +162,10 @@ def profile_step(
 
 def time_step(strategy: Strategy, step: Callable[[], StepResult]) -> tuple[StepResult, StepProfile]:
     """A step's outcome, and when its waits and collectives were."""
-    with _recorded_waits(strategy) as waits, CollectiveRecorder(REQUESTED_OPERATION.get) as recorder:
+    recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
+    with _recorded_waits(strategy) as waits, recorder:
         result = step()
+    recorder.resolve_device_times()
     return result, StepProfile(waits, recorder.calls)
 
 

@@ -1,0 +1,50 @@
+"""Copies of a rank's state in CPU memory, which the next steps cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx.parallel.comm.pinned_memory import pinned_zeros
+from phalanx.parallel.dtensor_shards import as_dtensor, local_tensor
+
+
+class HostCopies:
+    """Copies of tensors; those of GPU tensors lie in page-locked memory, which is reused from save to save."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[str, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of this rank's parts; they are complete after `wait`, and stand until the next call.
+
+        The copies of GPU tensors are queued on the current stream, which is that of the optimizer: what is queued
+        after them finds the tensors copied, and the host goes on.
+        """
+        copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        if self._pinned:
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
+        return copies
+
+    def wait(self) -> None:
+        """Wait until the last copies are complete; any thread of the same device may call it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        local = local_tensor(tensor)
+        if local.is_cuda:
+            pinned = self._pinned.get(name)
+            if pinned is None or pinned.shape != local.shape or pinned.dtype != local.dtype:
+                pinned = self._pinned[name] = pinned_zeros(local.shape, local.dtype)
+            copied = pinned.copy_(local, non_blocking=True)
+        else:
+            copied = local.to("cpu", copy=True)
+        if not isinstance(tensor, DTensor):
+            return copied
+        return as_dtensor(copied, tensor.device_mesh, tensor.placements, tensor.shape)
