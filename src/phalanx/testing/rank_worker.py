@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +28,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor._random as tensor_random
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from phalanx.debug.collective_order import is_check_enabled
+from phalanx.testing.rank_pool import call_log_file
+from phalanx.train.guards.collective_log import CollectiveLog
 
 # The pool's own timeout ends a hung call; the group's only has to be longer than any call.
 GROUP_TIMEOUT = timedelta(hours=2)
@@ -37,7 +43,8 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    stack = open(Path(os.environ["PHALANX_RANK_LOGS"]) / f"{rank}.stack", "w")  # noqa: SIM115
+    logs = Path(os.environ["PHALANX_RANK_LOGS"])
+    stack = open(logs / f"{rank}.stack", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -59,13 +66,25 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         try:
             _reset_world(c10d.PrefixStore(str(count), store), rank, world_size)
             function, args, kwargs = pickle.loads(call)
-            result = pickle.dumps(function(*args, **kwargs))
+            with logging_collectives(logs, rank):
+                result = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
             _send_result(pipe, "raised", summary, "".join(traceback.format_exception(error)))
         else:
             _send_result(pipe, "returned", "", result)
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def logging_collectives(logs: Path, rank: int) -> Iterator[None]:
+    """Log what a function calls, if the check of its order is asked for."""
+    log = CollectiveLog(call_log_file(logs, rank)) if is_check_enabled() else None
+    try:
+        yield
+    finally:
+        if log is not None:
+            log.close()
 
 
 def _send_result(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:

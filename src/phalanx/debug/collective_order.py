@@ -1,0 +1,175 @@
+"""The order in which ranks call collectives and send messages, compared: a debug mode.
+
+With PHALANX_CHECK_COLLECTIVES set, each rank appends what it calls to a file (`train.guards.collective_log`). The
+members of a group must call the same collectives in the same order, and the receiver of messages must expect them in
+the order in which they are sent: NCCL matches both by order alone. The files are there after a hang or a crash, too."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.debug.collective_log import minority_ranks
+from phalanx.spec.formatting import join_words
+
+CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
+COLLECTIVE, MESSAGE = "collective", "message"
+NUM_LAST_CALLS = 3
+"""Calls that are shown of a rank that hangs."""
+
+
+class LoggedCall(NamedTuple):
+    """One kind of call: a line of a log has all of these, or the number of an earlier line that has the same."""
+
+    kind: str
+    """COLLECTIVE or MESSAGE."""
+    group: str
+    """PyTorch's name of the process group."""
+    ranks: tuple[int, ...]
+    """The members of the group; of a message the sender and the receiver."""
+    signature: str
+    """What must be equal on all of these ranks."""
+    caller: str
+    """The line that called it, which may differ."""
+
+
+@dataclass(frozen=True)
+class OrderDifference:
+    """The first call that differs between ranks."""
+
+    ranks: tuple[int, ...]
+    """The ranks that differ from most; all, where none are most."""
+    message: str
+
+
+@dataclass
+class _Log:
+    """What was read of a rank's file."""
+
+    file: Path
+    offset: int = 0
+    kinds: list[LoggedCall] = field(default_factory=list)
+    last_calls: deque[LoggedCall] = field(default_factory=lambda: deque(maxlen=NUM_LAST_CALLS))
+
+    def read_new_calls(self) -> list[LoggedCall]:
+        """Return the calls that were appended since the last read; none where there is no file."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            lines, _, _ = file.read().rpartition(b"\n")  # the last line may be half written
+        calls = []
+        for line in lines.splitlines():
+            entry = json.loads(line)
+            if isinstance(entry, list):
+                kind, group, ranks, signature, caller = entry
+                self.kinds.append(LoggedCall(kind, group, tuple(ranks), signature, caller))
+                entry = len(self.kinds) - 1
+            calls.append(self.kinds[entry])
+        self.offset += len(lines) + bool(lines)
+        self.last_calls.extend(calls)
+        return calls
+
+
+@dataclass
+class _Sequence:
+    """The calls of a group, or the messages from one rank to another, that not all of its ranks have made."""
+
+    num_checked: int = 0
+    """Calls before these."""
+    calls: dict[int, deque[LoggedCall]] = field(default_factory=lambda: defaultdict(deque))
+    """By rank."""
+
+
+class CollectiveOrder:
+    """The logs of all ranks, read as they grow."""
+
+    def __init__(self, files: Mapping[int, Path]) -> None:
+        """`files` are the logs by rank."""
+        self._logs = {rank: _Log(file) for rank, file in files.items()}
+        self._sequences: dict[tuple[str, str, tuple[int, ...]], _Sequence] = defaultdict(_Sequence)
+
+    def first_difference(self, finished: Collection[int] = ()) -> OrderDifference | None:
+        """Return the first call in which ranks differ, as far as several have come; None if there is none. The ranks
+        `finished` call no more collectives."""
+        changed = {}
+        for rank, log in self._logs.items():
+            for call in log.read_new_calls():
+                key = call.kind, call.group, call.ranks
+                changed[key] = self._sequences[key]
+                changed[key].calls[rank].append(call)
+        for (kind, group, ranks), sequence in (self._sequences if finished else changed).items():
+            difference = _compare(kind, group, ranks, sequence, finished if kind == COLLECTIVE else ())
+            if difference is not None:
+                return difference
+        return None
+
+    def describe_last_calls(self, rank: int) -> str:
+        """Return the last calls of a rank, as far as they were read."""
+        calls = self._logs[rank].last_calls if rank in self._logs else ()
+        places = (f"{call.signature} {_describe_members(*call[:3])} at {call.caller}" for call in calls)
+        return "; ".join(places)
+
+
+def _compare(
+    kind: str, group: str, ranks: tuple[int, ...], sequence: _Sequence, finished: Collection[int]
+) -> OrderDifference | None:
+    """Compare the calls of these ranks, and forget those that all have made."""
+    counts = {rank: len(sequence.calls[rank]) for rank in ranks}
+    for index in range(max(counts.values())):
+        calls = {rank: sequence.calls[rank][index] for rank in ranks if index < counts[rank]}
+        signatures = {
+            rank: calls[rank].signature if rank in calls else None
+            for rank in ranks
+            if rank in calls or rank in finished
+        }
+        if len(set(signatures.values())) > 1:
+            differing = minority_ranks(signatures)
+            place = f"in {kind} {sequence.num_checked + index + 1} {_describe_members(kind, group, ranks)}"
+            texts = [_describe_ranks(kind, ranks, differing, calls, signatures)]
+            if others := [rank for rank in signatures if rank not in differing]:
+                texts.append(_describe_ranks(kind, ranks, others, calls, signatures))
+            return OrderDifference(tuple(sorted(differing)), f"{place}, {', where '.join(texts)}")
+    for _ in range(min(counts.values())):
+        sequence.num_checked += 1
+        for rank in ranks:
+            sequence.calls[rank].popleft()
+    return None
+
+
+def _describe_members(kind: str, group: str, ranks: tuple[int, ...]) -> str:
+    if kind == MESSAGE:
+        return f"from rank {ranks[0]} to rank {ranks[1]} in group {group}"
+    return f"of group {group} (ranks {', '.join(map(str, ranks))})"
+
+
+def _describe_ranks(
+    kind: str,
+    members: tuple[int, ...],
+    ranks: list[int],
+    calls: Mapping[int, LoggedCall],
+    signatures: Mapping[int, str | None],
+) -> str:
+    """ "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f), and rank 1 ..." """
+    by_signature: dict[str | None, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_signature[signatures[rank]].append(rank)
+    texts = []
+    for signature, same_ranks in by_signature.items():
+        names = join_words([f"rank {rank}" for rank in same_ranks])
+        if signature is None:
+            texts.append(f"{names} called nothing more")
+            continue
+        verb = "called" if kind == COLLECTIVE else "sent" if same_ranks[0] == members[0] else "received"
+        texts.append(f"{names} {verb} {signature} at {calls[same_ranks[0]].caller}")
+    return " and ".join(texts)
+
+
+def is_check_enabled() -> bool:
+    """Whether the user, or a test, has asked for the check."""
+    return bool(os.environ.get(CHECK_VARIABLE))

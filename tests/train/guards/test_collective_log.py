@@ -1,0 +1,133 @@
+"""Collectives and messages that ranks call in different orders are noticed and named, by real ranks."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.testing import rank_pool
+from phalanx.testing.rank_failure import RankError
+from phalanx.testing.rank_pool import RankPool
+
+FAULTY_RANK = 1
+
+
+def swap_all_reduces(*sizes: int) -> None:
+    """Two sums of a group, which one rank starts in another order; equal sizes let it end, with wrong numbers."""
+    tensors = [torch.ones(size, dtype=dtype) for size, dtype in zip(sizes, (torch.float32, torch.int32), strict=True)]
+    for tensor in reversed(tensors) if dist.get_rank() == FAULTY_RANK else tensors:
+        dist.all_reduce(tensor)
+
+
+def swap_groups() -> None:
+    """A sum over each of two groups, which one rank starts in another order: both wait for ever."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for group in reversed(groups) if dist.get_rank() == FAULTY_RANK else groups:
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def swap_sends() -> None:
+    """Two messages with tags, which gloo matches in any order and NCCL does not."""
+    first, second = torch.ones(4), torch.ones(8)
+    if dist.get_rank() == 0:
+        works = [dist.isend(first, 1, tag=1), dist.isend(second, 1, tag=2)]
+    else:
+        works = [dist.irecv(second, 0, tag=2), dist.irecv(first, 0, tag=1)]
+    for work in works:
+        work.wait()
+
+
+def differ_in_root() -> None:
+    """Each rank is the root of a broadcast that the other receives nothing of."""
+    dist.broadcast(torch.ones(2), src=dist.get_rank())
+
+
+def leave_out_last() -> None:
+    """A broadcast whose root does not wait for the other rank, which never comes."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(2), src=0)
+
+
+def call_uneven_collectives() -> None:
+    """Every operation that ranks may give different numbers of elements, and messages both ways."""
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    sizes = [1 + rank, 2 - rank]
+    dist.all_to_all_single(torch.empty(3), torch.ones(3), [1, 2] if rank == 0 else [2, 1], sizes)
+    dist.all_gather_object([None, None], "x" * 10 * rank)
+    dist.gather(torch.ones(2), [torch.ones(2)] * 2 if rank == 0 else None, dst=0)
+    dist.scatter(torch.ones(2), [torch.ones(2)] * 2 if rank == 0 else None, src=0)
+    dist.broadcast_object_list([rank], src=1)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.ones(1 + rank), other), dist.P2POp(dist.irecv, torch.ones(1 + other), other)]
+    )
+    for work in works:
+        work.wait()
+    if rank == 0:  # ahead of time
+        dist.irecv(torch.ones(1), other, tag=7)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "pattern"),
+    [
+        pytest.param(
+            swap_all_reduces,
+            (4, 4),
+            r"in collective 1 of group \w+ \(ranks 0, 1\), rank 0 called all_reduce of 4 float32 at guards/"
+            r"test_collective_log.py:\d+ \(swap_all_reduces\) and rank 1 called all_reduce of 4 int32",
+            id="equal sizes",
+        ),
+        pytest.param(
+            swap_all_reduces,
+            (4, 400_000),
+            "rank 0 called all_reduce of 4 float32 .* rank 1 called all_reduce of 400,000 int32",
+            id="abort",
+        ),
+        pytest.param(
+            swap_sends,
+            (),
+            r"in message 1 from rank 0 to rank 1 in group \w+, rank 0 sent 4 float32 with tag 1 at .* \(swap_sends\)"
+            " and rank 1 received 8 float32 with tag 2",
+            id="messages",
+        ),
+        pytest.param(differ_in_root, (), "float32 with root 0 at .* float32 with root 1 at", id="root"),
+        pytest.param(
+            leave_out_last,
+            (),
+            "in collective 2 of .*rank 0 called broadcast .* and rank 1 called nothing more",
+            id="fewer",
+        ),
+    ],
+)
+def test_pool_names_first_call_that_differs(function, args, pattern):
+    started_at = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        rank_pool(2).run(function, *args, timeout=30)
+    assert re.search(pattern, caught.value.order_difference)
+    assert caught.value.order_difference in str(caught.value)
+    assert time.monotonic() - started_at < 20
+
+
+def test_pool_accepts_uneven_collectives_and_receives_ahead():
+    rank_pool(2).run(call_uneven_collectives)
+
+
+def test_pool_shows_last_collectives_of_ranks_that_hang():
+    with pytest.raises(RankError) as caught:
+        rank_pool(2).run(swap_groups, timeout=5)
+    (first, second) = sorted(caught.value.failures, key=lambda failure: failure.rank)
+    group = re.compile(r"it called last: .*all_reduce of 4 float32 of group (\w+) \(ranks 0, 1\) at .* \(swap_groups\)")
+    assert group.search(first.summary)[1] != group.search(second.summary)[1]
+
+
+def test_pool_does_not_log_unless_asked(monkeypatch):
+    monkeypatch.delenv("PHALANX_CHECK_COLLECTIVES")
+    pool = RankPool(2)
+    try:
+        pool.run(swap_sends)
+    finally:
+        pool.close()
