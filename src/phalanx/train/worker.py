@@ -161,13 +161,8 @@ def _run(
             context.trainer.stop_requested = bool(context.signals)  # by what was heard when there was no trainer
             return context.trainer
 
-        _train_with_rollbacks(
-            make_trainer,
-            run,
-            directory,
-            partial(_train, measure=measure, window=window, order_guard=order_guard),
-            resume or prepared,
-        )
+        train = partial(_train, measure=measure, window=window, order_guard=order_guard)
+        _train_with_rollbacks(make_trainer, run, directory, train, resume or prepared)
     if lock is not None:
         lock.close()
 
