@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,8 @@ class RankPool:
         if len(results) == self.world_size and difference is None:
             return [results[rank] for rank in range(self.world_size)]
         missing = [rank for rank in range(self.world_size) if rank not in outcomes]
-        failures = [*outcomes.values(), *self._collect_stacks(missing, time.monotonic() - start, order)]
-        failures = [self._attach_output(failure, offsets[failure.rank]) for failure in failures]
+        failures = [*outcomes.values(), *self._collect_stacks(missing, time.monotonic() - start)]
+        failures = [self._attach_output(failure, offsets[failure.rank], order) for failure in failures]
         raise RankError(name, failures, difference.message if difference is not None else "")
 
     def _receive(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
@@ -190,9 +191,8 @@ class RankPool:
             return RankFailure(rank, "returned", finished_at - start)
         return RankFailure(rank, "raised", finished_at - start, summary, content)
 
-    def _collect_stacks(self, missing: list[int], seconds: float, order: CollectiveOrder) -> list[RankFailure]:
-        """The Python stacks of ranks that have not returned, which faulthandler writes on a signal, and the collectives
-        that they called last, where these are logged."""
+    def _collect_stacks(self, missing: list[int], seconds: float) -> list[RankFailure]:
+        """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
         stacks = {rank: self._logs / f"{rank}.stack" for rank in missing}
         for rank in missing:
             if stacks[rank].exists():
@@ -201,17 +201,16 @@ class RankPool:
         while time.monotonic() < deadline and not all(s.exists() and s.stat().st_size for s in stacks.values()):
             time.sleep(0.02)
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
-        last_calls = {rank: text for rank in missing if (text := order.describe_last_calls(rank))}
-        summaries = {rank: f"it called last: {text}" for rank, text in last_calls.items()}
-        return [
-            RankFailure(rank, "did not return", seconds, summaries.get(rank, ""), text) for rank, text in texts.items()
-        ]
+        return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
 
-    def _attach_output(self, failure: RankFailure, offset: int) -> RankFailure:
+    def _attach_output(self, failure: RankFailure, offset: int, order: CollectiveOrder) -> RankFailure:
+        """Add what a rank printed, and the collectives that it called last if it did not leave the function."""
+        last_calls = order.describe_last_calls(failure.rank) if failure.kind in ("died", "did not return") else ""
+        parts = [failure.summary, f"it called last: {last_calls}" if last_calls else ""]
         with open(self._logs / f"{failure.rank}.output", "rb") as file:
             file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
             output = file.read().decode(errors="replace").strip()
-        return RankFailure(**{**vars(failure), "output": output})
+        return replace(failure, summary="; ".join(filter(None, parts)), output=output)
 
 
 def call_log_file(logs: Path, rank: int) -> Path:
