@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from phalanx.spec.formatting import join_words
 
 CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
 COLLECTIVE, MESSAGE = "collective", "message"
+NO_CALL = ""
+"""The signature of a call that a rank left out."""
 NUM_LAST_CALLS = 3
 """Calls that are shown of a rank that hangs."""
 
@@ -36,6 +39,10 @@ class LoggedCall(NamedTuple):
     """What must be equal on all of these ranks."""
     caller: str
     """The line that called it, which may differ."""
+    sent: tuple[int, ...] = ()
+    """The elements for each member, of an all-to-all."""
+    received: tuple[int, ...] = ()
+    """The elements that are expected of each member."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,7 @@ class _Log:
         for line in lines.splitlines():
             entry = json.loads(line)
             if isinstance(entry, list):
-                kind, group, ranks, signature, caller = entry
-                self.kinds.append(LoggedCall(kind, group, tuple(ranks), signature, caller))
+                self.kinds.append(LoggedCall(*(tuple(x) if isinstance(x, list) else x for x in entry)))
                 entry = len(self.kinds) - 1
             calls.append(self.kinds[entry])
         self.offset += len(lines) + bool(lines)
@@ -123,22 +129,42 @@ def _compare(
     counts = {rank: len(sequence.calls[rank]) for rank in ranks}
     for index in range(max(counts.values())):
         calls = {rank: sequence.calls[rank][index] for rank in ranks if index < counts[rank]}
-        signatures = {
-            rank: calls[rank].signature if rank in calls else None
-            for rank in ranks
-            if rank in calls or rank in finished
-        }
-        if len(set(signatures.values())) > 1:
-            differing = minority_ranks(signatures)
+        absent = [rank for rank in finished if rank in ranks and rank not in calls]
+        difference = _compare_signatures(kind, calls, absent) or _compare_parts(ranks, calls)
+        if difference is not None:
             place = f"in {kind} {sequence.num_checked + index + 1} {_describe_members(kind, group, ranks)}"
-            texts = [_describe_ranks(kind, ranks, differing, calls, signatures)]
-            if others := [rank for rank in signatures if rank not in differing]:
-                texts.append(_describe_ranks(kind, ranks, others, calls, signatures))
-            return OrderDifference(tuple(sorted(differing)), f"{place}, {', where '.join(texts)}")
+            return OrderDifference(difference.ranks, f"{place}, {difference.message}")
     for _ in range(min(counts.values())):
         sequence.num_checked += 1
         for rank in ranks:
             sequence.calls[rank].popleft()
+    return None
+
+
+def _compare_signatures(kind: str, calls: Mapping[int, LoggedCall], absent: Sequence[int]) -> OrderDifference | None:
+    """Compare what ranks called; those that are `absent` called nothing."""
+    signatures = {rank: call.signature for rank, call in calls.items()} | dict.fromkeys(absent, NO_CALL)
+    if len(set(signatures.values())) <= 1:
+        return None
+    differing = sorted(minority_ranks(signatures))
+    texts = [_describe_ranks(kind, differing, calls)]
+    if others := [rank for rank in signatures if rank not in differing]:
+        texts.append(_describe_ranks(kind, others, calls))
+    return OrderDifference(tuple(differing), ", where ".join(texts))
+
+
+def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> OrderDifference | None:
+    """Compare what each rank sends to each other in an all-to-all with what that expects."""
+    for (i, sender), (j, receiver) in permutations(enumerate(ranks), 2):
+        if sender not in calls or receiver not in calls or not calls[sender].sent:
+            continue
+        sent, expected = calls[sender].sent[j], calls[receiver].received[i]
+        if sent != expected:
+            return OrderDifference(
+                tuple(sorted((sender, receiver))),
+                f"rank {sender} sent {sent:,} elements at {calls[sender].caller} and rank {receiver} expected "
+                f"{expected:,} of them at {calls[receiver].caller}: {calls[sender].signature}",
+            )
     return None
 
 
@@ -148,25 +174,19 @@ def _describe_members(kind: str, group: str, ranks: tuple[int, ...]) -> str:
     return f"of group {group} (ranks {', '.join(map(str, ranks))})"
 
 
-def _describe_ranks(
-    kind: str,
-    members: tuple[int, ...],
-    ranks: list[int],
-    calls: Mapping[int, LoggedCall],
-    signatures: Mapping[int, str | None],
-) -> str:
-    """ "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f), and rank 1 ..." """
-    by_signature: dict[str | None, list[int]] = defaultdict(list)
+def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedCall]) -> str:
+    """ "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f) and rank 1 called nothing more" """
+    by_signature: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
-        by_signature[signatures[rank]].append(rank)
+        by_signature[calls[rank].signature if rank in calls else NO_CALL].append(rank)
     texts = []
     for signature, same_ranks in by_signature.items():
-        names = join_words([f"rank {rank}" for rank in same_ranks])
-        if signature is None:
+        names, call = join_words([f"rank {rank}" for rank in same_ranks]), calls.get(same_ranks[0])
+        if call is None:
             texts.append(f"{names} called nothing more")
             continue
-        verb = "called" if kind == COLLECTIVE else "sent" if same_ranks[0] == members[0] else "received"
-        texts.append(f"{names} {verb} {signature} at {calls[same_ranks[0]].caller}")
+        verb = "called" if kind == COLLECTIVE else "sent" if same_ranks[0] == call.ranks[0] else "received"
+        texts.append(f"{names} {verb} {signature} at {call.caller}")
     return " and ".join(texts)
 
 

@@ -44,6 +44,13 @@ def leave_out_last() -> None:
         dist.broadcast(torch.ones(2), src=0)
 
 
+def expect_other_parts() -> None:
+    """An all-to-all of which one rank expects less than it is sent."""
+    rank = dist.get_rank()
+    received = torch.empty(3 if rank == FAULTY_RANK else 4)
+    dist.all_to_all_single(received, torch.ones(4), [1, 2] if rank == FAULTY_RANK else None, [2, 2])
+
+
 def call_uneven_collectives() -> None:
     """Every operation that ranks may give different numbers of elements, and messages both ways."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
@@ -86,6 +93,13 @@ def call_uneven_collectives() -> None:
             id="messages",
         ),
         pytest.param(differ_in_root, (), "float32 with root 0 at .* float32 with root 1 at", id="root"),
+        pytest.param(
+            expect_other_parts,
+            (),
+            r"in collective 1 of group \w+ \(ranks 0, 1\), rank 0 sent 2 elements at .* \(expect_other_parts\) and "
+            r"rank 1 expected 1 of them at .* \(expect_other_parts\): all_to_all float32",
+            id="parts",
+        ),
         pytest.param(
             leave_out_last,
             (),

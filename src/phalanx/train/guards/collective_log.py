@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -76,7 +77,8 @@ class CollectiveLog:
         signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
         if "root_rank" in arguments:
             signature += f" with root {ranks[arguments['root_rank']]}"
-        return LoggedCall(COLLECTIVE, group, ranks, signature, caller)
+        parts = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+        return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts)
 
 
 def _c10d_operations() -> Iterator[Any]:
@@ -94,6 +96,21 @@ def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
         tensors = [leaf for leaf in tree_leaves(arguments.get("output_tensors", ())) if isinstance(leaf, Tensor)]
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return sum(tensor.numel() for tensor in tensors), dtype
+
+
+def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the elements that a rank sends to each, and those that it expects of each."""
+    if "input_tensors" in arguments:
+        sent, received = (arguments[f"{side}_tensors"] for side in ("input", "output"))
+        return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
+
+    def parts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count * prod(tensor.shape[1:]) for count in rows or [len(tensor) // ranks] * ranks)
+
+    return (
+        parts(arguments["input"], arguments["input_split_sizes"]),
+        parts(arguments["output"], arguments["output_split_sizes"]),
+    )
 
 
 def _calling_line() -> str:
