@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from phalanx.debug.collective_log import minority_ranks
 from phalanx.spec.formatting import join_words
@@ -43,6 +43,20 @@ class LoggedCall(NamedTuple):
     """The elements for each member, of an all-to-all."""
     received: tuple[int, ...] = ()
     """The elements that are expected of each member."""
+    in_background: bool = False
+    """Whether a thread beside the training called it, in no order with the other calls."""
+
+    @property
+    def members(self) -> str:
+        """Name whom the call is among."""
+        if self.kind == MESSAGE:
+            return f"from rank {self.ranks[0]} to rank {self.ranks[1]} in group {self.group}"
+        return f"of group {self.group} (ranks {', '.join(map(str, self.ranks))})"
+
+    @property
+    def place(self) -> str:
+        """Name the call and where it is."""
+        return f"{self.signature} {self.members} at {self.caller}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,8 @@ class OrderDifference:
     ranks: tuple[int, ...]
     """The ranks that differ from most; all, where none are most."""
     message: str
+    kind: Literal["mismatch", "crossed"] = "mismatch"
+    """Different calls in a group, or calls of several groups in different orders."""
 
 
 @dataclass
@@ -99,6 +115,8 @@ class CollectiveOrder:
         """`files` are the logs by rank."""
         self._logs = {rank: _Log(file) for rank, file in files.items()}
         self._sequences: dict[tuple[str, str, tuple[int, ...]], _Sequence] = defaultdict(_Sequence)
+        self._pending: dict[int, deque[LoggedCall]] = {rank: deque() for rank in files}
+        """The collectives of each rank that have not met those of the others, over all groups."""
 
     def first_difference(self, finished: Collection[int] = ()) -> OrderDifference | None:
         """Return the first call in which ranks differ, as far as several have come; None if there is none. The ranks
@@ -109,21 +127,57 @@ class CollectiveOrder:
                 key = call.kind, call.group, call.ranks
                 changed[key] = self._sequences[key]
                 changed[key].calls[rank].append(call)
-        for (kind, group, ranks), sequence in (self._sequences if finished else changed).items():
-            difference = _compare(kind, group, ranks, sequence, finished if kind == COLLECTIVE else ())
+                if call.kind == COLLECTIVE and not call.in_background:
+                    self._pending[rank].append(call)
+        for (kind, _, ranks), sequence in (self._sequences if finished else changed).items():
+            difference = _compare(kind, ranks, sequence, finished if kind == COLLECTIVE else ())
             if difference is not None:
                 return difference
+        return self._find_crossed_calls()
+
+    def _find_crossed_calls(self) -> OrderDifference | None:
+        """Let each collective end in which all of its ranks stand, as if every call blocked, and return the ranks that
+        then wait for each other: over several groups, too, NCCL needs one order on all ranks."""
+        candidates = list(self._pending)
+        while candidates:
+            if calls := self._pending[candidates.pop()]:
+                members = [rank for rank in calls[0].ranks if rank in self._pending]
+                if all(self._stands_in(rank, calls[0]) for rank in members):
+                    candidates.extend(members)
+                    for rank in members:
+                        self._pending[rank].popleft()
+        if cycle := self._find_wait_cycle():
+            places = [f"rank {rank} in {self._pending[rank][0].place}" for rank in cycle]
+            message = f"ranks wait for each other in different groups: {join_words(places)}"
+            return OrderDifference(tuple(sorted(cycle)), message, "crossed")
         return None
+
+    def _stands_in(self, rank: int, call: LoggedCall) -> bool:
+        pending = self._pending[rank]
+        return bool(pending) and (pending[0].group, pending[0].ranks) == (call.group, call.ranks)
+
+    def _find_wait_cycle(self) -> list[int]:
+        """Return ranks of which each waits for the next, which called something else first, and the last for the
+        first."""
+        waits_for: dict[int, set[int]] = {}
+        for rank, calls in self._pending.items():
+            others = [other for other in calls[0].ranks if self._pending.get(other)] if calls else []
+            waits_for[rank] = {other for other in others if not self._stands_in(other, calls[0])}
+        while free := {rank for rank, others in waits_for.items() if not others}:
+            waits_for = {rank: others - free for rank, others in waits_for.items() if rank not in free}
+        path = list(waits_for)[:1]
+        while path and (following := min(waits_for[path[-1]])) not in path:
+            path.append(following)
+        return path[path.index(following) :] if path else []
 
     def describe_last_calls(self, rank: int) -> str:
         """Return the last calls of a rank, as far as they were read."""
         calls = self._logs[rank].last_calls if rank in self._logs else ()
-        places = (f"{call.signature} {_describe_members(*call[:3])} at {call.caller}" for call in calls)
-        return "; ".join(places)
+        return "; ".join(call.place for call in calls)
 
 
 def _compare(
-    kind: str, group: str, ranks: tuple[int, ...], sequence: _Sequence, finished: Collection[int]
+    kind: str, ranks: tuple[int, ...], sequence: _Sequence, finished: Collection[int]
 ) -> OrderDifference | None:
     """Compare the calls of these ranks, and forget those that all have made."""
     counts = {rank: len(sequence.calls[rank]) for rank in ranks}
@@ -132,7 +186,7 @@ def _compare(
         absent = [rank for rank in finished if rank in ranks and rank not in calls]
         difference = _compare_signatures(kind, calls, absent) or _compare_parts(ranks, calls)
         if difference is not None:
-            place = f"in {kind} {sequence.num_checked + index + 1} {_describe_members(kind, group, ranks)}"
+            place = f"in {kind} {sequence.num_checked + index + 1} {next(iter(calls.values())).members}"
             return OrderDifference(difference.ranks, f"{place}, {difference.message}")
     for _ in range(min(counts.values())):
         sequence.num_checked += 1
@@ -166,12 +220,6 @@ def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> O
                 f"{expected:,} of them at {calls[receiver].caller}: {calls[sender].signature}",
             )
     return None
-
-
-def _describe_members(kind: str, group: str, ranks: tuple[int, ...]) -> str:
-    if kind == MESSAGE:
-        return f"from rank {ranks[0]} to rank {ranks[1]} in group {group}"
-    return f"of group {group} (ranks {', '.join(map(str, ranks))})"
 
 
 def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedCall]) -> str:

@@ -52,7 +52,7 @@ def explain_run(directory: Path) -> Explanation:
         explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events))
     difference = _find_order_difference(directory)
     if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
-        verdict = Verdict("mismatch", difference.ranks, difference.message, MISMATCH_FIXES["operation"])
+        verdict = Verdict(difference.kind, difference.ranks, difference.message, MISMATCH_FIXES["operation"])
         explanation = replace(explanation, verdict=verdict)
     lines = [
         *describe_failures(events, exclude_last=bool(dumps or failures)),

@@ -120,9 +120,13 @@ def test_pool_accepts_uneven_collectives_and_receives_ahead():
     rank_pool(2).run(call_uneven_collectives)
 
 
-def test_pool_shows_last_collectives_of_ranks_that_hang():
+def test_pool_names_ranks_that_wait_for_each_other_in_different_groups():
     with pytest.raises(RankError) as caught:
-        rank_pool(2).run(swap_groups, timeout=5)
+        rank_pool(2).run(swap_groups, timeout=60)
+    place = r"in all_reduce of 4 float32 of group \w+ \(ranks 0, 1\) at .* \(swap_groups\)"
+    pattern = rf"ranks wait for each other in different groups: rank \d {place} and rank \d {place}"
+    assert re.fullmatch(pattern, caught.value.order_difference)
+    assert all("it called last: " in failure.summary for failure in caught.value.failures)
     (first, second) = sorted(caught.value.failures, key=lambda failure: failure.rank)
     group = re.compile(r"it called last: .*all_reduce of 4 float32 of group (\w+) \(ranks 0, 1\) at .* \(swap_groups\)")
     assert group.search(first.summary)[1] != group.search(second.summary)[1]

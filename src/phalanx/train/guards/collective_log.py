@@ -78,7 +78,7 @@ class CollectiveLog:
         if "root_rank" in arguments:
             signature += f" with root {ranks[arguments['root_rank']]}"
         parts = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
-        return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts)
+        return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts, _is_background_thread())
 
 
 def _c10d_operations() -> Iterator[Any]:
@@ -111,6 +111,12 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
         parts(arguments["input"], arguments["input_split_sizes"]),
         parts(arguments["output"], arguments["output_split_sizes"]),
     )
+
+
+def _is_background_thread() -> bool:
+    """Whether Python started this thread; those of autograd, in which backward passes run on a GPU, are PyTorch's."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
 
 
 def _calling_line() -> str:
