@@ -17,8 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,6 +54,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         master_listen_fd=listener_fd,
     )
     _send_result(pipe, "returned", "", b"")
+    collective_log = CollectiveLog() if is_check_enabled() else None
     count = 0
     while True:
         paths, call, limit = pickle.loads(calls.get())
@@ -66,25 +65,15 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         try:
             _reset_world(c10d.PrefixStore(str(count), store), rank, world_size)
             function, args, kwargs = pickle.loads(call)
-            with logging_collectives(logs, rank):
-                result = pickle.dumps(function(*args, **kwargs))
+            if collective_log is not None:
+                collective_log.open(call_log_file(logs, rank))
+            result = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
             _send_result(pipe, "raised", summary, "".join(traceback.format_exception(error)))
         else:
             _send_result(pipe, "returned", "", result)
         faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
-def logging_collectives(logs: Path, rank: int) -> Iterator[None]:
-    """Log what a function calls, if the check of its order is asked for."""
-    log = CollectiveLog(call_log_file(logs, rank)) if is_check_enabled() else None
-    try:
-        yield
-    finally:
-        if log is not None:
-            log.close()
 
 
 def _send_result(pipe: Connection, kind: str, summary: str, content: str | bytes) -> None:

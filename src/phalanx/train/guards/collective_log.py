@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,53 +32,61 @@ UNORDERED_OPERATIONS = ("recv_any_source_", "check_for_nan")
 
 
 class CollectiveLog:
-    """The log of this process, from its construction to `close`. Each call is in the file before it begins."""
+    """The log of this process. Each call is in the file before it begins."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file.open("wb", buffering=0)  # what was called must be there, however the process ends
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
         self._numbers: dict[LoggedCall, int] = {}
-        self._group_ranks: dict[str, tuple[int, ...]] = {}
         self._lock = threading.Lock()  # checkpoints are saved by a thread
         # A kernel on autograd's key comes before those of every device, and autograd has none for these operations.
         self._library = torch.library.Library("c10d", "IMPL")
         for operation in _c10d_operations():
             self._library.impl(operation, partial(self._log_and_call, operation), "Autograd", with_keyset=True)
 
+    def open(self, file: Path) -> None:
+        """Log to a file from now on, which is emptied."""
+        self.close()
+        self._numbers.clear()
+        self._file = file.open("wb", buffering=0)  # what was called must be there, however the process ends
+
     def close(self) -> None:
         """Stop logging."""
-        self._library._destroy()  # type: ignore[no-untyped-call]
-        self._file.close()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
 
     def _log_and_call(self, operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        call = self._describe(operation, args)
-        with self._lock:
-            number = self._numbers.get(call)
-            if number is None:
-                self._numbers[call] = len(self._numbers)
-            self._file.write(f"{json.dumps(call) if number is None else number}\n".encode())
+        if self._file is not None:
+            call = _describe(operation, args)
+            with self._lock:
+                number = self._numbers.get(call)
+                if number is None:
+                    self._numbers[call] = len(self._numbers)
+                if self._file is not None:
+                    self._file.write(f"{json.dumps(call) if number is None else number}\n".encode())
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
-    def _describe(self, operation: Any, args: Sequence[Any]) -> LoggedCall:
-        schema = operation._schema
-        schema_name = schema.name.partition("::")[2]
-        name = OPERATION_NAMES.get(schema_name, schema_name.strip("_"))
-        names = [argument.name for argument in schema.arguments]
-        arguments = dict(zip(names, args, strict=False))  # those with defaults may be left out
-        group = group_name(args) or ""
-        if group not in self._group_ranks:
-            self._group_ranks[group] = ranks_of_group(group)
-        ranks = self._group_ranks[group]
-        size, dtype = _given_size(arguments)
-        caller = _calling_line()
-        if name in ("send", "recv"):
-            local_rank, peer = dist.get_rank(), ranks[arguments["dst" if name == "send" else "src"]]
-            link = (local_rank, peer) if name == "send" else (peer, local_rank)
-            return LoggedCall(MESSAGE, group, link, f"{size:,} {dtype} with tag {arguments['tag']}", caller)
-        signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
-        if "root_rank" in arguments:
-            signature += f" with root {ranks[arguments['root_rank']]}"
-        parts = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
-        return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts, _is_background_thread())
+
+def _describe(operation: Any, args: Sequence[Any]) -> LoggedCall:
+    schema = operation._schema
+    schema_name = schema.name.partition("::")[2]
+    name = OPERATION_NAMES.get(schema_name, schema_name.strip("_"))
+    names = [argument.name for argument in schema.arguments]
+    arguments = dict(zip(names, args, strict=False))  # those with defaults may be left out
+    group = group_name(args) or ""
+    ranks = ranks_of_group(group)
+    size, dtype = _given_size(arguments)
+    caller = _calling_line()
+    if name in ("send", "recv"):
+        local_rank, peer = dist.get_rank(), ranks[arguments["dst" if name == "send" else "src"]]
+        link = (local_rank, peer) if name == "send" else (peer, local_rank)
+        return LoggedCall(MESSAGE, group, link, f"{size:,} {dtype} with tag {arguments['tag']}", caller)
+    signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
+    if "root_rank" in arguments:
+        signature += f" with root {ranks[arguments['root_rank']]}"
+    parts = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts, _is_background_thread())
 
 
 def _c10d_operations() -> Iterator[Any]:
@@ -115,8 +123,8 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
 
 def _is_background_thread() -> bool:
     """Whether Python started this thread; those of autograd, in which backward passes run on a GPU, are PyTorch's."""
-    thread = threading.current_thread()
-    return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+    identity = threading.get_ident()
+    return any(thread.ident == identity for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def _calling_line() -> str:
@@ -145,7 +153,8 @@ class OrderGuard:
         if is_check_enabled() and dist.is_initialized():
             file = calls_file(self._directory, dist.get_rank())
             file.parent.mkdir(exist_ok=True)
-            self._log = CollectiveLog(file)
+            self._log = CollectiveLog()
+            self._log.open(file)
             if dist.get_rank() == 0:
                 ranks = range(dist.get_world_size())
                 self._order = CollectiveOrder({rank: calls_file(self._directory, rank) for rank in ranks})
