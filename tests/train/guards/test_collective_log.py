@@ -144,7 +144,7 @@ def test_pool_does_not_log_unless_asked(monkeypatch):
 def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
     """Gloo goes on with them, as they have tags; NCCL would not."""
     directory = create_run_directory(text, tmp_path, 2, {})
-    said = wait_for_failure(start_faulty_run(directory, 2, "messages"))
+    said = wait_for_failure(start_faulty_run(directory, 2, "messages", check_order=True))
     assert "phalanx: CollectiveOrderError: in message 1 from rank 0 to rank 1" in said
     verdict = explain_run(directory).verdict
     assert (verdict.kind, verdict.ranks) == ("mismatch", (0, 1))

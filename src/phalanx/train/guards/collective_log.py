@@ -31,6 +31,9 @@ UNORDERED_OPERATIONS = ("recv_any_source_", "check_for_nan")
 """Operations that no order is kept of: a receive from any rank, and what is no collective."""
 
 
+_is_user_code = lru_cache(maxsize=1024)(is_user_code)
+
+
 class CollectiveLog:
     """The log of this process. Each call is in the file before it begins."""
 
@@ -130,14 +133,9 @@ def _is_background_thread() -> bool:
 def _calling_line() -> str:
     """Return the innermost line outside of PyTorch that leads here."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_caller(frame.f_code.co_filename):
+    while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     return format_frame((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-
-
-@lru_cache(maxsize=1024)
-def _is_caller(file: str) -> bool:
-    return file != __file__ and is_user_code(file)
 
 
 class OrderGuard:
