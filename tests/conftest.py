@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.helpers")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PHALANX_CHECK_COLLECTIVES", "1")  # in ranks of the pool, and of runs
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 

@@ -56,6 +56,17 @@ def reorder_collectives() -> None:
         dist.all_gather(parts, mine)
 
 
+def reorder_messages() -> None:
+    """Two messages to the guilty rank, which expects them in another order: gloo matches them by their tags."""
+    first, second = torch.ones(4), torch.ones(8)
+    if dist.get_rank() == 0:
+        works = [dist.isend(first, FAULTY_RANK, tag=1), dist.isend(second, FAULTY_RANK, tag=2)]
+    else:
+        works = [dist.irecv(second, 0, tag=2), dist.irecv(first, 0, tag=1)]
+    for work in works:
+        work.wait()
+
+
 def exhaust_address_space() -> None:
     """More memory than this process may have, asked for at once."""
     before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -110,6 +121,7 @@ ALL_RANK_FAULTS = {
     "shape": mismatch_shape,
     "skipped": skip_collective,
     "order": reorder_collectives,
+    "messages": reorder_messages,
 }
 
 

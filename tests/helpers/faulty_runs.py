@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.debug.collective_order import CHECK_VARIABLE
 from phalanx.launch.elastic_agent import launch_ranks
 from phalanx.launch.failures import report_and_exit_code
 from phalanx.launch.process import set_worker_environment
@@ -32,11 +33,13 @@ def create_run_directory(text: Path, out: Path, nproc: int, layout: dict[str, An
 
 
 def start_faulty_run(
-    directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None
+    directory: Path, nproc: int, fault: str, inside: Callable[[], None] | None = None, check_order: bool = False
 ) -> subprocess.Popen[str]:
+    """Start the ranks of a run. Without `check_order` a fault in the order of collectives is found as it is by default,
+    after a hang."""
     command = [sys.executable, "-m", __name__, str(directory), str(nproc), fault]
     options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", CHECK_VARIABLE: "1" if check_order else ""}
     options["cwd"] = Path(__file__).parents[2]
     if inside is not None:
         return subprocess.Popen(command, preexec_fn=inside, **options)

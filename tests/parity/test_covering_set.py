@@ -8,9 +8,12 @@ import random
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from phalanx.parallel.data.offload import CpuOffload
+from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
 from tests.helpers.small_runs import DENSE, MOE, Table, small_run, train_and_evaluate
 from tests.parity.covering_set import FACTORS, FILE, MAX_RANKS, all_pairs, is_valid, pairs, run_changes, world_size
@@ -62,6 +65,31 @@ def test_gradients_in_several_groups_are_summed_in_one_order_on_all_ranks(docume
     layout = {"tp": 6, "ep": 2, "data_parallel": "zero3", "offload": "cpu"}
     changes = {"model": model, **{f"layout.{field}": value for field, value in layout.items()}}
     check_parity(6, {**changes, "training.seq_len": 24, "training.tokens_per_step": 8 * 24}, documents, tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "data", "piece_bytes"), [(2, "zero1", 68_000), (4, "zero3", 38_000)])
+def test_offloaded_state_is_stepped_in_the_same_pieces_on_all_ranks(
+    ranks: int, data: str, piece_bytes: int, documents: Path, tmp_path: Path
+) -> None:
+    """The last of two tensor-parallel ranks has fewer rows of the vocabulary, so that another parameter fitted into a
+    piece of it: the ranks' all-to-alls of Muon did not match."""
+    changes = {
+        "model": {**DENSE, "vocab_size": 263},
+        "layout.tp": 2,
+        "layout.data_parallel": data,
+        "layout.offload": "cpu",
+        "optimizer.name": "muon",
+        "training.steps": STEPS,
+        "optimizer.warmup_steps": 1,
+    }
+    run = small_run(documents, tmp_path, changes)
+    whole, pieces = (rank_pool(ranks).run(train_in_pieces, run, limit) for limit in (2**28, piece_bytes))
+    assert pieces == whole
+
+
+def train_in_pieces(run: RunSpec, piece_bytes: int) -> list[tuple[float, float]]:
+    with mock.patch.object(CpuOffload, "piece_bytes", piece_bytes):
+        return train_and_evaluate(run)
 
 
 def check_parity(ranks: int, changes: Table, documents: Path, folder: Path) -> None:

@@ -21,6 +21,8 @@ AUTOGRAD_FILE = "torch/autograd/graph.py"
 """In which it computes, or waits in a hook that is not Python's (DDP's)."""
 PIPELINE_P2P_FILE = "/parallel/pipeline/p2p.py"
 """In which stages of a pipeline wait for each other's messages."""
+CALL_LOG_FILE = "/train/guards/collective_log.py"
+"""Which calls every collective in its caller's place, where the order of collectives is checked."""
 PEER_LOSS_PATTERN = re.compile(
     "by peer|Broken pipe|Socket closed|Timed out|timing out|Read error|remote process exited|communicator was aborted|"
     "pair closure|connectFullMesh|likely closed|wait timeout|client socket has (timed out|failed)"
@@ -103,5 +105,6 @@ def innermost_user_frame(stack: Sequence[Frame]) -> str:
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a file is neither PyTorch's nor Python's."""
-    return not ("/torch/" in file or ("/lib/python3" in file and "site-packages" not in file) or file.startswith("<"))
+    """Whether a file is neither PyTorch's nor Python's, nor what logs each call of theirs."""
+    is_library = "/torch/" in file or ("/lib/python3" in file and "site-packages" not in file)
+    return not (is_library or file.startswith("<") or file.endswith(CALL_LOG_FILE))

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.debug.hang_analysis import diagnose_hang
+from phalanx.debug.collective_order import CollectiveOrder, OrderDifference
+from phalanx.debug.hang_analysis import MISMATCH_FIXES, diagnose_hang
 from phalanx.debug.hang_evidence import Explanation, Verdict
 from phalanx.runs.create import RUN_FILE
 from phalanx.runs.events import (
@@ -21,7 +22,7 @@ from phalanx.runs.events import (
     describe_rollbacks,
     read_events,
 )
-from phalanx.runs.hang_dumps import describe_fault, failure_file, fault_file, read_dumps, read_failures
+from phalanx.runs.hang_dumps import HANGS_DIR, describe_fault, failure_file, fault_file, read_dumps, read_failures
 from phalanx.runs.lock import is_running
 from phalanx.runs.step_records import TRACE_DIR
 from phalanx.spec.errors import UserError
@@ -49,6 +50,10 @@ def explain_run(directory: Path) -> Explanation:
     explanation = diagnose_hang(dumps, failures, sizes)
     if explanation.verdict.kind == "nothing":
         explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events))
+    difference = _find_order_difference(directory)
+    if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
+        verdict = Verdict(difference.kind, difference.ranks, difference.message, MISMATCH_FIXES["operation"])
+        explanation = replace(explanation, verdict=verdict)
     lines = [
         *describe_failures(events, exclude_last=bool(dumps or failures)),
         *describe_rollbacks(events),
@@ -72,6 +77,12 @@ def suspect_ranks(directory: Path) -> set[int]:
         verdict = explain_run(directory).verdict
         return set(verdict.ranks) if verdict.kind != "nothing" else set()
     return set()
+
+
+def _find_order_difference(directory: Path) -> OrderDifference | None:
+    """Compare what ranks logged of their collectives, where they did."""
+    files = {int(file.stem.removeprefix("rank-")): file for file in (directory / HANGS_DIR).glob("rank-*.calls")}
+    return CollectiveOrder(files).first_difference()
 
 
 def _verdict_without_dumps(

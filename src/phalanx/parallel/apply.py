@@ -88,7 +88,7 @@ def apply_layout(
     if compile:
         for block in blocks:
             block.compile()
-    strategy = _apply_data_parallelism(module, layout, mesh, device, blocks, precision)
+    strategy = _apply_data_parallelism(module, layout, mesh, device, blocks, precision, sharded.sharding)
     if compile and device.type == "cuda":  # one kernel in place of fp32 copies of the largest tensor of all
         strategy.loss_of_logits = torch.compile(cross_entropy)
     strategy.shared, strategy.tensor = sharded.sharding, groups.tensor
@@ -225,6 +225,7 @@ def _apply_data_parallelism(
     device: torch.device,
     blocks: Sequence[nn.Module],
     precision: str,
+    model_sharding: ModelSharding | None = None,
 ) -> Strategy:
     """Apply ZeRO, FSDP, DDP or a parameter server (steps 5 to 7)."""
     check_torch_supports(layout)
@@ -250,7 +251,17 @@ def _apply_data_parallelism(
     if layout.data_parallel in ("zero1", "zero2") or offload is not None:
         # A pipeline's micro-batches overlap: their gradients add up before they are split, as with ZeRO-1.
         stage = layout if layout.pp == 1 else layout.model_copy(update={"data_parallel": "zero1"})
-        return ZeRO(module, stage, shards, device, compute_dtype, offload, expert_parameters, mesh.expert_dp_mesh)
+        return ZeRO(
+            module,
+            stage,
+            shards,
+            device,
+            compute_dtype,
+            offload,
+            expert_parameters,
+            mesh.expert_dp_mesh,
+            model_sharding,
+        )
     if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)
     materialize(module, device)

@@ -241,6 +241,9 @@ class ModelShardingProtocol(Protocol):
     def local_shape(self, name: str, global_shape: torch.Size) -> torch.Size:
         """Return the shape of this rank's share of the parameter `name`, which has the shape `global_shape`."""
 
+    def largest_shape(self, name: str) -> torch.Size:
+        """Return the shape of the largest share that a rank has of the parameter `name`."""
+
     def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that each have a term of this parameter's gradient, unless somebody else sums them."""
 

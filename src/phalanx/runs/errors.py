@@ -1,4 +1,4 @@
-"""Errors that end training on all ranks together."""
+"""Errors that end training for good: it would fail again."""
 
 from __future__ import annotations
 
@@ -15,3 +15,7 @@ class DivergenceError(RuntimeError):
 
 class CorruptionError(DivergenceError):
     """Ranks no longer hold alike what they must: nobody knows since when, so that no checkpoint is known to be good."""
+
+
+class CollectiveOrderError(DivergenceError):
+    """Ranks called collectives, or sent messages, in different orders. Only the first rank finds it."""

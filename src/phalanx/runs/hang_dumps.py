@@ -2,6 +2,7 @@
 
 RUN_DIR/hangs/rank-00000.json       of each rank that still could: where it stood, and its last collectives
 RUN_DIR/hangs/rank-00000.fault      where it stood when a signal killed it (SIGABRT, SIGSEGV, ...), by faulthandler
+RUN_DIR/hangs/rank-00000.calls      every collective that it called, with PHALANX_CHECK_COLLECTIVES
 RUN_DIR/failures/rank-00000.json    why a rank failed
 RUN_DIR/failures/earlier/           the same of earlier starts, with the time in the name"""
 
@@ -94,6 +95,11 @@ def fault_file(directory: Path, rank: int) -> Path:
     return directory / HANGS_DIR / f"rank-{rank:05d}.fault"
 
 
+def calls_file(directory: Path, rank: int) -> Path:
+    """Where a rank logs its collectives (`debug.collective_order`)."""
+    return directory / HANGS_DIR / f"rank-{rank:05d}.calls"
+
+
 def describe_fault(directory: Path, rank: int) -> str | None:
     """Of a rank that a signal ended: "Segmentation fault in train/worker.py:12 (work)", as far as faulthandler wrote
     it; None where it wrote nothing."""
@@ -126,7 +132,8 @@ def write_failure(directory: Path, record: Mapping[str, Any]) -> None:
 
 def remove_dumps(directory: Path, rank: int) -> None:
     """Remove what a rank left of an earlier start; why it failed is kept in failures/earlier."""
-    dump_file(directory, rank).unlink(missing_ok=True)
+    for file in (dump_file(directory, rank), calls_file(directory, rank)):
+        file.unlink(missing_ok=True)
     _archive(failure_file(directory, rank))
 
 

@@ -50,6 +50,7 @@ from phalanx.swarm.rpc.client import SwarmClient
 from phalanx.swarm.worker.exchange import RoundExchange
 from phalanx.swarm.worker.worker import SwarmWorker
 from phalanx.train.create_run import create_run
+from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.loggers import JsonLinesLogger, open_loggers
 from phalanx.train.training_data import open_training_data
 
@@ -188,7 +189,8 @@ def rank_main(directory: Path) -> int:
         if link is not None:
             link.join_message = link_record["place"]
             link.join(**link.join_message)
-        with handling_signals(lambda _: worker.leave()):  # after the round that it is in
+        # a node that is asked to leave does so after the round that it is in
+        with handling_signals(lambda _: worker.leave()), OrderGuard(directory):
             evaluation = worker.participate(logs, rounds, _log)
         if link is not None:
             for log in logs:

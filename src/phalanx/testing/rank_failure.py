@@ -24,11 +24,13 @@ class RankFailure:
 
 
 class RankError(AssertionError):
-    """A function failed on a rank; `failures` has every rank, the one that failed first at the front."""
+    """A function failed on a rank; `failures` has every rank, the one that failed first at the front. Or ranks called
+    collectives in different orders, and `order_difference` is the first call that differs."""
 
-    def __init__(self, name: str, failures: Iterable[RankFailure]) -> None:
-        self.failures = cause_first(failures)
-        super().__init__(describe(name, self.failures))
+    def __init__(self, name: str, failures: Iterable[RankFailure], order_difference: str = "") -> None:
+        self.failures, self.order_difference = cause_first(failures), order_difference
+        prefix = f"{name}: {order_difference}\n" if order_difference else ""
+        super().__init__(prefix + describe(name, self.failures))
 
     @property
     def all_returned(self) -> bool:

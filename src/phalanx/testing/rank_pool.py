@@ -13,15 +13,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from phalanx.debug.collective_order import CollectiveOrder
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import start_python
 from phalanx.testing.rank_failure import RankError, RankFailure
 
 START_SECONDS = 180.0
+ORDER_CHECK_SECONDS = 2.0
+"""Ranks that have not returned are checked for different collectives as often."""
 GRACE_SECONDS = 1.0
 """How long the other ranks may still report after the first failure; most then hang in a collective."""
 OUTPUT_BYTES = 4_000
@@ -122,7 +126,7 @@ class RankPool:
                 child_end.close()
                 self._workers.append(worker)
                 self._pipes.append(parent_end)
-        self._gather("the start of the ranks", START_SECONDS, offsets=[0] * self.world_size)
+        self._gather("the start of the ranks", START_SECONDS, [0] * self.world_size, CollectiveOrder({}))
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         variables = {
@@ -143,28 +147,37 @@ class RankPool:
 
     def _run(self, name: str, call: bytes, timeout: float) -> list[Any]:
         offsets = [(self._logs / f"{rank}.output").stat().st_size for rank in range(self.world_size)]
+        call_logs = {rank: call_log_file(self._logs, rank) for rank in range(self.world_size)}
+        for file in call_logs.values():
+            file.unlink(missing_ok=True)
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        return [pickle.loads(value) for value in self._gather(name, timeout, offsets)]
+        return [pickle.loads(value) for value in self._gather(name, timeout, offsets, CollectiveOrder(call_logs))]
 
-    def _gather(self, name: str, timeout: float, offsets: list[int]) -> list[bytes]:
-        """Every rank's pickled result. Raises RanksFailed."""
+    def _gather(self, name: str, timeout: float, offsets: list[int], order: CollectiveOrder) -> list[bytes]:
+        """Every rank's pickled result. Raises RanksFailed, also where all returned and differ in their collectives."""
         start = time.monotonic()
         deadline = start + timeout
         results: dict[int, bytes] = {}
         outcomes: dict[int, RankFailure] = {}
+        difference = None
         while len(outcomes) < self.world_size and (remaining_seconds := deadline - time.monotonic()) > 0:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
-            for pipe in wait(list(waiting), remaining_seconds):
+            ready = wait(list(waiting), min(remaining_seconds, ORDER_CHECK_SECONDS))
+            if not ready and (difference := order.first_difference(results)) is not None:
+                break  # ranks that differ wait for each other
+            for pipe in ready:
                 rank = waiting[pipe]  # type: ignore[index]
                 outcomes[rank] = self._receive(rank, start, results)
                 if rank not in results:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if len(results) == self.world_size:
+        difference = difference or order.first_difference(results)
+        if len(results) == self.world_size and difference is None:
             return [results[rank] for rank in range(self.world_size)]
         missing = [rank for rank in range(self.world_size) if rank not in outcomes]
         failures = [*outcomes.values(), *self._collect_stacks(missing, time.monotonic() - start)]
-        raise RankError(name, [self._attach_output(failure, offsets[failure.rank]) for failure in failures])
+        failures = [self._attach_output(failure, offsets[failure.rank], order) for failure in failures]
+        raise RankError(name, failures, difference.message if difference is not None else "")
 
     def _receive(self, rank: int, start: float, results: dict[int, bytes]) -> RankFailure:
         try:
@@ -190,11 +203,19 @@ class RankPool:
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
         return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
 
-    def _attach_output(self, failure: RankFailure, offset: int) -> RankFailure:
+    def _attach_output(self, failure: RankFailure, offset: int, order: CollectiveOrder) -> RankFailure:
+        """Add what a rank printed, and the collectives that it called last if it did not leave the function."""
+        last_calls = order.describe_last_calls(failure.rank) if failure.kind in ("died", "did not return") else ""
+        parts = [failure.summary, f"it called last: {last_calls}" if last_calls else ""]
         with open(self._logs / f"{failure.rank}.output", "rb") as file:
             file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
             output = file.read().decode(errors="replace").strip()
-        return RankFailure(**{**vars(failure), "output": output})
+        return replace(failure, summary="; ".join(filter(None, parts)), output=output)
+
+
+def call_log_file(logs: Path, rank: int) -> Path:
+    """Where a rank logs its collectives (`debug.collective_order`)."""
+    return logs / f"{rank}.calls"
 
 
 def shared_gpu_environment(rank: int) -> dict[str, str]:

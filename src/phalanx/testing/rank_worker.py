@@ -27,6 +27,10 @@ import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor._random as tensor_random
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from phalanx.debug.collective_order import is_check_enabled
+from phalanx.testing.rank_pool import call_log_file
+from phalanx.train.guards.collective_log import CollectiveLog
+
 # The pool's own timeout ends a hung call; the group's only has to be longer than any call.
 GROUP_TIMEOUT = timedelta(hours=2)
 
@@ -37,7 +41,8 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    stack = open(Path(os.environ["PHALANX_RANK_LOGS"]) / f"{rank}.stack", "w")  # noqa: SIM115
+    logs = Path(os.environ["PHALANX_RANK_LOGS"])
+    stack = open(logs / f"{rank}.stack", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -49,6 +54,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         master_listen_fd=listener_fd,
     )
     _send_result(pipe, "returned", "", b"")
+    collective_log = CollectiveLog() if is_check_enabled() else None
     count = 0
     while True:
         paths, call, limit = pickle.loads(calls.get())
@@ -59,6 +65,8 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         try:
             _reset_world(c10d.PrefixStore(str(count), store), rank, world_size)
             function, args, kwargs = pickle.loads(call)
+            if collective_log is not None:
+                collective_log.open(call_log_file(logs, rank))
             result = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]

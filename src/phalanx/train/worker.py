@@ -29,7 +29,7 @@ from phalanx.parallel.comm.device_memory import device_memory_bytes
 from phalanx.parallel.comm.objects import broadcast_from_rank0
 from phalanx.runs.checkpoints import CHECKPOINTS_DIR, checkpoints, quarantine, step_name, step_of
 from phalanx.runs.create import is_run_directory, read_run_directory
-from phalanx.runs.errors import CorruptionError, DivergenceError
+from phalanx.runs.errors import CollectiveOrderError, CorruptionError, DivergenceError
 from phalanx.runs.events import FINISHED, QUARANTINED, STARTED, append_event, mtime_or_none
 from phalanx.runs.hang_dumps import remove_dumps, remove_dumps_from_rank
 from phalanx.runs.lock import SHUTDOWN_GRACE_SECONDS, acquire_run_lock
@@ -41,6 +41,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 from phalanx.train.checkpoint.checkpointer import latest_step, latest_valid_checkpoint
 from phalanx.train.create_run import check_machine_memory, create_run
+from phalanx.train.guards.collective_log import OrderGuard
 from phalanx.train.guards.divergence import LossSpikeDetector, count_rollbacks, has_diverged_again, record_rollback
 from phalanx.train.guards.oom_report import oom_report
 from phalanx.train.guards.watchdog import Watchdog
@@ -152,7 +153,7 @@ def _run(
     if measure or window:
         remove_measured(directory)  # of an earlier start, maybe of other ranks
     corpus, peak_flops = open_training_data(run, data, fresh), rank_peak_flops(run, device)
-    with Watchdog(directory, timeout_seconds) as watchdog:
+    with Watchdog(directory, timeout_seconds) as watchdog, OrderGuard(directory) as order_guard:
 
         def make_trainer() -> Trainer:
             current_run = run if context.trainer is None else context.trainer.run  # its number of steps may be decided
@@ -160,9 +161,8 @@ def _run(
             context.trainer.stop_requested = bool(context.signals)  # by what was heard when there was no trainer
             return context.trainer
 
-        _train_with_rollbacks(
-            make_trainer, run, directory, partial(_train, measure=measure, window=window), resume or prepared
-        )
+        train = partial(_train, measure=measure, window=window, order_guard=order_guard)
+        _train_with_rollbacks(make_trainer, run, directory, train, resume or prepared)
     if lock is not None:
         lock.close()
 
@@ -183,7 +183,7 @@ def _train_with_rollbacks(
         try:
             return train(trainer, resume)
         except DivergenceError as error:
-            if rollbacks_left < 1 or isinstance(error, CorruptionError):
+            if rollbacks_left < 1 or isinstance(error, CorruptionError | CollectiveOrderError):
                 raise
             rollbacks_left, resume = rollbacks_left - 1, True
             _roll_back(trainer, error)
@@ -251,7 +251,7 @@ def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Pat
     return create_run(run, world_size, resume)
 
 
-def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None) -> None:
+def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None, order_guard: OrderGuard) -> None:
     run, directory = trainer.run, trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (0, {})
@@ -279,7 +279,8 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
                 progress.log(
                     f"memory is not metered: step {profiler.first_steady_step} is the first that is like all after it"
                 )
-            evaluation = trainer.train(logs, progress, profiler, rank_log)
+            step = order_guard.after_each(profiler or trainer.train_step)
+            evaluation = trainer.train(logs, progress, step, rank_log)
             if steps_to_profile and trainer.step < steps_to_profile[0]:
                 progress.log(f"no step was looked at closely: the last was {trainer.step}")
         failed = False

@@ -146,12 +146,20 @@ class FSDP(Strategy):
         if self.offload is None:
             super().step(optimizers)
             return
-        pieces = chunk_by_bytes(list(self.trainable_parameters.values()), self.offload.piece_bytes)
+        named_pieces = chunk_by_bytes(self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_bytes)
+        pieces = [[parameter for _, parameter in piece] for piece in named_pieces]
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
         for index, (piece, piece_gradients) in enumerate(zip(pieces, gradients, strict=True)):
             with self.offload.stepping(index, optimizers, piece, []):
                 step_parameters(optimizers, piece, piece_gradients)
+
+    def _largest_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
+        """Return the bytes of the largest share that a rank has of a parameter. By these all ranks cut the same pieces,
+        which matters to an optimizer that communicates."""
+        name, parameter = named_parameter
+        shape = parameter.shape if self.shared is None else self.shared.largest_shape(name)
+        return shape.numel() * parameter.element_size()
 
     def init_optimizer_state(self, parameter: nn.Parameter) -> Tensor:
         return self.offload.zeros_like(parameter) if self.offload else super().init_optimizer_state(parameter)

@@ -39,7 +39,7 @@ from phalanx.parallel.module_tensors import (
     optimizer_state_tensors,
     step_parameters,
 )
-from phalanx.parallel.strategy import Strategy
+from phalanx.parallel.strategy import ModelShardingProtocol, Strategy
 from phalanx.spec.chunks import chunk_by_bytes
 from phalanx.spec.formatting import MIB
 from phalanx.spec.layout import Layout
@@ -58,10 +58,11 @@ class ZeRO(Strategy):
         offload: CpuOffload | None,
         expert_parameters: frozenset[str] = frozenset(),
         expert_mesh: DeviceMesh | None = None,
+        model_sharding: ModelShardingProtocol | None = None,
     ) -> None:
         """`mesh` has one axis; None for a single rank. Without `compute_dtype` the model computes as it is. `offload`
         keeps what is trained, and its state, elsewhere. The parameters `expert_parameters` are split
-        over `expert_mesh`."""
+        over `expert_mesh`. `model_sharding` says how ranks share the model itself, if they do."""
         sharding, expert_sharding = RowSharding(mesh), RowSharding(expert_mesh)
         shardings = {
             name: expert_sharding if name in expert_parameters else sharding for name, _ in named_parameters(module)
@@ -81,7 +82,14 @@ class ZeRO(Strategy):
         self.autocast = compute_dtype is None
         self.offload = offload
         owned = {
-            name: OwnedParameter(name, p, shardings[name], master_rows.get(name), offload)
+            name: OwnedParameter(
+                name,
+                p,
+                shardings[name],
+                master_rows.get(name),
+                offload,
+                p.shape if model_sharding is None else model_sharding.largest_shape(name),
+            )
             for name, p in trainable_parameters_of(self.trainable_parameters.items())
         }
         self.trainable_parameters = {name: part.master for name, part in owned.items()}

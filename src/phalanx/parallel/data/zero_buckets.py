@@ -58,12 +58,18 @@ class OwnedParameter:
         sharding: RowSharding,
         master_rows: Tensor | None,
         offload: CpuOffload | None,
+        largest_shape: torch.Size,
     ) -> None:
-        """`master_rows` are the rows where they are not those of the parameter itself."""
+        """`master_rows` are the rows where they are not those of the parameter itself. `largest_shape` is that of the
+        largest share that a rank has of the parameter."""
         self.name, self.parameter, self.split, self.offload = name, parameter, sharding, offload
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
         """Elements of a rank, with padding."""
+        self.largest_numel = largest_shape.numel()
+        """By these and the next all ranks cut the same buckets and pieces, which matters to an optimizer that
+        communicates."""
+        self.largest_size = -(-largest_shape[0] // sharding.ranks) * largest_shape[1:].numel()
         self.is_aliased = master_rows is None
         self.rows = sharding.rows(parameter) if master_rows is None else master_rows
         self.master = nn.Parameter(sharding.as_dtensor(self.rows, parameter))
@@ -118,8 +124,8 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Of the owned rows, with padding: equal on all ranks, which so step the same pieces."""
-        return sum(part.size * part.rows.element_size() for part in self.parts)
+        """Of the owned rows, with padding, on the rank that has most of them: all ranks step the same pieces."""
+        return sum(part.largest_size * part.rows.element_size() for part in self.parts)
 
     def start_reduce(self, keep_full: bool) -> None:
         """Send each owner its rows of these gradients."""
@@ -217,5 +223,5 @@ def make_buckets(owned: Iterable[OwnedParameter], limit: float) -> list[list[Own
             buckets.append([])
             size = 0
         buckets[-1].append(part)
-        size += parameter.numel() * parameter.element_size()
+        size += part.largest_numel * parameter.element_size()
     return buckets

@@ -50,6 +50,13 @@ class ModelSharding:
         """Return the shape of this rank's share of a tensor with the shape `global_shape`."""
         return self._local_shard(self.sharding_of(name), torch.empty(global_shape, device="meta")).shape
 
+    def largest_shape(self, name: str) -> torch.Size:
+        """Return the shape of the largest share that a rank has of the parameter `name`."""
+        sharding, shape = self.sharding_of(name), list(self.shapes[name])
+        if sharding.dim is not None:
+            shape[sharding.dim] = rows_per_rank(shape[sharding.dim], self._num_parts(sharding))[0]
+        return torch.Size(shape)
+
     def expert_shard(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's shard of an expert that it has; `full` is the whole expert."""
         sharding = self.sharding_of(name)
@@ -58,9 +65,8 @@ class ModelSharding:
     def _local_shard(self, sharding: TensorSharding, full: Tensor) -> Tensor:
         if sharding.dim is None:
             return full
-        group = self._group(sharding)
-        index = group.rank() // sharding.replication
-        parts = rows_per_rank(full.shape[sharding.dim], group.size() // sharding.replication)
+        index = self._group(sharding).rank() // sharding.replication
+        parts = rows_per_rank(full.shape[sharding.dim], self._num_parts(sharding))
         return full.narrow(sharding.dim, sum(parts[:index]), parts[index])
 
     def as_global_dtensor(self, name: str, tensor: Tensor) -> Tensor:
@@ -122,6 +128,10 @@ class ModelSharding:
         devices = self.mesh.device_mesh if sharding.mesh_axis == "tp" else self.mesh.ep_mesh
         assert devices is not None
         return devices
+
+    def _num_parts(self, sharding: TensorSharding) -> int:
+        """Return the number of different shares of a tensor."""
+        return self._group(sharding).size() // sharding.replication
 
     def _group(self, sharding: TensorSharding) -> dist.ProcessGroup:
         return self._mesh_for(sharding)[sharding.mesh_axis].get_group()

@@ -159,15 +159,26 @@ def exclude_queueing(calls: Sequence[CollectiveCall]) -> None:
 
 
 def _group_ranks(args: Sequence[Any]) -> tuple[int, ...]:
+    name = group_name(args)
+    return tuple(range(dist.get_world_size())) if name is None else ranks_of_group(name)
+
+
+def group_name(args: Sequence[Any]) -> str | None:
+    """Return the name of the process group among the arguments of an operation; None if there is none."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            # PyTorch knows the ranks of the group that it made, not of this other object for it.
-            name = dist.ProcessGroup.unbox(argument).group_name
-            return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))  # type: ignore[attr-defined]
+            return dist.ProcessGroup.unbox(argument).group_name
         if isinstance(argument, str):  # functional collectives name their group
             with suppress(LookupError, RuntimeError, ValueError):
-                return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(argument)))  # type: ignore[arg-type, attr-defined]
-    return tuple(range(dist.get_world_size()))
+                c10d._resolve_process_group(argument)  # type: ignore[arg-type, attr-defined]
+                return argument
+    return None
+
+
+def ranks_of_group(name: str) -> tuple[int, ...]:
+    """Return the global ranks of a process group."""
+    # PyTorch knows the ranks of the group that it made, not of another object for it.
+    return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(name)))  # type: ignore[arg-type, attr-defined]
 
 
 def _total_bytes(operation: str, args: Sequence[Any]) -> int:

@@ -1,0 +1,243 @@
+"""The order in which ranks call collectives and send messages, compared: a debug mode.
+
+With PHALANX_CHECK_COLLECTIVES set, each rank appends what it calls to a file (`train.guards.collective_log`). The
+members of a group must call the same collectives in the same order, and the receiver of messages must expect them in
+the order in which they are sent: NCCL matches both by order alone. The files are there after a hang or a crash, too."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from phalanx.debug.collective_log import minority_ranks
+from phalanx.spec.formatting import join_words
+
+CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
+COLLECTIVE, MESSAGE = "collective", "message"
+NO_CALL = ""
+"""The signature of a call that a rank left out."""
+NUM_LAST_CALLS = 3
+"""Calls that are shown of a rank that hangs."""
+
+
+class LoggedCall(NamedTuple):
+    """One kind of call: a line of a log has all of these, or the number of an earlier line that has the same."""
+
+    kind: str
+    """COLLECTIVE or MESSAGE."""
+    group: str
+    """PyTorch's name of the process group."""
+    ranks: tuple[int, ...]
+    """The members of the group; of a message the sender and the receiver."""
+    signature: str
+    """What must be equal on all of these ranks."""
+    caller: str
+    """The line that called it, which may differ."""
+    sent: tuple[int, ...] = ()
+    """The elements for each member, of an all-to-all."""
+    received: tuple[int, ...] = ()
+    """The elements that are expected of each member."""
+    in_background: bool = False
+    """Whether a thread beside the training called it, in no order with the other calls."""
+
+    @property
+    def members(self) -> str:
+        """Name whom the call is among."""
+        if self.kind == MESSAGE:
+            return f"from rank {self.ranks[0]} to rank {self.ranks[1]} in group {self.group}"
+        return f"of group {self.group} (ranks {', '.join(map(str, self.ranks))})"
+
+    @property
+    def place(self) -> str:
+        """Name the call and where it is."""
+        return f"{self.signature} {self.members} at {self.caller}"
+
+
+@dataclass(frozen=True)
+class OrderDifference:
+    """The first call that differs between ranks."""
+
+    ranks: tuple[int, ...]
+    """The ranks that differ from most; all, where none are most."""
+    message: str
+    kind: Literal["mismatch", "crossed"] = "mismatch"
+    """Different calls in a group, or calls of several groups in different orders."""
+
+
+@dataclass
+class _Log:
+    """What was read of a rank's file."""
+
+    file: Path
+    offset: int = 0
+    kinds: list[LoggedCall] = field(default_factory=list)
+    last_calls: deque[LoggedCall] = field(default_factory=lambda: deque(maxlen=NUM_LAST_CALLS))
+
+    def read_new_calls(self) -> list[LoggedCall]:
+        """Return the calls that were appended since the last read; none where there is no file."""
+        if not self.file.exists():
+            return []
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            lines, _, _ = file.read().rpartition(b"\n")  # the last line may be half written
+        calls = []
+        for line in lines.splitlines():
+            entry = json.loads(line)
+            if isinstance(entry, list):
+                self.kinds.append(LoggedCall(*(tuple(x) if isinstance(x, list) else x for x in entry)))
+                entry = len(self.kinds) - 1
+            calls.append(self.kinds[entry])
+        self.offset += len(lines) + bool(lines)
+        self.last_calls.extend(calls)
+        return calls
+
+
+@dataclass
+class _Sequence:
+    """The calls of a group, or the messages from one rank to another, that not all of its ranks have made."""
+
+    num_checked: int = 0
+    """Calls before these."""
+    calls: dict[int, deque[LoggedCall]] = field(default_factory=lambda: defaultdict(deque))
+    """By rank."""
+
+
+class CollectiveOrder:
+    """The logs of all ranks, read as they grow."""
+
+    def __init__(self, files: Mapping[int, Path]) -> None:
+        """`files` are the logs by rank."""
+        self._logs = {rank: _Log(file) for rank, file in files.items()}
+        self._sequences: dict[tuple[str, str, tuple[int, ...]], _Sequence] = defaultdict(_Sequence)
+        self._pending: dict[int, deque[LoggedCall]] = {rank: deque() for rank in files}
+        """The collectives of each rank that have not met those of the others, over all groups."""
+
+    def first_difference(self, finished: Collection[int] = ()) -> OrderDifference | None:
+        """Return the first call in which ranks differ, as far as several have come; None if there is none. The ranks
+        `finished` call no more collectives."""
+        changed = {}
+        for rank, log in self._logs.items():
+            for call in log.read_new_calls():
+                key = call.kind, call.group, call.ranks
+                changed[key] = self._sequences[key]
+                changed[key].calls[rank].append(call)
+                if call.kind == COLLECTIVE and not call.in_background:
+                    self._pending[rank].append(call)
+        for (kind, _, ranks), sequence in (self._sequences if finished else changed).items():
+            difference = _compare(kind, ranks, sequence, finished if kind == COLLECTIVE else ())
+            if difference is not None:
+                return difference
+        return self._find_crossed_calls()
+
+    def _find_crossed_calls(self) -> OrderDifference | None:
+        """Let each collective end in which all of its ranks stand, as if every call blocked, and return the ranks that
+        then wait for each other: over several groups, too, NCCL needs one order on all ranks."""
+        candidates = list(self._pending)
+        while candidates:
+            if calls := self._pending[candidates.pop()]:
+                members = [rank for rank in calls[0].ranks if rank in self._pending]
+                if all(self._stands_in(rank, calls[0]) for rank in members):
+                    candidates.extend(members)
+                    for rank in members:
+                        self._pending[rank].popleft()
+        if cycle := self._find_wait_cycle():
+            places = [f"rank {rank} in {self._pending[rank][0].place}" for rank in cycle]
+            message = f"ranks wait for each other in different groups: {join_words(places)}"
+            return OrderDifference(tuple(sorted(cycle)), message, "crossed")
+        return None
+
+    def _stands_in(self, rank: int, call: LoggedCall) -> bool:
+        pending = self._pending[rank]
+        return bool(pending) and (pending[0].group, pending[0].ranks) == (call.group, call.ranks)
+
+    def _find_wait_cycle(self) -> list[int]:
+        """Return ranks of which each waits for the next, which called something else first, and the last for the
+        first."""
+        waits_for: dict[int, set[int]] = {}
+        for rank, calls in self._pending.items():
+            others = [other for other in calls[0].ranks if self._pending.get(other)] if calls else []
+            waits_for[rank] = {other for other in others if not self._stands_in(other, calls[0])}
+        while free := {rank for rank, others in waits_for.items() if not others}:
+            waits_for = {rank: others - free for rank, others in waits_for.items() if rank not in free}
+        path = list(waits_for)[:1]
+        while path and (following := min(waits_for[path[-1]])) not in path:
+            path.append(following)
+        return path[path.index(following) :] if path else []
+
+    def describe_last_calls(self, rank: int) -> str:
+        """Return the last calls of a rank, as far as they were read."""
+        calls = self._logs[rank].last_calls if rank in self._logs else ()
+        return "; ".join(call.place for call in calls)
+
+
+def _compare(
+    kind: str, ranks: tuple[int, ...], sequence: _Sequence, finished: Collection[int]
+) -> OrderDifference | None:
+    """Compare the calls of these ranks, and forget those that all have made."""
+    counts = {rank: len(sequence.calls[rank]) for rank in ranks}
+    for index in range(max(counts.values())):
+        calls = {rank: sequence.calls[rank][index] for rank in ranks if index < counts[rank]}
+        absent = [rank for rank in finished if rank in ranks and rank not in calls]
+        difference = _compare_signatures(kind, calls, absent) or _compare_parts(ranks, calls)
+        if difference is not None:
+            place = f"in {kind} {sequence.num_checked + index + 1} {next(iter(calls.values())).members}"
+            return OrderDifference(difference.ranks, f"{place}, {difference.message}")
+    for _ in range(min(counts.values())):
+        sequence.num_checked += 1
+        for rank in ranks:
+            sequence.calls[rank].popleft()
+    return None
+
+
+def _compare_signatures(kind: str, calls: Mapping[int, LoggedCall], absent: Sequence[int]) -> OrderDifference | None:
+    """Compare what ranks called; those that are `absent` called nothing."""
+    signatures = {rank: call.signature for rank, call in calls.items()} | dict.fromkeys(absent, NO_CALL)
+    if len(set(signatures.values())) <= 1:
+        return None
+    differing = sorted(minority_ranks(signatures))
+    texts = [_describe_ranks(kind, differing, calls)]
+    if others := [rank for rank in signatures if rank not in differing]:
+        texts.append(_describe_ranks(kind, others, calls))
+    return OrderDifference(tuple(differing), ", where ".join(texts))
+
+
+def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> OrderDifference | None:
+    """Compare what each rank sends to each other in an all-to-all with what that expects."""
+    for (i, sender), (j, receiver) in permutations(enumerate(ranks), 2):
+        if sender not in calls or receiver not in calls or not calls[sender].sent:
+            continue
+        sent, expected = calls[sender].sent[j], calls[receiver].received[i]
+        if sent != expected:
+            return OrderDifference(
+                tuple(sorted((sender, receiver))),
+                f"rank {sender} sent {sent:,} elements at {calls[sender].caller} and rank {receiver} expected "
+                f"{expected:,} of them at {calls[receiver].caller}: {calls[sender].signature}",
+            )
+    return None
+
+
+def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedCall]) -> str:
+    """ "rank 0 and rank 2 called all_reduce of 4 float32 at a.py:3 (f) and rank 1 called nothing more" """
+    by_signature: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_signature[calls[rank].signature if rank in calls else NO_CALL].append(rank)
+    texts = []
+    for signature, same_ranks in by_signature.items():
+        names, call = join_words([f"rank {rank}" for rank in same_ranks]), calls.get(same_ranks[0])
+        if call is None:
+            texts.append(f"{names} called nothing more")
+            continue
+        verb = "called" if kind == COLLECTIVE else "sent" if same_ranks[0] == call.ranks[0] else "received"
+        texts.append(f"{names} {verb} {signature} at {call.caller}")
+    return " and ".join(texts)
+
+
+def is_check_enabled() -> bool:
+    """Whether the user, or a test, has asked for the check."""
+    return bool(os.environ.get(CHECK_VARIABLE))

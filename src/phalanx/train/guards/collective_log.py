@@ -1,0 +1,190 @@
+"""Log the collectives and messages of this process, and compare the logs of all ranks at the end of each step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from math import prod
+from pathlib import Path
+from typing import IO, Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from phalanx.debug.collective_log import SAME_SIZE_COLLECTIVES, is_user_code
+from phalanx.debug.collective_order import COLLECTIVE, MESSAGE, CollectiveOrder, LoggedCall, is_check_enabled
+from phalanx.runs.errors import CollectiveOrderError
+from phalanx.runs.hang_dumps import calls_file, format_frame
+from phalanx.train.profiling.collective_recorder import OPERATION_NAMES, group_name, ranks_of_group
+
+Data, Record = TypeVar("Data"), TypeVar("Record")
+
+INPUT_ARGUMENTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
+"""What a rank gives to an operation, in the words of the operations' schemas."""
+UNORDERED_OPERATIONS = ("recv_any_source_", "check_for_nan")
+"""Operations that no order is kept of: a receive from any rank, and what is no collective."""
+
+
+_is_user_code = lru_cache(maxsize=1024)(is_user_code)
+
+
+class CollectiveLog:
+    """The log of this process. Each call is in the file before it begins."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._numbers: dict[LoggedCall, int] = {}
+        self._lock = threading.Lock()  # checkpoints are saved by a thread
+        # A kernel on autograd's key comes before those of every device, and autograd has none for these operations.
+        self._library = torch.library.Library("c10d", "IMPL")
+        for operation in _c10d_operations():
+            self._library.impl(operation, partial(self._log_and_call, operation), "Autograd", with_keyset=True)
+
+    def open(self, file: Path) -> None:
+        """Log to a file from now on, which is emptied."""
+        self.close()
+        self._numbers.clear()
+        self._file = file.open("wb", buffering=0)  # what was called must be there, however the process ends
+
+    def close(self) -> None:
+        """Stop logging."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def _log_and_call(self, operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._file is not None:
+            call = _describe(operation, args)
+            with self._lock:
+                number = self._numbers.get(call)
+                if number is None:
+                    self._numbers[call] = len(self._numbers)
+                if self._file is not None:
+                    self._file.write(f"{json.dumps(call) if number is None else number}\n".encode())
+        return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def _describe(operation: Any, args: Sequence[Any]) -> LoggedCall:
+    schema = operation._schema
+    schema_name = schema.name.partition("::")[2]
+    name = OPERATION_NAMES.get(schema_name, schema_name.strip("_"))
+    names = [argument.name for argument in schema.arguments]
+    arguments = dict(zip(names, args, strict=False))  # those with defaults may be left out
+    group = group_name(args) or ""
+    ranks = ranks_of_group(group)
+    size, dtype = _given_size(arguments)
+    caller = _calling_line()
+    if name in ("send", "recv"):
+        local_rank, peer = dist.get_rank(), ranks[arguments["dst" if name == "send" else "src"]]
+        link = (local_rank, peer) if name == "send" else (peer, local_rank)
+        return LoggedCall(MESSAGE, group, link, f"{size:,} {dtype} with tag {arguments['tag']}", caller)
+    signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
+    if "root_rank" in arguments:
+        signature += f" with root {ranks[arguments['root_rank']]}"
+    parts = _all_to_all_parts(arguments, len(ranks)) if name == "all_to_all" else ((), ())
+    return LoggedCall(COLLECTIVE, group, ranks, signature, caller, *parts, _is_background_thread())
+
+
+def _c10d_operations() -> Iterator[Any]:
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operation = name.partition("::")
+        if namespace == "c10d" and operation not in UNORDERED_OPERATIONS:
+            yield getattr(torch.ops.c10d, operation).default
+
+
+def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
+    """Return the number of elements that a rank gives to a collective, and their dtype."""
+    given = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    if not tensors:  # only the root of a scatter gives something
+        tensors = [leaf for leaf in tree_leaves(arguments.get("output_tensors", ())) if isinstance(leaf, Tensor)]
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return sum(tensor.numel() for tensor in tensors), dtype
+
+
+def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the elements that a rank sends to each, and those that it expects of each."""
+    if "input_tensors" in arguments:
+        sent, received = (arguments[f"{side}_tensors"] for side in ("input", "output"))
+        return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
+
+    def parts(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
+        return tuple(count * prod(tensor.shape[1:]) for count in rows or [len(tensor) // ranks] * ranks)
+
+    return (
+        parts(arguments["input"], arguments["input_split_sizes"]),
+        parts(arguments["output"], arguments["output_split_sizes"]),
+    )
+
+
+def _is_background_thread() -> bool:
+    """Whether Python started this thread; those of autograd, in which backward passes run on a GPU, are PyTorch's."""
+    identity = threading.get_ident()
+    return any(thread.ident == identity for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
+def _calling_line() -> str:
+    """Return the innermost line outside of PyTorch that leads here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
+        frame = frame.f_back
+    return format_frame((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+
+
+class OrderGuard:
+    """The check of a run's collectives, from `__enter__` to `__exit__`: does nothing unless it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is the run's. All ranks must be there at the same point of their collectives."""
+        self._directory = directory
+        self._log: CollectiveLog | None = None
+        self._order: CollectiveOrder | None = None
+
+    def __enter__(self) -> Self:
+        if is_check_enabled() and dist.is_initialized():
+            file = calls_file(self._directory, dist.get_rank())
+            file.parent.mkdir(exist_ok=True)
+            self._log = CollectiveLog()
+            self._log.open(file)
+            if dist.get_rank() == 0:
+                ranks = range(dist.get_world_size())
+                self._order = CollectiveOrder({rank: calls_file(self._directory, rank) for rank in ranks})
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._log is None:
+            return
+        if error is not None:
+            self._log.close()
+            return
+        dist.barrier()
+        self._log.close()
+        self._check(finished=range(dist.get_world_size()))
+        dist.barrier()  # the first rank has read the others' files
+        file = calls_file(self._directory, dist.get_rank())
+        file.unlink()
+        with suppress(OSError):  # others have files there
+            file.parent.rmdir()
+
+    def after_each(self, step: Callable[[Data], Record]) -> Callable[[Data], Record]:
+        """Return `step` with the check after it."""
+
+        def step_and_check(data: Data) -> Record:
+            record = step(data)
+            self._check()
+            return record
+
+        return step if self._log is None else step_and_check
+
+    def _check(self, finished: Collection[int] = ()) -> None:
+        """Raise CollectiveOrderError on the first rank if ranks differ in what they called."""
+        difference = self._order.first_difference(finished) if self._order is not None else None
+        if difference is not None:
+            raise CollectiveOrderError(difference.message, difference.ranks)
