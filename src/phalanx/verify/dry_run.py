@@ -108,8 +108,8 @@ def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
         with shape_only_tensors():
             learner = Learner(run, mesh, CPU, _empty_weight)
             for _ in range(_num_warmup_steps(learner)):
-                _run_step(learner, _min_micro_batches(run))
-            _, profile = profile_step(learner, partial(_run_step, learner))
+                run_step(learner, _min_micro_batches(run))
+            _, profile = profile_step(learner, partial(run_step, learner))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
@@ -141,7 +141,7 @@ def _min_micro_batches(run: RunSpec) -> int:
     return _ALL
 
 
-def _run_step(learner: Learner, micro_batches: int = _ALL) -> None:
+def run_step(learner: Learner, micro_batches: int = _ALL) -> None:
     """As `Trainer.train_step`, but that nobody looks at what came out."""
     micros = _make_micro_batches(learner)[:micro_batches] if learner.strategy.runs_model else []
     learner.reduce(learner.forward_backward(micros))
@@ -157,13 +157,13 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
     masked = run.data.mask_documents
     return [
         MicroBatch(
-            _empty_ids(n, num_local_tokens),
-            _empty_ids(n, num_local_tokens),
-            _empty_ids(n, sequence) if masked else None,
+            _empty_ids(n, num_local_tokens, learner.device),
+            _empty_ids(n, num_local_tokens, learner.device),
+            _empty_ids(n, sequence, learner.device) if masked else None,
         )
         for n in counts
     ]
 
 
-def _empty_ids(rows: int, tokens: int) -> Tensor:
-    return torch.empty(rows, tokens).long()
+def _empty_ids(rows: int, tokens: int, device: torch.device) -> Tensor:
+    return torch.empty(rows, tokens, device=device).long()
