@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,7 +57,7 @@ MOE_LAYOUTS = {
 }
 MODELS = {
     "llama3-8b": ([LONG], DENSE_LAYOUTS),
-    "llama3-70b": ([LONG, "model.num_layers=16"], DENSE_LAYOUTS),
+    "llama3-70b": ([LONG, "model.num_layers=8"], DENSE_LAYOUTS),
     "qwen3-30b-a3b": ([SHORT, "model.num_layers=16"], MOE_LAYOUTS),
     "mixtral-8x7b": ([SHORT, "model.num_layers=8"], MOE_LAYOUTS),
 }
@@ -86,7 +85,13 @@ def all_rows() -> Iterator[Row]:
         for name, (world_size, words) in layouts.items():
             masks = "true" if "selective" in name or "full" in name else "false"
             changes = [f"layout.{word}" for word in words.split()]
-            row = Row(model, name, world_size, 0, [f"model.preset={model}", *settings, f"data.mask_documents={masks}", *changes])
+            row = Row(
+                model,
+                name,
+                world_size,
+                0,
+                [f"model.preset={model}", *settings, f"data.mask_documents={masks}", *changes],
+            )
             run = described_run(row)
             stages = pipeline_stage_groups(parallel_dims(run.layout, world_size))
             for stage in sorted({0, len(stages) - 1}):

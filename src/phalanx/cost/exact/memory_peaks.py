@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.cost.exact.activation_memory import ActivationBytes, PeakInFlightBytes
-from phalanx.cost.exact.comm_buffers import CommBufferPeak
+from phalanx.cost.exact.fsdp_buffers import CommBufferPeak
 from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy

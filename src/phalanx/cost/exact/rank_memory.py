@@ -19,12 +19,12 @@ from phalanx.cost.exact.activation_memory import (
     pipeline_stages,
 )
 from phalanx.cost.exact.comm_buffers import (
-    CommBufferPeak,
     activation_exchange_bytes,
     comm_buffer_peaks,
     parameter_server_buffers,
     pipeline_buffer_bytes,
 )
+from phalanx.cost.exact.fsdp_buffers import CommBufferPeak
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, optimizer_step_bytes, pipeline_memory_peaks
 from phalanx.cost.exact.model_state import (
@@ -243,7 +243,7 @@ def _stage_activations(
         run.layout,
         autocast,
     )
-    return activation_bytes(*arguments, run.data.mask_documents, stage)
+    return activation_bytes(*arguments, run.data.mask_documents, stage, run.cluster.uses_cuda)
 
 
 def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
