@@ -55,11 +55,16 @@ MOE_LAYOUTS = {
     "ep8 cp2 ring zero3 full": (64, "data_parallel=zero3 ep=8 cp=2 activation_checkpointing=full"),
     "ep4 cp2 ulysses zero3 none": (64, "data_parallel=zero3 ep=4 cp=2 cp_method=ulysses"),
 }
+FEW_EXPERTS_LAYOUTS = {  # 8 experts that more ranks share are padded to one for each
+    **MOE_LAYOUTS,
+    "zero3 full": (8, MOE_LAYOUTS["zero3 full"][1]),
+    "zero3 selective": (8, MOE_LAYOUTS["zero3 selective"][1]),
+}
 MODELS = {
     "llama3-8b": ([LONG], DENSE_LAYOUTS),
     "llama3-70b": ([LONG, "model.num_layers=8"], DENSE_LAYOUTS),
     "qwen3-30b-a3b": ([SHORT, "model.num_layers=16"], MOE_LAYOUTS),
-    "mixtral-8x7b": ([SHORT, "model.num_layers=8"], MOE_LAYOUTS),
+    "mixtral-8x7b": ([SHORT, "model.num_layers=8"], FEW_EXPERTS_LAYOUTS),
 }
 """Fewer layers than the model has where all of them do not fit 80 GB in most of the layouts."""
 

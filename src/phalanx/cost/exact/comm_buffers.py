@@ -69,9 +69,11 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
         q = -(-spec.num_heads // layout.tp)
         cp_heads = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
         elements += cp_heads * tokens * spec.head_dim
-    if layout.ep > 1 and spec.moe:
-        elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
-    return max(4, COMPUTE_BYTES[run.training.precision]) * elements
+    compute_bytes = COMPUTE_BYTES[run.training.precision]
+    exact_bytes = max(4, compute_bytes)
+    expert_elements = 3 * spec.moe.top_k * residual_tokens * spec.hidden_size if layout.ep > 1 and spec.moe else 0
+    # Rows are in what products compute in; on a CPU this is an upper estimate, in fp32.
+    return exact_bytes * elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * expert_elements
 
 
 def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:

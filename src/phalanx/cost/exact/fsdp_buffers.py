@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements
+from phalanx.cost.exact.parameter_shapes import Shapes, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
 from phalanx.spec.layout import Layout
@@ -62,58 +62,49 @@ def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_t
 def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumulates: bool) -> list[CommBufferPeak]:
     """The same on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
 
-    A block's gather is a buffer until the block computes, when it is copied out; the buffer of the next is there by then
+    A block's gather is a buffer until the block computes, when it is copied out; the next one's is there by then
     (`FSDPParamGroup.wait_for_unshard`, `pre_backward`). When the block is done its parameters go, and its gradients are
     copied into what is sent, in the dtype of the sum (`post_backward`, `foreach_reduce`); that stays until the next
     unit is as far. So does the root's, from a micro-batch to the first block of the next one (`accumulates`; it goes
     after the last only, `_root_post_backward_final_callback`). Experts that have ranks of their own are units inside
     blocks.
     """
-    root, *blocks = fsdp_unit_sizes(rank.dense, layout, rank.shards)
-    expert_units = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards) if rank.expert else [0]
-    block, expert = max(blocks, default=0) * rank.shards, max(expert_units) * rank.expert_shards
-    root *= rank.shards
-    late = 0
-    if "head.weight" in rank.dense:
-        late = sum(
-            max_shard_elements(shape, rank.shards) * rank.shards
-            for name, shape in rank.dense.items()
-            if name.startswith(("embedding", "positions"))
-        )
-    compute, state, num_blocks = COMPUTE_BYTES[precision], STATE_BYTES[precision], max(1, len(blocks))
+    root, *blocks = (ranks_size * rank.shards for ranks_size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
+    experts = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)
+    block, expert = max(blocks, default=0), max(experts) * rank.expert_shards  # with the padding of rows
+    root_gradient, *gradients = fsdp_unit_sizes(rank.dense, layout, 1)
+    gradients += fsdp_unit_sizes(rank.expert, layout, 1)
+    late_names = [name for name in rank.dense if name.startswith(("embedding", "positions"))]
+    late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
+    compute, state = COMPUTE_BYTES[precision], STATE_BYTES[precision]
     ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
     if not layout.reshard_after_forward:
         ahead = max(ahead, len(blocks) - 1)
     last = root * state if accumulates else 0
-    lasting = compute * (2 * root - late)  # the root's parameters, and gradients of the head
+    lasting = compute * (root + root_gradient - late)  # the root's parameters, and gradients of the head
 
     def sent(unit: int, ranks: int) -> int:
         return state * (unit + unit // ranks)
 
-    if expert:
-        waiting = expert + (ahead - 1) * (block + expert)
-        first = compute * (block + expert + waiting)
-        inside = [
-            first + compute * expert + sent(block, rank.shards),
-            compute * (2 * block + waiting) + sent(expert, rank.expert_shards),
-        ]
-        between = compute * (block + expert + waiting) + sent(expert, rank.expert_shards)
-    else:
-        waiting = ahead * block
-        first = compute * (block + waiting)
-        inside = [first + compute * block + sent(block, rank.shards)]
-        between = compute * (block + waiting) + sent(block, rank.shards)
-    root_sent = compute * root + sent(root, rank.shards)
-    start = compute * (root if layout.reshard_after_forward else root + sum(blocks) * rank.shards)
-    first_done = 1 / num_blocks
+    waiting = ahead * (block + expert) - (block if expert else 0)
+    gathered = compute * (block + waiting + expert)
+    copied = gathered + compute * expert  # experts' buffer is copied out when the one ahead is there
+    done_bytes = gathered + compute * max(gradients)
+    previous = sent(block, rank.shards)
+    between = compute * (block + waiting) + (sent(expert, rank.expert_shards) if expert else previous)
+    root_sent = compute * root_gradient + sent(root, rank.shards)
+    start = compute * (root if layout.reshard_after_forward else root + sum(blocks))
+    share = 1 / max(1, len(blocks))  # of the backward pass, in one block
+    middle = share / 2 if expert else share
     return [
         CommBufferPeak(0.0, start + last),
-        CommBufferPeak(FIRST_BLOCK, lasting + first + last),
-        CommBufferPeak(first_done, lasting + first + compute * max(block, expert) + last),
-        CommBufferPeak(first_done, lasting + between, True),
-        *(CommBufferPeak(min(1.0, 2 * first_done), lasting + size) for size in inside),
-        CommBufferPeak(1.0, lasting + max(inside)),
-        CommBufferPeak(1.0, max(lasting + between, root_sent), True),
+        CommBufferPeak(FIRST_BLOCK, lasting + copied + last),
+        CommBufferPeak(middle, lasting + done_bytes + last, True),
+        CommBufferPeak(share, lasting + between, True),
+        CommBufferPeak(share, lasting + copied + previous),
+        CommBufferPeak(min(1.0, share + middle), lasting + done_bytes + previous, True),
+        CommBufferPeak(1 - share, lasting + copied + previous),
+        CommBufferPeak(1.0, max(lasting + done_bytes + previous, lasting + between, root_sent), True),
     ]
 
 
