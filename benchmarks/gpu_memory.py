@@ -124,8 +124,15 @@ def planned(row: Row) -> RankMemory:
 
 def measure(row: Row, python: str, null: Path) -> Row:
     """The row with what a process of this rank allocated and reserved on the null GPU."""
-    libraries = {"LD_LIBRARY_PATH": f"{null}/lib", "LD_PRELOAD": f"{null}/libnullcuda.so", "NULL_NCCL_NOWAIT": "1"}
-    environment = {**os.environ, **libraries, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        **os.environ,
+        "LD_LIBRARY_PATH": f"{null}/lib",
+        "LD_PRELOAD": f"{null}/lib/libnullgpu.so",
+        "NULL_GPU_ALONE": "1",  # no other rank comes to a communicator
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     command = [python, "-m", "benchmarks.gpu_memory", "--run", json.dumps(asdict(row))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:

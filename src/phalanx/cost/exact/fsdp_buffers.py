@@ -25,6 +25,8 @@ class CommBufferPeak:
     bytes: int
     is_between_blocks: bool = False
     """Whether it is between blocks, whose inner gradients are gone."""
+    gather_stream_bytes: int = 0
+    """Of these, on the stream that gathers, whose memory CUDA's allocator keeps apart."""
 
 
 def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_replicas: bool) -> list[CommBufferPeak]:
