@@ -206,8 +206,9 @@ def show(row: Row) -> str:
     words = [row.model, str(row.world_size), row.layout]
     if row.problem:
         return f"| {' | '.join(words)} | {memory.total / 1e9:.1f} | {row.problem[:90]} |"
-    ratio = memory.total / row.allocated - 1
-    return f"| {' | '.join(words)} | {memory.total / 1e9:.2f} | {row.allocated / 1e9:.2f} | {ratio:+.1%} | {row.reserved / 1e9:.2f} |"
+    pairs = (memory.total, row.allocated), (memory.reserved, row.reserved)
+    words += [f"{plan / 1e9:.2f} | {found / 1e9:.2f} | {plan / found - 1:+.1%}" for plan, found in pairs]
+    return f"| {' | '.join(words)} |"
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Both are other people's measurements, of which there are few; `phalanx calibrate
 
 from __future__ import annotations
 
+from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
@@ -29,6 +30,16 @@ def nccl_bytes(run: RunSpec, world_size: int) -> int:
     num_collective = _num_collective_groups(run, dims)
     peers = sum(min(count, run.cluster.fast_link_domain_size - 1) for count in _num_peers(run, dims))
     return num_collective * COLLECTIVE_BYTES + peers * PEER_BYTES if world_size > 1 else 0
+
+
+def logits_copy_bytes(run: RunSpec, batch: int) -> int:
+    """Bytes that the allocator reserves on the stream that computes beyond the most that is allocated there: the logits
+    of a micro-batch of `batch` sequences, in what products compute in. They are freed between the loss's fp32 tensors,
+    none of which fits in their place. Of blocks of other sizes the gaps are small: segments are expandable, as
+    `launch.process` has it (torch.cuda's PYTORCH_ALLOC_CONF=expandable_segments:True)."""
+    vocab = -(-run.model.vocab_size // run.layout.tp)
+    tokens = batch * run.training.seq_len // run.layout.cp
+    return COMPUTE_BYTES[run.training.precision] * tokens * vocab if run.training.precision == "bf16" else 0
 
 
 def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:

@@ -98,16 +98,33 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
     start = compute * (root if layout.reshard_after_forward else root + sum(blocks))
     share = 1 / max(1, len(blocks))  # of the backward pass, in one block
     middle = share / 2 if expert else share
+    buffered = compute * waiting  # on the stream that gathers
     return [
         CommBufferPeak(0.0, start + last),
-        CommBufferPeak(FIRST_BLOCK, lasting + copied + last),
-        CommBufferPeak(middle, lasting + done_bytes + last, True),
-        CommBufferPeak(share, lasting + between, True),
-        CommBufferPeak(share, lasting + copied + previous),
-        CommBufferPeak(min(1.0, share + middle), lasting + done_bytes + previous, True),
-        CommBufferPeak(1 - share, lasting + copied + previous),
+        CommBufferPeak(FIRST_BLOCK, lasting + copied + last, False, buffered + compute * expert),
+        CommBufferPeak(middle, lasting + done_bytes + last, True, buffered),
+        CommBufferPeak(share, lasting + between, True, buffered),
+        CommBufferPeak(share, lasting + copied + previous, False, buffered + compute * expert),
+        CommBufferPeak(min(1.0, share + middle), lasting + done_bytes + previous, True, buffered),
+        CommBufferPeak(1 - share, lasting + copied + previous, False, buffered + compute * expert),
         CommBufferPeak(1.0, max(lasting + done_bytes + previous, lasting + between, root_sent), True),
     ]
+
+
+def fsdp_stream_bytes(rank: RankTensors, run: RunSpec, accumulation: int) -> int:
+    """The most on each of the streams that FSDP2 has on CUDA, whose memory the allocator keeps apart: on one the
+    buffers of gathers, the root's and the first block's or those of experts of two blocks, and a shard copied into one;
+    on another the gradients of a step, and of one unit those that are added to them."""
+    layout, precision = run.layout, run.training.precision
+    root, *blocks = (size * rank.shards for size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
+    block = max(blocks, default=0)
+    experts = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)
+    expert = max(experts) * rank.expert_shards
+    offloads = layout.offload != "none"  # gradients go to CPU memory unit by unit
+    shards = 0 if offloads else sum(fsdp_unit_sizes(rank.dense, layout, rank.shards)) + sum(experts)
+    added = max(root // rank.shards, block // rank.shards, max(experts)) if accumulation > 1 or offloads else 0
+    gathered = max(root, 2 * expert, block) + block + block // rank.shards
+    return COMPUTE_BYTES[precision] * gathered + STATE_BYTES[precision] * (shards + added)
 
 
 def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:
