@@ -59,7 +59,7 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     """
     spec, layout = run.model, run.layout
     tokens, residual_tokens = _token_counts(run, batch)
-    elements = 0
+    elements, ring_elements = 0, 0
     if layout.tp > 1:
         elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
         # Queries and keys as they come, side by side, and with their gradients on the way.
@@ -67,13 +67,16 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     if layout.cp > 1:
         kv = -(-spec.num_kv_heads // layout.tp)
         q = -(-spec.num_heads // layout.tp)
-        cp_heads = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
-        elements += cp_heads * tokens * spec.head_dim
+        if layout.cp_method == "ring":
+            ring_elements = 8 * kv * tokens * spec.head_dim
+        else:
+            elements += 2 * (q + 2 * max(kv, layout.cp)) * tokens * spec.head_dim
+    if layout.ep > 1 and spec.moe:
+        elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     exact_bytes = max(4, compute_bytes)
-    expert_elements = 3 * spec.moe.top_k * residual_tokens * spec.hidden_size if layout.ep > 1 and spec.moe else 0
-    # Rows are in what products compute in; on a CPU this is an upper estimate, in fp32.
-    return exact_bytes * elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * expert_elements
+    # On CUDA all but a ring's sums are in what products compute in; on a CPU this is an upper estimate.
+    return exact_bytes * ring_elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * elements
 
 
 def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:

@@ -5,6 +5,7 @@ Both are other people's measurements, of which there are few; `phalanx calibrate
 
 from __future__ import annotations
 
+from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
@@ -32,14 +33,21 @@ def nccl_bytes(run: RunSpec, world_size: int) -> int:
     return num_collective * COLLECTIVE_BYTES + peers * PEER_BYTES if world_size > 1 else 0
 
 
-def logits_copy_bytes(run: RunSpec, batch: int) -> int:
-    """Bytes that the allocator reserves on the stream that computes beyond the most that is allocated there: the logits
-    of a micro-batch of `batch` sequences, in what products compute in. They are freed between the loss's fp32 tensors,
-    none of which fits in their place. Of blocks of other sizes the gaps are small: segments are expandable, as
-    `launch.process` has it (torch.cuda's PYTORCH_ALLOC_CONF=expandable_segments:True)."""
-    vocab = -(-run.model.vocab_size // run.layout.tp)
-    tokens = batch * run.training.seq_len // run.layout.cp
-    return COMPUTE_BYTES[run.training.precision] * tokens * vocab if run.training.precision == "bf16" else 0
+def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> int:
+    """Bytes that the allocator reserves on the stream that computes beyond the most that is allocated there: half of
+    the largest tensor that comes and goes, which does not fit where smaller ones were. That was found on 54 ranks, give
+    or take the other half (docs/accuracy.md, "Memory on CUDA").
+
+    Segments must be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
+
+    Args:
+        batch: Sequences of a micro-batch.
+        largest_sum: Bytes of the largest buffer whose gradients are summed.
+    """
+    has_head = "norm.weight" in rank.dense
+    precision, vocab = run.training.precision, -(-run.model.vocab_size // run.layout.tp)
+    logits_bytes = max(4, COMPUTE_BYTES[precision]) * batch * run.training.seq_len // run.layout.cp * vocab
+    return max(largest_sum, logits_bytes if has_head else 0) // 2
 
 
 def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:

@@ -111,20 +111,36 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
     ]
 
 
-def fsdp_stream_bytes(rank: RankTensors, run: RunSpec, accumulation: int) -> int:
-    """The most on each of the streams that FSDP2 has on CUDA, whose memory the allocator keeps apart: on one the
-    buffers of gathers, the root's and the first block's or those of experts of two blocks, and a shard copied into one;
-    on another the gradients of a step, and of one unit those that are added to them."""
+@dataclass(frozen=True)
+class StreamBuffers:
+    """Bytes on the streams that FSDP2 has on CUDA, whose memory the allocator keeps apart."""
+
+    side_streams: int
+    """The most on those that gather and that sum."""
+    largest_sum: int
+    """On the stream that computes, the largest buffer of a sum."""
+
+
+def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> StreamBuffers:
+    """Return the most on each stream: on one the buffers of gathers, the root's and the first block's, or those of
+    experts of two blocks, and a shard copied into one; on another the gradients of a step, and of one unit those that
+    are added to them, or go to CPU memory."""
     layout, precision = run.layout, run.training.precision
-    root, *blocks = (size * rank.shards for size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
-    block = max(blocks, default=0)
-    experts = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)
-    expert = max(experts) * rank.expert_shards
-    offloads = layout.offload != "none"  # gradients go to CPU memory unit by unit
-    shards = 0 if offloads else sum(fsdp_unit_sizes(rank.dense, layout, rank.shards)) + sum(experts)
-    added = max(root // rank.shards, block // rank.shards, max(experts)) if accumulation > 1 or offloads else 0
-    gathered = max(root, 2 * expert, block) + block + block // rank.shards
-    return COMPUTE_BYTES[precision] * gathered + STATE_BYTES[precision] * (shards + added)
+    owned, owned_experts = (
+        fsdp_unit_sizes(shapes, layout, ranks)
+        for shapes, ranks in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
+    )
+    root, *blocks = owned
+    block, expert = max(blocks, default=0), max(owned_experts)
+    root_full, block_full, expert_full = root * rank.shards, block * rank.shards, expert * rank.expert_shards
+    offloads = layout.offload != "none"
+    summed = 0 if offloads else sum(owned) + sum(owned_experts)
+    summed += max(root, block, expert) if accumulation > 1 or offloads else 0
+    gathered = max(root_full, 2 * expert_full, block_full) + block_full + block
+    return StreamBuffers(
+        COMPUTE_BYTES[precision] * gathered + STATE_BYTES[precision] * summed,
+        STATE_BYTES[precision] * max(root_full, block_full, expert_full),
+    )
 
 
 def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:

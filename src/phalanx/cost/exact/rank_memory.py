@@ -25,8 +25,8 @@ from phalanx.cost.exact.comm_buffers import (
     parameter_server_buffers,
     pipeline_buffer_bytes,
 )
-from phalanx.cost.exact.cuda_process import logits_copy_bytes, nccl_bytes
-from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_stream_bytes
+from phalanx.cost.exact.cuda_process import gap_bytes, nccl_bytes
+from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.memory_peaks import (
     PersistentMemory,
@@ -174,12 +174,13 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
         peak_bytes = max(peaks(persistent, buffer_peaks))
         memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
         if run.cluster.uses_cuda:
-            reserved = peak_bytes
+            reserved, largest_sum = peak_bytes, 0
             if strategy in ("zero3", "hsdp"):
-                on_streams = fsdp_stream_bytes(rank, run, batch_plan.gradient_accumulation_steps)
-                reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + on_streams
-            unused = max(0, reserved + logits_copy_bytes(run, batch_plan.micro_batch_size) - peak_bytes)
-            memory = replace(memory, unused=unused, nccl=nccl_bytes(run, world_size))
+                buffers = fsdp_stream_buffers(rank, run, batch_plan.gradient_accumulation_steps)
+                reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + buffers.side_streams
+                largest_sum = buffers.largest_sum
+            reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum)
+            memory = replace(memory, unused=max(0, reserved - peak_bytes), nccl=nccl_bytes(run, world_size))
         memories.append(memory)
     return memories
 
