@@ -59,6 +59,7 @@ FEW_EXPERTS_LAYOUTS = {  # 8 experts that more ranks share are padded to one for
     **MOE_LAYOUTS,
     "zero3 full": (8, MOE_LAYOUTS["zero3 full"][1]),
     "zero3 selective": (8, MOE_LAYOUTS["zero3 selective"][1]),
+    "tp2 zero3 full": (16, MOE_LAYOUTS["tp2 zero3 full"][1]),
 }
 MODELS = {
     "llama3-8b": ([LONG], DENSE_LAYOUTS),

@@ -83,12 +83,11 @@ def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:
     """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
     links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
     num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
-    return (
-        max(4, COMPUTE_BYTES[run.training.precision])
-        * num_messages
-        * _token_counts(run, batch)[1]
-        * run.model.hidden_size
-    )
+    compute_bytes = COMPUTE_BYTES[run.training.precision]
+    # On CUDA counted as they are: under autocast the residual stream is in the parameters' fp32.
+    is_exact = run.cluster.uses_cuda and run.layout.data_parallel != "ddp"
+    message_bytes = compute_bytes if is_exact else max(4, compute_bytes)
+    return message_bytes * num_messages * _token_counts(run, batch)[1] * run.model.hidden_size
 
 
 def _token_counts(run: RunSpec, batch: int) -> tuple[int, int]:

@@ -136,7 +136,8 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     offloads = layout.offload != "none"
     summed = 0 if offloads else sum(owned) + sum(owned_experts)
     summed += max(root, block, expert) if accumulation > 1 or offloads else 0
-    gathered = max(root_full, 2 * expert_full, block_full) + block_full + block
+    # Buffers of experts and of blocks take turns: half of one is lost between them.
+    gathered = max(root_full, 2 * expert_full + expert_full // 2, block_full) + block_full + max(block, expert)
     return StreamBuffers(
         COMPUTE_BYTES[precision] * gathered + STATE_BYTES[precision] * summed,
         STATE_BYTES[precision] * max(root_full, block_full, expert_full),
