@@ -93,8 +93,8 @@ class RankMemory:
         return self.total + self.unused
 
     @property
-    def process(self) -> int:
-        """Bytes of the device that the rank's process takes, but for what a driver takes of any process."""
+    def device(self) -> int:
+        """Bytes of the device that the rank takes, but for what a driver takes of any process."""
         return self.reserved + self.nccl
 
     @property
