@@ -38,7 +38,7 @@ from phalanx.spec.run import RunSpec
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
 CUDA_PARTS = ("unused", "nccl", "device")
 """Of a GPU's memory, what is beside the tensors, and all of it but the context."""
-WIDTH = 140
+WIDTH = 175
 """Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
 NOTES = (
     "*: the run's own layout; of each strategy the fullest rank, or with --all every stage and role",
