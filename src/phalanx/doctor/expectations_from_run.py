@@ -29,7 +29,7 @@ def expectations_from_run(run: RunSpec, nproc: int | None = None) -> Expectation
         nodes=cluster.nodes,
         gpus=gpus,
         ranks=ranks,
-        rank_bytes=max((memory.total for memory in memory_per_rank.values()), default=None),
+        rank_bytes=max((memory.device for memory in memory_per_rank.values()), default=None),
         checkpoints=str(directory / run.name / CHECKPOINTS_DIR),
         checkpoints_bytes=checkpoint_space_needed_bytes(run, existing=0),
         checkpoint_bytes=checkpoint_bytes(run),

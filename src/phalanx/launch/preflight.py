@@ -123,8 +123,8 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
 
     Raises UserError with what would make them fit.
     """
-    cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
-    cluster = run.cluster.model_copy(update={"nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores})
+    machine = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {"device": device}
+    cluster = run.cluster.model_copy(update={"nproc_per_node": nproc, "memory_bytes": memory_bytes, **machine})
     run = run.model_copy(update={"cluster": cluster})
     planned = _planned_bytes(run, device)
     if planned <= memory_bytes:
@@ -181,7 +181,7 @@ def _planned_bytes(run: RunSpec, device: str) -> float:
     """Return what all ranks of this machine hold on a "cpu", also of what is offloaded to its memory; on "cuda", the
     fullest rank."""
     if device == "cuda":
-        return max(memory.total for memory in worker_memories(run, run.cluster.ranks))
+        return max(memory.device for memory in worker_memories(run, run.cluster.ranks))
     rank_bytes = [memory.total + memory.host for memory in worker_memories(run, run.cluster.ranks)]
     return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
 

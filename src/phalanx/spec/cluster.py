@@ -96,6 +96,11 @@ class ClusterSpec(Spec):
     """What runs on this machine showed: `phalanx calibrate` writes it."""
 
     @property
+    def uses_cuda(self) -> bool:
+        """Whether ranks are known to be GPUs, so that memory is that of CUDA's kernels and allocator."""
+        return self.device == "cuda"
+
+    @property
     def ranks_per_core(self) -> float:
         """Ranks that share one core, of a node where CPUs compute: below 1 where a rank has several."""
         return (self.nproc_per_node or 1) / self.cores if self.cores else 1.0

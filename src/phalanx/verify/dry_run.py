@@ -109,8 +109,8 @@ def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
         with shape_only_tensors():
             learner = Learner(run, mesh, CPU, _empty_weight)
             for _ in range(_num_warmup_steps(learner)):
-                _run_step(learner, _min_micro_batches(run))
-            _, profile = profile_step(learner, partial(_run_step, learner))
+                run_step(learner, _min_micro_batches(run))
+            _, profile = profile_step(learner, partial(run_step, learner))
     finally:
         if world_size > 1:
             dist.destroy_process_group()
@@ -142,7 +142,7 @@ def _min_micro_batches(run: RunSpec) -> int:
     return _ALL
 
 
-def _run_step(learner: Learner, micro_batches: int = _ALL) -> None:
+def run_step(learner: Learner, micro_batches: int = _ALL) -> None:
     """As `Trainer.train_step`, but that nobody looks at what came out."""
     micros = _make_micro_batches(learner)[:micro_batches] if learner.strategy.runs_model else []
     learner.reduce(learner.forward_backward(micros))
@@ -158,13 +158,18 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
     masked = run.data.mask_documents
     return [
         MicroBatch(
-            _empty_ids(n, num_local_tokens),
-            _empty_ids(n, num_local_tokens),
-            Documents(_empty_ids(n, sequence), _empty_ids(1, n + 1)[0].int()) if masked else None,
+            _empty_ids(n, num_local_tokens, learner.device),
+            _empty_ids(n, num_local_tokens, learner.device),
+            _whole_rows(n, sequence, learner.device) if masked else None,
         )
         for n in counts
     ]
 
 
-def _empty_ids(rows: int, tokens: int) -> Tensor:
-    return torch.empty(rows, tokens).long()
+def _empty_ids(rows: int, tokens: int, device: torch.device) -> Tensor:
+    return torch.empty(rows, tokens, device=device).long()
+
+
+def _whole_rows(rows: int, tokens: int, device: torch.device) -> Documents:
+    """Documents of a row each; their number decides no size."""
+    return Documents(_empty_ids(rows, tokens, device), torch.empty(rows + 1, dtype=torch.int32, device=device))

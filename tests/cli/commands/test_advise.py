@@ -33,7 +33,7 @@ def test_advise_compares_rules_of_thumb_with_planner_optimum_by_kind(run):
     assert [line for line in lines if line in titles] == titles
     assert "1B to 10B parameters -> data parallelism with ZeRO-2 [data_parallel zero2, tp 1, pp 1, cp 1, ep 1]" in text
     assert "because the model has 8.03B parameters (a common rule that no paper states; the method: ZeRO, " in text
-    assert "recompute full: " in text
+    assert "recompute selective: " in text
     assert "ZeRO-3 in a pipeline" not in text, "that belongs to larger models"
 
 
@@ -68,7 +68,7 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     text = advise_output("oom", run, "--machine", "h100")
     lines = text.splitlines()
     assert re.fullmatch(
-        r"llama3-8b on 8 x h100: the fullest rank holds 208\.7 GiB of 7\d\.\d that it may: does not fit", lines[0]
+        r"llama3-8b on 8 x h100: the fullest rank holds 199\.3 GiB of 7\d\.\d that it may: does not fit", lines[0]
     )
     order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
     assert lines.index(order) < lines.index("one after the other, until it fits")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.cost.estimate.constants import memory_constants
+from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.plan.search.oom_risk import MAX_OOM_PROBABILITY, SAFE_OOM_PROBABILITY
 from phalanx.spec.errors import UserError
@@ -126,8 +127,8 @@ def test_memory_prints_one_row_per_pipeline_stage(run):
 def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
     rows = rows_by_strategy_and_role(run, "--ranks", "4")
     assert rows["ddp rank"]["fits"] is None
-    total = rows["hsdp rank"]["memory"]["total"]
-    small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(min_safe_memory_bytes(total))}"]
+    total, libraries = rows["hsdp rank"]["memory"]["total"], memory_constants().context_gib * 2**30
+    small = ["--ranks", "4", "--set", f"cluster.memory_bytes={ceil(min_safe_memory_bytes(total, libraries))}"]
     rows = rows_by_strategy_and_role(run, *small)
     assert (rows["ddp rank"]["fits"], rows["hsdp rank"]["fits"]) == (False, True)
     assert rows["parameter_server server"]["fits"] is None
@@ -135,16 +136,15 @@ def test_memory_marks_layouts_that_do_not_fit_except_parameter_servers(run):
     assert [line.split()[0] for line in marked] == ["ddp", "parameter_server"]
 
 
-def min_safe_memory_bytes(held_bytes: int, on_gpu: bool = True) -> float:
-    """Memory of a device on which so many bytes of tensors almost surely fit."""
-    c = memory_constants()
-    return (held_bytes + on_gpu * c.context_gib * 2**30) / exp(-1.645 * c.spread)
+def min_safe_memory_bytes(held_bytes: int, context_bytes: float) -> float:
+    """Memory of a device on which so many bytes almost surely fit beside a driver's context."""
+    return (held_bytes + context_bytes) / exp(-1.645 * memory_constants().spread)
 
 
 def test_memory_says_may_not_fit_as_advise_oom_between_the_thresholds_of_the_planner(run):
     machine = ["--machine", "h100"]
-    held = rows_by_strategy_and_role(run, *machine, "--ranks", "2")["zero2 rank"]["memory"]["total"]
-    tight = [*machine, "--set", f"cluster.memory_bytes={round(0.99 * min_safe_memory_bytes(held))}"]
+    held = rows_by_strategy_and_role(run, *machine, "--ranks", "2")["zero2 rank"]["memory"]["device"]
+    tight = [*machine, "--set", f"cluster.memory_bytes={round(0.99 * min_safe_memory_bytes(held, CONTEXT_BYTES))}"]
     p_oom = rows_by_strategy_and_role(run, *tight, "--ranks", "2")["zero2 rank"]["p_oom"]
     assert SAFE_OOM_PROBABILITY <= p_oom < MAX_OOM_PROBABILITY
     verdict = f"may not fit (P(OOM) {p_oom:.0%})"
@@ -157,8 +157,8 @@ def test_memory_says_may_not_fit_as_advise_oom_between_the_thresholds_of_the_pla
 def test_memory_fits_verdict_matches_advise_oom(run, machine):
     """Two ranks, which on a CPU share its memory."""
     there = ["--machine", machine, *(["--set", "cluster.cores=2"] if machine == "cpu" else [])]
-    held = rows_by_strategy_and_role(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["total"]
-    enough = min_safe_memory_bytes(held) if machine == "h100" else 2 * min_safe_memory_bytes(held, on_gpu=False)
+    held = rows_by_strategy_and_role(run, *there, "--ranks", "2")["zero2 rank"]["memory"]["device"]
+    enough = min_safe_memory_bytes(held, CONTEXT_BYTES) if machine == "h100" else 2 * min_safe_memory_bytes(held, 0)
     for factor, fits in ((1.001, True), (0.98, False)):
         memory = ["--set", f"cluster.memory_bytes={round(factor * enough)}"]
         assert rows_by_strategy_and_role(run, *there, *memory, "--ranks", "2")["zero2 rank"]["fits"] is fits
@@ -179,7 +179,7 @@ def test_memory_describes_limit_of_a_rank_and_cpu_memory_of_a_node(run):
     machine = ["--machine", "h100", "--set", "cluster.nproc_per_node=4"]
     text = memory_output(run, *machine)
     assert limit in text
-    assert "GiB for driver and libraries" in text
+    assert "GiB for the CUDA context" in text
     assert "offload: " not in text
     offload = [*machine, "--set", "layout.data_parallel=zero1", "--set", "layout.offload=cpu"]
     host = rows_by_strategy_and_role(run, *offload)["zero1 rank"]["memory"]["offloaded"]

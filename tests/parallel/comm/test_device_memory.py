@@ -39,3 +39,10 @@ def test_peak_memory_bytes_excludes_peak_of_parent_process() -> None:
     held = torch.ones(size, dtype=torch.uint8)
     child = subprocess.run([sys.executable, "-c", PRINT_PEAK_PROGRAM], capture_output=True, text=True, check=True)
     assert int(child.stdout) < len(held)
+
+
+def test_peak_memory_bytes_of_gpu_is_reserved_and_what_is_used_beside(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (53, 100))
+    assert peak_memory_bytes(torch.device("cuda", 0)) == 50 + (100 - 53 - 40)

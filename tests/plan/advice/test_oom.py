@@ -10,6 +10,7 @@ import pytest
 import tomli_w
 
 from phalanx.cost.estimate.constants import memory_constants
+from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.model_state import model_state_bytes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import rank_memory
@@ -62,9 +63,7 @@ SAFE_MEMORY_FRACTION = exp(-1.644853627 * MEMORY_CONSTANTS.spread)
 
 def make_run_with_memory_limit(gib: float, **more: Any) -> RunSpec:
     """A run on devices where it may hold so much: of theirs a GPU's libraries take their part, and some is margin."""
-    return make_run(
-        cluster={"memory_bytes": ceil((gib + MEMORY_CONSTANTS.context_gib) * GIB / SAFE_MEMORY_FRACTION)}, **more
-    )
+    return make_run(cluster={"memory_bytes": ceil((gib * GIB + CONTEXT_BYTES) / SAFE_MEMORY_FRACTION)}, **more)
 
 
 def make_llama3_8b_run(**layout: Any) -> RunSpec:
@@ -77,7 +76,7 @@ def effects_by_name(effects: list[RemedyEffect]) -> dict[str, RemedyEffect]:
 
 def max_rank_bytes(run: RunSpec) -> int:
     """Bytes of the fullest rank, asked of the room that counts them."""
-    return max(found.total for found in rank_memory(run, run.cluster.ranks).values())
+    return max(found.device for found in rank_memory(run, run.cluster.ranks).values())
 
 
 def reload_with_settings(run: RunSpec, folder: Path, *changes: str) -> RunSpec:
@@ -110,7 +109,7 @@ def test_diagnose_steps_fit_when_their_settings_are_applied(run, tmp_path):
     for effect in (*found.steps, *found.needed):
         assert effect.new_footprint
         changed = reload_with_settings(run, tmp_path, *effect.settings)
-        assert max_rank_bytes(changed) == effect.new_footprint.memory.total
+        assert max_rank_bytes(changed) == effect.new_footprint.memory.device
         assert effect.new_footprint.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
     assert max_rank_bytes(reload_with_settings(run, tmp_path, *found.needed[-1].settings)) < run.cluster.memory_bytes
 
@@ -122,7 +121,7 @@ def test_single_remedy_effects_match_memory_of_applied_settings(run, tmp_path):
             changed = reload_with_settings(
                 run, tmp_path, f"layout.micro_batch_size={cut.micro_batch_size}", *effect.settings
             )
-            assert max_rank_bytes(changed) == effect.new_footprint.memory.total, effect.settings
+            assert max_rank_bytes(changed) == effect.new_footprint.memory.device, effect.settings
             assert effect.new_footprint.fits == (max_rank_bytes(changed) <= limit_bytes(changed))
             assert effect.freed_bytes == max_rank_bytes(run) - max_rank_bytes(changed)
 
@@ -131,7 +130,7 @@ def test_apply_until_fits_reports_bytes_freed_between_steps(run):
     steps, before = apply_until_fits(run), run_footprint(run).memory
     for effect in steps:
         assert effect.new_footprint
-        assert effect.freed_bytes == before.total - effect.new_footprint.memory.total > 0.01 * before.total
+        assert effect.freed_bytes == before.device - effect.new_footprint.memory.device > 0.01 * before.device
         assert effect.freed["activations"] == before.activations - effect.new_footprint.memory.activations
         before = effect.new_footprint.memory
     assert all(not effect.new_footprint.fits for effect in steps[:-1] if effect.new_footprint), (
@@ -258,12 +257,12 @@ def test_smaller_micro_batch_remedy_frees_activations_proportionally(size):
     effect = effects_by_name(evaluate_single_remedies(run))["smaller micro-batch"]
     assert effect.settings == ("layout.micro_batch_size=1",)
     assert {part for part, freed in effect.freed.items() if freed} == {"activations"}
-    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * now.activations, rel=1e-3)
+    assert effect.freed_bytes == pytest.approx((1 - 1 / size) * (now.activations + now.unused), rel=1e-3)
 
 
 def test_remedy_applies_smallest_sufficient_change():
     run = make_run(micro_batch_size=32)
-    four = run_footprint(make_run(micro_batch_size=4)).memory.total
+    four = run_footprint(make_run(micro_batch_size=4)).memory.device
     just = make_run_with_memory_limit((four + 1) / GIB, micro_batch_size=32)
     assert max_rank_bytes(run) > limit_bytes(just)
     assert effects_by_name(evaluate_single_remedies(just))["smaller micro-batch"].settings == (
@@ -396,13 +395,13 @@ def test_limit_bytes_subtracts_gpu_context_memory():
         make_run(cluster={"preset": None, "device": device, "memory_bytes": 10**10}) for device in ("cuda", "cpu")
     )
     assert limit_bytes(on_cpu) == pytest.approx(SAFE_MEMORY_FRACTION * 10**10)
-    assert limit_bytes(on_gpu) == pytest.approx(SAFE_MEMORY_FRACTION * 10**10 - MEMORY_CONSTANTS.context_gib * GIB)
+    assert limit_bytes(on_gpu) == pytest.approx(SAFE_MEMORY_FRACTION * 10**10 - CONTEXT_BYTES)
     with pytest.raises(UserError, match=r"cluster\.memory_bytes"):
         limit_bytes(make_run(cluster={"preset": None}))
 
 
 def make_calibrated_run(held_bytes: float) -> RunSpec:
-    """In fp32, on a machine where a process has 4 GiB beside the driver, and tensors take a tenth more than counted."""
+    """In fp32, on a machine where a process has 4 GiB beside its tensors, and these take a tenth more than counted."""
     measured = {
         "runs": 3,
         "precision": "fp32",
@@ -412,7 +411,7 @@ def make_calibrated_run(held_bytes: float) -> RunSpec:
         "baseline_process_bytes": 4 * GIB,
         "bytes_per_counted_byte": 1.1,
     }
-    beside = (4 + memory_constants().context_gib) * GIB
+    beside = 4 * GIB
     memory = round((1.1 * held_bytes + beside) / SAFE_MEMORY_FRACTION)
     return make_run(
         cluster={"memory_bytes": memory, "calibration": measured}, training={"precision": "fp32"}, micro_batch_size=2

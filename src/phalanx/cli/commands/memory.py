@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from phalanx.cli.commands.info import describe
 from phalanx.cli.common.options import Json, Machine, Overrides, Ranks, RunFile
+from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import require_resolved_layout
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory
 from phalanx.cost.formulas.collectives import Strategy
@@ -29,22 +30,28 @@ from phalanx.spec.base import divisors
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_run
-from phalanx.spec.formatting import format_si, plural
+from phalanx.spec.formatting import GIB, format_si, plural
 from phalanx.spec.layout import VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import MODEL_PARALLEL_AXES
 from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication", "total")
-WIDTH = 140
+CUDA_PARTS = ("unused", "nccl", "device")
+"""Of a GPU's memory, what is beside the tensors, and all of it but the context."""
+WIDTH = 175
 """Of the table, so that a narrow terminal breaks its lines rather than its numbers."""
 NOTES = (
     "*: the run's own layout; of each strategy the fullest rank, or with --all every stage and role",
     "exact: parameters, gradients, optimizer state (of the fullest rank)",
     "estimated: activations of one micro-batch (in a pipeline of those in flight) at their peak, and an upper bound of "
-    "communication buffers; not counted: allocator, libraries",
+    "communication buffers",
     "total: the most at one time, less than the parts together, whose peaks come at different times",
     f"may not fit: P(OOM) {SAFE_OOM_PROBABILITY:.0%} or more; does not fit: {MAX_OOM_PROBABILITY:.0%} or more, as in "
     "`phalanx plan` and `phalanx advise oom`",
+)
+CUDA_NOTE = (
+    "unused: reserved by PyTorch's allocator beyond the total (estimated); nccl: its buffers, as others measured them; "
+    f"device: all of these; the CUDA context takes {CONTEXT_BYTES / GIB:.1f} GiB more"
 )
 
 
@@ -119,7 +126,7 @@ def fullest_ranks(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     """Keep of each strategy the row with the most bytes; of a parameter server's ranks a worker, which has a device."""
     by_strategy = [list(group) for _, group in groupby(rows, key=lambda row: row.data)]
     return [
-        max(group, key=lambda row: (row.role != "server", row.memory.total if row.memory else 0))
+        max(group, key=lambda row: (row.role != "server", row.memory.device if row.memory else 0))
         for group in by_strategy
     ]
 
@@ -177,10 +184,12 @@ def memory_to_json(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> dict
         "optimizer": run.optimizer.name,
         "sequence": run.training.seq_len,
         "memory_bytes": run.cluster.rank_memory_bytes,
-        "layouts": [
-            {**asdict(row), "memory": row.memory and {**asdict(row.memory), "total": row.memory.total}} for row in rows
-        ],
+        "layouts": [{**asdict(row), "memory": row.memory and _memory_to_json(row.memory)} for row in rows],
     }
+
+
+def _memory_to_json(memory: RankMemory) -> dict[str, int]:
+    return {**asdict(memory), "total": memory.total, "device": memory.device}
 
 
 def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow]) -> None:
@@ -189,14 +198,15 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
     console.print(describe(run.model), highlight=False, soft_wrap=True)
     console.print(_format_summary(run, world_size, ranks_source, rows), highlight=False, soft_wrap=True)
     console.print()
-    console.print(_table(world_size, rows), soft_wrap=True)
+    console.print(_table(run, world_size, rows), soft_wrap=True)
     for row in rows:
         if row.problem:
             console.print(
                 f"{_row_label(row, world_size)}: {row.problem}", style="yellow", highlight=False, soft_wrap=True
             )
     console.print()
-    for note in (*NOTES, *_describe_available(run, rows)):
+    beside = CUDA_NOTE if run.cluster.uses_cuda else "not counted: allocator, libraries"
+    for note in (*NOTES, beside, *_describe_available(run, rows)):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
 
 
@@ -221,19 +231,20 @@ def _format_summary(run: RunSpec, world_size: int, ranks_source: str, rows: list
     )
 
 
-def _table(world_size: int, rows: list[MemoryRow]) -> Table:
+def _table(run: RunSpec, world_size: int, rows: list[MemoryRow]) -> Table:
+    parts = (*PARTS, *(CUDA_PARTS if run.cluster.uses_cuda else ()))
     offloads = any(row.memory and row.memory.offloaded for row in rows)
     differs = len({row.micro_batch for row in rows if row.micro_batch}) > 1
     table = Table(
         Column("bytes per rank", no_wrap=True), box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0)
     )
-    for column in (*PARTS, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""):
+    for column in (*parts, *(["offloaded"] if offloads else []), *(["micro-batch"] if differs else []), ""):
         table.add_column(column, justify="right")
     for row in rows:
         if row.memory is None:
-            table.add_row(_row_label(row, world_size), *["-"] * len(PARTS))
+            table.add_row(_row_label(row, world_size), *["-"] * len(parts))
             continue
-        cells = [f"{format_si(getattr(row.memory, part))}B" for part in PARTS]
+        cells = [f"{format_si(getattr(row.memory, part))}B" for part in parts]
         cells += [f"{format_si(row.memory.offloaded)}B"] if offloads else []
         cells += [str(row.micro_batch)] if differs else []
         verdict = "" if row.p_oom is None or row.fits else describe_fit(row.p_oom)

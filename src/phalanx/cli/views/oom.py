@@ -57,7 +57,7 @@ def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
     name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
     verdict = describe_fit(diagnosis.current_footprint.p_oom)
     console.print(
-        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.total)} of "
+        f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.device)} of "
         f"{diagnosis.limit_bytes / GIB:.1f} that it may: {verdict}",
         style="bold green" if diagnosis.current_footprint.fits else "bold red",
         highlight=False,
@@ -91,7 +91,7 @@ def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
     )
     if last_effect.new_footprint:
         footprint = last_effect.new_footprint
-        then = f"{format_gib(footprint.memory.total)}, step {format_optional(footprint.step_seconds)} s"
+        then = f"{format_gib(footprint.memory.device)}, step {format_optional(footprint.step_seconds)} s"
         console.print(then, highlight=False)
 
 
@@ -129,7 +129,7 @@ def _add_row(table: Table, effect: RemedyEffect, before: RunFootprint, *more: st
         effect.remedy.name,
         f"{effect.freed_bytes / GIB:.1f}",
         f"{part} {size / GIB:.1f}" if size > 0 else "",
-        f"{after.memory.total / GIB:.1f}",
+        f"{after.memory.device / GIB:.1f}",
         step,
         describe_fit(after.p_oom) if after.p_oom < MAX_OOM_PROBABILITY else "",
         *more,

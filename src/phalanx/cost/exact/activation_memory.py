@@ -137,6 +137,7 @@ def activation_bytes(
     autocast: bool = False,
     masked: bool = False,
     stage: StageBlocks | None = None,
+    on_cuda: bool = False,
 ) -> ActivationBytes:
     """Activations of one rank for a micro-batch of `batch` sequences of `seq_len` tokens; in a pipeline those of one
     `stage`.
@@ -153,7 +154,7 @@ def activation_bytes(
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
     layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
-    shape = ForwardShape(batch, seq_len, precision, layout, autocast and precision == "bf16", masked)
+    shape = ForwardShape(batch, seq_len, precision, layout, autocast and precision == "bf16", masked, on_cuda)
     stream_bytes = _stream_bytes(spec, shape)
     inputs = Counter(inputs=saved_by_inputs(spec, shape, stage.first)) + _saved_at_stage_boundaries(spec, shape, stage)
     saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs)
@@ -183,7 +184,7 @@ def _stream_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
 
 def _norm_saves_stream(spec: ModelSpec, shape: ForwardShape) -> bool:
     """Return whether a norm saves the residual stream itself; otherwise it saves an fp32 copy."""
-    return spec.norm == "layernorm" or shape.residual_bytes == shape.high_precision_bytes
+    return shape.on_cuda or spec.norm == "layernorm" or shape.residual_bytes == shape.high_precision_bytes
 
 
 def _saved_at_stage_boundaries(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from phalanx.cost.exact.comm_buffers import bucket_names, fsdp_unit_of
+from phalanx.cost.exact.comm_buffers import bucket_names
+from phalanx.cost.exact.fsdp_buffers import fsdp_unit_of
 from phalanx.cost.exact.parameter_shapes import num_elements
-from phalanx.cost.exact.rank_memory import effective_strategy
+from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.spec.chunks import chunk_by_bytes

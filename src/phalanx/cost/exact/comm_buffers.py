@@ -6,15 +6,14 @@ CPU, where gloo has none, a second whole buffer receives what all ranks send (`p
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import ceil
 
+from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_buffer_peaks
 from phalanx.cost.exact.parameter_shapes import Shape, Shapes, max_shard_elements, num_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
-from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import representative_schedule
 from phalanx.schedule.schedule import MAX_POSTED_RECEIVES
 from phalanx.spec.formatting import MIB
@@ -23,24 +22,13 @@ from phalanx.spec.parallel_dims import ParallelDims
 from phalanx.spec.run import RunSpec
 
 
-@dataclass(frozen=True)
-class CommBufferPeak:
-    """Buffers at a moment of a step's last micro-batch."""
-
-    backward_fraction: float
-    """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
-    bytes: int
-    is_between_blocks: bool = False
-    """Whether it is between blocks, whose inner gradients are gone."""
-
-
 def comm_buffer_peaks(
     rank: RankTensors, run: RunSpec, strategy: Strategy, dims: ParallelDims, accumulation: int
 ) -> list[CommBufferPeak]:
     """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
     tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
     its gradients and parameters, or on a GPU in CPU memory."""
-    layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.device == "cuda"
+    layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.uses_cuda
     num_full_buffers = 1 if on_gpu else 2
     match strategy:
         case "ddp":
@@ -56,37 +44,9 @@ def comm_buffer_peaks(
             peaks = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", num_full_buffers)
             return [replace(peak, backward_fraction=1.0) for peak in peaks] if layout.pp > 1 else peaks
         case "zero3" | "hsdp":
-            deferred = not on_gpu and dims.dp_replicate == 1
-            summed_twice = deferred and accumulation > 1 and layout.offload == "none"
-            if layout.pp > 1:  # parameters stay gathered for the step
-                layout = layout.model_copy(update={"reshard_after_forward": False})
-            unit_peaks = partial(
-                fsdp_buffers,
-                layout=layout,
-                precision=precision,
-                num_full_buffers=num_full_buffers,
-                summed_twice=summed_twice,
-            )
-            peaks = unit_peaks(rank.dense, ranks=rank.shards)
-            if rank.expert:  # one gradient is on its way at a time
-                peaks = _combine_peaks(
-                    unit_peaks(rank.dense, ranks=rank.shards, num_full_buffers=0),
-                    unit_peaks(rank.expert, ranks=rank.expert_shards),
-                )
-            return (
-                [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks]
-                if layout.pp > 1
-                else peaks
-            )
+            return fsdp_buffer_peaks(rank, run, accumulation, has_replicas=dims.dp_replicate > 1)
         case "parameter_server":
             return []
-
-
-def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:
-    """Each moment of two with the most of the other."""
-    max_bytes, max_other_bytes = (max((peak.bytes for peak in group), default=0) for group in (peaks, other_peaks))
-    combined = [replace(peak, bytes=peak.bytes + max_other_bytes) for peak in peaks]
-    return combined + [replace(peak, bytes=peak.bytes + max_bytes) for peak in other_peaks]
 
 
 def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
@@ -99,7 +59,7 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     """
     spec, layout = run.model, run.layout
     tokens, residual_tokens = _token_counts(run, batch)
-    elements = 0
+    elements, ring_elements = 0, 0
     if layout.tp > 1:
         elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
         # Queries and keys as they come, side by side, and with their gradients on the way.
@@ -107,23 +67,27 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     if layout.cp > 1:
         kv = -(-spec.num_kv_heads // layout.tp)
         q = -(-spec.num_heads // layout.tp)
-        cp_heads = 8 * kv if layout.cp_method == "ring" else 2 * (q + 2 * max(kv, layout.cp))
-        elements += cp_heads * tokens * spec.head_dim
+        if layout.cp_method == "ring":
+            ring_elements = 8 * kv * tokens * spec.head_dim
+        else:
+            elements += 2 * (q + 2 * max(kv, layout.cp)) * tokens * spec.head_dim
     if layout.ep > 1 and spec.moe:
         elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
-    return max(4, COMPUTE_BYTES[run.training.precision]) * elements
+    compute_bytes = COMPUTE_BYTES[run.training.precision]
+    exact_bytes = max(4, compute_bytes)
+    # On CUDA all but a ring's sums are in what products compute in; on a CPU this is an upper estimate.
+    return exact_bytes * ring_elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * elements
 
 
 def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:
     """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
     links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
     num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
-    return (
-        max(4, COMPUTE_BYTES[run.training.precision])
-        * num_messages
-        * _token_counts(run, batch)[1]
-        * run.model.hidden_size
-    )
+    compute_bytes = COMPUTE_BYTES[run.training.precision]
+    # On CUDA counted as they are: under autocast the residual stream is in the parameters' fp32.
+    is_exact = run.cluster.uses_cuda and run.layout.data_parallel != "ddp"
+    message_bytes = compute_bytes if is_exact else max(4, compute_bytes)
+    return message_bytes * num_messages * _token_counts(run, batch)[1] * run.model.hidden_size
 
 
 def _token_counts(run: RunSpec, batch: int) -> tuple[int, int]:
@@ -179,50 +143,6 @@ def zero_buffers(
     return [CommBufferPeak(fraction, bytes_per_element * size) for fraction, size in points if size]
 
 
-def fsdp_buffers(
-    shapes: Shapes, *, layout: Layout, ranks: int, precision: Precision, num_full_buffers: int, summed_twice: bool
-) -> list[CommBufferPeak]:
-    """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
-    last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
-    gathered until then.
-
-    Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
-    its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
-    way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
-    parameters' own (with no `num_full_buffers` something else is on its way then). What FSDP2 holds twice while it
-    copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: on a CPU a
-    micro-batch's sums come beside those of the micro-batches before it (`parallel.data.fsdp`).
-    """
-    compute_bytes, state_bytes = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
-    root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
-    block = max(blocks, default=0)
-    num_ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
-    last_names = [] if "head.weight" not in shapes else [n for n in shapes if n.startswith(("embedding", "positions"))]
-    early_root = root - sum(max_shard_elements(shapes[name], ranks) for name in last_names)
-
-    def reduce_bytes(unit: int) -> int:
-        return state_bytes * unit * num_full_buffers + (STATE_BYTES[precision] * unit if num_full_buffers else 0)
-
-    gathered_elements = root + (num_ahead * block if layout.reshard_after_forward else sum(blocks))
-    block_bytes = compute_bytes * (gathered_elements + early_root + block) + reduce_bytes(block)
-    copy_bytes = block_bytes + state_bytes * block
-    end_bytes = max((compute_bytes + state_bytes) * root + reduce_bytes(block), reduce_bytes(root))
-    sum_bytes = STATE_BYTES[precision] * (root + sum(blocks)) if summed_twice else 0
-    first_fraction = 1 / max(1, len(blocks))
-    inside_points = (0.0, compute_bytes * gathered_elements), (first_fraction, block_bytes), (1.0, block_bytes)
-    # Of the first block nothing is under way yet when its gradients are copied.
-    between_points = (
-        (first_fraction, block_bytes),
-        (min(1.0, 2 * first_fraction), copy_bytes),
-        (1.0, max(copy_bytes, end_bytes)),
-    )
-    points = [*((*point, False) for point in inside_points), *((*point, True) for point in between_points)]
-    return [
-        CommBufferPeak(fraction, round(size + sum_bytes * fraction), is_between)
-        for fraction, size, is_between in points
-    ]
-
-
 def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
     """Room for one worker's gradients; asynchronously for s + 1 of every worker's, and s + 1 copies of the weights on
     their way (s = `staleness`)."""
@@ -246,24 +166,6 @@ def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()
         buckets[-1].append(name)
         size += num_elements(shapes[name])
     return buckets
-
-
-def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
-    """Numbers that a rank owns, with padding, of what FSDP gathers at once: the root, then every wrapped part."""
-    owned = {"": 0}
-    for name, shape in shapes.items():
-        unit = fsdp_unit_of(name, layout)
-        owned[unit] = owned.get(unit, 0) + max_shard_elements(shape, ranks)
-    return list(owned.values())
-
-
-def fsdp_unit_of(name: str, layout: Layout) -> str:
-    """The wrapped part that a parameter is gathered with; "" for the root."""
-    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
-    depth = {"model": 0, "block": 2, "sublayer": 2 if layout.activation_checkpointing == "full" else 3}[
-        layout.fsdp_unit
-    ]
-    return ".".join(name.split(".")[:depth]) if name.startswith("blocks.") else ""
 
 
 def _bucket_elements(bucket: list[Shape]) -> int:

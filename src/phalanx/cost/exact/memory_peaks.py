@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.cost.exact.activation_memory import ActivationBytes, PeakInFlightBytes
-from phalanx.cost.exact.comm_buffers import CommBufferPeak
+from phalanx.cost.exact.fsdp_buffers import CommBufferPeak
 from phalanx.cost.exact.parameter_shapes import Shape, is_muon_parameter, max_shard_elements
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.formulas.collectives import Strategy
@@ -36,7 +36,7 @@ class PersistentMemory:
 
 
 def memory_peaks(
-    persistent: PersistentMemory, activations: ActivationBytes, exchange: int, buffer_peaks: list[CommBufferPeak]
+    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], activations: ActivationBytes, exchange: int
 ) -> Iterator[int]:
     """When the backward pass begins, at every moment of sending, when it ends, and at the update. `exchange` is what
     ranks that share a model have on its way inside blocks."""
@@ -62,7 +62,7 @@ def memory_peaks(
 
 
 def pipeline_memory_peaks(
-    persistent: PersistentMemory, passes: PeakInFlightBytes, links: int, buffer_peaks: list[CommBufferPeak]
+    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], passes: PeakInFlightBytes, links: int
 ) -> Iterator[int]:
     """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end. `links` is what is
     on its way between stages."""
@@ -72,6 +72,14 @@ def pipeline_memory_peaks(
     for peak in buffer_peaks:
         yield persistent.parameters_and_optimizer + persistent.pipeline_gradients + peak.bytes
     yield persistent.parameters_and_optimizer + persistent.gradients + persistent.optimizer_workspace
+
+
+def without_other_streams(
+    persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak]
+) -> tuple[PersistentMemory, list[CommBufferPeak]]:
+    """Return what of both is on the stream that computes: on CUDA FSDP2 gathers, and sums gradients, on others."""
+    computing = [replace(peak, bytes=peak.bytes - peak.gather_stream_bytes) for peak in buffer_peaks]
+    return replace(persistent, gradients=0, accumulated_gradients=0), computing
 
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:

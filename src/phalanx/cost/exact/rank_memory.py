@@ -9,6 +9,7 @@ Not in it: a gradient that is added to another, the allocator's gaps, libraries,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from phalanx.cost.exact.activation_memory import (
     ActivationBytes,
@@ -19,36 +20,31 @@ from phalanx.cost.exact.activation_memory import (
     pipeline_stages,
 )
 from phalanx.cost.exact.comm_buffers import (
-    CommBufferPeak,
     activation_exchange_bytes,
     comm_buffer_peaks,
     parameter_server_buffers,
     pipeline_buffer_bytes,
 )
+from phalanx.cost.exact.cuda_process import gap_bytes, nccl_bytes
+from phalanx.cost.exact.fsdp_buffers import CommBufferPeak, fsdp_stream_buffers
 from phalanx.cost.exact.layout_checks import check_layout
-from phalanx.cost.exact.memory_peaks import PersistentMemory, memory_peaks, optimizer_step_bytes, pipeline_memory_peaks
-from phalanx.cost.exact.model_state import (
-    NUM_OPTIMIZER_STATES,
-    Optimizer,
-    StateBytes,
-    optimizer_kind,
-    sharded_state_bytes,
+from phalanx.cost.exact.memory_peaks import (
+    PersistentMemory,
+    memory_peaks,
+    optimizer_step_bytes,
+    pipeline_memory_peaks,
+    without_other_streams,
 )
-from phalanx.cost.exact.parameter_shapes import (
-    Shape,
-    Shapes,
-    is_muon_parameter,
-    max_shard_elements,
-    num_elements,
-    parameter_shapes,
-)
+from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
+from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.pipeline_split import layers_per_stage
+from phalanx.cost.exact.rank_state import effective_strategy, owned_counts, rank_model_state, resident_and_offloaded
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.schedule.registry import layout_schedule
 from phalanx.spec.batch import BatchPlan, plan_batch
-from phalanx.spec.layout import SHARDED_STRATEGIES, Layout, assign_parameters_to_servers
+from phalanx.spec.layout import SHARDED_STRATEGIES, assign_parameters_to_servers
 from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
@@ -68,6 +64,10 @@ class RankMemory:
     """Resting in CPU memory or files; not in `total`."""
     on_disk: int = 0
     """Of what is offloaded."""
+    unused: int = 0
+    """Reserved by CUDA's allocator beyond `total`: what one stream's tensors leave another's cannot use."""
+    nccl: int = 0
+    """Of NCCL's communicators on a GPU."""
     non_concurrent_bytes: int = 0
     """What the most of all parts add up to beyond the most of all of them at one time; below 0 where that is at the
     update, whose own needs are in no part."""
@@ -86,6 +86,16 @@ class RankMemory:
     def total(self) -> int:
         """Bytes on the device, the most at one time."""
         return self.state + self.working - self.non_concurrent_bytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator has on the device."""
+        return self.total + self.unused
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device that the rank takes, but for what a driver takes of any process."""
+        return self.reserved + self.nccl
 
     @property
     def host(self) -> int:
@@ -119,22 +129,7 @@ def worker_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
 def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
     step, before anything is offloaded. Exact."""
-    return [_model_state(run, rank) for rank in rank_tensors(run, world_size)]
-
-
-def _model_state(run: RunSpec, rank: RankTensors) -> StateBytes:
-    precision, strategy = run.training.precision, effective_strategy(run.layout, rank.shards)
-    total = StateBytes(0, 0, 0)
-    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
-        # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
-        full_count, _ = _owned_counts(shapes, run, 1)
-        owned, states = _owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
-        total += sharded_state_bytes(
-            strategy, precision, full_count, owned, 0 if strategy == "parameter_server" else states
-        )
-    bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
-    copied_bytes = 0 if rank.tied_embedding_copy is None else bytes_per_element * num_elements(rank.tied_embedding_copy)
-    return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)
+    return [rank_model_state(run, rank) for rank in rank_tensors(run, world_size)]
 
 
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
@@ -151,7 +146,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
         signature = rank.signature
         if signature not in cache:
             cache[signature] = (
-                _resident_and_offloaded(run, rank, strategy),
+                resident_and_offloaded(run, rank, strategy),
                 comm_buffer_peaks(rank, run, strategy, data_dims, batch_plan.gradient_accumulation_steps),
             )
         (state, offloaded, on_disk), buffer_peaks = cache[signature]
@@ -162,11 +157,11 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
             activations = _stage_activations(run, batch_plan, strategy)
             comm_bytes = exchange
             activation_peak = activations.peak
-            peaks = memory_peaks(persistent, activations, exchange, buffer_peaks)
+            peaks = partial(memory_peaks, activations=activations, exchange=exchange)
         else:  # what is exchanged inside blocks is among what is in flight
             comm_bytes = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank)
             activation_peak = max(in_flight_peaks[pp_rank].forward_only, in_flight_peaks[pp_rank].with_gradients)
-            peaks = pipeline_memory_peaks(persistent, in_flight_peaks[pp_rank], comm_bytes, buffer_peaks)
+            peaks = partial(pipeline_memory_peaks, passes=in_flight_peaks[pp_rank], links=comm_bytes)
         memory = RankMemory(
             state.parameters,
             state.gradients,
@@ -176,7 +171,17 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
             offloaded,
             on_disk,
         )
-        memories.append(replace(memory, non_concurrent_bytes=memory.total - max(peaks)))
+        peak_bytes = max(peaks(persistent, buffer_peaks))
+        memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
+        if run.cluster.uses_cuda:
+            reserved, largest_sum = peak_bytes, 0
+            if strategy in ("zero3", "hsdp"):
+                buffers = fsdp_stream_buffers(rank, run, batch_plan.gradient_accumulation_steps)
+                reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + buffers.side_streams
+                largest_sum = buffers.largest_sum
+            reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum)
+            memory = replace(memory, unused=max(0, reserved - peak_bytes), nccl=nccl_bytes(run, world_size))
+        memories.append(memory)
     return memories
 
 
@@ -214,20 +219,7 @@ def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     strategy = effective_strategy(
         layout, dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
-    return max(_resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
-
-
-def _resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy) -> tuple[StateBytes, int, int]:
-    """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
-    layout, state = run.layout, _model_state(run, rank)
-    if layout.offload == "none":
-        return state, 0, 0
-    owned = _owned_counts(rank.dense, run, rank.shards)[0] + _owned_counts(rank.expert, run, rank.expert_shards)[0]
-    row_bytes = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
-    resident, offloaded = _split_offloaded(strategy, state, row_bytes)
-    # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
-    on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
-    return resident, offloaded, on_disk if layout.offload == "nvme" else 0
+    return max(resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
 
 
 def _stage_activations(
@@ -243,7 +235,7 @@ def _stage_activations(
         run.layout,
         autocast,
     )
-    return activation_bytes(*arguments, run.data.mask_documents, stage)
+    return activation_bytes(*arguments, run.data.mask_documents, stage, run.cluster.uses_cuda)
 
 
 def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
@@ -269,40 +261,8 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
     )
     servers = []
     for server in range(layout.num_servers):
-        owned, states = _owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
+        owned, states = owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
         state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned, states)
         buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
         servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
     return max(servers, key=lambda server: server.total)
-
-
-def effective_strategy(layout: Layout, shards: int) -> Strategy:
-    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
-    pipeline ZeRO-2 keeps whole gradients."""
-    strategy = layout.data_parallel
-    if strategy in ("zero3", "hsdp") and shards == 1:
-        strategy = "ddp" if layout.offload == "none" else "zero2"
-    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
-
-
-def _owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
-    """Parameters of the first of `ranks` that share all rows, and numbers of optimizer state that it keeps for them."""
-    optimizer = optimizer_kind(run.optimizer)
-    owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
-    return sum(owned.values()), sum(
-        count * _optimizer_states_per_parameter(name, shapes[name], optimizer) for name, count in owned.items()
-    )
-
-
-def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
-    """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
-    return NUM_OPTIMIZER_STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
-
-
-def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
-    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`row_bytes`
-    where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
-    if strategy in ("zero3", "hsdp"):
-        return StateBytes(0, 0, 0), state.total
-    resident = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
-    return resident, state.total - resident.total + row_bytes

@@ -12,6 +12,9 @@ from phalanx.spec.model import ModelSpec, MoESpec
 
 INDEX_BYTES = 8
 """Bytes of a token, target, position or place in an order: int64."""
+STATISTIC_BYTES = 4
+"""Bytes of a mean, 1 / std or log-sum-exp that a CUDA kernel saves: fp32."""
+MAX_FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class ForwardShape:
     layout: Layout
     autocast: bool
     masked: bool
+    on_cuda: bool = False
+    """Whether kernels are CUDA's, which save other tensors than the CPU's."""
 
     @property
     def tp(self) -> int:
@@ -54,6 +59,11 @@ class ForwardShape:
         """What asks for accuracy: norms, softmax, rotary tables, the router. At least fp32."""
         return max(4, self.compute_bytes)
 
+    def attends_by_flash(self, head_dim: int) -> bool:
+        """Whether attention within documents has CUDA's kernel for packed rows, which needs no mask
+        (`model.attention.has_flash_kernel`)."""
+        return self.on_cuda and self.compute_bytes == 2 and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+
     @property
     def residual_bytes(self) -> int:
         """The residual stream, which autocast leaves in the parameters' fp32."""
@@ -81,7 +91,8 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
     # Learned: the embedding's indices, of runs of tokens (ulysses) as a view of the whole row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
-    needs_mask = shape.masked and shape.layout.activation_checkpointing != "none"
+    has_mask = shape.masked and (is_ring or not shape.attends_by_flash(spec.head_dim))
+    needs_mask = has_mask and shape.layout.activation_checkpointing != "none"
     mask_bytes = (
         shape.batch * shape.sequence * (INDEX_BYTES if is_ring else shape.sequence) if needs_mask else 0
     )  # bool, to compute again
@@ -91,13 +102,17 @@ def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
 
 def saved_by_norm(spec: ModelSpec, shape: ForwardShape) -> int:
     """A norm of the residual stream."""
-    if spec.norm == "layernorm":
-        return shape.residual_tokens * (spec.hidden_size + 2) * shape.residual_bytes  # x, its mean and 1 / std
-    return _rms_norm_bytes(shape, shape.residual_tokens, spec.hidden_size)
+    if spec.norm == "layernorm":  # x, its mean and 1 / std
+        statistic_bytes = STATISTIC_BYTES if shape.on_cuda else shape.residual_bytes
+        return shape.residual_tokens * (spec.hidden_size * shape.residual_bytes + 2 * statistic_bytes)
+    return _rms_norm_bytes(shape, shape.residual_tokens, spec.hidden_size, shape.residual_bytes)
 
 
-def _rms_norm_bytes(shape: ForwardShape, vectors: int, width: int) -> int:
-    """Over `vectors` of `width`: x, x / rms and 1 / rms."""
+def _rms_norm_bytes(shape: ForwardShape, vectors: int, width: int, input_bytes: int) -> int:
+    """Over `vectors` of `width`. CUDA's kernel saves x as it is, and 1 / rms (`_fused_rms_norm` in PyTorch's
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu); a CPU's operations save x, x / rms and 1 / rms."""
+    if shape.on_cuda:
+        return vectors * (width * input_bytes + max(STATISTIC_BYTES, input_bytes))
     return vectors * (2 * width + 1) * shape.high_precision_bytes
 
 
@@ -118,7 +133,7 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     saved_bytes = shape.linear_input_bytes(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm_bytes(shape, shape.tokens * (H + kv_heads), K)
+        saved_bytes += _rms_norm_bytes(shape, shape.tokens * (H + kv_heads), K, shape.compute_bytes)
         weights += 2 * K
     elif spec.qk_norm == "full":
         saved_bytes += _full_qk_norm_bytes(shape, q) + _full_qk_norm_bytes(shape, kv)
@@ -127,9 +142,7 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     kv_inner = kv if cp == 1 or is_ring else max(kv_heads, cp) * K
     saved_bytes += shape.tokens * (2 * q + 2 * kv_inner + (q if cp > 1 else 0)) * shape.compute_bytes
     saved_bytes += shape.tokens * H * shape.high_precision_bytes
-    saved_bytes += (
-        shape.batch * shape.sequence**2 * shape.compute_bytes if shape.masked and not (cp > 1 and is_ring) else 0
-    )
+    saved_bytes += 0 if cp > 1 and is_ring else _mask_bytes(spec, shape)
     return Counter(attention=saved_bytes, weight_copies=shape.weight_copies(weights))
 
 
@@ -141,23 +154,29 @@ def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counte
     local_heads = max(-(-(start + columns) // K) - start // K for start in range(0, full_width, columns))
     saved_bytes, weights = shape.linear_input_bytes(D, readers=3), 3 * D * columns
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm_bytes(shape, 2 * shape.tokens * spec.num_heads, K)
+        saved_bytes += _rms_norm_bytes(shape, 2 * shape.tokens * spec.num_heads, K, shape.compute_bytes)
         weights += 2 * K
     elif spec.qk_norm == "full":
-        saved_bytes += 2 * _rms_norm_bytes(shape, shape.tokens, full_width)
+        saved_bytes += 2 * _rms_norm_bytes(shape, shape.tokens, full_width, shape.compute_bytes)
         weights += 2 * full_width
     saved_bytes += (
         shape.tokens * (2 * full_width + 2 * local_heads * K) * shape.compute_bytes
         + shape.tokens * local_heads * shape.high_precision_bytes
     )
-    saved_bytes += shape.batch * shape.sequence**2 * shape.compute_bytes if shape.masked else 0
+    saved_bytes += _mask_bytes(spec, shape)
     return Counter(attention=saved_bytes, weight_copies=shape.weight_copies(weights))
+
+
+def _mask_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
+    """A layer's document mask as numbers to add, [B, T, T]; none where CUDA attends to packed rows."""
+    has_mask = shape.masked and not shape.attends_by_flash(spec.head_dim)
+    return shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
 
 
 def _full_qk_norm_bytes(shape: ForwardShape, width: int) -> int:
     """Over all heads; where ranks share these it is made of single operations."""
-    if shape.tp == 1 or shape.compute_bytes == shape.high_precision_bytes:
-        return _rms_norm_bytes(shape, shape.tokens, width)
+    if shape.tp == 1:
+        return _rms_norm_bytes(shape, shape.tokens, width, shape.compute_bytes)
     return shape.tokens * (width * (shape.high_precision_bytes + shape.compute_bytes) + shape.high_precision_bytes)
 
 

@@ -17,7 +17,7 @@ from phalanx.cost.exact.parameter_shapes import (
     parameter_shapes,
 )
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.cost.exact.rank_memory import effective_strategy
+from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.exact.saved_tensors import ForwardShape
 from phalanx.cost.formulas.collectives import Traffic, sent_bytes, step_traffic

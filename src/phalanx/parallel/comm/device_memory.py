@@ -21,9 +21,12 @@ def device_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: of the device on a GPU, resident on a CPU."""
+    """The most memory this process has held: resident on a CPU; of a GPU what PyTorch's allocator reserved, and what
+    is used beside that, by the driver and NCCL (and by other processes where they share the GPU)."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+        return torch.cuda.max_memory_reserved(device) + max(0, outside_bytes)
     if STATUS.exists():
         peak = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(peak.split()[1]) * 1024

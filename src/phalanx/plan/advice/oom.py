@@ -111,7 +111,7 @@ def run_footprint(run: RunSpec) -> RunFootprint:
     rank_memories = worker_memories(run, run.cluster.ranks)
     limit_bytes(run)
     p_oom = ranks_oom_probability(run.cluster, rank_memories)
-    return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.total), p_oom, step_seconds(run))
+    return RunFootprint(max(rank_memories, key=lambda rank_memory: rank_memory.device), p_oom, step_seconds(run))
 
 
 def step_seconds(run: RunSpec) -> float | None:
@@ -183,7 +183,7 @@ def cheapest_sequence(
 
 def remaining_bytes(made: list[RemedyEffect]) -> float:
     """Bytes that a run still holds after remedies that are not enough."""
-    return made[-1].new_footprint.memory.total if made and made[-1].new_footprint else inf
+    return made[-1].new_footprint.memory.device if made and made[-1].new_footprint else inf
 
 
 def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[RemedyEffect]:
@@ -200,7 +200,7 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
         if (
             effect.run is not None
             and effect.new_footprint
-            and effect.freed_bytes > MIN_FREED_FRACTION * footprint.memory.total
+            and effect.freed_bytes > MIN_FREED_FRACTION * footprint.memory.device
         ):
             effects.append(effect)
             current, footprint = effect.run, effect.new_footprint
@@ -239,7 +239,7 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
             problem = str(error).partition("\n")[0]
             continue
         freed = {part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS}
-        total = before.memory.total - after.memory.total
+        total = before.memory.device - after.memory.device
         tried.append(RemedyEffect(remedy, changed, changed_settings(since, changed), freed, total, after))
         if after.fits:
             return tried[-1]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.cost.exact.rank_memory import effective_strategy
+from phalanx.cost.exact.rank_state import effective_strategy
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, ScheduleKind
 from phalanx.spec.base import divisors, require

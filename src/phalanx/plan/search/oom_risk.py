@@ -9,6 +9,7 @@ from statistics import NormalDist
 import numpy as np
 
 from phalanx.cost.estimate.memory import exceedance_probability
+from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.rank_memory import RankMemory
 from phalanx.plan.tables.job_columns import memory_constants_for
 from phalanx.plan.tables.machine_columns import host_memory
@@ -28,7 +29,7 @@ def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]
     Runs on a machine may have shown that buffers of communication take more than they are counted."""
     host = max(rank_memory.host for rank_memory in memories)
     more = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
-    device = max(rank_memory.total + more * rank_memory.communication for rank_memory in memories)
+    device = max(rank_memory.device + more * rank_memory.communication for rank_memory in memories)
     return float(device + (host if cluster.device == "cpu" else 0)), float(host)
 
 
@@ -67,7 +68,8 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
     memory_bytes = float(cluster.rank_memory_bytes or 0)
     libraries = process_bytes(cluster, 0)
     error_bytes = memory_bytes - enough_bytes(cluster, memory_bytes, SAFE_OOM_PROBABILITY)
-    reserve = [f"{format_gib(libraries)} for driver and libraries"] if libraries else []
+    owner = "the CUDA context" if cluster.uses_cuda and cluster.calibration is None else "driver and libraries"
+    reserve = [f"{format_gib(libraries)} for {owner}"] if libraries else []
     reserve.append(f"{format_gib(error_bytes)} for errors of the prediction (P(OOM) {SAFE_OOM_PROBABILITY:.0%})")
     if (factor := bytes_per_counted_byte(cluster)) != 1:
         reserve.append(f"and a byte of tensors takes {factor:.2f} as measured")
@@ -99,11 +101,10 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
     """Bytes of memory of a rank that holds tensors of so many, with what is there whatever it trains."""
-    measured, context = cluster.calibration, memory_constants_for(cluster).context_gib * GIB
-    if measured is None:
-        return held_bytes + context
-    context_bytes = 0.0 if cluster.device == "cpu" else context  # of a CPU's process everything was measured
-    return bytes_per_counted_byte(cluster) * held_bytes + measured.baseline_process_bytes + context_bytes
+    if cluster.calibration is None:
+        context = CONTEXT_BYTES if cluster.uses_cuda else memory_constants_for(cluster).context_gib * GIB
+        return held_bytes + context  # what NCCL takes is among what a rank on CUDA is counted to hold
+    return bytes_per_counted_byte(cluster) * held_bytes + cluster.calibration.baseline_process_bytes
 
 
 def bytes_per_counted_byte(cluster: ClusterSpec) -> float:

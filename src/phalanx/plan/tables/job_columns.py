@@ -94,14 +94,12 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
 
 
 def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
-    """Constants of memory, likewise. On a CPU, which has no driver's context, a whole process was measured, and nothing
-    is beside it; on a GPU what was allocated, beside which driver and allocator take what they do elsewhere."""
+    """Constants of memory, likewise. On a machine that was measured, a whole process was, and nothing is beside it; a
+    CPU has no driver's context."""
     if cluster.calibration is None:
         c = memory_constants()
         return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
     process, share = cluster.calibration.baseline_process_bytes / GIB, cluster.calibration.bytes_per_counted_byte
-    if cluster.device != "cpu":
-        return replace(memory_constants(), workspace_gib=process)
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
 
 

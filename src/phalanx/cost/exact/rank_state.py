@@ -1,0 +1,78 @@
+"""What a rank holds from step to step: parameters, gradients and optimizer state, and what of them rests elsewhere."""
+
+from __future__ import annotations
+
+from phalanx.cost.exact.model_state import (
+    NUM_OPTIMIZER_STATES,
+    Optimizer,
+    StateBytes,
+    optimizer_kind,
+    sharded_state_bytes,
+)
+from phalanx.cost.exact.parameter_shapes import Shape, Shapes, is_muon_parameter, max_shard_elements, num_elements
+from phalanx.cost.exact.rank_tensors import RankTensors
+from phalanx.cost.formulas.collectives import Strategy
+from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+
+def rank_model_state(run: RunSpec, rank: RankTensors) -> StateBytes:
+    """Return the bytes that a rank holds from step to step, before anything is offloaded."""
+    precision, strategy = run.training.precision, effective_strategy(run.layout, rank.shards)
+    total = StateBytes(0, 0, 0)
+    for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
+        # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
+        full_count, _ = owned_counts(shapes, run, 1)
+        owned, states = owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
+        total += sharded_state_bytes(
+            strategy, precision, full_count, owned, 0 if strategy == "parameter_server" else states
+        )
+    bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
+    copied_bytes = 0 if rank.tied_embedding_copy is None else bytes_per_element * num_elements(rank.tied_embedding_copy)
+    return StateBytes(total.parameters + copied_bytes, total.gradients, total.optimizer)
+
+
+def resident_and_offloaded(run: RunSpec, rank: RankTensors, strategy: Strategy) -> tuple[StateBytes, int, int]:
+    """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
+    layout, state = run.layout, rank_model_state(run, rank)
+    if layout.offload == "none":
+        return state, 0, 0
+    owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
+    row_bytes = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
+    resident, offloaded = _split_offloaded(strategy, state, row_bytes)
+    # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
+    on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
+    return resident, offloaded, on_disk if layout.offload == "nvme" else 0
+
+
+def effective_strategy(layout: Layout, shards: int) -> Strategy:
+    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
+    pipeline ZeRO-2 keeps whole gradients."""
+    strategy = layout.data_parallel
+    if strategy in ("zero3", "hsdp") and shards == 1:
+        strategy = "ddp" if layout.offload == "none" else "zero2"
+    return "zero1" if layout.pp > 1 and strategy == "zero2" else strategy
+
+
+def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
+    """Parameters of the first of `ranks` that share all rows, and numbers of optimizer state that it keeps for them."""
+    optimizer = optimizer_kind(run.optimizer)
+    owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
+    return sum(owned.values()), sum(
+        count * _optimizer_states_per_parameter(name, shapes[name], optimizer) for name, count in owned.items()
+    )
+
+
+def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
+    """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
+    return NUM_OPTIMIZER_STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
+
+
+def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
+    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`row_bytes`
+    where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
+    if strategy in ("zero3", "hsdp"):
+        return StateBytes(0, 0, 0), state.total
+    resident = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)
+    return resident, state.total - resident.total + row_bytes
