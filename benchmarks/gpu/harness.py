@@ -18,8 +18,8 @@ from torch import Tensor
 
 IS_DRY = "libnullcuda" in os.environ.get("LD_PRELOAD", "")
 """Whether the GPU is the one that computes nothing (tests/null_gpu): every line runs, and no number is compared."""
-if IS_DRY:  # in this process, and in those that it starts
-    site = str(Path(__file__).parent / "dry")
+site = str(Path(__file__).parent / "dry")
+if IS_DRY and site not in sys.path:  # in this process, and in those that it starts
     os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
     runpy.run_path(f"{site}/sitecustomize.py")
 PART_SECONDS = 440.0
