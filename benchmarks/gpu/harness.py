@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -141,7 +142,8 @@ def run_json(module: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode:
         print(done.stderr[-1500:], file=sys.stderr, flush=True)
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+        reason = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.returncode == 1 else reason)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -83,5 +83,10 @@ def row(name: str, shape: Shape, variant: str, plain_seconds: list[float]) -> li
         plain_seconds.append(seconds)
     rate = shape.tokens / seconds
     mfu = rate * training_flops_per_token(shape.model, shape.seq_len) / PEAK_FLOPS
-    cells = f"{seconds * 1e3:.0f}", f"{rate:,.0f}", f"{mfu:.1%}", f"{plain_seconds[0] / seconds:.2f}" if plain_seconds else "-"
+    cells = (
+        f"{seconds * 1e3:.0f}",
+        f"{rate:,.0f}",
+        f"{mfu:.1%}",
+        f"{plain_seconds[0] / seconds:.2f}" if plain_seconds else "-",
+    )
     return [*cells, f"{result['peak_bytes'] / 2**30:.1f}", f"{result['first']:.0f}"]
