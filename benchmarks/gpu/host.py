@@ -67,8 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 NOTES = f"""
-A Llama of {MODEL["num_layers"]} layers, width 1,024, on the standard library's text in bytes, documents masked, 2 micro-batches of 8 rows
-of 2,048 tokens; with experts: {EXPERTS["num_layers"]} layers of 8, 2 of them chosen. "waits": calls of cudaStreamSynchronize,
+A Llama of 12 layers, width 1,024, on the standard library's text in bytes, documents masked, 2 micro-batches of 8 rows
+of 2,048 tokens; with experts: 4 layers of 8, of which 2 are chosen. "waits": calls of cudaStreamSynchronize,
 cudaDeviceSynchronize and cudaEventSynchronize in {PROFILED_STEPS} steps under torch.profiler, per step; the lines are
 those of which `torch.cuda.set_sync_debug_mode` warns, and of torch.cuda.synchronize, in as many other steps. "GPU
 idle": the share of the time from the first to the last kernel of these steps in which none runs. "later": graphs that
