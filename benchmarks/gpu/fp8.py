@@ -82,5 +82,3 @@ def product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
 
 def cast_and_multiply(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
     return product(cast_rows(x_TD), cast_rows(weight_FD))
-
-
