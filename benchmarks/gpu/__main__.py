@@ -1,11 +1,7 @@
 """What can only be seen on a GPU, in parts of at most eight minutes on one card.
 
-    python -m benchmarks.gpu --part attention    # each kernel's error against fp64, and its time
-    python -m benchmarks.gpu --part parity       # layouts on NCCL, up to four ranks on one GPU, against one CPU process
-    python -m benchmarks.gpu --part speed        # a training step beside a plain PyTorch loop
-    python -m benchmarks.gpu --part runs         # whole runs: predicted memory, checkpoint, kill, resume, profile
-
-Each part prints one table, and writes it to docs/benchmarks/gpu-PART.md.
+Each part prints one table, and writes it to docs/benchmarks/gpu-PART.md. On the GPU that computes nothing
+(tests/null_gpu) every part runs in small, compares nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +9,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Protocol, cast
 
-import torch
-
-PARTS = ("attention", "parity", "speed", "runs")
+PARTS = {
+    "kernels": "each kernel of a step against fp64 on the CPU",
+    "attention": "attention kernels, their errors and times",
+    "parity": "layouts on NCCL, up to four ranks on one GPU, against one CPU process",
+    "speed": "a training step beside a plain PyTorch loop, and torchtitan where it is installed",
+    "rank0": "rank 0 of 8 of llama3-8b without a network: the ceiling of MFU, memory beside the prediction",
+    "host": "what the host waits for, launches and compiles, and how long the GPU idles",
+    "plan": "bench, calibrate and plan as a user has them: memory and time beside the plan",
+    "runs": "whole runs by the command line",
+    "state": "checkpoints, kill, hang and out of memory by the command line",
+    "fp8": "matrix products in fp8 beside bf16",
+}
+"""Modules of this package, and what each measures."""
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
@@ -26,27 +34,59 @@ class Part(Protocol):
     """A module of this package."""
 
     TITLE: str
+    COLUMNS: tuple[str, ...]
+    NOTES: str
+    """What a reader must know of the table, in Markdown."""
 
-    def measure(self) -> str:
-        """Measure; returns a page's text below its title, in Markdown."""
+    def measure(self, table: object) -> None:
+        """Measure, and add rows to the table."""
 
 
-def main() -> None:
-    """Run the parts that are asked for, one after the other."""
-    parser = argparse.ArgumentParser("benchmarks.gpu")
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
+def main() -> int:
+    """Run the parts that are asked for, one after the other; return the exit code."""
+    parts = "\n".join(f"  {name:10} {description}" for name, description in PARTS.items())
+    parser = argparse.ArgumentParser(
+        "benchmarks.gpu", description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="by default all")
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to (docs/benchmarks)")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    for name in asked.part:
-        part = cast(Part, importlib.import_module(f"benchmarks.gpu.{name}"))
-        page = f"# {part.TITLE}\n\n{part.measure()}\n\n{machine()} Again: `python -m benchmarks.gpu --part {name}`.\n"
-        print(page, flush=True)
-        (asked.out / f"gpu-{name}.md").write_text(page)
+    arguments = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu: PyTorch sees no GPU here. Run it on a machine with one.", file=sys.stderr)
+        return 2
+    failures = [f"{name}: {row}" for name in arguments.part for row in run_part(name, arguments.out)]
+    print("\n".join([f"{len(failures)} rows failed", *failures]), flush=True)
+    return 1 if failures else 0
+
+
+def run_part(name: str, folder: Path) -> list[str]:
+    """Measure a part, print its page and write it; return the names of the rows that failed."""
+    from benchmarks.gpu.harness import IS_DRY, Table
+
+    part, started_at = cast(Part, importlib.import_module(f"benchmarks.gpu.{name}")), time.monotonic()
+    print(f"# {part.TITLE}", flush=True)
+    table = Table(part.COLUMNS)
+    try:
+        part.measure(table)
+    except Exception as error:  # what was measured before is not lost, nor are the parts behind it
+        table.add("the part itself", f"**{type(error).__name__}**: {error}")
+        table.failures.append("the part itself")
+    took = f"{machine()} In {time.monotonic() - started_at:.0f} s by `python -m benchmarks.gpu --part {name}`."
+    page = "\n\n".join([f"# {part.TITLE}", "\n".join(table.lines), part.NOTES.strip(), took]) + "\n"
+    print(page, flush=True)
+    if not IS_DRY:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"gpu-{name}.md").write_text(page)
+    return table.failures
 
 
 def machine() -> str:
     """What this was measured on."""
+    import torch
+
     card = torch.cuda.get_device_properties(0)
     return (
         f"One {card.name}, {card.total_memory / 2**30:.0f} GiB, {os.cpu_count()} CPU cores; torch {torch.__version__}, "
@@ -55,4 +95,4 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

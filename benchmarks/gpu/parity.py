@@ -4,21 +4,25 @@ Ranks take turns on the GPU, and a collective takes 15 ms and more: two ranks, s
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.harness import Table
 from phalanx.testing import rank_pool
-from phalanx.testing.rank_failure import RankError
 from tests.helpers.small_runs import DENSE, MOE, small_run, train_and_evaluate, write_documents
 
 TITLE = "Layouts on NCCL against one process on a CPU"
-LIMIT_SECONDS, TOTAL_SECONDS = 30.0, 400.0
+COLUMNS = ("layout", "ranks", "precision", "differs by", "limit", "as it should", "seconds")
+LIMIT_SECONDS, STEPS = 30.0, 2
 DEEP = {"model": {**DENSE, "num_layers": 4}}
 PIPELINE = {**DEEP, "layout.pp": 2, "layout.micro_batch_size": 1}
 BF16 = {"training.precision": "bf16"}
+Trajectory = Sequence[tuple[float, float]]
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "ddp": (2, {}),
@@ -48,69 +52,45 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3 x tp 2": (4, {"layout.data_parallel": "zero3", "layout.tp": 2}),
     "pp 2 x zero1, zb-h1": (4, {**PIPELINE, "layout.schedule": "zb-h1", "layout.data_parallel": "zero1"}),
 }
-TOLERANCE = {"fp64": 1e-10, "bf16": 2e-2}
+LIMITS = {"fp64": 1e-10, "bf16": 2e-2}
+NOTES = f"""
+{STEPS} steps and an evaluation on the real NCCL, with ranks that share one GPU (`NCCL_HOSTID` gives each a host of its
+own; they talk by sockets). "differs by": the largest relative difference of losses and gradient norms from one process
+on a CPU in fp64. The limit of bf16 is {LIMITS["bf16"]:g}, or twice what bf16 on that CPU differs by.
+"""
 
 
-@dataclass(frozen=True)
-class Result:
-    """What came of a layout."""
-
-    name: str
-    ranks: int
-    precision: str
-    seconds: float
-    difference: float | None
-    """The largest relative difference of losses and gradient norms; of bf16 from fp64. None if it failed."""
-    problem: str = ""
-
-    def line(self) -> str:
-        """A row of the table."""
-        outcome = self.problem if self.difference is None else f"{self.difference:.1e}"
-        is_right = self.difference is not None and self.difference < TOLERANCE[self.precision]
-        return (
-            f"| {self.name} | {self.ranks} | {self.precision} | {outcome} | {'yes' if is_right else '**no**'} "
-            f"| {self.seconds:.0f} |"
-        )
-
-
-def measure() -> str:
-    """Train each layout, compare it; returns the page's text."""
-    started_at, lines = time.monotonic(), []
+def measure(table: Table) -> None:
+    """Train each layout, and compare it."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text"
         text.mkdir()
         write_documents(text)
         for name, (ranks, changes) in CASES.items():
-            if time.monotonic() - started_at > TOTAL_SECONDS:
-                lines.append(f"| {name} | {ranks} | | not tried, for want of time | | |")
-                continue
-            lines.append(compare(name, ranks, changes, text, Path(folder)).line())
-            print(lines[-1], flush=True)
-    table = "\n".join(
-        ["| layout | ranks | precision | differs by | as it should | seconds |", "|---|---:|---|---:|---|---:|", *lines]
-    )
-    return f"""{table}
-
-Two steps and an evaluation on the real NCCL, with ranks that share one GPU (`NCCL_HOSTID` gives each a host of its
-own; they talk by sockets). "differs by": the largest relative difference of losses and gradient norms from one process
-on a CPU in fp64. As it should: at most {TOLERANCE["fp64"]:g} in fp64, {TOLERANCE["bf16"]:g} in bf16."""
+            table.measure(name, partial(compare, table, name, ranks, changes, text, Path(folder)))
 
 
-def compare(name: str, ranks: int, changes: dict[str, Any], text: Path, folder: Path) -> Result:
+def compare(table: Table, name: str, ranks: int, changes: dict[str, Any], text: Path, folder: Path) -> Sequence[object]:
     """Train a layout on the GPU, and one process on this CPU in fp64."""
-    changes = {**changes, "training.steps": 2, "optimizer.warmup_steps": 1}
+    changes = {**changes, "training.steps": STEPS, "optimizer.warmup_steps": 1}
     alone = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     expected = train_and_evaluate(small_run(text, folder / "alone", {**alone, "training.precision": "fp64"}))
     run = small_run(text, folder / "gpu", changes)
     started_at = time.monotonic()
-    try:
-        results = rank_pool(ranks, "cuda").run(train_and_evaluate, run, "cuda", timeout=LIMIT_SECONDS)
-    except RankError as error:
-        print(error, flush=True)
-        problem = str(error).splitlines()[0][:160]
-        return Result(name, ranks, run.training.precision, time.monotonic() - started_at, None, problem)
-    pairs = [
-        pair for result in results for step in zip(result, expected, strict=True) for pair in zip(*step, strict=True)
-    ]
-    difference = max(abs(got - right) / abs(right) for got, right in pairs)
-    return Result(name, ranks, run.training.precision, time.monotonic() - started_at, difference)
+    results = rank_pool(ranks, "cuda").run(train_and_evaluate, run, "cuda", timeout=LIMIT_SECONDS)
+    seconds = time.monotonic() - started_at
+    difference = max(largest_difference(result, expected) for result in results)
+    precision = run.training.precision
+    limit = LIMITS[precision]
+    if precision == "bf16":
+        on_cpu = train_and_evaluate(small_run(text, folder / "bf16", {**alone, "training.precision": "bf16"}))
+        limit = max(limit, 2 * largest_difference(on_cpu, expected))
+    is_right = table.check(name, difference < limit)
+    return ranks, precision, f"{difference:.1e}", f"{limit:.0e}", is_right, f"{seconds:.0f}"
+
+
+def largest_difference(got: Trajectory, expected: Trajectory) -> float:
+    """Return the largest relative difference of losses and gradient norms; infinite where one is not finite."""
+    pairs = [pair for step in zip(got, expected, strict=True) for pair in zip(*step, strict=True)]
+    differences = [abs(ours - right) / abs(right) for ours, right in pairs]
+    return max(difference if math.isfinite(difference) else math.inf for difference in differences)

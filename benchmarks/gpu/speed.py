@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from benchmarks.gpu.harness import Table, real_or_dry, run_json
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.spec.model import ModelSpec
 
 TITLE = "Speed on one GPU, beside a plain PyTorch loop"
+COLUMNS = ("model, trainer", "ms a step", "tokens/s", "MFU", "of plain compiled", "peak, GiB", "first step, s")
+NOTES = """
+Medians of 8 steps after 4. bf16 with fp32 master weights (autocast; zero1: bf16 parameters), fused AdamW, clipping,
+causal attention; "documents": rows of documents of 700 tokens in the mean, which do not see each other, where the plain
+loop has none. The plain loop compiles each block, as torchtitan does, and its loss. MFU of 989 TFLOP/s, of the model's
+operations without recomputation. 1.1B: 16 layers, width 2,048, 4 rows of 4,096 tokens, twice a step; 124M: 12 layers,
+width 768, vocabulary 50,304, 32 rows of 1,024, twice a step.
+"""
 PEAK_FLOPS = 989e12
 """Of an H100 SXM in bf16, dense (NVIDIA's data sheet)."""
 LIMIT_SECONDS = 150.0
@@ -45,12 +52,13 @@ def llama(layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocab: i
 
 
 SHAPES = {
-    "124M": Shape(llama(12, 768, 12, 12, 2048, 50304, 1024), seq_len=1024, micro_batch=32),
     "1.1B": Shape(llama(16, 2048, 16, 8, 8192, 32000, 4096), seq_len=4096, micro_batch=4),
+    "124M": Shape(llama(12, 768, 12, 12, 2048, 50304, 1024), seq_len=1024, micro_batch=32),
 }
+SHAPES = real_or_dry(SHAPES, {"dry": Shape(llama(2, 256, 4, 2, 512, 1024, 128), seq_len=128, micro_batch=4)})
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain loop": {"plain": True, "compile": False},
     "plain loop, compiled": {"plain": True, "compile": True},
+    "plain loop": {"plain": True, "compile": False},
     "Phalanx": {"compile": False},
     "Phalanx, compiled": {"compile": True},
     "Phalanx, zero1, compiled": {"compile": True, "data_parallel": "zero1"},
@@ -59,44 +67,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure() -> str:
-    """Time each variant of each shape; returns the page's text."""
-    lines = [
-        "| model | trainer | ms a step | tokens/s | MFU | of plain compiled | peak, GiB | first step, s |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def measure(table: Table) -> None:
+    """Time each variant of each shape."""
     for name, shape in SHAPES.items():
-        results = {variant: time_variant(name, variant) for variant in VARIANTS}
-        plain = results["plain loop, compiled"]
-        for variant, result in results.items():
-            if "problem" in result:
-                lines.append(f"| {name} | {variant} | {result['problem']} | | | | | |")
-                continue
-            rate = shape.tokens / result["seconds"]
-            mfu = rate * training_flops_per_token(shape.model, shape.seq_len) / PEAK_FLOPS
-            ratio = f"{plain['seconds'] / result['seconds']:.2f}" if "seconds" in plain else "-"
-            lines.append(
-                f"| {name} | {variant} | {result['seconds'] * 1e3:.0f} | {rate:,.0f} | {mfu:.1%} | {ratio} "
-                f"| {result['peak_bytes'] / 2**30:.1f} | {result['first']:.0f} |"
-            )
-    table = "\n".join(lines)
-    return f"""{table}
-
-Medians of 8 steps after 4. bf16 with fp32 master weights (autocast; zero1: bf16 parameters), fused AdamW, clipping,
-causal attention; "documents": rows of documents of 700 tokens in the mean, which do not see each other, where the plain
-loop has none. MFU of 989 TFLOP/s, of the model's operations without recomputation."""
+        plain_seconds: list[float] = []
+        for variant in VARIANTS:
+            table.measure(f"{name}, {variant}", partial(row, name, shape, variant, plain_seconds))
 
 
-def time_variant(shape: str, variant: str) -> dict[str, Any]:
-    """Time one variant in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.gpu.one_speed", shape, variant]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {"problem": f"not done in {LIMIT_SECONDS:g} s"}
-    if done.returncode:
-        print(done.stderr[-1500:], flush=True)
-        return {"problem": done.stderr.strip().splitlines()[-1][:120]}
-    result = json.loads(done.stdout.splitlines()[-1])
-    print(shape, variant, result, flush=True)
-    return dict(result)
+def row(name: str, shape: Shape, variant: str, plain_seconds: list[float]) -> list[str]:
+    """Time one variant; `plain_seconds` is noted of the compiled plain loop, which comes first."""
+    result = run_json("benchmarks.gpu.one_speed", name, variant, seconds=LIMIT_SECONDS)
+    seconds = result["seconds"]
+    if variant == "plain loop, compiled":
+        plain_seconds.append(seconds)
+    rate = shape.tokens / seconds
+    mfu = rate * training_flops_per_token(shape.model, shape.seq_len) / PEAK_FLOPS
+    cells = (
+        f"{seconds * 1e3:.0f}",
+        f"{rate:,.0f}",
+        f"{mfu:.1%}",
+        f"{plain_seconds[0] / seconds:.2f}" if plain_seconds else "-",
+    )
+    return [*cells, f"{result['peak_bytes'] / 2**30:.1f}", f"{result['first']:.0f}"]

@@ -38,9 +38,10 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
     for batch in batches if learner.strategy.runs_model else ():
         for micro in micro_batches(batch):
             loss_sum = learner.strategy.evaluate_micro_batch(micro, learner.compute_losses)
-            counts = (micro.targets != IGNORE_INDEX) & learner.strategy.has_loss
-            num_bytes = token_bytes[micro.targets.clamp(min=0)] * counts
-            sums += torch.stack([loss_sum.double(), counts.sum(), num_bytes.sum()])
+            # Not targets[is_counted], whose length the host would wait for.
+            is_counted = (micro.targets != IGNORE_INDEX) & learner.strategy.has_loss
+            num_bytes = (token_bytes[micro.targets.where(is_counted, 0)] * is_counted).sum()
+            sums += torch.stack([loss_sum.double(), is_counted.sum().double(), num_bytes.double()])
     learner.module.train()
     learner.strategy.reshard_parameters()
     loss, tokens, text_bytes = (float(x) for x in _sum_over_ranks(learner, sums))

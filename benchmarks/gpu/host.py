@@ -1,0 +1,205 @@
+"""What the host does in a step on one GPU: what it waits for, with the lines that wait, what it launches and compiles,
+and how long the GPU has nothing to do.
+
+    python -m benchmarks.gpu.host VARIANT     # a line of JSON, of this process's GPU
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.profiler import profile, record_function
+
+from benchmarks.gpu.harness import IS_DRY, Table, real_or_dry, run_json
+from phalanx.data.loader import prefetch
+from phalanx.data.prepare import prepare
+from phalanx.spec.files.load import run_from_table
+from phalanx.spec.run import RunSpec
+from phalanx.train.trainer import Trainer
+from phalanx.train.training_data import open_training_data
+
+TITLE = "The host of one GPU"
+COLUMNS = (
+    "run",
+    "waits a step",
+    "at most",
+    "as it should",
+    "launches a step",
+    "GPU idle",
+    "first step, s",
+    "graphs compiled, first step",
+    "later",
+    "lines that wait",
+)
+STEPS, PROFILED_STEPS = real_or_dry(50, 8), 2
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 1024,
+    "num_layers": real_or_dry(12, 2),
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "ffn_hidden_size": 2816,
+    "max_seq_len": 2048,
+}
+EXPERTS = {**MODEL, "num_layers": real_or_dry(4, 2), "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 1024}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "compile": {"training.compile": True},
+    "zero1, compile": {"training.compile": True, "layout.data_parallel": "zero1"},
+    "full recomputation, compile": {"training.compile": True, "layout.activation_checkpointing": "full"},
+    "experts": {"model": EXPERTS},
+    "experts, full recomputation, compile": {
+        "model": EXPERTS,
+        "training.compile": True,
+        "layout.activation_checkpointing": "full",
+    },
+}
+NOTES = f"""
+A Llama of 12 layers, width 1,024, on the standard library's text in bytes, documents masked, 2 micro-batches of 8 rows
+of 2,048 tokens; with experts: 4 layers of 8, of which 2 are chosen. "waits": calls of cudaStreamSynchronize,
+cudaDeviceSynchronize and cudaEventSynchronize in {PROFILED_STEPS} steps under torch.profiler, per step; the lines are
+those of which `torch.cuda.set_sync_debug_mode` warns, and of torch.cuda.synchronize, in as many other steps. "GPU
+idle": the share of the time from the first to the last kernel of these steps in which none runs. "later": graphs that
+are compiled in the following {STEPS} steps.
+"""
+MAX_WAITS = 2
+"""Per step: the sums and the norm (docs of issue 30)."""
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+STEPS_EVENT = "profiled steps"
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+
+
+def measure(table: Table) -> None:
+    """Do the steps of each variant in a process of its own."""
+    for name in VARIANTS:
+        table.measure(name, partial(row, table, name))
+
+
+def row(table: Table, name: str) -> list[str]:
+    """Measure a variant."""
+    result = run_json("benchmarks.gpu.host", name)
+    is_right = result["waits"] <= MAX_WAITS and result["later"] == 0
+    lines = "; ".join(f"{count:g} x {line}" for line, count in result["lines"].items())
+    cells = [f"{result['waits']:g}", MAX_WAITS, table.check(name, is_right), f"{result['launches']:,.0f}"]
+    cells += [result["idle"] if result["idle"] is None else f"{result['idle']:.1%}", f"{result['first']:.0f}"]
+    return [str(cell) for cell in (*cells, result["graphs"], result["later"], lines)]
+
+
+def described_run(changes: dict[str, Any], folder: Path) -> RunSpec:
+    """Return the run of a variant."""
+    table: dict[str, Any] = {
+        "name": "host",
+        "output_dir": str(folder),
+        "model": MODEL,
+        "data": {"train": ["stdlib"], "tokenizer": "bytes"},
+        "training": {"steps": 1000, "seq_len": 2048, "tokens_per_step": 16 * 2048, "precision": "bf16"},
+        "layout": {"micro_batch_size": 8},
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition(".")
+        table[section] = {**table[section], field: value} if field else value
+    return run_from_table(table)
+
+
+def main(name: str) -> None:
+    """Do the steps, and print what the host did."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    with tempfile.TemporaryDirectory() as folder:
+        run = described_run(VARIANTS[name], Path(folder))
+        trainer = Trainer(run, open_training_data(run, prepare(run.data)), Path(folder), device, peak_flops=1e15)
+        batches = prefetch(trainer.loader, 0, run.training.steps)
+        started_at = time.perf_counter()
+        trainer.train_step(batches)
+        first_seconds = time.perf_counter() - started_at
+        graphs = counters["stats"]["unique_graphs"]
+        for _ in range(STEPS):
+            trainer.train_step(batches)
+        later_graphs = counters["stats"]["unique_graphs"] - graphs
+        step = partial(trainer.train_step, batches)
+        lines, result = waiting_lines(step), profiled(step)
+        batches.close()
+    print(json.dumps({**result, "first": first_seconds, "graphs": graphs, "later": later_graphs, "lines": lines}))
+
+
+def waiting_lines(step: Callable[[], object]) -> dict[str, float]:
+    """Return the lines of Phalanx at which the host waits for the GPU, and how often in a step."""
+    lines: Counter[str] = Counter()
+
+    def note_line() -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/phalanx/" in frame.filename]
+        lines[f"{frames[-1].filename.split('/phalanx/')[-1]}:{frames[-1].lineno}" if frames else "not of Phalanx"] += 1
+
+    def note_warning(message: Warning | str, *_: object) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            note_line()
+
+    def note_synchronize(*arguments: Any) -> None:
+        note_line()
+        synchronize(*arguments)
+
+    synchronize, torch.cuda.synchronize = torch.cuda.synchronize, note_synchronize
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note_warning  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        for _ in range(PROFILED_STEPS):
+            step()
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize = synchronize
+    return {line: count / PROFILED_STEPS for line, count in lines.most_common()}
+
+
+def profiled(step: Callable[[], object]) -> dict[str, float | None]:
+    """Return waits and launches per step, and the share of the time in which the GPU had nothing to do."""
+    if IS_DRY:  # CUPTI needs a driver, and crashes without one
+        step()
+        return {"waits": 0.0, "launches": 0.0, "idle": None}
+    with profile() as profiler, record_function(STEPS_EVENT):
+        for _ in range(PROFILED_STEPS):
+            step()
+    events = list(profiler.events() or [])
+    steps = next(event.time_range for event in events if event.name == STEPS_EVENT)
+    # The profiler itself waits for the GPU at its end.
+    events = [event for event in events if steps.start <= event.time_range.start <= steps.end]
+    calls = Counter(event.name for event in events)
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name != STEPS_EVENT
+    )
+    return {
+        "waits": sum(calls[name] for name in WAITS) / PROFILED_STEPS,
+        "launches": sum(calls[name] for name in LAUNCHES) / PROFILED_STEPS,
+        "idle": idle_share(kernels),
+    }
+
+
+def idle_share(intervals: list[tuple[float, float]]) -> float | None:
+    """Return the share of the time from the first start to the last end that no interval covers; None without any.
+
+    `intervals` are sorted.
+    """
+    if not intervals:
+        return None
+    covered_until, idle = intervals[0][0], 0.0
+    for start, end in intervals:
+        idle += max(0.0, start - covered_until)
+        covered_until = max(covered_until, end)
+    return idle / (covered_until - intervals[0][0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
