@@ -284,6 +284,7 @@ def build_pipeline(
         mesh.loss_group,
         context,
         like,
+        layout.cp,
     )
 
 
