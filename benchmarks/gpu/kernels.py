@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.harness import Table, median_milliseconds, real_or_dry, relative_error
 from phalanx.data.packing import IGNORE_INDEX
-from phalanx.model.attention import Attention, document_bounds, document_mask
+from phalanx.model.attention import Attention, document_mask
 from phalanx.model.moe import grouped_linear
 from phalanx.model.rotary import apply_rotary, rotary_table
 from phalanx.parallel.dtensor_shards import rows_per_rank
@@ -198,3 +198,9 @@ def document_starts(batch: int, tokens: int, mean: float) -> Tensor:
     is_first = torch.rand(batch, tokens, generator=dice) < 1 / mean
     is_first[:, 0] = True
     return (torch.arange(tokens) * is_first).cummax(dim=1).values
+
+
+def document_bounds(starts_BT: Tensor) -> Tensor:
+    """Return where documents begin in the batch's tokens, and the number of these, int32 [N + 1], on the CPU."""
+    is_first = (starts_BT == torch.arange(starts_BT.shape[1])).flatten()
+    return torch.cat([is_first.nonzero().flatten(), torch.tensor([starts_BT.numel()])]).int()
