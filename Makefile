@@ -24,7 +24,7 @@ test-all: .venv/dev
 test-exports: .venv-exports/installed
 	PYTHONPATH=src .venv-exports/bin/python -m pytest -p no:xdist -W ignore tests/plan/export/released_parsers.py
 
-# What can only be seen on a GPU: kernels, NCCL, speed beside a plain loop, whole runs (docs/benchmarks/gpu-*.md).
+# What can only be seen on a GPU, one part after the other (docs/benchmarks/gpu.md).
 gpu: .venv/dev
 	$(BIN)/python -m benchmarks.gpu
 
