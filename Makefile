@@ -31,7 +31,7 @@ test-null-gpu: .venv-null-gpu/installed
 	.venv-null-gpu/bin/python tests/null_gpu/build.py .venv-null-gpu/lib-null-gpu
 	LD_LIBRARY_PATH=$(NULL_GPU) LD_PRELOAD=$(NULL_GPU)/libnullgpu.so .venv-null-gpu/bin/python -m pytest -n 2 tests/null_gpu
 
-# What can only be seen on a GPU: kernels, NCCL, speed beside a plain loop, whole runs (docs/benchmarks/gpu-*.md).
+# What can only be seen on a GPU, one part after the other (docs/benchmarks/gpu.md).
 gpu: .venv/dev
 	$(BIN)/python -m benchmarks.gpu
 

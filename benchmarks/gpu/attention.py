@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.gpu.harness import Table, median_milliseconds, real_or_dry, relative_error, require_on_device
-from benchmarks.gpu.kernels import all_scores, document_starts, gradients
-from phalanx.model.attention import attend_within_documents, document_bounds, document_mask
+from benchmarks.gpu.kernels import all_scores, document_bounds, document_starts, gradients
+from phalanx.model.attention import attend_within_documents, document_mask
 from phalanx.parallel.context_parallel import attention_with_lse
 
 TITLE = "Attention kernels on a GPU"

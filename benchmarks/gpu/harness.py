@@ -110,8 +110,8 @@ def relative_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         if not ours.isfinite().all():
             return float("nan")
         if right.numel():
-            difference = (ours.double() - right.double().to(ours.device)).abs().max() / right.abs().max()
-            largest = max(largest, float(difference))
+            difference = float((ours.double() - right.double().to(ours.device)).abs().max())
+            largest = max(largest, difference / max(float(right.abs().max()), 1e-30))
     return largest
 
 

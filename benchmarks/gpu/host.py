@@ -54,17 +54,15 @@ MODEL = {
     "max_seq_len": 2048,
 }
 EXPERTS = {**MODEL, "num_layers": real_or_dry(4, 2), "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 1024}}
+COMPILED = {"training.compile": True}
+RECOMPUTED = {**COMPILED, "layout.activation_checkpointing": "full"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
-    "compile": {"training.compile": True},
-    "zero1, compile": {"training.compile": True, "layout.data_parallel": "zero1"},
-    "full recomputation, compile": {"training.compile": True, "layout.activation_checkpointing": "full"},
+    "compile": COMPILED,
+    "zero1, compile": {**COMPILED, "layout.data_parallel": "zero1"},
+    "full recomputation, compile": RECOMPUTED,
     "experts": {"model": EXPERTS},
-    "experts, full recomputation, compile": {
-        "model": EXPERTS,
-        "training.compile": True,
-        "layout.activation_checkpointing": "full",
-    },
+    "experts, full recomputation, compile": {**RECOMPUTED, "model": EXPERTS},
 }
 NOTES = f"""
 A Llama of 12 layers, width 1,024, on the standard library's text in bytes, documents masked, 2 micro-batches of 8 rows
@@ -178,7 +176,7 @@ def profiled(step: Callable[[], object]) -> dict[str, float | None]:
     kernels = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.name != STEPS_EVENT
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     )
     return {
         "waits": sum(calls[name] for name in WAITS) / PROFILED_STEPS,

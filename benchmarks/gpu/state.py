@@ -94,7 +94,7 @@ def out_of_memory(place: Path) -> str:
     """A run that needs more than there is says what it held."""
     sets = settings("training.seq_len=1024", "training.tokens_per_step=8388608", "layout.micro_batch_size=8192")
     sets += settings("recovery.max_restarts=1")
-    output = run_phalanx(place, "train", "run.toml", "--force", *sets, expected_exit_codes=(1,))
+    output = run_phalanx(place, "train", "run.toml", "--force", *sets, expected_exit_codes=(2,))
     (failure,) = (json.loads(file.read_text()) for file in (place / "runs/run/failures").glob("*.json"))
     memory = failure["held_bytes"]
     assert "out of memory" in output, output[-1500:]

@@ -58,16 +58,22 @@ def give_evaluation(evaluator: Any) -> None:
     evaluator._sum_over_ranks = lambda *_: torch.tensor([LOSS, TOKENS, TOKENS])
 
 
-def give_documents(attention: Any) -> None:
-    """Have a document in each row; and choose no cuDNN, which needs a driver."""
+def leave_out_cudnn(_: Any) -> None:
+    """Choose no cuDNN, which needs a driver."""
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def give_documents(attention: Any) -> None:
+    """Have a document in each row."""
+    import torch
 
     def row_bounds(starts_BT: Any) -> Any:
         rows, tokens = starts_BT.shape
         return torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32).to(starts_BT.device)
 
+    leave_out_cudnn(attention)
     attention.document_bounds = row_bounds
 
 
@@ -83,6 +89,7 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "phalanx.train.resumable": count_on_host,
     "phalanx.train.evaluator": give_evaluation,
     "phalanx.model.attention": give_documents,
+    "phalanx.bench.matmul": leave_out_cudnn,
 }
 
 

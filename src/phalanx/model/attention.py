@@ -39,6 +39,12 @@ class Documents(NamedTuple):
     bounds: Tensor
     """Where each document begins in the batch's B x T tokens, and their number, int32 [N + 1]."""
 
+    @classmethod
+    def whole_rows(cls, rows: int, row_tokens: int, device: torch.device) -> Documents:
+        """Return documents of a row each."""
+        starts = torch.zeros(rows, row_tokens, dtype=torch.int32, device=device)
+        return cls(starts, torch.arange(rows + 1, dtype=torch.int32, device=device) * row_tokens)
+
 
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(K)) v over earlier tokens of the same document, then a projection back to D."""

@@ -295,6 +295,7 @@ def build_pipeline(
         mesh.loss_group,
         context,
         like,
+        layout.cp,
     )
 
 

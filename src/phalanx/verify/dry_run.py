@@ -160,7 +160,7 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
         MicroBatch(
             _empty_ids(n, num_local_tokens, learner.device),
             _empty_ids(n, num_local_tokens, learner.device),
-            _whole_rows(n, sequence, learner.device) if masked else None,
+            Documents.whole_rows(n, sequence, learner.device) if masked else None,
         )
         for n in counts
     ]
@@ -168,8 +168,3 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
 
 def _empty_ids(rows: int, tokens: int, device: torch.device) -> Tensor:
     return torch.empty(rows, tokens, device=device).long()
-
-
-def _whole_rows(rows: int, tokens: int, device: torch.device) -> Documents:
-    """Documents of a row each; their number decides no size."""
-    return Documents(_empty_ids(rows, tokens, device), torch.empty(rows + 1, dtype=torch.int32, device=device))

@@ -32,6 +32,7 @@ REHEARSED: dict[str, Table] = {
         "layout.data_parallel": "zero1",
         "model": {**MOE, "num_layers": 4},
     },
+    "1f1b-ep2": {"layout.ep": 2, "model": {**MOE, "num_layers": 4}},
     "zb-h1-tp2": {"layout.schedule": "zb-h1", "layout.tp": 2},
 }
 

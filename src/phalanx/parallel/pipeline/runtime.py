@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,11 +66,12 @@ class PipelineStrategy(Strategy):
         world_group: dist.ProcessGroup,
         forward_context: Callable[[], AbstractContextManager[object]],
         like: Tensor,
+        cp_size: int = 1,
     ) -> None:
         """`make_schedule` gives the schedule for a number of micro-batches, and `representative` is one of them.
         `groups` are the ranks of the pipeline, for messages to later ones and to earlier ones; `world_group` are these
         and their data-parallel replicas. `forward_context` is entered around forward passes. `like` has the dtype and
-        device of the activations that stages send."""
+        device of the activations that stages send; a micro-batch has a `cp_size`-th of the tokens of its rows."""
         super().__init__(inner.module, world_group)
         self.inner, self.stages, self.schedule_of, self.computing = inner, stage_module, make_schedule, forward_context
         self.groups, self.pipe, self.activation_template = groups, groups[0], like
@@ -88,12 +89,11 @@ class PipelineStrategy(Strategy):
             shape = inner.shared.local_shape("embedding.weight", shape) if inner.shared else shape
             stage_module.tied_embedding_copy = like.new_zeros(shape).requires_grad_()
         self.model = cast(nn.Module, self._full_logits)
-        stages = [
-            [Action(stage, "F", 0) for stage in representative.stages_of(rank)] for rank in range(representative.ranks)
-        ]
-        self.forward_only = Schedule.from_rows(stages)
+        stages = map(representative.stages_of, range(representative.ranks))
+        self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
         self.splits_backward = representative.splits_backward
-        self._loaded_cases: set[tuple[torch.Size, bool, bool]] = set()
+        self.cp_size = cp_size
+        self._loaded_cases: set[tuple[torch.Size | bool, ...]] = set()
         if like.device.type != "cpu":
             connect_peers(representative, self.rank, groups, like.new_zeros(1))
         if any(action.kind == "W" for action in representative.actions(self.rank)):
@@ -161,20 +161,25 @@ class PipelineStrategy(Strategy):
         return None if needed is None else links.receive(needed)
 
     def _load_kernels(self, micros: Sequence[MicroBatchProtocol], losses: LossFunction) -> None:
-        """Compute this rank's stages once for each new shape of micro-batch, before a message is under way.
+        """Compute this rank's stages once for each new shape of micro-batches, before a message is under way.
 
         CUDA loads a kernel at its first launch, and the host then waits for all that the GPU has begun ("Lazy Loading",
-        CUDA C++ Programming Guide): also for a receive whose message depends on that kernel. Pipelines stood still so
-        in their first forward pass on an H100.
+        CUDA C++ Programming Guide): also for a receive whose message depends on that kernel, as seen on an H100.
+        Rehearsals send, too, as experts' tokens: they depend on nothing of one rank only, such as its rows' documents.
         """
         if self.activation_template.device.type not in LAZY_LOADING_DEVICES:
             return
+        shapes = self._activation_shapes(micros)
+        if (case := (*shapes, torch.is_grad_enabled())) in self._loaded_cases:
+            return
+        self._loaded_cases.add(case)
         loss_scale, self.loss_scale = self.loss_scale, 0.0  # gradients of zero
-        for micro, shape in zip(micros, self._activation_shapes(micros), strict=True):
-            case = shape, micro.documents is None, torch.is_grad_enabled()
-            if case not in self._loaded_cases:
-                self._loaded_cases.add(case)
-                self._rehearse(micro, shape, losses)
+        for index in sorted({0, len(micros) - 1}):  # only the last may be smaller
+            micro: Any = micros[index]
+            rows, tokens = micro.tokens.shape
+            whole_rows = Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)
+            for documents in (None, micro.documents or whole_rows):
+                self._rehearse(replace(micro, documents=documents), shapes[index], losses)
         self.loss_scale = loss_scale
 
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
@@ -238,12 +243,9 @@ class PipelineStrategy(Strategy):
             (self.loss_scale * (activation.output + activation.auxiliary)).backward()
         else:
             auxiliary_grad = torch.full_like(activation.auxiliary, self.loss_scale)
-            pairs = [
-                pair
-                for pair in ((activation.output, output_grad), (activation.auxiliary, auxiliary_grad))
-                if pair[0].requires_grad
-            ]
-            torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
+            pairs = (activation.output, output_grad), (activation.auxiliary, auxiliary_grad)
+            trained = [pair for pair in pairs if pair[0].requires_grad]
+            torch.autograd.backward([out for out, _ in trained], [gradient for _, gradient in trained])
 
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """The shapes of what stages send of each micro-batch."""
