@@ -160,7 +160,7 @@ def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
         MicroBatch(
             _empty_ids(n, num_local_tokens),
             _empty_ids(n, num_local_tokens),
-            Documents(_empty_ids(n, sequence), _empty_ids(1, n + 1)[0].int()) if masked else None,
+            Documents(_empty_ids(n, sequence), torch.from_numpy(np.zeros(n + 1, np.int32))) if masked else None,
         )
         for n in counts
     ]
