@@ -22,7 +22,8 @@ from phalanx.runs.errors import CollectiveOrderError
 from phalanx.runs.hang_dumps import calls_file, format_frame
 from phalanx.train.profiling.collective_recorder import OPERATION_NAMES, ranks_of_group
 
-Data, Record = TypeVar("Data"), TypeVar("Record")
+Data = TypeVar("Data")
+Record = TypeVar("Record")
 
 INPUT_ARGUMENTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
 """What a rank gives to an operation, in the words of the operations' schemas."""
