@@ -90,7 +90,7 @@ class _Log:
         for line in lines.splitlines():
             entry = json.loads(line)
             if isinstance(entry, list):
-                self.kinds.append(LoggedCall(*(tuple(x) if isinstance(x, list) else x for x in entry)))
+                self.kinds.append(LoggedCall._make(tuple(x) if isinstance(x, list) else x for x in entry))
                 entry = len(self.kinds) - 1
             calls.append(self.kinds[entry])
         self.offset += len(lines) + bool(lines)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.debug.collective_order import MESSAGE, LoggedCall
 from phalanx.debug.explain_run import explain_run
 from phalanx.runs.hang_dumps import calls_file
 from phalanx.testing import rank_pool
@@ -155,7 +156,7 @@ def test_run_ends_at_step_in_which_messages_are_reordered(text, tmp_path):
 def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
     """A hang is no step's end: what was called is in the files of the ranks."""
     directory = create_run_directory(text, tmp_path, 2, {})
-    calls = [["message", "0", [0, 1], f"{size} float32 with tag 1", f"a.py:{size} (f)"] for size in (4, 8)]
+    calls = [LoggedCall(MESSAGE, "0", (0, 1), f"{size} float32 with tag 1", f"a.py:{size} (f)") for size in (4, 8)]
     for rank, order in enumerate((calls, calls[::-1])):
         file = calls_file(directory, rank)
         file.parent.mkdir(exist_ok=True)

@@ -15,15 +15,15 @@ from typing import IO, Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from phalanx.debug.collective_log import SAME_SIZE_COLLECTIVES, is_user_code
 from phalanx.debug.collective_order import COLLECTIVE, MESSAGE, CollectiveOrder, LoggedCall, is_check_enabled
 from phalanx.runs.errors import CollectiveOrderError
 from phalanx.runs.hang_dumps import calls_file, format_frame
-from phalanx.train.profiling.collective_recorder import OPERATION_NAMES, group_name, ranks_of_group
+from phalanx.train.profiling.collective_recorder import OPERATION_NAMES, ranks_of_group
 
-Data, Record = TypeVar("Data"), TypeVar("Record")
+Data = TypeVar("Data")
+Record = TypeVar("Record")
 
 INPUT_ARGUMENTS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
 """What a rank gives to an operation, in the words of the operations' schemas."""
@@ -32,6 +32,11 @@ UNORDERED_OPERATIONS = ("recv_any_source_", "check_for_nan")
 
 
 _is_user_code = lru_cache(maxsize=1024)(is_user_code)
+
+
+@lru_cache(maxsize=1024)
+def _format_line(*frame: Any) -> str:
+    return format_frame(frame)
 
 
 class CollectiveLog:
@@ -44,7 +49,8 @@ class CollectiveLog:
         # A kernel on autograd's key comes before those of every device, and autograd has none for these operations.
         self._library = torch.library.Library("c10d", "IMPL")
         for operation in _c10d_operations():
-            self._library.impl(operation, partial(self._log_and_call, operation), "Autograd", with_keyset=True)
+            kernel = partial(self._log_and_call, operation, _operation_name(operation), _argument_names(operation))
+            self._library.impl(operation, kernel, "Autograd", with_keyset=True)
 
     def open(self, file: Path) -> None:
         """Log to a file from now on, which is emptied."""
@@ -59,9 +65,11 @@ class CollectiveLog:
                 self._file.close()
             self._file = None
 
-    def _log_and_call(self, operation: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def _log_and_call(
+        self, operation: Any, name: str, argument_names: Sequence[str], keys: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._file is not None:
-            call = _describe(operation, args)
+            call = _describe(name, dict(zip(argument_names, args, strict=False)))  # those with defaults may be left out
             with self._lock:
                 number = self._numbers.get(call)
                 if number is None:
@@ -71,13 +79,17 @@ class CollectiveLog:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _describe(operation: Any, args: Sequence[Any]) -> LoggedCall:
-    schema = operation._schema
-    schema_name = schema.name.partition("::")[2]
-    name = OPERATION_NAMES.get(schema_name, schema_name.strip("_"))
-    names = [argument.name for argument in schema.arguments]
-    arguments = dict(zip(names, args, strict=False))  # those with defaults may be left out
-    group = group_name(args) or ""
+def _operation_name(operation: Any) -> str:
+    schema_name = operation._schema.name.partition("::")[2]
+    return OPERATION_NAMES.get(schema_name, schema_name.strip("_"))
+
+
+def _argument_names(operation: Any) -> list[str]:
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
+    group = dist.ProcessGroup.unbox(arguments["process_group"]).group_name
     ranks = ranks_of_group(group)
     size, dtype = _given_size(arguments)
     caller = _calling_line()
@@ -102,11 +114,15 @@ def _c10d_operations() -> Iterator[Any]:
 def _given_size(arguments: dict[str, Any]) -> tuple[int, str]:
     """Return the number of elements that a rank gives to a collective, and their dtype."""
     given = next((arguments[name] for name in INPUT_ARGUMENTS if name in arguments), ())
-    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-    if not tensors:  # only the root of a scatter gives something
-        tensors = [leaf for leaf in tree_leaves(arguments.get("output_tensors", ())) if isinstance(leaf, Tensor)]
+    # Only the root of a scatter gives something.
+    tensors = _flatten(given) or _flatten(arguments.get("output_tensors", ()))
     dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     return sum(tensor.numel() for tensor in tensors), dtype
+
+
+def _flatten(tensors: Any) -> list[Tensor]:
+    """Return the tensors of a list, or list of lists."""
+    return [tensors] if isinstance(tensors, Tensor) else [tensor for item in tensors for tensor in _flatten(item)]
 
 
 def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -127,7 +143,8 @@ def _all_to_all_parts(arguments: dict[str, Any], ranks: int) -> tuple[tuple[int,
 def _is_background_thread() -> bool:
     """Whether Python started this thread; those of autograd, in which backward passes run on a GPU, are PyTorch's."""
     identity = threading.get_ident()
-    return any(thread.ident == identity for thread in threading.enumerate() if thread is not threading.main_thread())
+    is_main = identity == threading.main_thread().ident
+    return not is_main and any(thread.ident == identity for thread in threading.enumerate())
 
 
 def _calling_line() -> str:
@@ -135,7 +152,7 @@ def _calling_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
-    return format_frame((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+    return _format_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 class OrderGuard:

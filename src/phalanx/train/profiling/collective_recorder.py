@@ -159,20 +159,13 @@ def exclude_queueing(calls: Sequence[CollectiveCall]) -> None:
 
 
 def _group_ranks(args: Sequence[Any]) -> tuple[int, ...]:
-    name = group_name(args)
-    return tuple(range(dist.get_world_size())) if name is None else ranks_of_group(name)
-
-
-def group_name(args: Sequence[Any]) -> str | None:
-    """Return the name of the process group among the arguments of an operation; None if there is none."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return dist.ProcessGroup.unbox(argument).group_name
+            return ranks_of_group(dist.ProcessGroup.unbox(argument).group_name)
         if isinstance(argument, str):  # functional collectives name their group
             with suppress(LookupError, RuntimeError, ValueError):
-                c10d._resolve_process_group(argument)  # type: ignore[arg-type, attr-defined]
-                return argument
-    return None
+                return ranks_of_group(argument)
+    return tuple(range(dist.get_world_size()))
 
 
 def ranks_of_group(name: str) -> tuple[int, ...]:
