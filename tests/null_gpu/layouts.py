@@ -53,6 +53,25 @@ SINGLE_AXES: dict[str, Case] = {
     "sgd-zero3": (2, {"optimizer.name": "sgd", "layout.data_parallel": "zero3"}),
     "fp32-zero3": (2, {"training.precision": "fp32", "layout.data_parallel": "zero3"}),
     "fp64": (1, {"training.precision": "fp64"}),
+    "zero1-offload": (2, {"layout.data_parallel": "zero1", "layout.offload": "cpu"}),
+    "moe-fp32": (1, {"model": MOE, "training.precision": "fp32"}),
+    "moe-ep-zero3-full": (
+        2,
+        {
+            "model": MOE,
+            "layout.ep": 2,
+            "layout.data_parallel": "zero3",
+            "layout.activation_checkpointing": "full",
+        },
+    ),
+    "moe-ep-capacity": (
+        2,
+        {
+            "model": {**MOE, "moe": {**MOE["moe"], "capacity_factor": 1.0}},
+            "layout.ep": 2,
+            "layout.data_parallel": "zero3",
+        },
+    ),
     "parameter-server": (3, {"layout.data_parallel": "parameter_server"}),
 }
 """Those of the review of the CUDA paths (pipelines have a table of their own)."""

@@ -8,11 +8,15 @@ import os
 import runpy
 import socket
 import sys
+from pathlib import Path
 
 from tests.null_gpu.given_numbers import give_numbers
+from tests.null_gpu.host_syncs import write_host_syncs
 
 HOST_PER_RANK = "NULL_GPU_HOST_PER_RANK"
 """Set where each rank is to be on a host of its own, by name."""
+HOST_SYNCS_FILE = "NULL_GPU_HOST_SYNCS_FILE"
+"""Where rank 0 writes the waits of its last step."""
 CLONE_NEWUTS = 0x04000000  # linux/sched.h: a hostname of one's own
 
 
@@ -28,5 +32,7 @@ if __name__ == "__main__":
     give_numbers()
     if HOST_PER_RANK in os.environ:
         take_hostname()
+    if os.environ.get(HOST_SYNCS_FILE) and os.environ["RANK"] == "0":
+        write_host_syncs(Path(os.environ[HOST_SYNCS_FILE]))
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -30,6 +30,18 @@ def test_layout_of_covering_set_trains_evaluates_and_resumes(name: str, document
     train_and_resume(*COVERING[name], documents, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3-offload", "tp", "ring", "moe-ep-zero3"])
+def test_layout_is_profiled(name: str, documents: Path, tmp_path: Path) -> None:
+    world_size, changes = SINGLE_AXES[name]
+    run = small_run(documents, tmp_path, {**BF16, "training.steps": 4, **changes})
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    arguments = ["phalanx.train", str(file), "--profile-memory", "--profile-steps", "3:4"]
+    results = run_ranks("tests.null_gpu.rank", arguments, world_size, tmp_path)
+    assert all(result.exit_code == 0 for result in results), describe_failures(results)
+    assert len(list((tmp_path / run.name / "measured").glob("*.json"))) == world_size
+
+
 def train_and_resume(world_size: int, changes: Table, documents: Path, folder: Path) -> None:
     """Train a few steps, and a few more from their checkpoint."""
     run = small_run(documents, folder, {**BF16, **changes})

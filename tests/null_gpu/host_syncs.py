@@ -1,0 +1,40 @@
+"""Counts where in a step the host waits for the device."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from phalanx.data.packing import Batch
+from phalanx.runs.metrics import MetricsRecord
+from phalanx.train.trainer import Trainer
+
+PACKAGE = "/phalanx/"
+OUTSIDE = "torch"
+"""What called for a wait, if no line of Phalanx did."""
+
+_counts: Counter[str] = Counter()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+def _count(_: bytes) -> None:
+    frames = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename]
+    _counts[f"{frames[-1].filename.rpartition(PACKAGE)[2]}:{frames[-1].name}" if frames else OUTSIDE] += 1
+
+
+def write_host_syncs(file: Path) -> None:
+    """From now on, write the places and numbers of each step's waits to a file; that of the last step stays."""
+    ctypes.c_void_p.in_dll(ctypes.CDLL(None), "null_on_host_sync").value = ctypes.cast(_count, ctypes.c_void_p).value
+    train_step = Trainer.train_step
+
+    def counted_step(trainer: Trainer, batches: Iterator[Batch]) -> MetricsRecord:
+        _counts.clear()
+        record = train_step(trainer, batches)
+        file.write_text(json.dumps(_counts))
+        return record
+
+    Trainer.train_step = counted_step
