@@ -39,7 +39,7 @@ def test_layout_is_profiled(name: str, documents: Path, tmp_path: Path) -> None:
     arguments = ["phalanx.train", str(file), "--profile-memory", "--profile-steps", "3:4"]
     results = run_ranks("tests.null_gpu.rank", arguments, world_size, tmp_path)
     assert all(result.exit_code == 0 for result in results), describe_failures(results)
-    assert len(list((tmp_path / run.name / "measured").glob("*.json"))) == world_size
+    assert len(list((tmp_path / run.name / "measured").glob("rank-*.json"))) == world_size
 
 
 def train_and_resume(world_size: int, changes: Table, documents: Path, folder: Path) -> None:
