@@ -18,7 +18,7 @@ import phalanx.model.moe as moe
 import phalanx.model.transformer as transformer
 import phalanx.parallel.expert.expert_parallel as expert_parallel
 import phalanx.parallel.pipeline.split_backward as split_backward
-from benchmarks.gpu_memory import Row, described_run
+from benchmarks.gpu_memory_runs import Row, described_run
 from phalanx.parallel.mesh import build_mesh
 from phalanx.train.learner import Learner
 from phalanx.verify.dry_run import run_step
