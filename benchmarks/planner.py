@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from benchmarks.calibration import LOOP, LOOP_HEADING
 from benchmarks.fit_planner import fit_time
+from benchmarks.gpu_memory import HEADING as GPU_MEMORY_HEADING
+from benchmarks.gpu_memory import recorded_rows, section
 from benchmarks.planner_choice import best_of_sweeps, sweeps
 from benchmarks.published import Known, known_rows, met, step_time_rows
 from phalanx.cost.estimate.constants import time_constants
@@ -238,6 +240,7 @@ def main(path: Path, leave_out: bool) -> None:
     lines = head(path, leave_out)
     sections["Found by dry runs"] = FOUND.read_text().splitlines()
     sections[LOOP_HEADING] = LOOP.read_text().splitlines()
+    sections[GPU_MEMORY_HEADING] = section(recorded_rows()).splitlines()
     for title, body in sections.items():
         lines += [f"## {title}", "", *body, ""]
     text = "\n".join(lines)

@@ -105,7 +105,10 @@ def _explain_difference(run: RunSpec, operation: str) -> str:
 
 
 def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> list[PlanCheck]:
-    """The plan is that of the fullest rank of each place: the first there. Others may have less."""
+    """The plan is that of the fullest rank of each place: the first there. Others may have less. Ranks are traced as on
+    a CPU, whose kernels save other tensors than CUDA's."""
+    if run.cluster.uses_cuda:
+        run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})
     sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
     stage_memory = list(rank_memory(run, world_size).values())
     stage = sizes.coordinates(rank)["pp"]

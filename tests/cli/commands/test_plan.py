@@ -139,7 +139,7 @@ def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
         given = "make sure that it is there: cluster.host_memory_bytes is not set, 512.0 GiB is assumed"
     assert f"\noffload: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB of CPU memory; {given}.\n" in text
     limit = f"limit: a rank may hold {found['rank_limit_bytes'] / GIB:.1f} GiB ("
-    reserve = "of 24.0 GiB; the reserve is 3.4 GiB for driver and libraries, 1.0 GiB for errors of the prediction"
+    reserve = "of 24.0 GiB; the reserve is 0.4 GiB for the CUDA context, 1.0 GiB for errors of the prediction"
     assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
     explained = plan_output(run, *cards, "--explain", 1)
     assert f"offload: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB of CPU memory; {given}\n" in explained
@@ -390,8 +390,9 @@ def test_plan_writes_safe_layout_when_fastest_may_not_fit(tmp_path):
     run.write_text(
         '[model]\npreset = "llama3-8b"\n[training]\nseq_len = 8192\ntokens_per_step = 4194304\n', encoding="utf-8"
     )
-    said = " ".join(plan_output(run, "--machine", "h100", "--nodes", 8, "--top", 1, "--out", written).split())
-    facts = json.loads(plan_output(run, "--machine", "h100", "--nodes", 8, "--json"))
+    machine = ("--machine", "h100", "--nodes", 8, "--set", f"cluster.memory_bytes={72 * GIB}")
+    said = " ".join(plan_output(run, *machine, "--top", 1, "--out", written).split())
+    facts = json.loads(plan_output(run, *machine, "--json"))
     first, *others = facts["layouts"]
     sure = next(layout for layout in others if layout["p_oom"] < 0.05)
     assert 0.05 <= first["p_oom"] < 0.2

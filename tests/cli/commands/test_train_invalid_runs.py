@@ -582,7 +582,8 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
-    planned = max(memory.total for memory in rank_memory(run, 2).values())
+    on_device = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": device})})
+    planned = max(memory.device for memory in rank_memory(on_device, 2).values())
     check_memory(run, 2, sharing_ranks * planned, device)
     with pytest.raises(UserError) as refused:
         check_memory(run, 2, sharing_ranks * planned - 1, device)

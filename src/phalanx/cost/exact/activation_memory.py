@@ -6,8 +6,9 @@ Ours differs: flash attention (arXiv 2205.14135) keeps a row's logsumexp instead
 there is no dropout, SwiGLU keeps four inner tensors where GELU keeps two, and autocast keeps a bf16 copy of a linear
 layer's input for each layer that reads it.
 
-The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte. GPU kernels keep
-slightly different things; and there, under a document mask, the model repeats key/value heads (`model/attention.py`).
+The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte; or those of its CUDA
+kernels (`on_cuda`), which differ in norms and in what they need of documents. Not counted: key/value heads that the
+model repeats on CUDA where a mask is needed, in fp32 (`model/attention.py`).
 Of what exists for a moment only, the loss's is counted (N V numbers each, usually the largest), and what is computed
 again; gradients on their way between layers are not.
 
@@ -148,7 +149,8 @@ def activation_bytes(
     these are balanced.
 
     bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
-    are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other.
+    are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other. `on_cuda`: by CUDA's
+    kernels, not by a CPU's.
 
     The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
     before it keep, what it drops itself, and nothing of those after it or of the loss.

@@ -179,6 +179,8 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
                 buffers = fsdp_stream_buffers(rank, run, batch_plan.gradient_accumulation_steps)
                 reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + buffers.side_streams
                 largest_sum = buffers.largest_sum
+            elif strategy == "ddp" and data_dims.dp_size > 1 and layout.pp == 1:
+                reserved += state.gradients  # DDP makes its buckets anew in the second step, beside the first ones
             reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum)
             memory = replace(memory, unused=max(0, reserved - peak_bytes), nccl=nccl_bytes(run, world_size))
         memories.append(memory)

@@ -1,0 +1,87 @@
+"""A rank of a run on a GPU that computes nothing: the most that PyTorch's allocator allocates and reserves in a step.
+
+    python -m benchmarks.gpu_memory_rank ROW        # started by `benchmarks.gpu_memory`, which preloads the libraries
+
+What depends on numbers is given, as there are none: experts are balanced, and every row is one document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+import phalanx.model.moe as moe
+import phalanx.model.transformer as transformer
+import phalanx.parallel.expert.expert_parallel as expert_parallel
+import phalanx.parallel.pipeline.split_backward as split_backward
+from benchmarks.gpu_memory_runs import Row, described_run
+from phalanx.parallel.mesh import build_mesh
+from phalanx.train.learner import Learner
+from phalanx.verify.dry_run import run_step
+
+WARMUP_STEPS = 3
+"""DDP makes its buckets anew in the second."""
+
+
+class LonelyStore(dist.Store):
+    """A store in which everything stands that a rank waits for: identifiers of NCCL's communicators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self.values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values.get(key, bytes(128))
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+
+def balanced_counts(counts: torch.Tensor, total: int) -> list[int]:
+    """Return the rows of each expert, in place of `to_host_list`."""
+    quotient, remainder = divmod(total, len(counts))
+    return [quotient + (index < remainder) for index in range(len(counts))]
+
+
+def one_document_a_row(starts_BT: torch.Tensor) -> torch.Tensor:
+    """Return bounds, in place of `document_bounds`."""
+    return torch.arange(0, starts_BT.numel() + 1, starts_BT.shape[1], dtype=torch.int32, device="cuda")
+
+
+def run_steps(row: Row) -> dict[str, int]:
+    """Steps of a rank in this process; the most bytes in the last."""
+    transformer.document_bounds = one_document_a_row
+    moe.to_host_list = expert_parallel.to_host_list = split_backward.to_host_list = balanced_counts
+    dist.distributed_c10d._store_based_barrier = lambda *arguments, **named: None
+    torch.cuda.set_device(0)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN needs a driver
+    store = LonelyStore()  # whose Python half lives as long as this name
+    if row.world_size > 1:
+        dist.init_process_group("nccl", store=store, rank=row.rank, world_size=row.world_size)
+    run = described_run(row)
+    mesh = build_mesh(run.layout, row.world_size, "cuda")
+    learner = Learner(run, mesh, torch.device("cuda", 0), lambda name, shape: torch.empty(shape))
+    for _ in range(WARMUP_STEPS):
+        run_step(learner)
+    torch.cuda.reset_peak_memory_stats()
+    run_step(learner)
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_steps(Row(**json.loads(sys.argv[1])))), flush=True)
+    os._exit(0)  # the watchdog of a process group that never ends

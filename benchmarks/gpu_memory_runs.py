@@ -1,0 +1,104 @@
+"""The ranks whose memory `benchmarks.gpu_memory` measures: of four models, twelve layouts each, and some others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.spec.files.load import load_run
+from phalanx.spec.parallel_dims import parallel_dims, pipeline_stage_groups
+from phalanx.spec.run import RunSpec
+
+NONE, SELECTIVE, FULL = (f"activation_checkpointing={kind}" for kind in ("none", "selective", "full"))
+DENSE_LAYOUTS = {
+    "zero3 none": (8, f"data_parallel=zero3 {NONE}"),
+    "zero3 selective": (8, f"data_parallel=zero3 {SELECTIVE}"),
+    "zero3 full": (8, f"data_parallel=zero3 {FULL}"),
+    "hsdp 8 selective": (32, f"data_parallel=hsdp dp_shard=8 {SELECTIVE}"),
+    "hsdp 16 full": (32, f"data_parallel=hsdp dp_shard=16 {FULL}"),
+    "tp2 zero3 none": (16, f"data_parallel=zero3 tp=2 {NONE}"),
+    "tp4 zero1 full": (32, f"data_parallel=zero1 tp=4 {FULL}"),
+    "tp8 zero3 selective": (64, f"data_parallel=zero3 tp=8 {SELECTIVE}"),
+    "pp2 1f1b zero1 full": (16, f"data_parallel=zero1 pp=2 {FULL}"),
+    "pp4 tp2 zb-v zero1 none": (32, f"data_parallel=zero1 pp=4 tp=2 schedule=zb-v {NONE}"),
+    "cp2 ring zero3 none": (16, f"data_parallel=zero3 cp=2 {NONE}"),
+    "cp4 ulysses zero3 full": (32, f"data_parallel=zero3 cp=4 cp_method=ulysses {FULL}"),
+}
+MOE_LAYOUTS = {
+    "zero3 full": (64, f"data_parallel=zero3 {FULL}"),
+    "zero3 selective": (64, f"data_parallel=zero3 {SELECTIVE}"),
+    "ep8 zero3 full": (64, f"data_parallel=zero3 ep=8 {FULL}"),
+    "ep8 zero3 selective": (64, f"data_parallel=zero3 ep=8 {SELECTIVE}"),
+    "ep4 zero3 none": (64, f"data_parallel=zero3 ep=4 {NONE}"),
+    "ep8 zero1 full": (64, f"data_parallel=zero1 ep=8 {FULL}"),
+    "ep4 hsdp 16 full": (64, f"data_parallel=hsdp dp_shard=16 ep=4 {FULL}"),
+    "tp2 zero3 full": (64, f"data_parallel=zero3 tp=2 {FULL}"),
+    "ep8 tp2 zero3 full": (64, f"data_parallel=zero3 ep=8 tp=2 {FULL}"),
+    "ep4 pp2 1f1b zero1 full": (64, f"data_parallel=zero1 ep=4 pp=2 {FULL}"),
+    "ep8 cp2 ring zero3 full": (64, f"data_parallel=zero3 ep=8 cp=2 {FULL}"),
+    "ep4 cp2 ulysses zero3 none": (64, f"data_parallel=zero3 ep=4 cp=2 cp_method=ulysses {NONE}"),
+}
+FEW_EXPERTS_LAYOUTS = MOE_LAYOUTS | {  # more ranks than experts would pad these to one for each
+    name: (ranks, MOE_LAYOUTS[name][1])
+    for name, ranks in (("zero3 full", 8), ("zero3 selective", 8), ("tp2 zero3 full", 16))
+}
+MODELS = {
+    "llama3-8b": (32, DENSE_LAYOUTS),
+    "llama3-70b": (8, DENSE_LAYOUTS),
+    "qwen3-30b-a3b": (16, MOE_LAYOUTS),
+    "mixtral-8x7b": (8, FEW_EXPERTS_LAYOUTS),
+}
+"""Layers, fewer than the model has where all of them do not fit 80 GB in most of the layouts."""
+OTHER_RUNS = (
+    ("llama3-8b", 32, "zero1 full", 16, f"data_parallel=zero1 {FULL}"),
+    ("llama3-8b", 32, "zero2 full", 16, f"data_parallel=zero2 {FULL}"),
+    ("llama3-8b", 32, "tp4 zero3 none", 32, f"data_parallel=zero3 tp=4 {NONE}"),
+    ("llama3-8b", 32, "cp2 ulysses hsdp 8 none", 32, f"data_parallel=hsdp dp_shard=4 cp=2 cp_method=ulysses {NONE}"),
+    ("llama3-8b", 4, "ddp none", 8, f"data_parallel=ddp {NONE}"),
+    ("llama3-70b", 80, "tp8 zero3 full", 64, f"data_parallel=zero3 tp=8 {FULL}"),
+    ("qwen3-30b-a3b", 48, "zero3 full", 64, f"data_parallel=zero3 {FULL}"),
+    ("mixtral-8x7b", 32, "tp8 zero3 full", 64, f"data_parallel=zero3 tp=8 {FULL}"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rank, and the most that it allocated and reserved in a step."""
+
+    model: str
+    layout: str
+    world_size: int
+    rank: int
+    settings: list[str]
+    """As given to `--set`."""
+    allocated: int = 0
+    reserved: int = 0
+    problem: str = ""
+
+
+def all_rows() -> Iterator[Row]:
+    """Each layout of each model: of a pipeline its first and its last rank."""
+    runs = [(model, layers, name, *run) for model, (layers, some) in MODELS.items() for name, run in some.items()]
+    for model, layers, name, world_size, words in (*runs, *OTHER_RUNS):
+        tokens = 8192 if model.startswith("llama") else 4096
+        settings = [f"model.preset={model}", f"model.num_layers={layers}", f"training.seq_len={tokens}"]
+        settings += [f"data.mask_documents={str(NONE not in words).lower()}"]
+        row = Row(model, name, world_size, 0, settings + [f"layout.{word}" for word in words.split()])
+        stages = pipeline_stage_groups(parallel_dims(described_run(row).layout, world_size))
+        for stage in sorted({0, len(stages) - 1}):
+            place = f" pp{stage}" if len(stages) > 1 else ""
+            yield replace(row, rank=stages[stage][0], layout=name + place)
+
+
+def described_run(row: Row) -> RunSpec:
+    """The run of a row on H100s: of each rank two micro-batches of one sequence, in a pipeline four for each stage."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "run.toml"
+        file.write_text('name = "gpu-memory"\n[cluster]\npreset = "h100"\n')
+        run = load_run(file, row.settings, environment={})
+        dims = parallel_dims(run.layout, row.world_size)
+        sequences = dims.dp_size * (2 if run.layout.pp == 1 else 4 * run.layout.pp)
+        tokens = f"training.tokens_per_step={sequences * run.training.seq_len}"
+        return load_run(file, [*row.settings, tokens, "layout.micro_batch_size=1"], environment={})

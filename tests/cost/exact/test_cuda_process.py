@@ -1,0 +1,69 @@
+"""What ranks on a GPU are said to allocate and reserve, against rows recorded on a GPU that computes nothing.
+
+`cuda_memory.json` was written by `python -m benchmarks.gpu_memory --python PYTHON --null OUT`."""
+
+import pytest
+
+from benchmarks.gpu_memory import LIMITS, planned, recorded_rows
+from phalanx.cost.exact.activation_memory import activation_bytes
+from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, nccl_bytes
+from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.spec.layout import Layout
+from phalanx.spec.run import RunSpec
+
+ROWS = recorded_rows()
+TRAINING = {"seq_len": 8192, "tokens_per_step": 64 * 8192}
+
+
+def make_run(machine: str, **layout: object) -> RunSpec:
+    model = {"preset": "llama3-8b"}
+    cluster = {"preset": machine, "nproc_per_node": 8}
+    return run_from_table({"model": model, "training": TRAINING, "cluster": cluster, "layout": layout})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model} {row.layout} {row.world_size}")
+def test_planned_memory_of_cuda_rank_matches_recorded_allocator(row):
+    memory = planned(row)
+    assert memory.total == pytest.approx(row.allocated, rel=LIMITS["allocated"])
+    assert memory.reserved == pytest.approx(row.reserved, rel=LIMITS["reserved"])
+
+
+def test_recorded_rows_cover_models_and_kinds_of_activation_checkpointing():
+    assert {row.model for row in ROWS} == {"llama3-8b", "llama3-70b", "qwen3-30b-a3b", "mixtral-8x7b"}
+    assert not [row for row in ROWS if row.problem]
+    for model in {row.model for row in ROWS}:
+        for kind in ("none", "selective", "full"):
+            assert any(row.model == model and row.layout.split(" pp")[0].endswith(kind) for row in ROWS)
+
+
+def test_rms_norm_saves_its_input_on_cuda_and_fp32_on_a_cpu():
+    """64 MiB and a number for each of 8,192 tokens; 2 x 128 MiB, and the same."""
+    spec, layout = load_model("llama3-8b"), Layout(data_parallel="zero3")
+    on_cpu, on_cuda = (activation_bytes(spec, 1, 8192, "bf16", layout, on_cuda=on_cuda) for on_cuda in (False, True))
+    assert on_cuda.norms == 65 * (2**26 + 4 * 8192)
+    assert on_cpu.norms == 65 * (2**28 + 4 * 8192)
+    assert on_cuda.attention == on_cpu.attention
+
+
+def test_cuda_saves_no_mask_where_rows_are_packed():
+    spec = load_model("llama3-8b")
+    masked, plain = (activation_bytes(spec, 1, 8192, "bf16", masked=masked, on_cuda=True) for masked in (True, False))
+    assert masked.attention == plain.attention
+    fp32 = [activation_bytes(spec, 1, 8192, "fp32", masked=masked, on_cuda=True).attention for masked in (True, False)]
+    assert fp32[0] - fp32[1] >= 32 * 4 * 8192**2, "no kernel for packed rows computes in fp32"
+
+
+def test_only_cuda_ranks_have_unused_and_nccl_memory():
+    on_cpu, on_gpu = (rank_memory(make_run(machine, data_parallel="zero3"), 8)["rank"] for machine in ("cpu", "h100"))
+    assert (on_cpu.unused, on_cpu.nccl, on_cpu.device) == (0, 0, on_cpu.total)
+    assert on_gpu.device == on_gpu.total + on_gpu.unused + on_gpu.nccl > on_gpu.total
+
+
+def test_nccl_bytes_count_groups_and_peers_within_a_node():
+    assert nccl_bytes(make_run("h100"), 1) == 0
+    assert nccl_bytes(make_run("h100", data_parallel="zero3"), 8) == COLLECTIVE_BYTES
+    ulysses = make_run("h100", data_parallel="zero3", cp=16, cp_method="ulysses")
+    assert nccl_bytes(ulysses, 64) == COLLECTIVE_BYTES + 7 * PEER_BYTES, "8 of 16 ranks are on other nodes"
+    pipeline = make_run("h100", pp=4)
+    assert nccl_bytes(pipeline, 8) == 2 * COLLECTIVE_BYTES + 4 * PEER_BYTES
