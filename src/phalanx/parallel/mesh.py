@@ -183,7 +183,7 @@ def new_pipeline_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup 
     return own_group
 
 
-def _pipeline_options() -> dist.Backend.Options:
+def _pipeline_options() -> Any:
     """NCCL's options of a pipeline's group; each group needs its own."""
     c10d: Any = dist.distributed_c10d
     options: Any = dist.ProcessGroupNCCL.Options()

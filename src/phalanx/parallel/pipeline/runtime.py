@@ -93,7 +93,7 @@ class PipelineStrategy(Strategy):
         self.forward_only = Schedule.from_rows([[Action(stage, "F", 0) for stage in own] for own in stages])
         self.splits_backward = representative.splits_backward
         self.cp_size = cp_size
-        self._loaded_cases: set[tuple[torch.Size | bool, ...]] = set()
+        self._loaded_cases: set[tuple[object, ...]] = set()
         if like.device.type != "cpu":
             connect_peers(representative, self.rank, groups, like.new_zeros(1))
         if any(action.kind == "W" for action in representative.actions(self.rank)):
