@@ -170,6 +170,10 @@ class CollectiveOrder:
             path.append(following)
         return path[path.index(following) :] if path else []
 
+    def bytes_read(self, rank: int) -> int:
+        """Return how much was read of a rank's file."""
+        return self._logs[rank].offset
+
     def describe_last_calls(self, rank: int) -> str:
         """Return the last calls of a rank, as far as they were read."""
         calls = self._logs[rank].last_calls if rank in self._logs else ()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.debug.collective_order import MESSAGE, LoggedCall
+from phalanx.debug.collective_order import MESSAGE, CollectiveOrder, LoggedCall
 from phalanx.debug.explain_run import explain_run
 from phalanx.runs.hang_dumps import calls_file
 from phalanx.testing import rank_pool
 from phalanx.testing.rank_failure import RankError
 from phalanx.testing.rank_pool import RankPool
+from phalanx.train.guards import collective_log
+from phalanx.train.guards.collective_log import OrderGuard
 from tests.helpers.faulty_rank import FAULTY_RANK, reorder_messages
 from tests.helpers.faulty_runs import create_run_directory, start_faulty_run, wait_for_failure
 
@@ -167,3 +170,21 @@ def test_debug_names_crossed_messages_of_run_that_hangs(text, tmp_path):
         "in message 1 from rank 0 to rank 1 in group 0, rank 0 sent 4 float32 with tag 1 at a.py:4 (f) "
         "and rank 1 received 8 float32 with tag 1 at a.py:8 (f)"
     )
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_end_of_run_compares_files_as_far_as_they_come(is_shared, tmp_path, monkeypatch):
+    """A shared file system shows a file late; without one it never comes, and what is not seen is no difference."""
+    call = LoggedCall("collective", "0", (0, 1), "all_reduce of 4 float32", "a.py:1")
+    line = json.dumps(call) + "\n"
+    files = {rank: calls_file(tmp_path, rank) for rank in range(2)}
+    files[0].parent.mkdir()
+    files[0].write_text(line)
+    guard = OrderGuard(tmp_path)
+    guard._order = CollectiveOrder(files)
+    if is_shared:
+        monkeypatch.setattr(time, "sleep", lambda _: files[1].write_text(line))
+    else:
+        monkeypatch.setattr(collective_log, "LATE_FILE_SECONDS", 0.0)
+    guard._check_whole_logs([len(line)] * 2)
+    assert guard._order.bytes_read(1) == (len(line) if is_shared else 0)

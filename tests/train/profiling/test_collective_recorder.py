@@ -55,16 +55,16 @@ def test_collective_call_exposed_seconds_counts_only_waited_time() -> None:
 
 
 def test_exclude_queueing_starts_collectives_of_a_group_one_by_one() -> None:
-    def call(operation: str, group: tuple[int, ...], start: float, end: float | None) -> CollectiveCall:
-        return CollectiveCall(operation, operation, group, 1, start, end)
+    def call(operation: str, group_name: str, start: float, end: float | None) -> CollectiveCall:
+        return CollectiveCall(operation, operation, (0, 1), 1, start, end, group_name)
 
     calls = [
-        call("all_reduce", (0, 1), 1.0, 5.0),
-        call("all_gather", (0, 1), 2.0, 6.0),  # queued behind the first
-        call("all_reduce", (0, 2), 2.0, 3.0),  # of another group
-        call("send", (0, 1), 2.0, 4.0),
-        call("all_reduce", (0, 1), 7.0, 8.0),
-        call("all_reduce", (0, 1), 7.5, None),
+        call("all_reduce", "a", 1.0, 5.0),
+        call("all_gather", "a", 2.0, 6.0),  # queued behind the first
+        call("all_reduce", "b", 2.0, 3.0),  # of another group of the same ranks
+        call("send", "a", 2.0, 4.0),
+        call("all_reduce", "a", 7.0, 8.0),
+        call("all_reduce", "a", 7.5, None),
     ]
     exclude_queueing(calls)
     assert [each.start for each in calls] == [1.0, 5.0, 2.0, 2.0, 7.0, 7.5]

@@ -10,8 +10,8 @@ def copy_to_host(*tensors: Tensor) -> list[Tensor]:
     """Return tensors in CPU memory (those that are there already, themselves). The host waits for a GPU once, however
     many tensors there are."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.current_stream().synchronize()
+    for device in {tensor.device for tensor in tensors}:
+        wait_for_host_copies(device)
     return copies
 
 

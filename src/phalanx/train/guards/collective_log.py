@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from phalanx.debug.collective_log import SAME_SIZE_COLLECTIVES, is_user_code
 from phalanx.debug.collective_order import COLLECTIVE, MESSAGE, CollectiveOrder, LoggedCall, is_check_enabled
+from phalanx.parallel.comm.objects import all_gather_objects
 from phalanx.runs.errors import CollectiveOrderError
 from phalanx.runs.hang_dumps import calls_file, format_frame
 from phalanx.train.profiling.collective_recorder import OPERATION_NAMES, ranks_of_group
@@ -155,6 +157,9 @@ def _calling_line() -> str:
     return _format_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+LATE_FILE_SECONDS, LATE_FILE_POLL_SECONDS = 10.0, 0.1
+
+
 class OrderGuard:
     """The check of a run's collectives, from `__enter__` to `__exit__`: does nothing unless it is asked for."""
 
@@ -181,11 +186,10 @@ class OrderGuard:
         if error is not None:
             self._log.close()
             return
-        dist.barrier()
         self._log.close()
-        self._check(finished=range(dist.get_world_size()))
-        dist.barrier()  # the first rank has read the others' files
         file = calls_file(self._directory, dist.get_rank())
+        self._check_whole_logs(all_gather_objects(file.stat().st_size))
+        dist.barrier()  # the first rank has read the others' files
         file.unlink()
         with suppress(OSError):  # others have files there
             file.parent.rmdir()
@@ -199,6 +203,16 @@ class OrderGuard:
             return record
 
         return step if self._log is None else step_and_check
+
+    def _check_whole_logs(self, sizes: Sequence[int]) -> None:
+        """Compare all that ranks called, in files of these sizes, as far as they come here: a shared file system shows
+        them late, and without one only those of this node are there."""
+        deadline, late = time.monotonic() + LATE_FILE_SECONDS, list(range(len(sizes)))
+        while self._order is not None and late and time.monotonic() < deadline:
+            self._check()
+            late = [rank for rank in late if self._order.bytes_read(rank) < sizes[rank]]
+            time.sleep(LATE_FILE_POLL_SECONDS if late else 0.0)
+        self._check(finished=[rank for rank in range(len(sizes)) if rank not in late])
 
     def _check(self, finished: Collection[int] = ()) -> None:
         """Raise CollectiveOrderError on the first rank if ranks differ in what they called."""

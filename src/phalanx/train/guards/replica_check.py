@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.debug.collective_log import minority_ranks
 from phalanx.debug.hang_evidence import format_coordinates
+from phalanx.parallel.comm.host_copy import copy_to_host
 from phalanx.parallel.comm.objects import broadcast_object
 from phalanx.parallel.dtensor_shards import local_shape_and_offset, local_tensor
 from phalanx.parallel.module_tensors import named_parameters
@@ -112,19 +113,9 @@ def _hash_tensors(strategy: Strategy, optimizers: list[torch.optim.Optimizer]) -
     for name, parameter in named_parameters(strategy.module):
         if id(parameter) not in trained:  # what is computed with, where ranks train only rows of it
             tensors[f"{COMPUTE_PREFIX}.{name}"] = strategy.as_global_dtensor(name, parameter.detach())
-    values = _to_host([tensor_hash(local_tensor(tensor)) for tensor in tensors.values()])
+    values = map(int, copy_to_host(*(tensor_hash(local_tensor(tensor)) for tensor in tensors.values())))
     for (name, tensor), value in zip(tensors.items(), values, strict=True):
         yield shard_id(name, tensor), name, value
-
-
-def _to_host(hashes: Sequence[Tensor]) -> list[int]:
-    """Fetch scalars with one copy from each device: what is offloaded was hashed on the CPU."""
-    values = [0] * len(hashes)
-    for device in {value.device for value in hashes}:
-        indices = [index for index, value in enumerate(hashes) if value.device == device]
-        for index, value in zip(indices, torch.stack([hashes[index] for index in indices]).tolist(), strict=True):
-            values[index] = value
-    return values
 
 
 def shard_id(name: str, tensor: Tensor) -> int:

@@ -61,6 +61,8 @@ class CollectiveCall:
     end: float | None = None
     """None where it is unknown: gloo reports none of send and recv, and NCCL none of those that are sent as one batch
     nor of functional collectives."""
+    group_name: str = ""
+    """PyTorch's name of the group: several have the same ranks."""
 
     @property
     def ranks(self) -> int:
@@ -115,7 +117,10 @@ class CollectiveRecorder(TorchDispatchMode):
         event = self.clock.record() if on_gpu else None
         started_at = time.perf_counter()
         out = func(*args, **(kwargs or {}))
-        call = CollectiveCall(requested, operation, _group_ranks(args), _total_bytes(operation, args), started_at)
+        name = _group_name(args)
+        ranks = ranks_of_group(name) if name else tuple(range(dist.get_world_size()))
+        size_bytes = _total_bytes(operation, args)
+        call = CollectiveCall(requested, operation, ranks, size_bytes, started_at, group_name=name)
         self.calls.append(call)
         if not on_gpu:
             _record_end(call, out)
@@ -151,21 +156,23 @@ class CollectiveRecorder(TorchDispatchMode):
 def exclude_queueing(calls: Sequence[CollectiveCall]) -> None:
     """Let no collective start before the end of the one before in its group: NCCL runs those of a group one by one, and
     a stream comes to a call long before its turn. Messages between two ranks have a communicator for each pair."""
-    ends: dict[tuple[int, ...], float] = {}
+    ends: dict[str, float] = {}
     for call in calls:
         if call.operation not in POINT_TO_POINT and call.end is not None:
-            call.start = min(max(call.start, ends.get(call.group, call.start)), call.end)
-            ends[call.group] = call.end
+            call.start = min(max(call.start, ends.get(call.group_name, call.start)), call.end)
+            ends[call.group_name] = call.end
 
 
-def _group_ranks(args: Sequence[Any]) -> tuple[int, ...]:
+def _group_name(args: Sequence[Any]) -> str:
+    """Return the name of the process group among the arguments of an operation; "" if there is none."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return ranks_of_group(dist.ProcessGroup.unbox(argument).group_name)
+            return dist.ProcessGroup.unbox(argument).group_name
         if isinstance(argument, str):  # functional collectives name their group
             with suppress(LookupError, RuntimeError, ValueError):
-                return ranks_of_group(argument)
-    return tuple(range(dist.get_world_size()))
+                ranks_of_group(argument)
+                return argument
+    return ""
 
 
 def ranks_of_group(name: str) -> tuple[int, ...]:
