@@ -4,4 +4,20 @@ from __future__ import annotations
 
 import os
 
-collect_ignore_glob = [] if "libnullgpu" in os.environ.get("LD_PRELOAD", "") else ["test_*.py"]
+import pytest
+
+
+def is_null_gpu() -> bool:
+    """Return whether the library of native/ stands in for CUDA in this process."""
+    return "libnullgpu" in os.environ.get("LD_PRELOAD", "")
+
+
+collect_ignore_glob = [] if is_null_gpu() else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def null_gpu() -> None:
+    """Fail where the library is there and PyTorch sees no GPU: ranks would train on the CPU."""
+    import torch
+
+    assert torch.cuda.is_available()

@@ -13,7 +13,6 @@ from phalanx.parallel.comm.device_clock import DeviceClock
 from phalanx.train.profiling.collective_recorder import CollectiveCall, CollectiveRecorder
 
 CLOCK_ERROR_SECONDS = 0.01
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU, not even the null GPU")
 
 
 @pytest.fixture

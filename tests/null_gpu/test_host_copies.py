@@ -10,8 +10,6 @@ from torch import Tensor
 
 from phalanx.train.checkpoint.host_copies import HostCopies
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU, not even the null GPU")
-
 
 @pytest.fixture
 def no_syncs() -> Iterator[None]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from phalanx.parallel.data.offload import CpuOffload
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU, not even the null GPU")
 
 
 def test_offloaded_tensors_are_not_rounded_up_to_a_power_of_two() -> None:

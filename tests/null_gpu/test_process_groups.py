@@ -12,7 +12,6 @@ import torch.distributed as dist
 from phalanx.parallel.mesh import MAX_PIPELINE_CHANNELS, Mesh, build_mesh
 from phalanx.spec.layout import Layout
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU, not even the null GPU")
 RANKS = 8
 GPU = torch.device("cuda")
 

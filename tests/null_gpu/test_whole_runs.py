@@ -53,4 +53,7 @@ def train_and_resume(world_size: int, changes: Table, documents: Path, folder: P
         assert all(result.exit_code == 0 for result in results), describe_failures(results)
         records = read_metrics(directory)
         assert max(record["step"] for record in records) == steps
+        assert [record["resumed_at_step"] for record in records if "loss" in record][-1] == (
+            0 if steps == STEPS else STEPS
+        )
         assert [record["step"] for record in records if "held_out_loss" in record][-1] == steps
