@@ -20,10 +20,9 @@ from tests.null_gpu.given_numbers import give_numbers
 
 IS_DRY = "libnull" in os.environ.get("LD_PRELOAD", "")
 """Whether the GPU is the one that computes nothing (tests/null_gpu): every line runs, and no number is compared."""
-site = str(Path(__file__).parent / "dry")
-if IS_DRY and site not in sys.path:  # in this process, and in those that it starts
-    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
+if IS_DRY:  # numbers for this process, and for those that it starts
     give_numbers()
+    os.environ["PYTHONPATH"] = os.pathsep.join([f"{Path(__file__).parent}/dry", os.environ.get("PYTHONPATH", "")])
 PART_SECONDS = 3600.0 if IS_DRY else 440.0
 """After which no further row of a part begins."""
 COMMAND_SECONDS = 900.0 if IS_DRY else 120.0
