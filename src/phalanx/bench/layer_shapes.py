@@ -48,12 +48,12 @@ class AttentionShape:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass with a mask where documents are masked: `flops_of_pairs` of all pairs."""
+        """Return FLOPs of the forward pass; pairs that a mask of documents hides are computed all the same."""
         return self.flops_of_pairs(is_half=self.causal and not self.masked)
 
     def flops_of_pairs(self, is_half: bool) -> int:
-        """Return FLOPs of the forward pass: 4 B H T T K, of causal attention half of it (arXiv 2204.02311, appendix
-        B). Of the backward pass twice as many."""
+        """Return FLOPs of the forward pass, of all pairs of tokens or of half of them: 4 B H T T K (arXiv 2204.02311,
+        appendix B). The backward pass has twice as many."""
         pairs = self.queries * self.keys // (2 if is_half else 1)
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
