@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS), help="by default all")
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder to write to (docs/benchmarks)")
     arguments = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one card
 
     import torch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -17,12 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tests.null_gpu.given_numbers import give_numbers
+
 IS_DRY = "libnull" in os.environ.get("LD_PRELOAD", "")
 """Whether the GPU is the one that computes nothing (tests/null_gpu): every line runs, and no number is compared."""
-site = str(Path(__file__).parent / "dry")
-if IS_DRY and site not in sys.path:  # in this process, and in those that it starts
-    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
-    runpy.run_path(f"{site}/sitecustomize.py")
+if IS_DRY:  # numbers for this process, and for those that it starts
+    give_numbers()
+    os.environ["PYTHONPATH"] = os.pathsep.join([f"{Path(__file__).parent}/dry", os.environ.get("PYTHONPATH", "")])
 PART_SECONDS = 3600.0 if IS_DRY else 440.0
 """After which no further row of a part begins."""
 COMMAND_SECONDS = 900.0 if IS_DRY else 120.0

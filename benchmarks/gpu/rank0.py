@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu.harness import IS_DRY, Table, real_or_dry, run_json
-from benchmarks.gpu.kernels import document_starts
+from benchmarks.gpu.kernels import document_bounds, document_starts
 from benchmarks.gpu.speed import PEAK_FLOPS
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.model.attention import Documents
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.mesh import build_mesh
 from phalanx.spec.files.load import run_from_table
@@ -120,7 +121,9 @@ def main(layers: str, *variant: str) -> None:
 def random_micro_batch(run: RunSpec, seed: int) -> MicroBatch:
     """Return a row of random tokens on the device."""
     ids = torch.randint(run.model.vocab_size, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed)).cuda()
-    return MicroBatch(ids[:, :-1], ids[:, 1:].contiguous(), document_starts(1, SEQ_LEN, MEAN_DOCUMENT).cuda())
+    starts = document_starts(1, SEQ_LEN, MEAN_DOCUMENT)
+    documents = Documents(starts.int().cuda(), document_bounds(starts).cuda())
+    return MicroBatch(ids[:, :-1], ids[:, 1:].contiguous(), documents)
 
 
 def timed_step(learner: Learner, micros: list[MicroBatch]) -> float:

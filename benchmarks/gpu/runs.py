@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.harness import IS_DRY, Table, real_or_dry, run_phalanx, settings, step_records
+from phalanx.plan.predicted_vs_measured import TOTAL
 
 TITLE = "Whole runs on one GPU"
 COLUMNS = ("what", "outcome", "seconds")
@@ -75,7 +76,9 @@ def profile(place: Path) -> str:
     (place / "steps" / "run.toml").write_text(RUN)
     run_phalanx(place / "steps", "train", "run.toml", "--profile-steps", "10:12")
     run_phalanx(place / "steps", "report", "runs/run")
-    return " / ".join(line.strip() for line in output.splitlines() if "memory" in line.lower())[:300] or "ran"
+    totals = [" ".join(line.split()) for line in output.splitlines() if TOTAL in line.split()[:3]]
+    assert totals, output[-1500:]
+    return "; ".join(totals)
 
 
 def compiled(place: Path) -> str:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from phalanx.bench import matmul
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape
-from phalanx.bench.matmul import _attention_calls, _matmul_calls, benchmark_attention, benchmark_matmul
+from phalanx.bench.matmul import (
+    Calls,
+    _attention_calls,
+    _matmul_calls,
+    _ring_calls,
+    benchmark_attention,
+    benchmark_matmul,
+)
+from phalanx.model import attention
+from phalanx.parallel.context_parallel import attention_with_lse
 from phalanx.spec.run import RunSpec
 from phalanx.train.profiling.flop_counter import FlopCounter
 from tests.helpers.small_runs import small_run
@@ -26,13 +39,50 @@ def test_benchmark_matmul_calls_have_stated_shapes_and_flops(product: MatmulShap
         assert meter.flops == product.flops
 
 
+@pytest.mark.parametrize("calls", [_attention_calls, _ring_calls])
 @pytest.mark.parametrize("masked", [False, True])
-def test_benchmark_attention_calls_have_stated_flops(masked: bool) -> None:
+def test_benchmark_attention_calls_have_stated_flops(masked: bool, calls: Callable[..., Calls]) -> None:
     core = AttentionShape(2, 4, 2, 16, 16, 8, causal=True, masked=masked)
-    for times, call in zip((1, 2), _attention_calls(core, torch.float32, CPU).values(), strict=True):
+    for times, call in zip((1, 2), calls(core, torch.float32, CPU).values(), strict=True):
         with FlopCounter() as meter:
             call()
         assert meter.flops == times * core.flops
+
+
+@pytest.mark.parametrize("changes", [{"layout.cp": 2}, {"layout.cp": 2, "data.mask_documents": False}])
+def test_benchmark_attention_times_steps_of_ring(
+    changes: dict[str, Any], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[bool] = []
+
+    def count(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert (mask is None) == ("data.mask_documents" in changes)
+        steps.append(causal)
+        return attention_with_lse(q, k, v, causal, mask)
+
+    monkeypatch.setattr(matmul, "attention_with_lse", count)
+    assert len(benchmark_attention(small_run(text, tmp_path, changes), 2, CPU, 1)) == 2
+    assert set(steps) == {True, False}
+
+
+def test_benchmark_attention_goes_by_documents_where_the_model_does(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose kernel gets bounds and computes the causal half of the pairs."""
+    run = small_run(text, tmp_path, {})
+    (by_mask,) = benchmark_attention(run, 1, CPU, 1)
+    given: list[Tensor] = []
+
+    def note_bounds(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        given.append(bounds)
+        return q * k.sum() * v.sum()
+
+    monkeypatch.setattr(attention, "attend_within_documents", note_bounds)
+    monkeypatch.setattr(matmul, "has_flash_kernel", lambda *_: True)
+    (by_document,) = benchmark_attention(run, 1, CPU, 1)
+    row_tokens = run.training.seq_len
+    assert given[0].tolist() == list(range(0, by_document["batch"] * row_tokens + 1, row_tokens))
+    assert by_mask["flops"] == 2 * by_document["flops"]
 
 
 def test_layer_benchmark_rows_contain_seconds_and_flops(text: Path, tmp_path: Path) -> None:

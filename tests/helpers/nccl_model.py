@@ -132,6 +132,21 @@ def record_calls(
     return ranks
 
 
+def record_connections(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> list[Rank]:
+    """Connect each rank to its peers; return what each called. NCCL makes a communicator at the first message of two
+    ranks, and both hosts wait for it."""
+    ranks = [Rank(number) for number in range(schedule.ranks)]
+    for rank in ranks:
+        monkeypatch.setattr(p2p, "dist", _RecordingDist(rank))
+        p2p.connect_peers(schedule, rank.number, ("forward", "backward"), torch.empty(1))  # type: ignore[arg-type]
+    return ranks
+
+
+def communicators(ranks: list[Rank]) -> list[set[Communicator]]:
+    """Return those that each rank uses."""
+    return [{call.communicator for call in rank.calls if isinstance(call, Message)} for rank in ranks]
+
+
 @dataclass
 class _RecordingDist:
     """torch.distributed, to a rank."""
@@ -143,6 +158,17 @@ class _RecordingDist:
 
     def irecv(self, tensor: torch.Tensor, group: str, group_src: int, tag: int) -> _Work:
         return self._note(Message(self.rank.number, group_src, False, group))
+
+    def send(self, tensor: torch.Tensor, group: str, group_dst: int) -> None:
+        self._wait_on_host(Message(self.rank.number, group_dst, True, group))
+
+    def recv(self, tensor: torch.Tensor, group: str, group_src: int) -> None:
+        self._wait_on_host(Message(self.rank.number, group_src, False, group))
+
+    def _wait_on_host(self, message: Message) -> None:
+        """Call, and go on once the GPU has nothing left to do."""
+        self._note(message).wait()
+        self.rank.calls.append(None)
 
     def _note(self, message: Message) -> _Work:
         self.rank.calls.append(message)

@@ -40,3 +40,15 @@ def test_copies_of_gpu_tensors_are_queued() -> None:
     copies.wait()
     with pytest.raises(RuntimeError, match="synchronizing"):
         tensors["weight0"].to("cpu", copy=True)
+
+
+def test_copies_are_pageable_where_cuda_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(code: int) -> None:
+        raise torch.cuda.CudaError(code)
+
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    tensors, copies = state(), HostCopies()
+    copied = copies.copy(tensors)
+    copies.wait()
+    assert not any(copy.is_pinned() for copy in copied.values())
+    assert {name: copy.shape for name, copy in copied.items()} == {name: t.shape for name, t in tensors.items()}

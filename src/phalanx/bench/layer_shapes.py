@@ -42,13 +42,19 @@ class AttentionShape:
     head_dim: int
     causal: bool
     masked: bool
-    """Documents do not see each other, which takes a mask of every pair."""
+    """Documents do not see each other."""
+    ring: bool = False
+    """A step of a ring, which keeps what its softmax was divided by."""
 
     @property
     def flops(self) -> int:
-        """Of the forward pass: 4 B H T T K, of causal attention half of it (arXiv 2204.02311, appendix B). Of the
-        backward pass twice as many."""
-        pairs = self.queries * self.keys // (2 if self.causal and not self.masked else 1)
+        """Return FLOPs of the forward pass; pairs that a mask of documents hides are computed all the same."""
+        return self.flops_of_pairs(is_half=self.causal and not self.masked)
+
+    def flops_of_pairs(self, is_half: bool) -> int:
+        """Return FLOPs of the forward pass, of all pairs of tokens or of half of them: 4 B H T T K (arXiv 2204.02311,
+        appendix B). The backward pass has twice as many."""
+        pairs = self.queries * self.keys // (2 if is_half else 1)
         return 4 * self.batch * self.heads * pairs * self.head_dim
 
 
@@ -103,10 +109,11 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
     spec, layout, tokens = run.model, run.layout, run.training.seq_len
     layers = max(map(len, layers_per_rank(run))) if layout.pp > 1 else spec.num_layers
     heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.num_heads, spec.num_kv_heads))
-    if layout.cp_method == "ulysses" and layout.cp > 1:
-        heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
-    elif layout.cp > 1:
+    is_ring = layout.cp_method == "ring" and layout.cp > 1
+    if is_ring:
         tokens //= layout.cp
+    elif layout.cp > 1:
+        heads, kv_heads = heads // layout.cp, max(1, kv_heads // layout.cp)
     make_shape = partial(
         AttentionShape,
         plan_batch(run, world_size).micro_batch_size,
@@ -115,9 +122,10 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
         tokens,
         head_dim=spec.head_dim,
         masked=run.data.mask_documents,
+        ring=is_ring,
     )
     counts = {make_shape(keys=tokens, causal=True): layers}
-    if layout.cp_method == "ring" and layout.cp > 1:
+    if is_ring:
         counts[make_shape(keys=tokens // 2, causal=False)] = layers * (layout.cp - 1)
     return counts
 

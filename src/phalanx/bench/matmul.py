@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.bench.timing import time_calls
+from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
 from phalanx.model.dtypes import TORCH_DTYPES
+from phalanx.parallel.context_parallel import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
 
 Row = dict[str, Any]
+Calls = dict[str, Callable[[], object]]
 
 
 def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
@@ -44,41 +46,54 @@ def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device
 
 
 def benchmark_attention(run: RunSpec, world_size: int, device: torch.device, iterations: int) -> list[Row]:
-    """Of each part of attention median seconds, forward and backward."""
+    """Return median seconds of each part of attention, forward and backward, by the kernels that the model runs."""
     dtype = TORCH_DTYPES[run.training.precision]
     rows: list[Row] = []
     for core, count in attention_shapes(run, world_size).items():
-        pass_seconds = _time_passes(_attention_calls(core, dtype, device), device, iterations)
-        row = {"count": count, **asdict(core), "flops": core.flops}
+        calls = (_ring_calls if core.ring else _attention_calls)(core, dtype, device)
+        pass_seconds = _time_passes(calls, device, iterations)
+        by_document = not core.ring and has_flash_kernel(device, dtype, core.head_dim)
+        flops = core.flops_of_pairs(is_half=True) if by_document else core.flops
+        row = {"count": count, **asdict(core), "flops": flops}
         rows.append(row | {f"{pass_name}_seconds": seconds for pass_name, seconds in pass_seconds.items()})
     return rows
 
 
-def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], object]]:
+def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
+    """Return the passes of a block's attention; documents have a row each."""
     make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
-    q = make(core.batch, core.heads, core.queries, core.head_dim)
-    k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
-    mask = torch.ones(core.queries, core.keys, dtype=torch.bool, device=device) if core.masked else None
-    mask = mask.tril() if mask is not None and core.causal else mask
-    repeats = core.heads // core.kv_heads if mask is not None and device.type != "cpu" else 1  # as the model does
+    q = make(core.batch, core.queries, core.heads, core.head_dim)
+    k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))
+    mask = None
+    if core.masked:
+        documents = Documents.whole_rows(core.batch, core.queries, device)
+        has_flash = has_flash_kernel(device, dtype, core.head_dim)
+        mask = documents.bounds if has_flash else document_mask(documents.starts)
 
     def forward() -> Tensor:
-        keys, values = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
-        return F.scaled_dot_product_attention(
-            q,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=core.causal and mask is None,
-            enable_gqa=core.heads > keys.shape[1],
-        )
+        return Attention.attend(cast(Attention, None), q, k, v, mask)
 
     out = forward()
     gradient = torch.ones_like(out)
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}
 
 
-def _time_passes(
-    calls: dict[str, Callable[[], Tensor]] | dict[str, Callable[[], object]], device: torch.device, iterations: int
-) -> dict[str, float]:
+def _ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) -> Calls:
+    """Return the passes of a step of ring attention."""
+    make = partial(torch.randn, device=device, dtype=dtype)
+    q = make(core.batch, core.heads, core.queries, core.head_dim)
+    k, v = (make(core.batch, core.kv_heads, core.keys, core.head_dim) for _ in range(2))
+    mask = None
+    if core.masked:
+        mask = torch.ones(core.batch, 1, core.queries, core.keys, dtype=torch.bool, device=device)
+        mask = mask.tril() if core.causal else mask
+    out, lse = attention_with_lse(q, k, v, core.causal, mask)
+    gradient = torch.ones_like(out)
+    return {
+        "forward": lambda: attention_with_lse(q, k, v, core.causal, mask),
+        "backward": lambda: attention_backward(gradient, q, k, v, out, lse, core.causal, mask),
+    }
+
+
+def _time_passes(calls: Mapping[str, Callable[[], object]], device: torch.device, iterations: int) -> dict[str, float]:
     return {pass_name: median(time_calls(call, device, iterations)) for pass_name, call in calls.items()}

@@ -12,9 +12,12 @@ static size_t used_bytes;
 
 /* ---- devices */
 
+/* All of them, or as many as CUDA_VISIBLE_DEVICES names. */
 PUBLIC cudaError_t cudaGetDeviceCount(int *count) {
-    *count = NUM_DEVICES;
-    return 0;
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    *count = visible ? visible[0] != '\0' : NUM_DEVICES;
+    for (; visible && *visible; visible++) *count += *visible == ',';
+    return *count ? 0 : cudaErrorNoDevice;
 }
 PUBLIC cudaError_t cudaGetDevice(int *number) {
     *number = device;

@@ -10,7 +10,7 @@ from phalanx.schedule.registry import PUBLISHED, build_schedule, layout_schedule
 from phalanx.schedule.schedule import Action, Schedule, actions
 from phalanx.schedule.simulate import ActionTimes, simulate
 from phalanx.spec.layout import Layout
-from tests.helpers.nccl_model import Message, deadlock, record_calls
+from tests.helpers.nccl_model import Message, communicators, deadlock, record_calls, record_connections
 
 PIPELINES = [(name, pp) for name in PUBLISHED for pp in (2, 4, 8)]
 
@@ -75,3 +75,24 @@ def test_missing_send_of_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     send = next(call for call in ranks[0].calls if isinstance(call, Message) and call.is_send)
     ranks[0].calls.remove(send)
     assert deadlock(ranks, loads_kernels=False) is not None
+
+
+@pytest.mark.parametrize(("name", "pp"), PIPELINES)
+def test_peers_connect_in_one_order_and_have_all_communicators_of_a_step(
+    name: str, pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = pipeline_schedule(name, pp)
+    ranks = record_connections(monkeypatch, schedule)
+    assert deadlock(ranks, loads_kernels=True) is None
+    used = communicators(record_calls(monkeypatch, schedule))
+    first, last = sorted(schedule.end_ranks)  # send each other a tied embedding
+    for rank in {first, last} if first != last else ():
+        used[rank] |= {("forward", first, last), ("backward", first, last)}
+    assert all(step <= connected for step, connected in zip(used, communicators(ranks), strict=True))
+
+
+def test_peers_that_connect_in_another_order_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = record_connections(monkeypatch, pipeline_schedule("1f1b", 4))
+    middle = len(ranks[1].calls) // 2
+    ranks[1].calls = ranks[1].calls[middle:] + ranks[1].calls[:middle]  # backward ahead of forward
+    assert deadlock(ranks, loads_kernels=True) is not None

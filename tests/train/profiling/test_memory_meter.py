@@ -63,3 +63,12 @@ def test_memory_meter_counts_resized_storage_as_communication() -> None:
         torch.zeros(1)
     assert meter.bytes_by_part["communication"] == 0
     assert meter.peaks["communication"] == 400
+
+
+def test_memory_meter_total_is_of_the_device() -> None:
+    """A GPU run's offloaded state is in CPU memory, and was counted as the GPU's."""
+    parts = {"parameters": [torch.zeros(10)], "offloaded": [torch.zeros(1000)]}
+    meter = MemoryMeter(lambda: parts, other_memory=("offloaded",))
+    assert (meter.peaks["parameters"], meter.peaks["offloaded"]) == (40, 4000)
+    assert meter.peak_total == 40
+    assert MemoryMeter(lambda: parts).peak_total == 4040

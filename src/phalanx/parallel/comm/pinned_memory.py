@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,7 +27,8 @@ class _PinnedMemory(mmap.mmap):
 def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return zeros in page-locked memory of just their size: PyTorch rounds its own up to a power of two.
 
-    Raises torch.cuda.CudaError if CUDA cannot lock so much.
+    If CUDA refuses to lock so much (RLIMIT_MEMLOCK, WSL), the memory is pageable, and the first time a line says so.
+    Copies to and from it are right, but the host waits for them.
     """
     if not shape.numel():
         return torch.zeros(shape, dtype=dtype)
@@ -32,6 +36,26 @@ def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     memory = _PinnedMemory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(memory, dtype=dtype)
     runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
-    memory.address, memory.unregister = tensor.data_ptr(), runtime.cudaHostUnregister
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
+        memory.address, memory.unregister = tensor.data_ptr(), runtime.cudaHostUnregister
+    except torch.cuda.CudaError as error:
+        _clear_pending_error()
+        _warn_once(str(error))
     return tensor.view(shape)
+
+
+def _clear_pending_error() -> None:
+    """Launch a kernel for nothing. CUDA reports a call that failed once more at this thread's next launch, where
+    PyTorch would take it for the launch's error."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+@lru_cache(maxsize=1)
+def _warn_once(error: str) -> None:
+    reason = " ".join(error.split())
+    print(
+        f"phalanx: CUDA cannot lock memory ({reason}); copies to it are slower. Try ulimit -l unlimited.",
+        file=sys.stderr,
+    )

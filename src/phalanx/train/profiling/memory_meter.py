@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,13 @@ class MemoryMeter(TorchDispatchMode):
         known: Callable[[], Mapping[str, Iterable[Tensor]]],
         elastic: Sequence[Tensor] = (),
         history: list[tuple[float, Mapping[str, int]]] | None = None,
+        other_memory: Collection[str] = (),
     ) -> None:
         """`known` gives tensors by part; `elastic` are buffers of communication whose storage grows and shrinks
         behind PyTorch's back, as FSDP2's gathered parameters do; `history` is given what is held whenever that
-        changed, and when by time.perf_counter()."""
+        changed, and when by time.perf_counter(); parts in `other_memory` are not of this device."""
         super().__init__()
-        self.history = history
+        self.history, self.other_memory = history, other_memory
         self.get_tensors_by_part, self.elastic_storages = known, [tensor.untyped_storage() for tensor in elastic]
         self._elastic_keys = {storage._cdata for storage in self.elastic_storages}
         self.part_by_storage: dict[int, str] = {}
@@ -48,7 +49,7 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_working = 0
         """The most that activations and communication held together."""
         self.peak_total = 0
-        """The most that all of them held together."""
+        """The most that all parts of this device held together."""
         self._elastic_bytes = 0
         self.reclassify()
 
@@ -97,7 +98,8 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_working = max(
             self.peak_working, self.bytes_by_part["activations"] + self.bytes_by_part["communication"]
         )
-        self.peak_total = max(self.peak_total, sum(self.bytes_by_part.values()))
+        elsewhere = sum(self.bytes_by_part[part] for part in self.other_memory)
+        self.peak_total = max(self.peak_total, sum(self.bytes_by_part.values()) - elsewhere)
 
     @contextmanager
     def tracking_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:

@@ -137,6 +137,7 @@ def profile_step(
         lambda: strategy.resident_tensors(learner.optimizers),
         strategy.resizable_buffers(),
         profile.memory_history if over_time else None,
+        other_memory=() if learner.device.type == "cpu" else ("offloaded",),
     )
     recorder, flop_counter = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock), FlopCounter()
 
