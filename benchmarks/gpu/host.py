@@ -73,7 +73,7 @@ idle": the share of the time from the first to the last kernel of these steps in
 are compiled in the following {STEPS} steps.
 """
 MAX_WAITS = 2
-"""Per step: one for the sums and the norm, one for the times of its passes (tests/null_gpu/expected_syncs.tsv)."""
+"""Per step: one for the sums and the norm, one for the times of its passes (tests/null_gpu/host-syncs.md)."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 STEPS_EVENT = "profiled steps"
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
