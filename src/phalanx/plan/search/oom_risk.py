@@ -74,8 +74,10 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
     if (factor := bytes_per_counted_byte(cluster)) != 1:
         reserve.append(f"and a byte of tensors takes {factor:.2f} as measured")
     limit = safe_capacity_bytes(cluster)
+    beside_tensors = ", with what PyTorch's allocator reserves and NCCL takes" if cluster.uses_cuda else ""
     return (
-        f"limit: a rank may hold {format_gib(limit)} ({format_bytes(limit)}) of {format_gib(memory_bytes)}; "
+        f"limit: a rank may hold {format_gib(limit)} ({format_bytes(limit)}) of {format_gib(memory_bytes)}"
+        f"{beside_tensors}; "
         f"the reserve is {', '.join(reserve)}"
     )
 
