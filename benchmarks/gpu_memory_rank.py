@@ -14,14 +14,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-import phalanx.model.moe as moe
-import phalanx.model.transformer as transformer
-import phalanx.parallel.expert.expert_parallel as expert_parallel
-import phalanx.parallel.pipeline.split_backward as split_backward
 from benchmarks.gpu_memory_runs import Row, described_run
 from phalanx.parallel.mesh import build_mesh
 from phalanx.train.learner import Learner
 from phalanx.verify.dry_run import run_step
+from tests.null_gpu.given_numbers import give_numbers
 
 WARMUP_STEPS = 3
 """DDP makes its buckets anew in the second."""
@@ -51,24 +48,11 @@ class LonelyStore(dist.Store):
         return int(self.values[key])
 
 
-def balanced_counts(counts: torch.Tensor, total: int) -> list[int]:
-    """Return the rows of each expert, in place of `to_host_list`."""
-    quotient, remainder = divmod(total, len(counts))
-    return [quotient + (index < remainder) for index in range(len(counts))]
-
-
-def one_document_a_row(starts_BT: torch.Tensor) -> torch.Tensor:
-    """Return bounds, in place of `document_bounds`."""
-    return torch.arange(0, starts_BT.numel() + 1, starts_BT.shape[1], dtype=torch.int32, device="cuda")
-
-
 def run_steps(row: Row) -> dict[str, int]:
     """Steps of a rank in this process; the most bytes in the last."""
-    transformer.document_bounds = one_document_a_row
-    moe.to_host_list = expert_parallel.to_host_list = split_backward.to_host_list = balanced_counts
+    give_numbers()
     dist.distributed_c10d._store_based_barrier = lambda *arguments, **named: None
     torch.cuda.set_device(0)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN needs a driver
     store = LonelyStore()  # whose Python half lives as long as this name
     if row.world_size > 1:
         dist.init_process_group("nccl", store=store, rank=row.rank, world_size=row.world_size)

@@ -92,6 +92,7 @@ def described_run(layers: int, recomputation: str, compile: str = "") -> RunSpec
                 "precision": "bf16",
                 "compile": compile == "compile",
             },
+            "cluster": {"device": "cuda"},
             "layout": {"data_parallel": "zero3", "micro_batch_size": 1, "activation_checkpointing": recomputation},
         }
     )

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.parallel.mesh import MAX_PIPELINE_CHANNELS, Mesh, build_mesh
+from phalanx.parallel.mesh import Mesh, build_mesh
+from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import Layout
 
 RANKS = 8

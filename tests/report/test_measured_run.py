@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from phalanx.report.measured_run import read_measured_run
+from phalanx.report import measured_run
+from phalanx.report.measured_run import read_measured_run, with_measured_parts
+from phalanx.report.run_data import _measured_machine, read_run
+from phalanx.runs.step_records import RankRecord
+from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.write import to_toml
 from tests.helpers.synthetic_machine import make_run
@@ -75,3 +80,17 @@ def test_read_measured_run_rejects_invalid_run_directory(tmp_path, corrupt, mess
         path, message = tmp_path / "s", "3 more are needed"
     with pytest.raises(UserError, match=message):
         read_measured_run(path)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_measured_run_is_planned_for_device_that_ranks_recorded(device, tmp_path, monkeypatch):
+    """With `cluster.device = "auto"`, the default, a run on GPUs was compared with a plan for CPUs."""
+    directory = write_run_directory(tmp_path / "run", [1.0] * 8)
+    run_data = read_run(directory)
+    records = {0: RankRecord(0, "host", device, 0.0, 0.0, 8 * 10**10, cores=4)}
+    monkeypatch.setattr(measured_run, "read_run", lambda _: replace(run_data, ranks=records))
+    monkeypatch.setattr(measured_run, "collective_times", lambda _: ())
+    monkeypatch.setattr(measured_run, "step_times", lambda _: None)
+    measured = with_measured_parts(read_measured_run(directory), directory)
+    assert (measured.memory.unused > 0) == (device == "cuda")
+    assert _measured_machine(ClusterSpec(), 1, None, records).device == device

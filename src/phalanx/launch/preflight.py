@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.layout_checks import check_layout
 from phalanx.cost.exact.model_state import checkpoint_space_needed_bytes
 from phalanx.cost.exact.rank_memory import disk_offload_bytes, rank_model_states, worker_memories
@@ -123,8 +124,9 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
 
     Raises UserError with what would make them fit.
     """
-    machine = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {"device": device}
-    cluster = run.cluster.model_copy(update={"nproc_per_node": nproc, "memory_bytes": memory_bytes, **machine})
+    cores = {"cores": run.cluster.cores or os.cpu_count()} if device == "cpu" else {}
+    machine = {"device": device, "nproc_per_node": nproc, "memory_bytes": memory_bytes, **cores}
+    cluster = run.cluster.model_copy(update=machine)
     run = run.model_copy(update={"cluster": cluster})
     planned = _planned_bytes(run, device)
     if planned <= memory_bytes:
@@ -178,10 +180,10 @@ def _search_fitting_run(run: RunSpec, memory_bytes: float, device: str) -> RunSp
 
 
 def _planned_bytes(run: RunSpec, device: str) -> float:
-    """Return what all ranks of this machine hold on a "cpu", also of what is offloaded to its memory; on "cuda", the
-    fullest rank."""
+    """Return what all ranks of this machine hold on a "cpu", also of what is offloaded to its memory; on "cuda", what
+    the fullest rank takes of its GPU, with the driver's context."""
     if device == "cuda":
-        return max(memory.device for memory in worker_memories(run, run.cluster.ranks))
+        return CONTEXT_BYTES + max(memory.device for memory in worker_memories(run, run.cluster.ranks))
     rank_bytes = [memory.total + memory.host for memory in worker_memories(run, run.cluster.ranks)]
     return (run.cluster.nproc_per_node or 1) * sum(rank_bytes) / len(rank_bytes)
 

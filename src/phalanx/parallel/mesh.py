@@ -13,12 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.parallel.comm.collectives import sends_gpu_tensors
+from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import SHARDED_STRATEGIES, Layout
 from phalanx.spec.parallel_dims import AXES, ParallelDims, parallel_dims
-
-MAX_PIPELINE_CHANNELS = 4
-"""Channels, each a block on an SM, with which NCCL sends a pipeline's messages: receives are posted ahead, and what
-waits for a message keeps its SMs. By default they are up to 32 in each direction."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
     they looked at closely."""
     run_data = read_run(directory)
     device = next((record.device for record in run_data.ranks.values()), None)
-    measured, times = replace(measured, device=device, exchanges=collective_times(run_data)), step_times(run_data)
+    run = measured.run.on_device(device) if device else measured.run
+    measured = replace(measured, run=run, device=device, exchanges=collective_times(run_data))
+    times = step_times(run_data)
     if times is None or not times.has_wait_times:
         return measured
     return replace(

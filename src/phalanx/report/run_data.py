@@ -186,6 +186,8 @@ def _measured_machine(
     cores each measured their share of the peak."""
     machine = cluster.model_copy(update={"nproc_per_node": max(1, world_size // cluster.nodes)})
     record = next(iter(ranks.values()), None)
+    if record is not None:
+        machine = machine.model_copy(update={"device": record.device})
     if cluster.preset is None and record is not None and record.device == "cpu":
         measured_fields = {
             "memory_bytes": cluster.memory_bytes or record.memory_bytes,

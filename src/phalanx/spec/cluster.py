@@ -97,7 +97,7 @@ class ClusterSpec(Spec):
 
     @property
     def uses_cuda(self) -> bool:
-        """Whether ranks are known to be GPUs, so that memory is that of CUDA's kernels and allocator."""
+        """True if ranks are known to be GPUs, whose memory is planned by CUDA's kernels and allocator."""
         return self.device == "cuda"
 
     @property

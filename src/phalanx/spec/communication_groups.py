@@ -30,6 +30,9 @@ with the same shard of different copies; same_experts, expert_replicas: the same
 parallelism; tp, cp, ep, pp: the axes; copies: tensor-parallel neighbors with the same key/value heads; parts:
 tensor-parallel ranks with different ones; ends: the first and the last stage; losses: ranks whose losses are terms of
 one sum; servers: servers and workers."""
+MAX_PIPELINE_CHANNELS = 4
+"""Channels, each a block on an SM, with which NCCL sends a pipeline's messages: receives are posted ahead, and what
+waits for a message keeps its SMs. By default they are up to 32 in each direction."""
 Group = tuple[int, ...]
 """Ranks in ascending order."""
 

@@ -216,6 +216,10 @@ class RunSpec(Spec):
     swarm: SwarmSpec | None = None
     """How nodes joined by slow links learn it (`phalanx swarm`)."""
 
+    def on_device(self, device: str) -> RunSpec:
+        """Return this run with the device that it uses or used, "cpu" or "cuda", where `cluster.device` is "auto"."""
+        return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})
+
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         training = self.training

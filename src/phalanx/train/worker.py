@@ -293,7 +293,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
     if trainer.is_main:
         print(end_message(trainer, evaluation, text))
         if measure:
-            print(write_comparison(run, trainer.mesh.dims.world_size, directory))
+            print(write_comparison(run.on_device(trainer.device.type), trainer.mesh.dims.world_size, directory))
 
 
 def profiled_steps(trainer: Trainer, measure: bool, window: range | None) -> range:

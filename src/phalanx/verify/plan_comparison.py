@@ -107,7 +107,7 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> li
     """The plan is that of the fullest rank of each place: the first there. Others may have less. Ranks are traced as on
     a CPU, whose kernels save other tensors than CUDA's."""
     if run.cluster.uses_cuda:
-        run = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": "cpu"})})
+        run = run.on_device("cpu")
     sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
     stage_memory = list(rank_memory(run, world_size).values())
     stage = sizes.coordinates(rank)["pp"]

@@ -139,7 +139,8 @@ def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
         given = "make sure that it is there: cluster.host_memory_bytes is not set, 512.0 GiB is assumed"
     assert f"\noffload: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB of CPU memory; {given}.\n" in text
     limit = f"limit: a rank may hold {found['rank_limit_bytes'] / GIB:.1f} GiB ("
-    reserve = "of 24.0 GiB; the reserve is 0.4 GiB for the CUDA context, 1.0 GiB for errors of the prediction"
+    reserve = "of 24.0 GiB, with what PyTorch's allocator reserves and NCCL takes; the reserve is 0.4 GiB for the CUDA "
+    reserve += "context, 1.0 GiB for errors of the prediction"
     assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
     explained = plan_output(run, *cards, "--explain", 1)
     assert f"offload: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB of CPU memory; {given}\n" in explained

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cost.exact.cuda_process import CONTEXT_BYTES
 from phalanx.cost.exact.model_state import checkpoint_bytes
 from phalanx.cost.exact.rank_memory import RankMemory, rank_memory, worker_memories
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
@@ -582,8 +583,8 @@ def test_check_memory_offers_settings_that_fit(device: str, sharing_ranks: int, 
     settings = ["model.preset=llama3-8b", "model.vocab_size=128256", "training.seq_len=4096"]
     settings += ["training.tokens_per_step=16384", "layout.micro_batch_size=2"]
     run = load_run(workspace / "run.toml", settings)
-    on_device = run.model_copy(update={"cluster": run.cluster.model_copy(update={"device": device})})
-    planned = max(memory.device for memory in rank_memory(on_device, 2).values())
+    planned = max(memory.device for memory in rank_memory(run.on_device(device), 2).values())
+    planned += CONTEXT_BYTES if device == "cuda" else 0
     check_memory(run, 2, sharing_ranks * planned, device)
     with pytest.raises(UserError) as refused:
         check_memory(run, 2, sharing_ranks * planned - 1, device)

@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.gpu_memory import LIMITS, planned, recorded_rows
 from phalanx.cost.exact.activation_memory import activation_bytes
-from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, nccl_bytes
+from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
 from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.files.load import load_model, run_from_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
@@ -65,5 +66,40 @@ def test_nccl_bytes_count_groups_and_peers_within_a_node():
     assert nccl_bytes(make_run("h100", data_parallel="zero3"), 8) == COLLECTIVE_BYTES
     ulysses = make_run("h100", data_parallel="zero3", cp=16, cp_method="ulysses")
     assert nccl_bytes(ulysses, 64) == COLLECTIVE_BYTES + 7 * PEER_BYTES, "8 of 16 ranks are on other nodes"
-    pipeline = make_run("h100", pp=4)
-    assert nccl_bytes(pipeline, 8) == 2 * COLLECTIVE_BYTES + 4 * PEER_BYTES
+
+
+def test_nccl_bytes_count_channels_of_pipeline_groups():
+    """Eight peers would be 4 x 469 MB more with NCCL's 32 channels."""
+    pipeline_bytes = nccl_bytes(make_run("h100", pp=4), 8) - 2 * COLLECTIVE_BYTES
+    assert pipeline_bytes == 4 * (PEER_BYTES * MAX_PIPELINE_CHANNELS // PEER_CHANNELS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "layout", "groups", "peers"),
+    [
+        ("adamw", "bf16", {"data_parallel": "zero1"}, 1, 7),
+        ("adamw", "bf16", {"data_parallel": "zero2"}, 1, 7),
+        ("adamw", "fp32", {"data_parallel": "zero2"}, 1, 0),
+        ("adamw", "bf16", {"data_parallel": "zero3"}, 1, 0),
+        ("muon", "bf16", {"data_parallel": "zero3"}, 1, 7),
+        ("muon", "fp32", {"data_parallel": "zero2"}, 1, 7),
+        ("muon", "bf16", {"data_parallel": "ddp"}, 1, 0),
+        ("adamw", "bf16", {"data_parallel": "zero1", "tp": 2}, 3, 3 + 1),
+        ("adamw", "bf16", {"data_parallel": "zero3", "tp": 2}, 3, 1),
+        ("adamw", "bf16", {"data_parallel": "zero3", "tp": 2, "sequence_parallel": False}, 3, 0),
+        ("muon", "fp32", {"data_parallel": "ddp", "tp": 2}, 3, 1),
+    ],
+)
+def test_nccl_bytes_count_peers_of_all_to_alls(optimizer, precision, layout, groups, peers):
+    """Reduce-scatters of bf16 and Muon's exchanges are all-to-alls, in groups of the data-parallel ranks and of tp."""
+    run = make_run("h100", **layout)
+    training = run.training.model_copy(update={"precision": precision})
+    named = run.optimizer.model_copy(update={"name": optimizer})
+    run = run.model_copy(update={"training": training, "optimizer": named})
+    assert nccl_bytes(run, 8) == groups * COLLECTIVE_BYTES + peers * PEER_BYTES
+
+
+def test_nccl_bytes_count_only_data_parallel_peers_of_one_node():
+    """Of 32 ranks with other data, 4 are on a node where each shares products with one."""
+    run = make_run("h100", data_parallel="zero1", tp=2, sequence_parallel=False)
+    assert nccl_bytes(run, 64) == 3 * COLLECTIVE_BYTES + 3 * PEER_BYTES

@@ -1,44 +1,54 @@
-"""What a process takes of a GPU beside the tensors that it allocates: the driver's context and NCCL's buffers.
+"""Bytes of a GPU that a process takes beside the tensors that it allocates: the driver's context and NCCL's buffers.
 
-Both are other people's measurements, of which there are few; `phalanx calibrate` puts a machine's own in their place.
+Both were measured by others on few machines; `phalanx calibrate` puts a machine's own figures in their place.
 """
 
 from __future__ import annotations
 
 from phalanx.cost.exact.rank_tensors import RankTensors
 from phalanx.cost.precision import COMPUTE_BYTES
+from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.layout import SHARDED_STRATEGIES
 from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
 CONTEXT_BYTES = 426 * 2**20
-"""Of a process that has done nothing yet, with kernels loaded when they are first used: 426 MiB with PyTorch 2.10 for
-CUDA 13 on an RTX 6000 Ada (unslothai/unsloth-zoo pull request 1053)."""
+"""Memory of an idle process whose kernels are loaded at first use: 426 MiB with PyTorch 2.10 for CUDA 13 on an RTX 6000
+Ada (unslothai/unsloth-zoo pull request 1053)."""
 COLLECTIVE_BYTES = 610_000_000
-"""Of a communicator that gathers, reduces and broadcasts: on 8 H100 a process had 1.06 GB outside of PyTorch's tensors
-(NVIDIA/nccl issue 1685), of which the context is 0.45."""
+"""Memory of a communicator that gathers, reduces and broadcasts: on 8 H100 a process had 1.06 GB outside of PyTorch's
+tensors (NVIDIA/nccl issue 1685), of which the context is 0.45."""
 PEER_BYTES = 469_000_000
-"""Of a communicator, for each rank over NVLink that it sends to and receives from: an all-to-all of 8 H100 brought
-the 1.06 GB to 4.34, for 7 peers with 32 channels of about 12 MiB each (the same issue)."""
+"""Memory of a communicator for each rank over NVLink that it sends to and receives from: an all-to-all of 8 H100
+brought the 1.06 GB to 4.34, for 7 peers (the same issue)."""
+PEER_CHANNELS = 32
+"""Channels of these peers, of about 12 MiB each."""
+PIPELINE_PEER_BYTES = PEER_BYTES * MAX_PIPELINE_CHANNELS // PEER_CHANNELS
 
 LOST_SHARE = 0.55
-"""Of the largest tensor. It suits the 53 ranks of docs/accuracy.md ("Memory on CUDA") best, which need 0 to 1.2."""
+"""Share of the largest tensor: the best fit to the 53 ranks of docs/accuracy.md ("Memory on CUDA"), which need 0 to
+1.2."""
 
 
 def nccl_bytes(run: RunSpec, world_size: int) -> int:
-    """Bytes of NCCL's communicators on a rank: of each group that the layout makes, and of each peer within a node.
+    """Return the bytes of NCCL's communicators on a rank: of all groups, and of peers that fast links reach.
 
     Between nodes sends share one small buffer (NVIDIA/nccl issue 1450), which is not counted.
     """
+    if world_size == 1:
+        return 0
     dims = parallel_dims(run.layout, world_size)
-    num_collective = _num_collective_groups(run, dims)
-    peers = sum(min(count, run.cluster.fast_link_domain_size - 1) for count in _num_peers(run, dims))
-    return num_collective * COLLECTIVE_BYTES + peers * PEER_BYTES if world_size > 1 else 0
+    return (
+        _num_collective_groups(run, dims) * COLLECTIVE_BYTES
+        + _num_peers(run, dims) * PEER_BYTES
+        + _num_pipeline_peers(run, dims) * PIPELINE_PEER_BYTES
+    )
 
 
 def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> int:
-    """Bytes that the allocator reserves on the stream that computes beyond the most that is allocated there: a share of
-    the largest tensor that comes and goes, which does not fit where smaller ones were.
+    """Return the bytes that the allocator reserves on the computing stream beyond the peak that is allocated there.
+
+    They are a share of the largest temporary tensor, which does not fit where smaller ones were.
 
     Segments must be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
 
@@ -53,7 +63,7 @@ def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> 
 
 
 def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
-    """Groups of ranks that reduce or gather: all ranks, and those of every axis that are not all of them."""
+    """Count the groups that reduce or gather: all ranks, and the groups of every axis that are smaller."""
     data_dims = dims.with_cp_as_data_parallel(sharded=run.layout.data_parallel in SHARDED_STRATEGIES)
     sizes = [data_dims.dp_shard, data_dims.dp_replicate, dims.tp]
     if dims.ep > 1:
@@ -61,12 +71,40 @@ def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
     return 1 + sum(1 < size < dims.world_size for size in sizes)
 
 
-def _num_peers(run: RunSpec, dims: ParallelDims) -> list[int]:
-    """Of each group that sends from rank to rank: around a ring or along a pipeline, which has a group each way, to one
-    neighbor and from another; in an all-to-all, all others."""
-    ring = run.layout.cp_method == "ring"
-    return [
-        min(2, dims.cp - 1) if ring else dims.cp - 1,
-        dims.ep - 1,
-        *([1, 1] if dims.pp == 2 else [2, 2] if dims.pp > 2 else []),
-    ]
+def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
+    """Count the peers within fast links to which a rank sends around a ring or in an all-to-all, over all groups.
+
+    A reduce-scatter of bf16 is an all-to-all (`parallel.comm.collectives.ReduceScatter`), and Muon exchanges its
+    matrices by all-to-alls.
+    """
+    layout, domain = run.layout, run.cluster.fast_link_domain_size
+    in_stage = _stage_ranks_in_domain(dims, domain)
+    is_bf16, has_muon = run.training.precision == "bf16", run.optimizer.name == "muon"
+    reduces_bf16 = is_bf16 and layout.data_parallel in ("zero1", "zero2")
+    data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
+    cp_peers = _peers(dims.cp, domain // dims.tp)
+    peers = (min(2, cp_peers) if layout.cp_method == "ring" else cp_peers) + _peers(dims.ep, in_stage)
+    if reduces_bf16 or has_muon:
+        peers += _peers(data_dims.dp_shard, in_stage // dims.tp)
+    if reduces_bf16 and dims.ep > 1:
+        peers += _peers(dims.dp_size * dims.cp * dims.tp // dims.ep, in_stage // dims.ep)
+    if (is_bf16 and layout.sequence_parallel) or has_muon:
+        peers += _peers(dims.tp, domain)
+    return peers
+
+
+def _num_pipeline_peers(run: RunSpec, dims: ParallelDims) -> int:
+    """Count the neighbors along a pipeline, which has a group each way: two in each, of two stages one."""
+    return 2 * min(2, dims.pp - 1, run.cluster.fast_link_domain_size - 1)
+
+
+def _peers(group_size: int, num_in_domain: int) -> int:
+    """Return the other ranks of a group within fast links, of which at most a given number are in one domain."""
+    return max(0, min(group_size, num_in_domain) - 1)
+
+
+def _stage_ranks_in_domain(dims: ParallelDims, domain: int) -> int:
+    """Return the ranks of one pipeline stage that one domain of fast links contains."""
+    share = dims.cp * dims.tp
+    stages_between = 1 if dims.pipeline_outermost else dims.pp
+    return min(domain, share * max(1, domain // (share * stages_between)))

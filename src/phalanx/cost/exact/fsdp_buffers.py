@@ -1,4 +1,4 @@
-"""What ZeRO-3's units gather and reduce for a moment: on a CPU as `parallel.data.fsdp` has it on gloo, on CUDA as
+"""Buffers in which ZeRO-3's units gather and reduce: on a CPU as `parallel.data.fsdp` has it on gloo, on CUDA as
 PyTorch's FSDP2 has it on streams of its own."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommBufferPeak:
 
 
 def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_replicas: bool) -> list[CommBufferPeak]:
-    """The moments of a step's last micro-batch; of a rank's tensors, experts may have ranks of their own.
+    """Return the moments of a step's last micro-batch; of a rank's tensors, experts may have ranks of their own.
 
     Args:
         accumulation: Micro-batches of a step.
@@ -62,7 +62,7 @@ def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_t
 
 
 def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumulates: bool) -> list[CommBufferPeak]:
-    """The same on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
+    """Return the moments on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
 
     A block's gather is a buffer until the block computes, when it is copied out; the next one's is there by then
     (`FSDPParamGroup.wait_for_unshard`, `pre_backward`). When the block is done its parameters go, and its gradients are
@@ -145,7 +145,7 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
 
 
 def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:
-    """Each moment of two with the most of the other."""
+    """Return the moments of two kinds of tensors, each with the peak of the other kind."""
     max_bytes, max_other_bytes = (max((peak.bytes for peak in group), default=0) for group in (peaks, other_peaks))
     combined = [replace(peak, bytes=peak.bytes + max_other_bytes) for peak in peaks]
     return combined + [replace(peak, bytes=peak.bytes + max_bytes) for peak in other_peaks]
@@ -196,7 +196,7 @@ def _cpu_unit_peaks(
 
 
 def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
-    """Numbers that a rank owns, with padding, of what FSDP gathers at once: the root, then every wrapped part."""
+    """Return the elements that a rank owns, with padding, of each unit: the root, then every wrapped part."""
     owned = {"": 0}
     for name, shape in shapes.items():
         unit = fsdp_unit_of(name, layout)
@@ -205,7 +205,7 @@ def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
 
 
 def fsdp_unit_of(name: str, layout: Layout) -> str:
-    """The wrapped part that a parameter is gathered with; "" for the root."""
+    """Return the wrapped part that a parameter is gathered with; "" for the root."""
     # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.activation_checkpointing == "full" else 3}[
         layout.fsdp_unit

@@ -4,7 +4,8 @@ Exact, tested against the strategies to the byte: parameters, gradients and opti
 by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
 `cost.exact.activation_memory` says of them, in a pipeline of all micro-batches in flight, and communication buffers
 (`comm_buffers`). Each part is the most of it at any time, and these times differ: the total is the most at one time.
-Not in it: a gradient that is added to another, the allocator's gaps, libraries, the process."""
+Not in the total: a gradient that is added to another, libraries, the process; on a GPU, what the allocator reserves
+beyond it and NCCL's buffers are `unused` and `nccl`."""
 
 from __future__ import annotations
 

@@ -56,11 +56,11 @@ class ForwardShape:
 
     @property
     def high_precision_bytes(self) -> int:
-        """What asks for accuracy: norms, softmax, rotary tables, the router. At least fp32."""
+        """Bytes of a number where accuracy counts: norms, softmax, rotary tables, the router. At least fp32."""
         return max(4, self.compute_bytes)
 
     def attends_by_flash(self, head_dim: int) -> bool:
-        """Whether attention within documents has CUDA's kernel for packed rows, which needs no mask
+        """Return whether attention within documents has CUDA's kernel for packed rows, which needs no mask
         (`model.attention.has_flash_kernel`)."""
         return self.on_cuda and self.compute_bytes == 2 and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
 

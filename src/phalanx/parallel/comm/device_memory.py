@@ -14,15 +14,15 @@ STATUS = Path("/proc/self/status")
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """All that a device has; of a CPU the machine's."""
+    """Return the memory of a device; of a CPU, that of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: resident on a CPU; of a GPU what PyTorch's allocator reserved, and what
-    is used beside that, by the driver and NCCL (and by other processes where they share the GPU)."""
+    """Return the maximum memory of this process: resident on a CPU; of a GPU, what PyTorch's allocator reserved, and
+    what the driver, NCCL and other processes on the same GPU use."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         outside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)

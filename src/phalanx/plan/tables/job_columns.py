@@ -94,8 +94,10 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
 
 
 def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
-    """Constants of memory, likewise. On a machine that was measured, a whole process was, and nothing is beside it; a
-    CPU has no driver's context."""
+    """Return the constants of memory, with those that runs on the machine showed.
+
+    A measured machine gives the memory of a whole process, with nothing beside it. A CPU has no driver's context.
+    """
     if cluster.calibration is None:
         c = memory_constants()
         return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
