@@ -217,7 +217,7 @@ class RunSpec(Spec):
     """How nodes joined by slow links learn it (`phalanx swarm`)."""
 
     def on_device(self, device: str) -> RunSpec:
-        """Return this run with the device that it uses or used, "cpu" or "cuda", where `cluster.device` is "auto"."""
+        """Return this run with `cluster.device` set: "auto" does not say which device it uses."""
         return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})
 
     @model_validator(mode="after")

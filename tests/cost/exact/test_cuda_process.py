@@ -7,7 +7,9 @@ import pytest
 from benchmarks.gpu_memory import LIMITS, planned, recorded_rows
 from phalanx.cost.exact.activation_memory import activation_bytes
 from phalanx.cost.exact.cuda_process import COLLECTIVE_BYTES, PEER_BYTES, PEER_CHANNELS, nccl_bytes
+from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
 from phalanx.cost.exact.rank_memory import rank_memory
+from phalanx.cost.exact.rank_tensors import rank_tensors
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
 from phalanx.spec.files.load import load_model, run_from_table
 from phalanx.spec.layout import Layout
@@ -103,3 +105,12 @@ def test_nccl_bytes_count_only_data_parallel_peers_of_one_node():
     """Of 32 ranks with other data, 4 are on a node where each shares products with one."""
     run = make_run("h100", data_parallel="zero1", tp=2, sequence_parallel=False)
     assert nccl_bytes(run, 64) == 3 * COLLECTIVE_BYTES + 3 * PEER_BYTES
+
+
+def test_step_of_muon_is_planned_as_on_cpu_when_device_is_auto():
+    """All else of such a run is planned as a CPU's."""
+    run = make_run("cpu", data_parallel="zero1")
+    run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"name": "muon"})})
+    tensors = rank_tensors(run, 8)[0]
+    steps = [optimizer_step_bytes(run.on_device(device), tensors, "zero1") for device in ("auto", "cpu", "cuda")]
+    assert steps[0] == steps[1] != steps[2]

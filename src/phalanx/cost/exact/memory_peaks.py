@@ -99,7 +99,7 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
         if is_muon_parameter(name, shape):
             groups[shape] += owned_elements[name]
     compute_bytes = 8 if run.training.precision == "fp64" else 2
-    group_copies, matrix_copies = (2, 5) if run.cluster.device == "cpu" else (5, 0)
+    group_copies, matrix_copies = (5, 0) if run.cluster.uses_cuda else (2, 5)
     matrix_bytes = max(4, compute_bytes)
     return max(
         (
