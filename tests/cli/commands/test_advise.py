@@ -68,7 +68,7 @@ def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
     text = advise_output("oom", run, "--machine", "h100")
     lines = text.splitlines()
     assert re.fullmatch(
-        r"llama3-8b on 8 x h100: the fullest rank holds 199\.3 GiB of 7\d\.\d that it may: does not fit", lines[0]
+        r"llama3-8b on 8 x h100: the fullest rank holds 229\.2 GiB of 7\d\.\d that it may: does not fit", lines[0]
     )
     order = "each change alone, cheapest first: those that make it fit, then those that help but do not suffice"
     assert lines.index(order) < lines.index("one after the other, until it fits")
