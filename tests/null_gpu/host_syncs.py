@@ -13,7 +13,7 @@ from phalanx.data.packing import Batch
 from phalanx.runs.metrics import MetricsRecord
 from phalanx.train.trainer import Trainer
 
-PACKAGE = "/phalanx/"
+PACKAGE = "/src/phalanx/"
 OUTSIDE = "torch"
 """What called for a wait, if no line of Phalanx did."""
 
