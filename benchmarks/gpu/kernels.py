@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -175,8 +174,8 @@ def shard_of_cross_entropy(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def attend(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention as a block calls it, which needs no module."""
-    return Attention.attend(cast(Attention, None), q, k, v, mask)
+    """Attention as a block calls it."""
+    return Attention.attend(q, k, v, mask)
 
 
 def all_scores(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

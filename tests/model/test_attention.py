@@ -101,14 +101,14 @@ def test_document_bounds_give_what_document_mask_gives(build_model, tokens, kind
     documents = locate_documents(torch.tensor([[0] * 5 + [5] + [6] * 11 + [17] * 7, [0] * 24]))
     assert documents.bounds.tolist() == [0, 5, 6, 17, 24, 48]
     expected = model(tokens, documents)[0]
-    monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "has_flash_kernel", lambda *_: True)
     monkeypatch.setattr(attention, "flash_by_document", attend_by_document)
     torch.testing.assert_close(model(tokens, documents)[0], expected, rtol=0, atol=1e-12)
 
 
 def test_model_does_not_wait_for_device_to_attend_within_documents(build_model, monkeypatch):
     """Tensors without numbers stand for a GPU's: whatever would read one raises."""
-    monkeypatch.setattr(transformer, "has_flash_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "has_flash_kernel", lambda *_: True)
     monkeypatch.setattr(transformer, "compute_dtype", lambda x: x.dtype)
     model = build_model(**MODEL_VARIANTS["gqa"]).to("meta")
     starts = torch.empty(2, 24, dtype=torch.int32, device="meta")

@@ -1,0 +1,8 @@
+"""The CUDA path on a GPU that computes nothing: docs/testing.md."""
+
+import os
+
+
+def is_null_gpu() -> bool:
+    """Return whether the library of native/ stands in for CUDA in this process."""
+    return "libnullgpu" in os.environ.get("LD_PRELOAD", "")

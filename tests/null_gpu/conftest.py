@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-
-def is_null_gpu() -> bool:
-    """Return whether the library of native/ stands in for CUDA in this process."""
-    return "libnullgpu" in os.environ.get("LD_PRELOAD", "")
-
+from tests.null_gpu import is_null_gpu
 
 collect_ignore_glob = [] if is_null_gpu() else ["test_*.py"]
 

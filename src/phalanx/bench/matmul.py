@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.bench.layer_shapes import AttentionShape, MatmulShape, attention_shapes, matmul_shapes
 from phalanx.bench.timing import time_calls
-from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
+from phalanx.model.attention import Attention, Documents, attention_mask, has_flash_kernel
 from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.parallel.context_parallel import attention_backward, attention_with_lse
 from phalanx.spec.run import RunSpec
@@ -64,15 +64,9 @@ def _attention_calls(core: AttentionShape, dtype: torch.dtype, device: torch.dev
     make = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
     q = make(core.batch, core.queries, core.heads, core.head_dim)
     k, v = (make(core.batch, core.keys, core.kv_heads, core.head_dim) for _ in range(2))
-    mask = None
-    if core.masked:
-        documents = Documents.whole_rows(core.batch, core.queries, device)
-        has_flash = has_flash_kernel(device, dtype, core.head_dim)
-        mask = documents.bounds if has_flash else document_mask(documents.starts)
-
-    def forward() -> Tensor:
-        return Attention.attend(cast(Attention, None), q, k, v, mask)
-
+    documents = Documents.whole_rows(core.batch, core.queries, device)
+    mask = attention_mask(documents, dtype, core.head_dim) if core.masked else None
+    forward = partial(Attention.attend, q, k, v, mask)
     out = forward()
     gradient = torch.ones_like(out)
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)}

@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from phalanx.model.norm import RMSNorm
 from phalanx.model.rotary import RotaryTable, apply_rotary
-from phalanx.spec.model import ModelSpec
+from phalanx.spec.model import ModelSpec, is_flash_head_dim
 
 # Devices whose fused kernels take grouped heads together with a mask. On CUDA flash takes no mask and the efficient
 # kernel no groups, which leaves the one that holds all T x T scores.
@@ -28,7 +28,6 @@ MASKED_CUDA_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # From torch 2.12 on it must be told of grouped heads, which 2.11 takes as they are.
 _must_enable_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 flash_by_document: Callable[..., Any] = partial(varlen_attn, enable_gqa=True) if _must_enable_gqa else varlen_attn
-MAX_FLASH_HEAD_DIM = 256
 
 
 class Documents(NamedTuple):
@@ -82,9 +81,10 @@ class Attention(nn.Module):
         """What the heads say, in the residual stream's width."""
         return self.wo(heads_BTQ)
 
-    def attend(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Tensor | None) -> Tensor:
-        """Return each query's mean of the values, [B, T, H, K], over earlier tokens that `mask` lets it see: a
-        `document_mask` or `Documents.bounds`; None: all of its row."""
+    @staticmethod
+    def attend(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, mask: Tensor | None) -> Tensor:
+        """Return each query's mean of the values, [B, T, H, K], over earlier tokens that `mask` lets it see: that of
+        `attention_mask`; None: all of its row."""
         q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have lifted them to fp32
         if mask is not None and mask.ndim == 1:
             return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask)
@@ -108,6 +108,14 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
+def attention_mask(documents: Documents, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """Return what attention in `dtype` is told of documents: their bounds where it has a kernel for them, and otherwise
+    their mask."""
+    if has_flash_kernel(documents.bounds.device, dtype, head_dim):
+        return documents.bounds
+    return document_mask(documents.starts)
+
+
 def document_mask(starts_BT: Tensor) -> Tensor:
     """Return which token sees which, [B, 1, T, T] bool: earlier ones of the same document."""
     same = starts_BT[:, None, :, None] == starts_BT[:, None, None, :]
@@ -117,7 +125,7 @@ def document_mask(starts_BT: Tensor) -> Tensor:
 def has_flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether attention within documents has a kernel that needs no mask: flash attention, on CUDA."""
     is_half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and is_half and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+    return device.type == "cuda" and is_half and is_flash_head_dim(head_dim)
 
 
 def attend_within_documents(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHK: Tensor, bounds: Tensor) -> Tensor:

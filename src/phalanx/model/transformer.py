@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.attention import Attention, Documents, document_mask, has_flash_kernel
+from phalanx.model.attention import Attention, Documents, attention_mask
 from phalanx.model.mlp import build_mlp
 from phalanx.model.moe import MoE
 from phalanx.model.norm import build_norm
@@ -99,10 +99,8 @@ class Transformer(nn.Module):
         return F.linear(x_BTD, weight_VD)
 
     def attention_mask(self, documents: Documents, dtype: torch.dtype) -> Tensor:
-        """Return what attention in `dtype` is told of documents: see `Attention.attend`."""
-        if has_flash_kernel(documents.bounds.device, dtype, self.spec.head_dim):
-            return documents.bounds
-        return document_mask(documents.starts)
+        """Return what attention in `dtype` is told of documents."""
+        return attention_mask(documents, dtype, self.spec.head_dim)
 
     def local_positions(self, x_BT: Tensor) -> Tensor:
         """Where in its row each token is whose attention is computed here, [T]."""

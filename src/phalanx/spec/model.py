@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from phalanx.spec.base import Spec, divisors, require
 
+MAX_FLASH_HEAD_DIM = 256
+
 
 class RopeSpec(Spec):
     """Rotary position embedding (RoFormer, arXiv 2104.09864) and the published ways of stretching it."""
@@ -189,3 +191,9 @@ class ModelSpec(Spec):
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer (from 0) has experts in place of an MLP."""
         return self.moe is not None and layer >= self.moe.num_leading_dense_layers
+
+
+def is_flash_head_dim(head_dim: int) -> bool:
+    """Return whether flash attention on GPUs takes heads of this size (PyTorch's
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    return head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM

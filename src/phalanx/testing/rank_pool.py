@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.debug.collective_order import CollectiveOrder
+from phalanx.runs.hang_dumps import HANGS_DIR, calls_file
 from phalanx.spec.errors import UserError
 from phalanx.testing.processes import start_python
 from phalanx.testing.rank_failure import RankError, RankFailure
@@ -108,6 +109,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._logs = Path(tempfile.mkdtemp(prefix="phalanx-ranks-"))
+        (self._logs / HANGS_DIR).mkdir()
         # Rank 0 inherits the listening socket itself: nobody can take its port between choice and use.
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             for rank in range(self.world_size):
@@ -147,7 +149,7 @@ class RankPool:
 
     def _run(self, name: str, call: bytes, timeout: float) -> list[Any]:
         offsets = [(self._logs / f"{rank}.output").stat().st_size for rank in range(self.world_size)]
-        call_logs = {rank: call_log_file(self._logs, rank) for rank in range(self.world_size)}
+        call_logs = {rank: calls_file(self._logs, rank) for rank in range(self.world_size)}
         for file in call_logs.values():
             file.unlink(missing_ok=True)
         for pipe in self._pipes:
@@ -211,11 +213,6 @@ class RankPool:
             file.seek(max(offset, os.fstat(file.fileno()).st_size - OUTPUT_BYTES))
             output = file.read().decode(errors="replace").strip()
         return replace(failure, summary="; ".join(filter(None, parts)), output=output)
-
-
-def call_log_file(logs: Path, rank: int) -> Path:
-    """Where a rank logs its collectives (`debug.collective_order`)."""
-    return logs / f"{rank}.calls"
 
 
 def shared_gpu_environment(rank: int) -> dict[str, str]:

@@ -28,7 +28,7 @@ import torch.distributed.tensor._random as tensor_random
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx.debug.collective_order import is_check_enabled
-from phalanx.testing.rank_pool import call_log_file
+from phalanx.runs.hang_dumps import calls_file
 from phalanx.train.guards.collective_log import CollectiveLog
 
 # The pool's own timeout ends a hung call; the group's only has to be longer than any call.
@@ -66,7 +66,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
             _reset_world(c10d.PrefixStore(str(count), store), rank, world_size)
             function, args, kwargs = pickle.loads(call)
             if collective_log is not None:
-                collective_log.open(call_log_file(logs, rank))
+                collective_log.open(calls_file(logs, rank))
             result = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]

@@ -163,7 +163,6 @@ PUBLIC cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCap
     *status = 0;
     return 0;
 }
-PUBLIC cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return 0; }
 PUBLIC cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                             unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
                                             const cudaGraphEdgeData **edges, size_t *count) {

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from phalanx.cost.precision import COMPUTE_BYTES, Precision
 from phalanx.spec.layout import Layout
-from phalanx.spec.model import ModelSpec, MoESpec
+from phalanx.spec.model import ModelSpec, MoESpec, is_flash_head_dim
 
 INDEX_BYTES = 8
 """Bytes of a token, target, position or place in an order: int64."""
 STATISTIC_BYTES = 4
 """Bytes of a mean, 1 / std or log-sum-exp that a CUDA kernel saves: fp32."""
-MAX_FLASH_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ForwardShape:
     def attends_by_flash(self, head_dim: int) -> bool:
         """Return whether attention within documents has CUDA's kernel for packed rows, which needs no mask
         (`model.attention.has_flash_kernel`)."""
-        return self.on_cuda and self.compute_bytes == 2 and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+        return self.on_cuda and self.compute_bytes == 2 and is_flash_head_dim(head_dim)
 
     @property
     def residual_bytes(self) -> int:

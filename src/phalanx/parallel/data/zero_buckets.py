@@ -157,8 +157,8 @@ class Bucket:
             received = [flat[: part.rows.numel()].view_as(part.rows) for part, flat in zip(parts, summed, strict=True)]
         if self.parts[0].offload is not None and not keep_full:
             received = copy_to_host(*received)
-        for part in parts:
-            part.accumulate(received.pop(0), keep_full)
+        for part, gradient in zip(parts, received, strict=True):
+            part.accumulate(gradient, keep_full)
 
     def drop_gradients(self) -> None:
         for part in self.parts:

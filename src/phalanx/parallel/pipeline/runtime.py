@@ -177,8 +177,7 @@ class PipelineStrategy(Strategy):
         for index in sorted({0, len(micros) - 1}):  # only the last may be smaller
             micro: Any = micros[index]
             rows, tokens = micro.tokens.shape
-            whole_rows = Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)
-            for documents in (None, micro.documents or whole_rows):
+            for documents in (None, Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
         self.loss_scale = loss_scale
 

@@ -183,10 +183,9 @@ class OrderGuard:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._log is None:
             return
-        if error is not None:
-            self._log.close()
-            return
         self._log.close()
+        if error is not None:
+            return
         file = calls_file(self._directory, dist.get_rank())
         self._check_whole_logs(all_gather_objects(file.stat().st_size))
         dist.barrier()  # the first rank has read the others' files
