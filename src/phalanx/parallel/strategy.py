@@ -123,6 +123,9 @@ class Strategy:
     def finish_weight_grad_pass(self) -> None:
         """After a backward pass that reached weights alone, as the second half of one does."""
 
+    def end_rehearsal(self) -> None:
+        """After backward passes that had only to load kernels, and left gradients of zero."""
+
     def finalize_gradients(self) -> None:
         """After a step's backward passes, of which none was said to be the last: bring the gradients to who trains."""
 

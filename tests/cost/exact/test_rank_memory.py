@@ -18,7 +18,7 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_model, run_from_table
-from phalanx.spec.layout import Layout
+from phalanx.spec.layout import MAX_BF16_SUMS, Layout
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
 
@@ -102,6 +102,8 @@ def test_sharded_state_bytes_per_parameter_match_zero_formulas(n):
     assert (
         sharded_state_bytes("zero3", "bf16", n, 1, 2).total == sharded_state_bytes("hsdp", "bf16", n, 1, 2).total == 16
     )
+    assert sharded_state_bytes("zero1", "bf16", n, 1, 2, MAX_BF16_SUMS + 1).total == 6 * n + 12
+    assert sharded_state_bytes("zero2", "bf16", n, 1, 2, MAX_BF16_SUMS + 1).total == 2 * n + 16
     assert sharded_state_bytes("zero1", "fp32", n, 1, 2).total == 8 * n + 8
     assert sharded_state_bytes("zero2", "fp32", n, 1, 2).total == 4 * n + 12
     assert sharded_state_bytes("zero1", "fp64", n, 1, 2).total == 2 * (8 * n + 8)
@@ -358,7 +360,10 @@ def predict_model_memory(
 @given(model_specs(), st.integers(1, 12), PRECISIONS, st.sampled_from(list(OPTIMIZERS)))
 def test_rank_memory_state_never_grows_with_zero_stage(spec, n, precision, optimizer):
     table = spec.model_dump(mode="json") | {"max_seq_len": 64}
-    states = [predict_model_memory(table, stage, n, precision, optimizer).state for stage in ZERO_STRATEGIES]
+    states = [
+        predict_model_memory(table, stage, n, precision, optimizer, micro_batch_size=27_720 // n).state
+        for stage in ZERO_STRATEGIES
+    ]
     assert states == sorted(states, reverse=True)
     if n == 1:
         assert len(set(states)) == 1

@@ -8,6 +8,7 @@ from typing import Literal
 from phalanx.cost.exact.parameters import ParameterCount, count_parameters
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES, Precision
+from phalanx.spec.layout import MAX_BF16_SUMS
 from phalanx.spec.run import OptimizerSpec, RunSpec
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
@@ -80,9 +81,11 @@ def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
     return spec.name
 
 
-def sharded_state_bytes(strategy: Strategy, precision: Precision, total: int, owned: int, states: int) -> StateBytes:
-    """State that one rank keeps of a model of `total` parameters, of which it owns `owned`, and keeps `states` numbers
-    of optimizer state.
+def sharded_state_bytes(
+    strategy: Strategy, precision: Precision, total: int, owned: int, states: int, micro_batches: int = 1
+) -> StateBytes:
+    """Return the state that one rank keeps of a model of `total` parameters, of which it owns `owned`, and keeps
+    `states` numbers of optimizer state, with so many micro-batches a step.
 
     Bytes per parameter with Adam on N ranks (`total` 1, `owned` 1/N, `states` 2/N; of ddp 2):
 
@@ -95,15 +98,16 @@ def sharded_state_bytes(strategy: Strategy, precision: Precision, total: int, ow
 
     In bf16, zero1 and zero2 keep model and gradients in bf16, and fp32 rows, which they train, among the optimizer's
     state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
-    the model's own.
+    the model's own. Where micro-batches are many, both add up bf16 gradients in fp32: 2 bytes more of each.
     """
     compute_size, state_size = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    gradient_size = state_size if micro_batches > MAX_BF16_SUMS else compute_size
     master_row_bytes = state_size * owned if precision == "bf16" else 0
     match strategy:
         case "zero1":
-            return StateBytes(compute_size * total, compute_size * total, master_row_bytes + state_size * states)
+            return StateBytes(compute_size * total, gradient_size * total, master_row_bytes + state_size * states)
         case "zero2":
-            return StateBytes(compute_size * total, compute_size * owned, master_row_bytes + state_size * states)
+            return StateBytes(compute_size * total, gradient_size * owned, master_row_bytes + state_size * states)
         case "zero3" | "hsdp":
             return StateBytes(state_size * owned, state_size * owned, state_size * states)
         case "ddp" | "parameter_server":

@@ -130,7 +130,8 @@ def worker_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
 def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
     """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
     step, before anything is offloaded. Exact."""
-    return [rank_model_state(run, rank) for rank in rank_tensors(run, world_size)]
+    micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
+    return [rank_model_state(run, rank, micro_batches) for rank in rank_tensors(run, world_size)]
 
 
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
@@ -147,7 +148,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
         signature = rank.signature
         if signature not in cache:
             cache[signature] = (
-                resident_and_offloaded(run, rank, strategy),
+                resident_and_offloaded(run, rank, strategy, batch_plan.gradient_accumulation_steps),
                 comm_buffer_peaks(rank, run, strategy, data_dims, batch_plan.gradient_accumulation_steps),
             )
         (state, offloaded, on_disk), buffer_peaks = cache[signature]
@@ -222,7 +223,8 @@ def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     strategy = effective_strategy(
         layout, dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
-    return max(resident_and_offloaded(run, rank, strategy)[2] for rank in rank_tensors(run, world_size))
+    micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
+    return max(resident_and_offloaded(run, rank, strategy, micro_batches)[2] for rank in rank_tensors(run, world_size))
 
 
 def _stage_activations(

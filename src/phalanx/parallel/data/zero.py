@@ -7,7 +7,7 @@ ZeRO-1 keeps whole gradients and sends them once per step. ZeRO-2 sends them at 
 
 Bytes per parameter, with Adam: in fp32 the owned rows are part of the model that computes, 4 + 4 + 8/N or
 4 + (4 + 8)/N. In bf16 the model and its gradients are bf16, and owners keep fp32 rows beside: 2 + 2 + 12/N or
-2 + (2 + 12)/N (section 3.1)."""
+2 + (2 + 12)/N (section 3.1). Gradients of more than `MAX_BF16_SUMS` micro-batches add up in fp32: 2 bytes more."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ZeRO(Strategy):
         # Weak: autograd keeps the hooks of a parameter alive, and these would keep the groups of ranks with them.
         for bucket in self.buckets:
             for part in bucket.parts:
-                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket))
+                ready = partial(ZeRO._gradient_ready, weakref.proxy(self), weakref.proxy(bucket), weakref.proxy(part))
                 part.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
@@ -122,11 +122,20 @@ class ZeRO(Strategy):
             self._reduce_ready()
             self.buckets[-1].finish_reduce(self.keeps_full_gradients)
 
+    def end_rehearsal(self) -> None:
+        """Load also the kernels that sum in fp32, and let the step's gradients be counted from none."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.float().add_(parameter.grad)
+        self.zero_grad()
+
     def finalize_gradients(self) -> None:
         with self.backward(last=True):
             pass
 
-    def _gradient_ready(self, bucket: Bucket, _: Tensor) -> None:
+    def _gradient_ready(self, bucket: Bucket, part: OwnedParameter, _: Tensor) -> None:
+        if self.keeps_full_gradients or (bucket.group is None and self.offload is None):
+            part.add_full_gradient()
         bucket.num_missing -= 1
         if self._communicates and not bucket.num_missing:
             self._reduce_ready()
@@ -140,7 +149,7 @@ class ZeRO(Strategy):
             self._num_started += 1
 
     def gradients(self) -> dict[str, Tensor]:
-        """The summed gradients of the owned rows, in the precision of the model."""
+        """The summed gradients of the owned rows."""
         parts = {part.name: part for bucket in self.buckets for part in bucket.parts}
         reduced = {name: (part, part.gradient) for name, part in parts.items() if part.gradient is not None}
         return {name: part.split.as_dtensor(gradient, part.parameter) for name, (part, gradient) in reduced.items()}
@@ -198,7 +207,7 @@ class ZeRO(Strategy):
         parts = [part for bucket in self.buckets for part in bucket.parts]
         master_rows = [part.rows for part in parts if not part.is_aliased]
         row_gradients = [part.gradient for part in parts if part.gradient is not None]
-        full_gradients = [part.parameter.grad for part in parts if part.parameter.grad is not None]
+        full_gradients = [part.full_gradient for part in parts if part.full_gradient is not None]
         resident: dict[str, list[Tensor]] = {"parameters": [part.parameter for part in parts]}
         if self.offload is None:
             return resident | {

@@ -16,6 +16,7 @@ from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.data.offload import CpuOffload
 from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.spec.formatting import MIB
+from phalanx.spec.layout import MAX_BF16_SUMS
 
 PIECE_BYTES = 256 * MIB
 """Owned rows that are stepped at once: their gradients are cast to the rows' precision just for it."""
@@ -74,29 +75,66 @@ class OwnedParameter:
         self.rows = sharding.rows(parameter) if master_rows is None else master_rows
         self.master = nn.Parameter(sharding.as_dtensor(self.rows, parameter))
         self.gradient: Tensor | None = None
-        """Of the rows, summed over ranks, in the precision of the model."""
+        """Of the rows, summed over ranks, in the precision of the model, or of more micro-batches in fp32."""
+        self._full_sum: Tensor | None = None
+        """Of a step's micro-batches the whole gradient in fp32, where these are many."""
         self._host_gradient: Tensor | None = None
+        self._num_added = 0
+
+    @property
+    def full_gradient(self) -> Tensor | None:
+        """The whole gradient, as far as this rank computed it."""
+        return self.parameter.grad if self._full_sum is None else self._full_sum
+
+    def add_full_gradient(self) -> None:
+        """Add what autograd left of a micro-batch to a sum in fp32, where there are more than `MAX_BF16_SUMS`."""
+        self._num_added += 1
+        gradient = self.parameter.grad
+        if gradient is None or not needs_fp32_sum(gradient.dtype, self._num_added):
+            return
+        self._full_sum = gradient.float() if self._full_sum is None else self._full_sum.add_(gradient)
+        self.parameter.grad = None
+
+    def drop_full_gradient(self) -> None:
+        self.parameter.grad = self._full_sum = None
+
+    def drop_gradient(self) -> None:
+        """Forget the step's gradients."""
+        self.drop_full_gradient()
+        self.gradient, self._num_added = None, 0
 
     def accumulate(self, received: Tensor, keep_full: bool) -> None:
         """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
-        full_gradient = self.parameter.grad
-        if keep_full and full_gradient is not None:
+        full_gradient = self.full_gradient
+        if full_gradient is not None and (keep_full or self.offload is None):
             self.gradient = self.split.rows(full_gradient)
             if received is not full_gradient:
                 self.gradient.copy_(received)
         elif self.offload is not None:
-            if self._host_gradient is None:
-                self._host_gradient = self.offload.to_host(received)
-            elif self.gradient is None:
-                self._host_gradient.copy_(received)
-            else:
-                self._host_gradient.add_(received)
-            self.offload.write_back([self._host_gradient])
-            self.gradient, self.parameter.grad = self._host_gradient, None
+            self._num_added += 1
+            self.gradient = self._add_on_host(received, self.offload)
+            self.offload.write_back([self.gradient])
+            self.drop_full_gradient()
+        elif self.gradient is None:
+            self.gradient, self._num_added = received, 1
         else:
-            self.gradient = (
-                received if self.gradient is None or received is full_gradient else self.gradient.add_(received)
-            )
+            self._num_added += 1
+            if needs_fp32_sum(self.gradient.dtype, self._num_added):
+                self.gradient = self.gradient.float()
+            self.gradient.add_(received)
+
+    def _add_on_host(self, received: Tensor, offload: CpuOffload) -> Tensor:
+        """Return the sum that rests in CPU memory, in which the step's first gradient replaces those of the last."""
+        is_first = self.gradient is None
+        if self._host_gradient is None:
+            self._host_gradient = offload.to_host(received)
+        elif is_first:
+            self._host_gradient.copy_(received)
+        else:
+            if needs_fp32_sum(self._host_gradient.dtype, self._num_added):
+                self._host_gradient = offload.to_host(self._host_gradient.float())
+            self._host_gradient.add_(received)
+        return self._host_gradient
 
     def master_gradient(self, factor: Tensor | None) -> Tensor | None:
         """The gradient, times a factor in CPU memory, where and as precise as the master is. It comes to CPU memory by
@@ -132,24 +170,26 @@ class Bucket:
         if self.group is None:
             return
         for part in self.parts:
-            if part.parameter.grad is None:
+            if part.full_gradient is None:
                 part.parameter.grad = torch.zeros_like(part.parameter)
-        full_gradients = [
-            part.parameter.grad.view(part.matrix) for part in self.parts if part.parameter.grad is not None
-        ]
-        sent = full_gradients[0].new_empty(self.group.size(), sum(self.sizes))
-        torch._chunk_cat(full_gradients, dim=0, num_chunks=self.group.size(), out=sent)
-        del full_gradients
+        sent = self.parts[0].parameter.new_empty(self.group.size(), sum(self.sizes))
+        torch._chunk_cat(self._full_matrices(), dim=0, num_chunks=self.group.size(), out=sent)
         if not keep_full:
             for part in self.parts:
-                part.parameter.grad = None
+                part.drop_full_gradient()
         self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.exposed)
+
+    def _full_matrices(self) -> list[Tensor]:
+        """Return the whole gradients as matrices, in one dtype."""
+        gradients = [part.full_gradient for part in self.parts if part.full_gradient is not None]
+        dtype = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
+        return [gradient.to(dtype).view(part.matrix) for gradient, part in zip(gradients, self.parts, strict=True)]
 
     def finish_reduce(self, keep_full: bool) -> None:
         """Hand every parameter the sum of its owned rows' gradients."""
         if self._reducing is None:
-            parts = [part for part in self.parts if part.parameter.grad is not None]
-            received = [part.parameter.grad for part in parts if part.parameter.grad is not None]
+            parts = [part for part in self.parts if part.full_gradient is not None]
+            received = [part.full_gradient for part in parts if part.full_gradient is not None]
         else:
             self._reducing.wait()
             parts, summed = self.parts, self._reducing.out.split(self.sizes)
@@ -162,7 +202,7 @@ class Bucket:
 
     def drop_gradients(self) -> None:
         for part in self.parts:
-            part.gradient = part.parameter.grad = None
+            part.drop_gradient()
 
     def start_gather(self) -> None:
         """Send the owned rows, as they were trained, to every rank."""
@@ -194,6 +234,12 @@ class Bucket:
                 matrix.view(received.shape).copy_(received)
             else:
                 matrix.copy_(received.reshape(-1, part.matrix[1])[: len(matrix)])
+
+
+def needs_fp32_sum(dtype: torch.dtype, micro_batches: int) -> bool:
+    """Whether the sum of gradients in this dtype is to be kept in fp32: bf16 rounds at each addition, by more the more
+    the sum is above what is added."""
+    return dtype.itemsize < 4 and micro_batches > MAX_BF16_SUMS
 
 
 def trainable_parameters_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:

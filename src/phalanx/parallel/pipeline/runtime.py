@@ -180,6 +180,7 @@ class PipelineStrategy(Strategy):
             for documents in (None, Documents.whole_rows(rows, tokens * self.cp_size, micro.tokens.device)):
                 self._rehearse(replace(micro, documents=documents), shapes[index], losses)
         self.loss_scale = loss_scale
+        self.inner.end_rehearsal()
 
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on made-up activations of this shape: all forth and then, if gradients are wanted,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 
 from phalanx.cost.estimate.job_table import JobTable, broadcast_jobs
-from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, optimizer_kind, sharded_state_bytes
+from phalanx.cost.exact.model_state import NUM_OPTIMIZER_STATES, StateBytes, optimizer_kind, sharded_state_bytes
 from phalanx.cost.exact.pipeline_split import layer_flops, layers_per_rank
+from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.kinds import PHALANX_CHECKPOINTING, AttentionKernel, OffloadTarget, ScheduleKind
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
 from phalanx.plan.search.candidates import SCHEDULE_KINDS, ZERO_STAGES, CandidateLayout
@@ -56,8 +58,12 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
 def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[float]]:
     """Columns that layouts differ in."""
     states = NUM_OPTIMIZER_STATES[optimizer_kind(run.optimizer)]
-    unsharded = {data: sharded_state_bytes(data, run.training.precision, 1, 1, states) for data in ZERO_STAGES}
-    state = [unsharded[c.data_parallel] for c in layouts]
+
+    @cache
+    def per_parameter(strategy: Strategy, micro_batches: int) -> StateBytes:
+        return sharded_state_bytes(strategy, run.training.precision, 1, 1, states, micro_batches)
+
+    state = [per_parameter(c.data_parallel, c.micro_batches) for c in layouts]
     pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in layouts}
     cuts = {pipeline: _stage_block_kinds(run, c) for pipeline, c in pipelines.items()}
     blocks = [cuts[c.pp, c.schedule, c.virtual_stages] for c in layouts]
@@ -76,7 +82,7 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
         "parameter_bytes": [s.parameters for s in state],
         "gradient_bytes": [s.gradients for s in state],
         "state_bytes": [s.optimizer for s in state],
-        "gradient_wire_bytes": [s.gradients for s in state],  # as they are kept
+        "gradient_wire_bytes": [per_parameter(c.data_parallel, 1).gradients for c in layouts],
         **{
             f"{position}_blocks": [len(stage_blocks[index]) for stage_blocks in blocks]
             for index, position in enumerate(STAGE_POSITIONS)
