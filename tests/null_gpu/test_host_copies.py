@@ -43,10 +43,7 @@ def test_copies_of_gpu_tensors_are_queued() -> None:
 
 
 def test_copies_are_pageable_where_cuda_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(code: int) -> None:
-        raise torch.cuda.CudaError(code)
-
-    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *_: torch.cuda.cudart().cudaError(2))
     tensors, copies = state(), HostCopies()
     copied = copies.copy(tensors)
     copies.wait()

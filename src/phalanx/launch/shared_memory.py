@@ -30,21 +30,23 @@ def allocate_slots(num_ranks: int) -> None:
 class SharedMemorySlot:
     """A copy in memory of the launcher."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapping: type[mmap.mmap] = mmap.mmap) -> None:
+        """`mapping` is the kind of memory that the file is mapped as."""
         self._file = path.open("r+b", buffering=0)
+        self._mapping = mapping
         self._map: mmap.mmap | None = None
 
     def ensure_size(self, size: int) -> None:
         """Have room for so many bytes."""
         if os.fstat(self._file.fileno()).st_size < size:
-            self._file.truncate(size)
             self._map = None
+            self._file.truncate(size)
 
     @property
     def memory(self) -> mmap.mmap:
         """All of it."""
         if self._map is None:
-            self._map = mmap.mmap(self._file.fileno(), 0)
+            self._map = self._mapping(self._file.fileno(), 0)
         return self._map
 
     @property

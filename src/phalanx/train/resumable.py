@@ -72,7 +72,7 @@ class ResumableLearner(Learner):
             )  # what was copied before it is not gone on from
             group = dist.new_group(backend="gloo") if dist.is_initialized() else None
             self.in_memory_checkpointer = InMemoryCheckpointer(
-                {"ranks": world_size, "back": num_rollbacks, **identity}, group
+                {"ranks": world_size, "back": num_rollbacks, **identity}, group, device
             )
         self.rescaling = LearningRateRescaling(self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, 0)
         self.step = 0

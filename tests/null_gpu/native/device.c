@@ -121,9 +121,7 @@ static struct block blocks[MOST_BLOCKS];
 static int num_blocks;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void *reserve(size_t size, enum cudaMemoryType type) {
-    char *at = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED) return NULL;
+static void add_block(char *at, size_t size, enum cudaMemoryType type) {
     pthread_mutex_lock(&lock);
     int i = 0;
     while (i < num_blocks && blocks[i].at) i++;
@@ -131,6 +129,12 @@ static void *reserve(size_t size, enum cudaMemoryType type) {
         fprintf(stderr, "null GPU: too many blocks of memory\n"), abort();
     blocks[i] = (struct block){at, size, type};
     pthread_mutex_unlock(&lock);
+}
+
+static void *reserve(size_t size, enum cudaMemoryType type) {
+    char *at = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return NULL;
+    add_block(at, size, type);
     return at;
 }
 
@@ -184,6 +188,17 @@ PUBLIC cudaError_t cudaFreeHost(void *pointer) {
     give_back(pointer);
     return 0;
 }
+PUBLIC cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
+    if (block_at(pointer)) return cudaErrorHostMemoryAlreadyRegistered;
+    add_block(pointer, size, cudaMemoryTypeHost);
+    return 0;
+}
+PUBLIC cudaError_t cudaHostUnregister(void *pointer) {
+    struct block *block = block_at(pointer);
+    if (!block || block->at != pointer) return cudaErrorHostMemoryNotRegistered;
+    block->at = NULL;
+    return 0;
+}
 PUBLIC cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *pointer) {
     struct block *block = block_at(pointer);
     *out = (struct cudaPointerAttributes){block ? block->type : cudaMemoryTypeUnregistered, device, (void *)pointer,
@@ -223,6 +238,7 @@ static cudaError_t copy(void *to, const void *from, size_t size) {
 }
 PUBLIC cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind,
                                    cudaStream_t stream) {
+    if (is_on_device(from) && !block_at(to)) __sync_fetch_and_add(&null_pageable_copies, 1);
     return copy(to, from, size);
 }
 PUBLIC cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {

@@ -15,6 +15,7 @@
 
 /* Counters that Python reads, and whom it has told of each wait of the host. */
 extern uint64_t null_kernels, null_products, null_host_syncs, null_mallocs;
+extern uint64_t null_pageable_copies; /* from the device; CUDA's return when they are done */
 extern void (*null_on_host_sync)(const char *call);
 
 /* ---- streams (streams.c): what is queued on the device, as far as anybody can wait for it */

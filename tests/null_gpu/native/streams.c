@@ -5,7 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
-PUBLIC uint64_t null_kernels, null_products, null_host_syncs, null_mallocs;
+PUBLIC uint64_t null_kernels, null_products, null_host_syncs, null_mallocs, null_pageable_copies;
 PUBLIC void (*null_on_host_sync)(const char *call);
 
 struct event {

@@ -10,18 +10,11 @@ import torch
 
 from phalanx.parallel.comm import pinned_memory
 from phalanx.parallel.comm.pinned_memory import pinned_zeros
+from tests.helpers.pretended_cuda import record_locked_memory
 
 
 def test_pinned_zeros_are_locked_as_long_as_a_view_of_them_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    locked: dict[int, int] = {}
-
-    def register(address: int, size_bytes: int, flags: int) -> int:
-        locked[address] = size_bytes
-        return 0
-
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    locked = record_locked_memory(monkeypatch)
     tensor = pinned_zeros(torch.Size((3, 5)), torch.bfloat16)
     assert torch.equal(tensor, torch.zeros(3, 5, dtype=torch.bfloat16))
     assert locked == {tensor.data_ptr(): 2 * 15}  # not 32: no power of two

@@ -12,37 +12,38 @@ import torch
 from torch import Tensor
 
 
-class _PinnedMemory(mmap.mmap):
-    """Memory that CUDA has page-locked; it is released with the last tensor that lies in it."""
-
-    address: int
-    unregister: Callable[[int], object] | None = None
-    """Kept here, since modules may be gone when the process ends."""
-
-    def __del__(self) -> None:
-        if self.unregister is not None:
-            self.unregister(self.address)
-
-
-def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return zeros in page-locked memory of just their size: PyTorch rounds its own up to a power of two.
+class PinnedMemory(mmap.mmap):
+    """A mapping that CUDA page-locks; it is unlocked and unmapped with the last tensor in it.
 
     If CUDA refuses to lock so much (RLIMIT_MEMLOCK, WSL), the memory is pageable, and the first time a line says so.
     Copies to and from it are right, but the host waits for them.
     """
+
+    _unregister: Callable[[int], object] | None = None
+    """Kept here, since modules may be gone when the process ends."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Lock the mapping, which mmap's `__new__` has made of the same arguments."""
+        self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        runtime = torch.cuda.cudart()
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(self._address, len(self), 0))
+            self._unregister = runtime.cudaHostUnregister
+        except torch.cuda.CudaError as error:
+            _clear_pending_error()
+            _warn_once(str(error))
+
+    def __del__(self) -> None:
+        if self._unregister is not None:
+            self._unregister(self._address)
+
+
+def pinned_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros in PinnedMemory of just their size: PyTorch rounds its own up to a power of two."""
     if not shape.numel():
         return torch.zeros(shape, dtype=dtype)
-    size_bytes = shape.numel() * dtype.itemsize
-    memory = _PinnedMemory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensor = torch.frombuffer(memory, dtype=dtype)
-    runtime = torch.cuda.cudart()
-    try:
-        torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
-        memory.address, memory.unregister = tensor.data_ptr(), runtime.cudaHostUnregister
-    except torch.cuda.CudaError as error:
-        _clear_pending_error()
-        _warn_once(str(error))
-    return tensor.view(shape)
+    memory = PinnedMemory(-1, shape.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _clear_pending_error() -> None:

@@ -6,6 +6,7 @@ neighbour does not have (Gemini, SOSP 2023, keeps checkpoints in the memory of o
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.launch.shared_memory import HEADER, LOCAL_SLOTS, NEIGHBOR_SLOTS, SLOTS_ENV, SharedMemorySlot
+from phalanx.parallel.comm.host_copy import wait_for_host_copies
 from phalanx.parallel.comm.objects import all_gather_objects
+from phalanx.parallel.comm.pinned_memory import PinnedMemory
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.spec.errors import UserError
 
@@ -42,16 +45,25 @@ class InMemoryCheckpointer:
     Raises UserError where no launcher offers memory.
     """
 
-    def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-        """`identity` says of what the state is: only the same is restored. `group` exchanges copies in CPU memory."""
+    def __init__(self, identity: Mapping[str, Any], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Map this rank's slots.
+
+        Args:
+            identity: What the state belongs to; only a copy with an equal identity is restored.
+            group: Exchanges copies in CPU memory.
+            device: Where the rank computes. Its local slots are page-locked if that is a GPU.
+        """
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
             fix = "start the run with phalanx train, or set it to 0"
             raise UserError("recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix)
         launcher_pid, _, fds = slots_text.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(LOCAL_SLOTS + NEIGHBOR_SLOTS)
-        local_fds = fds.split(",")[first : first + len(LOCAL_SLOTS + NEIGHBOR_SLOTS)]
-        self._slots = [SharedMemorySlot(Path(f"/proc/{launcher_pid}/fd/{fd}")) for fd in local_fds]
+        files = [Path(f"/proc/{launcher_pid}/fd/{fd}") for fd in fds.split(",")[first:]]
+        local_mapping = PinnedMemory if device.type == "cuda" else mmap.mmap
+        self._slots = [SharedMemorySlot(files[index], local_mapping) for index in LOCAL_SLOTS]
+        self._slots += [SharedMemorySlot(files[index]) for index in NEIGHBOR_SLOTS]
+        self._device = device
         self._identity = json.loads(json.dumps(identity))
         self._group = group
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -79,7 +91,8 @@ class InMemoryCheckpointer:
             local_slot.bytes()[_align(len(metadata)) :], [(part.shape, part.dtype) for part in parts.values()]
         )
         for view, part in zip(views, parts.values(), strict=True):
-            view.copy_(part)
+            view.copy_(part, non_blocking=True)
+        wait_for_host_copies(self._device)
         local_slot.commit(step, self.rank, len(metadata))
         if self._next_rank != self.rank:
             neighbor_slot.invalidate()
