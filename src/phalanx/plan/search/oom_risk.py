@@ -30,7 +30,7 @@ def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]
     host = max(rank_memory.host for rank_memory in memories)
     more = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
     device = max(rank_memory.device + more * rank_memory.communication for rank_memory in memories)
-    return float(device + (host if cluster.device == "cpu" else 0)), float(host)
+    return float(device + (host if cluster.uses_cpu else 0)), float(host)
 
 
 def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: float) -> float:
@@ -85,7 +85,7 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
 def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
     """Return the bytes of CPU memory that a node needs if each rank offloads as given; 0 where CPUs compute, whose
     offloaded bytes count as memory of the device."""
-    return 0.0 if cluster.device == "cpu" else rank_host_bytes * (cluster.nproc_per_node or 1)
+    return 0.0 if cluster.uses_cpu else rank_host_bytes * (cluster.nproc_per_node or 1)
 
 
 def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
