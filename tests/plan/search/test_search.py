@@ -117,7 +117,7 @@ def test_search_offers_offload_when_nothing_else_fits():
         check_layout(own, 1)
         (place,) = rank_memory(own, 1).values()
         assert option.memory_bytes == place.device < 80 * 2**30
-        assert option.host_bytes == place.offloaded > 0
+        assert option.host_bytes == place.host > place.offloaded > 0
     scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
     assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).options == []
     files = run_from_table(
