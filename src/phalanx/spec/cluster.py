@@ -96,9 +96,28 @@ class ClusterSpec(Spec):
     """What runs on this machine showed: `phalanx calibrate` writes it."""
 
     @property
+    def planned_device(self) -> Literal["cpu", "cuda", "tpu"]:
+        """Device that plans assume.
+
+        `device = "auto"` is decided by each rank at its start (`launch.process.select_device`); a plan, often made on
+        another machine, looks at no hardware. It takes "auto" as the preset's device. Without a preset it assumes CUDA
+        if the bandwidth of a device's memory is given and `cores` is not, else CPUs.
+        """
+        if self.device != "auto":
+            return self.device
+        if self.preset == "cpu" or self.cores is not None or self.hbm_bytes_per_second is None:
+            return "cpu"
+        return "tpu" if self.preset is not None and self.preset.startswith("tpu") else "cuda"
+
+    @property
     def uses_cuda(self) -> bool:
-        """True if ranks are known to be GPUs, whose memory is planned by CUDA's kernels and allocator."""
-        return self.device == "cuda"
+        """True if ranks are planned on GPUs: with CUDA's kernels, its allocator and NCCL."""
+        return self.planned_device == "cuda"
+
+    @property
+    def uses_cpu(self) -> bool:
+        """True if ranks are planned on CPUs, which compute, communicate and offload in one memory."""
+        return self.planned_device == "cpu"
 
     @property
     def ranks_per_core(self) -> float:

@@ -180,11 +180,12 @@ def test_memory_describes_limit_of_a_rank_and_cpu_memory_of_a_node(run):
     text = memory_output(run, *machine)
     assert limit in text
     assert "GiB for the CUDA context" in text
-    assert "offload: " not in text
-    offload = [*machine, "--set", "layout.data_parallel=zero1", "--set", "layout.offload=cpu"]
-    host = rows_by_strategy_and_role(run, *offload)["zero1 rank"]["memory"]["offloaded"]
-    needed = f"{4 * host / 2**30:.1f} GiB"
-    assert f"offload: a node of 4 ranks needs up to {needed} of CPU memory" in memory_output(run, *offload)
+    zero1 = [*machine, "--set", "layout.data_parallel=zero1"]
+    for options, is_offloaded in ((zero1, False), ([*zero1, "--set", "layout.offload=cpu"], True)):
+        memory = rows_by_strategy_and_role(run, *options)["zero1 rank"]["memory"]
+        assert (memory["offloaded"] > 0) == is_offloaded
+        needed = f"{4 * (memory['offloaded'] + memory['checkpoint_copy']) / 2**30:.1f} GiB"
+        assert f"CPU memory: a node of 4 ranks needs up to {needed} for checkpoint" in memory_output(run, *options)
 
 
 def test_memory_drops_strategy_specific_options_for_other_strategies(run):

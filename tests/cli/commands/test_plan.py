@@ -122,33 +122,44 @@ def test_plan_names_much_faster_layout_that_lacks_memory(run):
     assert shown["faster_but_too_large"] is None
 
 
-@pytest.mark.parametrize("given_bytes", [None, 100 * GIB])
+@pytest.mark.parametrize("given_bytes", [None, 200 * GIB])
 def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
-    """Of 16 bytes a parameter 12 are offloaded; per node and layout in the table, compared with what the node has."""
+    """Of 16 bytes a parameter 12 are offloaded, and 12 copied for checkpoints; by node and layout in the table, and
+    compared with what the node has."""
     more = ("--set", f"cluster.host_memory_bytes={given_bytes}") if given_bytes else ()
     cards = ("--machine", "rtx4090", "--nproc", 2, "--set", "training.tokens_per_step=131072", *more)
     found, text = plan_json(run, *cards, "--top", 3), plan_output(run, *cards, "--top", 3)
     needs = [layout["node_host_bytes"] for layout in found["layouts"]]
     assert needs == [2 * layout["host_bytes"] for layout in found["layouts"]]
-    assert max(needs) / GIB > 12 * 8.03e9 / GIB > 80
+    assert max(needs) / GIB > 24 * 8.03e9 / GIB > 160
     for layout, need in zip(found["layouts"], needs, strict=True):
         assert f" {layout['memory_bytes'] / GIB:.1f} + {need / GIB:.0f} " in text
     assert found["node_host_memory_bytes"] == 2 * (given_bytes or 256 * GIB)
-    given = "by cluster.host_memory_bytes it has 200.0 GiB"
+    given = "by cluster.host_memory_bytes it has 400.0 GiB"
     if not given_bytes:
         given = "make sure that it is there: cluster.host_memory_bytes is not set, 512.0 GiB is assumed"
-    assert f"\noffload: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB of CPU memory; {given}.\n" in text
+    purpose = "for checkpoint copies and offload"
+    assert f"\nCPU memory: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB {purpose}; {given}.\n" in text
     limit = f"limit: a rank may hold {found['rank_limit_bytes'] / GIB:.1f} GiB ("
     reserve = "of 24.0 GiB, with what PyTorch's allocator reserves and NCCL takes; the reserve is 0.4 GiB for the CUDA "
     reserve += "context, 1.0 GiB for errors of the prediction"
     assert re.search(rf"{re.escape(limit)}[\d.]+ GB\) {re.escape(reserve)}", text)
     explained = plan_output(run, *cards, "--explain", 1)
-    assert f"offload: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB of CPU memory; {given}\n" in explained
+    assert f"CPU memory: a node of 2 ranks needs up to {needs[0] / GIB:.1f} GiB {purpose}; {given}\n" in explained
     assert limit in explained
 
 
-def test_plan_without_offload_shows_no_cpu_memory(run):
-    text = plan_output(run, *H100, "--top", 1)
+def test_plan_without_offload_shows_cpu_memory_of_checkpoint_copies(run):
+    (layout,) = plan_json(run, *H100, "--top", 1)["layouts"]
+    text, need = plan_output(run, *H100, "--top", 1), layout["node_host_bytes"]
+    assert "offload" not in layout["candidate"]
+    assert f" {layout['memory_bytes'] / GIB:.1f} + {need / GIB:.0f} " in text
+    assert f"\nCPU memory: a node of 8 ranks needs up to {need / GIB:.1f} GiB for checkpoint copies" in text
+    assert "GiB: tensors of the fullest rank + CPU memory of a node; limit: a rank may hold " in text
+
+
+def test_plan_of_cpus_shows_no_other_cpu_memory(run):
+    text = plan_output(run, "--machine", "cpu", "--nproc", 2, "--set", "cluster.memory_bytes=400000000000", "--top", 1)
     assert "CPU memory" not in text
     assert "GiB: tensors of the fullest rank; limit: a rank may hold " in text
 

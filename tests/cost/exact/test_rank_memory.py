@@ -123,8 +123,11 @@ def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
 
 
 def measure_allocated_state(run: RunSpec) -> dict[str, int]:
-    """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step."""
+    """Bytes of each part that this rank's strategy holds between a backward pass and its update, in its second step;
+    and of the copy that a checkpoint after it is written from, without AdamW's step and buffers."""
     from phalanx.data.loader import prefetch
+    from phalanx.train.checkpoint.host_copies import HostCopies
+    from phalanx.train.checkpoint.state import checkpoint_tensors
     from tests.helpers.small_runs import make_trainer
 
     under_way = make_trainer(run)
@@ -141,7 +144,10 @@ def measure_allocated_state(run: RunSpec) -> dict[str, int]:
 
     strategy.reduce = reduce  # type: ignore[method-assign]
     under_way.train_step(batches)
-    return found
+    copies = HostCopies().copy(checkpoint_tensors(strategy, under_way.optimizers))
+    buffers = {f"model.{name}" for name, _ in strategy.module.named_buffers()}
+    copied = [copy for name, copy in copies.items() if copy.ndim and name not in buffers]
+    return {**found, "checkpoint_copy": storage_bytes(copied)}
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
@@ -178,7 +184,10 @@ def test_rank_memory_equals_allocated_state_of_data_parallel_strategies(data, wo
     }
     run = small_run(Path(json.__file__).parent, tmp_path, {**common, **changes})
     found = rank_pool(world_size).run(measure_allocated_state, run)
+    copies = [held.pop("checkpoint_copy") for held in found]
     servers = run.layout.num_servers if data == "parameter_server" else 0
+    on_gpus = rank_memory(run.on_device("cuda"), world_size)
+    assert max(copies[servers:]) == on_gpus["worker" if servers else "rank"].checkpoint_copy
     for role, predicted in rank_memory(run, world_size).items():
         fullest = max(found[:servers] if role == "server" else found[servers:], key=lambda held: sum(held.values()))
         assert {part: fullest.get(part, 0) for part in STATE_PARTS} == {
@@ -230,8 +239,11 @@ def test_rank_model_states_equal_allocated_state_with_tp_cp_ep_and_pp(world_size
     layout = {key: value for key, value in changes.items() if key != "model.tie_embeddings"}
     run = small_run(Path(json.__file__).parent, tmp_path, {**common, **layout})
     found = rank_pool(world_size).run(measure_allocated_state, run)
+    copies = [held.pop("checkpoint_copy") for held in found]
     inner = changes.get("layout.tp", 1) * changes.get("layout.cp", 1)
     pp = changes.get("layout.pp", 1)
+    for place, on_gpu in enumerate(rank_memory(run.on_device("cuda"), world_size).values()):
+        assert max(size for rank, size in enumerate(copies) if rank // inner % pp == place) == on_gpu.checkpoint_copy
     for place, predicted in enumerate(rank_model_states(run, world_size)):
         there = [held for rank, held in enumerate(found) if rank // inner % pp == place]
         fullest = max(there, key=lambda held: sum(held.values()))
@@ -396,6 +408,24 @@ def test_offload_reduces_device_memory_and_preserves_state(spec, n, precision, s
 def test_bf16_state_on_one_rank_is_16_bytes_per_parameter():
     count = count_parameters(make_run().model).total
     assert [predict_rank_memory(stage, 1).state for stage in ZERO_STRATEGIES] == [16 * count] * 4
+
+
+def test_checkpoint_copy_is_cpu_memory_of_gpu_ranks_unless_files_are_saved_from():
+    """12 bytes a parameter with AdamW: of all of them on each rank of ddp, of a share where they are sharded."""
+    count = count_parameters(make_run().model).total
+    sizes = {}
+    for stage in ZERO_STRATEGIES:
+        memory = rank_memory(make_run(stage, cluster={"device": "cuda"}), 4)["rank"]
+        assert memory.host == memory.checkpoint_copy
+        sizes[stage] = memory.checkpoint_copy / count
+    assert sizes["ddp"] == 12
+    assert [sizes[stage] for stage in ZERO_STRATEGIES[1:]] == pytest.approx([3, 3, 3], rel=0.01)
+    assert predict_rank_memory("ddp", 4).host == 0
+    offloaded = {"offload": "nvme", "offload_directory": "/tmp"}
+    for layout, copies in (({"offload": "cpu"}, 1), (offloaded, 0)):
+        memory = rank_memory(make_run("zero1", layout=layout, cluster={"device": "cuda"}), 4)["rank"]
+        assert memory.host == (memory.offloaded + memory.checkpoint_copy if copies else 0)
+        assert (memory.checkpoint_copy > 0) == bool(copies)
 
 
 def test_rank_memory_rejects_invalid_rank_count():

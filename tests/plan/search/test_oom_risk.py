@@ -37,7 +37,8 @@ def test_host_need_is_that_of_all_ranks_of_a_node():
     cluster = make_run(machine="rtx4090", cluster={"nproc_per_node": 4, "host_memory_bytes": 32 * GIB}).cluster
     assert node_host_bytes(cluster, 10 * GIB) == 40 * GIB
     assert describe_host_need(cluster, 10 * GIB) == (
-        "offload: a node of 4 ranks needs up to 40.0 GiB of CPU memory; by cluster.host_memory_bytes it has 128.0 GiB"
+        "CPU memory: a node of 4 ranks needs up to 40.0 GiB for checkpoint copies and offload; "
+        "by cluster.host_memory_bytes it has 128.0 GiB"
     )
     assert describe_host_need(cluster, 0) == ""
 

@@ -117,7 +117,7 @@ def test_search_offers_offload_when_nothing_else_fits():
         check_layout(own, 1)
         (place,) = rank_memory(own, 1).values()
         assert option.memory_bytes == place.device < 80 * 2**30
-        assert option.host_bytes == place.offloaded > 0
+        assert option.host_bytes == place.host > place.offloaded > 0
     scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
     assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).options == []
     files = run_from_table(
@@ -245,6 +245,19 @@ def test_evaluated_layout_hfu_includes_recomputed_flops():
     assert none.hfu == none.mfu
     assert selective.hfu / selective.mfu == pytest.approx(1 + (parts.projections + parts.core) / (3 * forward))
     assert full.hfu / full.mfu == pytest.approx(1 + parts.blocks / (3 * forward))
+
+
+@pytest.mark.parametrize(("machine", "device"), [("h100", "cuda"), ("cpu", "cpu")])
+def test_search_plans_device_auto_as_device_of_preset(machine, device):
+    """Layouts, times, memory with CUDA's parts, and risks: all with `cluster.device` left to where the run starts."""
+    auto, known = (
+        make_run("olmoe-1b-7b", machine, sequences=16, cluster={"device": name, "memory_bytes": 2**34})
+        for name in ("auto", device)
+    )
+    plans = [search_layouts(run, 8, keep=5) for run in (auto, known)]
+    assert plans[0].options == plans[1].options
+    cp = "cp=2,cp_method=ring,data_parallel=zero1,micro_batch_size=1"
+    assert evaluate_layout(auto, 8, parse_layout(cp)) == evaluate_layout(known, 8, parse_layout(cp))
 
 
 def test_search_best_never_slows_with_more_memory_or_devices():

@@ -128,7 +128,7 @@ def placement_to_json(
         "nics": [asdict(load) for load in loads],
         "busiest_nic_seconds": _min_nic_seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
         "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
-        "nccl_latencies": {} if cluster.device == "cpu" else nccl_latencies(world_size, site),
+        "nccl_latencies": {} if cluster.uses_cpu else nccl_latencies(world_size, site),
         "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
     }
 

@@ -62,7 +62,7 @@ def describe_memory_column(cluster: ClusterSpec, options: Sequence[EvaluatedLayo
     """Describe the memory that layouts need, and the device's and the CPU's memory that they are compared with."""
     need = describe_host_need(cluster, max(option.host_bytes for option in options))
     held = "process" if cluster.calibration else "tensors"
-    meaning = f"GiB: {held} of the fullest rank" + (" + CPU memory of a node, for offload" if need else "")
+    meaning = f"GiB: {held} of the fullest rank" + (" + CPU memory of a node" if need else "")
     return [f"{meaning}; {describe_memory_limit(cluster)}.", *([f"{need}."] if need else [])]
 
 

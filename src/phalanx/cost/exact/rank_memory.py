@@ -39,7 +39,13 @@ from phalanx.cost.exact.memory_peaks import (
 from phalanx.cost.exact.model_state import StateBytes, sharded_state_bytes
 from phalanx.cost.exact.parameter_shapes import num_elements, parameter_shapes
 from phalanx.cost.exact.pipeline_split import layers_per_stage
-from phalanx.cost.exact.rank_state import effective_strategy, owned_counts, rank_model_state, resident_and_offloaded
+from phalanx.cost.exact.rank_state import (
+    checkpoint_copy_bytes,
+    effective_strategy,
+    owned_counts,
+    rank_model_state,
+    resident_and_offloaded,
+)
 from phalanx.cost.exact.rank_tensors import RankTensors, rank_tensors
 from phalanx.cost.formulas.collectives import Strategy
 from phalanx.cost.precision import COMPUTE_BYTES, STATE_BYTES
@@ -72,6 +78,8 @@ class RankMemory:
     non_concurrent_bytes: int = 0
     """What the most of all parts add up to beyond the most of all of them at one time; below 0 where that is at the
     update, whose own needs are in no part."""
+    checkpoint_copy: int = 0
+    """In CPU memory, of a rank on a GPU: the copy of its state from which checkpoints are written."""
 
     @property
     def state(self) -> int:
@@ -100,8 +108,8 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """Bytes in CPU memory, of what is offloaded."""
-        return self.offloaded - self.on_disk
+        """Bytes in CPU memory: what is offloaded there, and the copy for checkpoints."""
+        return self.offloaded - self.on_disk + self.checkpoint_copy
 
 
 def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
@@ -184,7 +192,12 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
             elif strategy == "ddp" and data_dims.dp_size > 1 and layout.pp == 1:
                 reserved += state.gradients  # DDP makes its buckets anew in the second step, beside the first ones
             reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum)
-            memory = replace(memory, unused=max(0, reserved - peak_bytes), nccl=nccl_bytes(run, world_size))
+            memory = replace(
+                memory,
+                unused=max(0, reserved - peak_bytes),
+                nccl=nccl_bytes(run, world_size),
+                checkpoint_copy=checkpoint_copy_bytes(run, rank, strategy),
+            )
         memories.append(memory)
     return memories
 

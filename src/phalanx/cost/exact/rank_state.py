@@ -48,6 +48,20 @@ def resident_and_offloaded(
     return resident, offloaded, on_disk if layout.offload == "nvme" else 0
 
 
+def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
+    """Return the bytes of CPU memory that a rank's copy of its trained parameters and optimizer state takes.
+
+    Checkpoints are written from this copy while training continues (`train.checkpoint.host_copies`). A rank has one,
+    because a save waits for the one before it; of GPU tensors it is page-locked and stays from save to save. Tensors
+    that are offloaded to CPU memory are copied too. With files (`offload = "nvme"`) a save makes no copy.
+    """
+    if run.layout.offload == "nvme" or strategy == "parameter_server":
+        return 0
+    owners = ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
+    counts = [owned_counts(shapes, run, 1 if strategy == "ddp" else shards) for shapes, shards in owners]
+    return STATE_BYTES[run.training.precision] * sum(owned + states for owned, states in counts)
+
+
 def effective_strategy(layout: Layout, shards: int) -> Strategy:
     """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
     pipeline ZeRO-2 keeps whole gradients."""

@@ -110,7 +110,7 @@ def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
 
 def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
     """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
-    usual = ("ring",) if run.cluster.device == "cpu" else ("ulysses", "ring")
+    usual = ("ring",) if run.cluster.uses_cpu else ("ulysses", "ring")
     kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
     for changed in _increase_degree("cp")(run):
         variants = [with_layout(changed, cp_method=method) for method in kinds]
@@ -131,7 +131,7 @@ def _increase_ep(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _use_offload(run: RunSpec) -> Iterator[RunSpec]:
-    if run.layout.offload == "none" and run.cluster.device != "cpu":
+    if run.layout.offload == "none" and not run.cluster.uses_cpu:
         # Only what is sharded is offloaded; with_layout would drop the choice again.
         alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
         kinds = (run.layout.data_parallel,) if run.layout.data_parallel in VALID_DATA_STRATEGIES["offload"] else alone

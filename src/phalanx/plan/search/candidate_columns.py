@@ -112,6 +112,6 @@ def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[b
 
 
 def _attention_kernel(run: RunSpec, candidate: CandidateLayout) -> AttentionKernel:
-    if candidate.cp > 1 and candidate.cp_method == "ring" and run.cluster.device != "cpu":
+    if candidate.cp > 1 and candidate.cp_method == "ring" and not run.cluster.uses_cpu:
         return AttentionKernel.RING_PLAIN
     return AttentionKernel.FLASH_3 if run.cluster.generation > 0 else AttentionKernel.FLASH_2

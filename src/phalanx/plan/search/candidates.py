@@ -138,7 +138,7 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
         return
     alone = candidate.data_parallel == "ddp" and candidate.dp * candidate.cp == 1
     strategies: tuple[Strategy, ...] = ("zero1", "zero2") if candidate.pp == 1 else ("zero1",)
-    targets: dict[str, str | None] = {"cpu": None} if run.cluster.device != "cpu" else {}
+    targets: dict[str, str | None] = {"cpu": None} if not run.cluster.uses_cpu else {}
     if run.layout.offload_directory is not None:
         targets["nvme"] = run.layout.offload_directory
     for data in strategies if alone else (candidate.data_parallel,):
@@ -216,7 +216,7 @@ def known_precisions(cluster: ClusterSpec) -> tuple[str, ...]:
     published runs, and on a CPU fp32, which it multiplies at its peak (`describe_assumptions` says so)."""
     if cluster.calibration is not None:
         return (cluster.calibration.precision,)
-    return ("bf16", "fp32") if cluster.device == "cpu" else ("bf16",)
+    return ("bf16", "fp32") if cluster.uses_cpu else ("bf16",)
 
 
 def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
@@ -237,7 +237,7 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int
 def _choose_cp_method(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
     """How ranks that share sequences attend, if these degrees can share the model: on a GPU they exchange tokens for
     heads where there are enough, since the ring has no flash kernel there; "" if they cannot."""
-    kinds = ("ulysses", "ring") if cp > 1 and run.cluster.device != "cpu" else ("ring",)
+    kinds = ("ulysses", "ring") if cp > 1 and not run.cluster.uses_cpu else ("ring",)
     for context in kinds:
         layout = Layout.model_validate(
             {

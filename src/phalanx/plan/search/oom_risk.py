@@ -25,12 +25,12 @@ SAFE_OOM_PROBABILITY = 0.05
 
 
 def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]) -> tuple[float, float]:
-    """The most bytes that a rank has on its device, and in CPU memory of what it offloads; on a CPU both are there.
+    """The most bytes that a rank has on its device, and in CPU memory (`RankMemory.host`); on a CPU both are there.
     Runs on a machine may have shown that buffers of communication take more than they are counted."""
     host = max(rank_memory.host for rank_memory in memories)
     more = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
     device = max(rank_memory.device + more * rank_memory.communication for rank_memory in memories)
-    return float(device + (host if cluster.device == "cpu" else 0)), float(host)
+    return float(device + (host if cluster.uses_cpu else 0)), float(host)
 
 
 def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: float) -> float:
@@ -83,13 +83,13 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
 
 
 def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
-    """Return the bytes of CPU memory that a node needs if each rank offloads as given; 0 where CPUs compute, whose
+    """Return the bytes of CPU memory that a node needs if each rank needs as given; 0 where CPUs compute, whose
     offloaded bytes count as memory of the device."""
-    return 0.0 if cluster.device == "cpu" else rank_host_bytes * (cluster.nproc_per_node or 1)
+    return 0.0 if cluster.uses_cpu else rank_host_bytes * (cluster.nproc_per_node or 1)
 
 
 def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
-    """Compare in one sentence the CPU memory that offload needs with what a node has; "" where it needs none."""
+    """Compare in one sentence the CPU memory that ranks need with what a node has; "" where they need none."""
     needed = node_host_bytes(cluster, rank_host_bytes)
     if not needed:
         return ""
@@ -98,7 +98,7 @@ def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
     if cluster.host_memory_bytes is None:
         given = f"make sure that it is there: cluster.host_memory_bytes is not set, {available} is assumed"
     owner = f"a node of {plural(cluster.nproc_per_node, 'rank')}" if cluster.nproc_per_node else "a rank"
-    return f"offload: {owner} needs up to {format_gib(needed)} of CPU memory; {given}"
+    return f"CPU memory: {owner} needs up to {format_gib(needed)} for checkpoint copies and offload; {given}"
 
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:

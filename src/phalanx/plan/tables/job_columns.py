@@ -100,7 +100,7 @@ def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
     """
     if cluster.calibration is None:
         c = memory_constants()
-        return replace(c, context_gib=0.0) if cluster.device == "cpu" else c
+        return replace(c, context_gib=0.0) if cluster.uses_cpu else c
     process, share = cluster.calibration.baseline_process_bytes / GIB, cluster.calibration.bytes_per_counted_byte
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
 

@@ -85,7 +85,7 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
         "disk_bytes_per_second": value_of("disk_bytes_per_second"),
         "fast_link_domain": cluster.fast_link_domain_size,
         "ranks_per_core": ranks_per_core,
-        "comm_uses_compute_cores": float(cluster.device == "cpu"),
+        "comm_uses_compute_cores": float(cluster.uses_cpu),
         "hardware_generation": cluster.generation,
     }
 
@@ -150,7 +150,7 @@ def describe_assumptions(
         assumed["oversubscription"] = "1"
     used = {"matmul_flops", *(field for target in offload_targets for field in OFFLOAD_FIELDS[target])}
     assumed |= {name: value.text for name, value in assumed_values(cluster).items() if name in used}
-    if cluster.num_sms is None and cluster.device != "cpu":
+    if cluster.num_sms is None and not cluster.uses_cpu:
         assumed["num_sms"] = "products of any shape are equally fast"
     if cluster.failures_per_device_hour is None:
         assumed["failures_per_device_hour"] = f"{LLAMA3.per_device_hour:.2g}, as of Llama 3 405B"
