@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.model import moe
+from phalanx.model import host_counts
 from phalanx.parallel.comm.host_copy import copy_to_host
-from phalanx.parallel.expert import expert_parallel
 from phalanx.train import evaluator, trainer, worker
 from phalanx.train.profiling import clock_sync, step_profiler
 
@@ -16,7 +15,7 @@ NUM_TOKENS, LOSS_SUM = 1000.0, 5000.0
 
 
 def balanced_counts(counts: Tensor, total: int) -> list[list[int]]:
-    """Return the rows of each expert, in place of `to_host_lists`, if all have as many."""
+    """Return the rows of each expert, in place of `read_counts`, if all have as many."""
     counts.tolist()
     share, rest = divmod(total, counts.shape[1])
     return [[share + (index < rest) for index in range(counts.shape[1])]] * len(counts)
@@ -33,7 +32,7 @@ def read_step_sums(sums: Tensor, norm: Tensor) -> list[Tensor]:
 def give_numbers() -> None:
     """Put these in the places of what reads a device, and do without cuDNN, which needs a real driver."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-    moe.to_host_lists = expert_parallel.to_host_lists = balanced_counts
+    host_counts.read_counts = balanced_counts
     trainer.copy_to_host = read_step_sums
     sum_over_ranks = evaluator._sum_over_ranks
     evaluator._sum_over_ranks = lambda learner, sums: (sum_over_ranks(learner, sums), torch.ones(3))[1]

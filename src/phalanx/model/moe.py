@@ -5,13 +5,12 @@ Shapes: B batch, T tokens, N = B x T, D width, E experts, k experts per token, F
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from phalanx.model.host_counts import to_host_lists
 from phalanx.model.mlp import SwiGLUMLP
 from phalanx.spec.model import ModelSpec, MoESpec
 
@@ -194,40 +193,38 @@ class MoE(nn.Module):
 
     def apply_experts(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         """What the chosen experts make of each token, weighted and summed."""
-        rows, order, counts_E = permute_by_expert(x_BTD, chosen_BTk, self.router.moe)
-        y = self.experts(rows, counts_E.cumsum(0))
+        moe = self.router.moe
+        order, counts_E = sort_by_expert(chosen_BTk, moe.num_experts)
+        num_rows = max_expert_rows(moe, chosen_BTk)
+        if moe.capacity_factor is not None:
+            ((num_rows,),) = to_host_lists(counts_E.sum().view(1, 1), num_rows)
+        y = self.experts(rows_of_choices(x_BTD, order[:num_rows], moe.top_k), counts_E.cumsum(0))
         return combine_expert_outputs(y, order, weights_BTk).view_as(x_BTD)
 
 
-def permute_by_expert(x_BTD: Tensor, chosen_BTk: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor, Tensor]:
-    """A row for each choice of each token, those of the first expert first; which choice each row is; and how many each
-    expert has, [E]."""
+def sort_by_expert(chosen_BTk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the choices in the order of their experts, [N k], those that were dropped last; and how many each expert
+    has, [E]."""
     chosen = chosen_BTk.flatten()
-    order = chosen.argsort(stable=True)
-    counts = chosen.new_zeros(moe.num_experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
-    counts_E, rows = counts[:-1], order
-    if moe.capacity_factor is not None:  # dropped choices stand last
-        max_rows = len(chosen_BTk) * moe.num_experts * expert_capacity(moe, len(chosen) // len(chosen_BTk))
-        ((kept_rows,),) = to_host_lists(counts_E.sum().view(1, 1), min(max_rows, len(chosen)))
-        rows = order[:kept_rows]
-    return x_BTD.flatten(0, 1)[rows // chosen_BTk.shape[-1]], order, counts_E
+    counts = chosen.new_zeros(num_experts + 1).scatter_add_(0, chosen, chosen.new_ones(1).expand(len(chosen)))
+    return chosen.argsort(stable=True), counts[:-1]
 
 
-def to_host_lists(counts: Tensor, total: int) -> list[list[int]]:
-    """Return the numbers in the rows of a matrix, [K, n]. Each row adds up to `total` where experts are balanced. In a
-    step that is traced without numbers (`phalanx.verify`) they are: its tensors have none.
+def max_expert_rows(moe: MoESpec, chosen_BTk: Tensor) -> int:
+    """Return the maximum number of rows of all experts: every choice, or with a capacity what has room."""
+    choices = chosen_BTk.numel()
+    if moe.capacity_factor is None:
+        return choices
+    return min(len(chosen_BTk) * moe.num_experts * expert_capacity(moe, choices // len(chosen_BTk)), choices)
 
-    The host waits for the device, once for all rows.
-    """
-    if isinstance(counts, FakeTensor):
-        quotient, remainder = divmod(total, counts.shape[1])
-        balanced = [quotient + (index < remainder) for index in range(counts.shape[1])]
-        return [balanced] * len(counts)
-    return cast(list[list[int]], counts.tolist())
+
+def rows_of_choices(x_BTD: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Return for each of some choices, by its number, the row of its token."""
+    return x_BTD.flatten(0, 1)[order // top_k]
 
 
 def combine_expert_outputs(y: Tensor, order: Tensor, weights_BTk: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `permute_by_expert`."""
+    """The weighted sum of what each token's experts said, [N, D], from rows in the `order` of `sort_by_expert`."""
     if len(y) < len(order):
         y = torch.cat([y, y.new_zeros(len(order) - len(y), y.shape[1])])
     y_NkD = y[order.argsort()].unflatten(0, (-1, weights_BTk.shape[-1]))

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from phalanx.model.host_counts import checkpoint_with_saved_counts
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
 from phalanx.parallel.data.ddp import DDP, OverlappingReplica
@@ -83,7 +84,7 @@ def apply_layout(
     sharded = _build_sharded_module(spec, layout, mesh, precision, layers, trained_experts)
     module = sharded.module
     groups = _apply_model_parallelism(sharded, spec, layout, mesh, device)
-    apply_activation_checkpointing(module, layout.activation_checkpointing)
+    apply_activation_checkpointing(module, layout.activation_checkpointing, saves_counts=layout.ep > 1)
     blocks = list(module.blocks.children())
     if compile:
         for block in blocks:
@@ -306,12 +307,16 @@ def build_offload(layout: Layout) -> CpuOffload | None:
     return CpuOffload() if layout.offload == "cpu" else DiskOffload(Path(str(layout.offload_directory)))
 
 
-def apply_activation_checkpointing(module: Transformer, mode: str) -> None:
+def apply_activation_checkpointing(module: Transformer, mode: str, saves_counts: bool = False) -> None:
     """Drop activations in the forward pass and compute them again in the backward pass (arXiv 1604.06174): of whole
-    blocks (full), or of attention only (selective, arXiv 2205.05198). Nothing in them is drawn at random."""
+    blocks (full), or of attention only (selective, arXiv 2205.05198). Nothing in them is drawn at random.
+
+    With `saves_counts`, counts of tokens that blocks read on the host are read once (`checkpoint_with_saved_counts`).
+    """
     for name, block in list(module.blocks.named_children()):
         if mode == "full":
-            setattr(module.blocks, name, checkpoint_wrapper(block, preserve_rng_state=False))
+            kind = {"checkpoint_fn": checkpoint_with_saved_counts} if saves_counts else {"preserve_rng_state": False}
+            setattr(module.blocks, name, checkpoint_wrapper(block, **kind))
         elif mode == "selective":
             block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
 

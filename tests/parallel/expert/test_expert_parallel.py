@@ -1,4 +1,4 @@
-"""What works while tokens are under way to their experts."""
+"""What works while tokens are under way to their experts, and how often the host reads how many they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import pytest
+
 from phalanx.data.loader import prefetch
+from phalanx.model import host_counts
 from phalanx.model.moe import MoE
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.expert.expert_parallel import ExpertParallelGroup, InFlightDispatch
@@ -46,3 +49,28 @@ def test_expert_parallel_overlaps_all_to_all_with_shared_experts(text: Path, tmp
     run = small_run(text, tmp_path, {"model": model, "layout.ep": 2, "layout.micro_batch_size": 4})
     forward = ["begin", "shared forward", "here", "begin"]
     assert rank_pool(2).run(record_step_order, run) == [[*forward, "begin", "begin", "shared backward", "here"]] * 2
+
+
+def count_reads(run: RunSpec) -> int:
+    """How often the host reads counts in a step."""
+    under_way = make_trainer(run)
+    with patch.object(host_counts, "read_counts", side_effect=host_counts.read_counts) as read:
+        under_way.train_step(prefetch(under_way.loader, 0, 1))
+    return read.call_count
+
+
+@pytest.mark.parametrize(
+    ("capacity", "layout"),
+    [(None, {"activation_checkpointing": "full"}), (1.0, {}), (1.0, {"activation_checkpointing": "full", "pp": 2})],
+    ids=["full", "capacity", "full-capacity-pp"],
+)
+def test_expert_layer_reads_counts_once_a_micro_batch(
+    capacity: float | None, layout: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    """The backward pass takes those of the forward pass, and a capacity needs no more; 6 s in all."""
+    model = {**MOE, "moe": {**MOE["moe"], "capacity_factor": capacity}}
+    changes = {f"layout.{name}": value for name, value in layout.items()}
+    common = {"model": model, "training.precision": "bf16", "layout.ep": 2, "layout.micro_batch_size": 1}
+    run = small_run(text, tmp_path, {**common, **changes})
+    pp, micro_batches = layout.get("pp", 1), 4
+    assert rank_pool(2 * pp).run(count_reads, run) == [MOE["num_layers"] // pp * micro_batches] * 2 * pp

@@ -97,7 +97,12 @@ def recomputed_flops_per_token(
 
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     """FLOPs of a rank's forward and backward passes in one update, of its shares of tensors and attention, with what it
-    computes again; experts balanced."""
+    computes again; experts balanced.
+
+    Masked documents count as on a CPU, whose kernels compute every pair of tokens; flash attention on CUDA skips pairs
+    of different documents. MFU and HFU do not use this count: by convention they have a sequence's dense causal pairs
+    (`training_flops_per_token`).
+    """
     dims = parallel_dims(run.layout, world_size)
     batch_plan = plan_batch(run, world_size)
     spec = run.model
@@ -119,7 +124,7 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
                 * num_elements(shape[1:] if ".experts." in name else shape)
             )
             product_flops, attention_flops = product_flops + flops, attention_flops + flops * (".attention." in name)
-    causal = not run.data.mask_documents  # of masked documents kernels compute every pair of tokens
+    causal = not run.data.mask_documents
     heads = -(-spec.num_heads // dims.tp)
     core_flops = 4 * heads * spec.head_dim * run.training.seq_len * (0.5 if causal else 1.0) * tokens * len(layers)
     recomputed_flops = {"none": 0.0, "selective": attention_flops + core_flops, "full": product_flops + core_flops}[

@@ -61,6 +61,116 @@ def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_t
     )
 
 
+@dataclass(frozen=True)
+class CudaUnits:
+    """Elements of the units that FSDP2 gathers and sums on a rank: parameters of all ranks with their padding, and
+    gradients without."""
+
+    root: int
+    """Parameters that are in no block."""
+    block: int
+    """Parameters of the largest block, without experts that have ranks of their own."""
+    expert: int
+    """Parameters of the largest unit of such experts, which are inside blocks; 0 if there are none."""
+    num_blocks: int
+    all_blocks: int
+    """Parameters of all blocks together."""
+    root_gradient: int
+    head_gradient: int
+    """The root's gradients that exist before the first block's backward pass: all but those of an untied embedding."""
+    unit_gradient: int
+    """Gradients of the largest unit but the root."""
+
+    def gathered_ahead(self, layout: Layout) -> int:
+        """Return the elements that are gathered while a block computes: a (block + expert), one block less if it has
+        experts, whose own gather is the first of these.
+
+        The number `a` is `layout.fsdp_prefetch`, or all other blocks if they stay gathered.
+        """
+        num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks)
+        if not layout.reshard_after_forward:
+            num_ahead = max(num_ahead, self.num_blocks - 1)
+        return num_ahead * (self.block + self.expert) - (self.block if self.expert else 0)
+
+
+@dataclass(frozen=True)
+class CudaBuffers:
+    """Bytes of the buffers of FSDP2 on CUDA, by the stage of a block's backward pass that they belong to."""
+
+    before: int
+    """Gathered parameters when the backward pass starts."""
+    root: int
+    """Root parameters and gradients of the head, throughout the backward pass."""
+    ahead: int
+    """Gathered ahead, on the stream that gathers; part of the stages below."""
+    expert_copy: int
+    """The buffer of experts, on the same stream while it is copied out; part of `copied_out`."""
+    copied_out: int
+    """A block computes: its parameters, and what is gathered ahead."""
+    gradients_ready: int
+    """A block is done: its gradients beside its parameters."""
+    between: int
+    """Between two blocks: what is gathered ahead, and the sum of the unit that was done last."""
+    block_sum: int
+    """Sum of the block before, until the running block is as far."""
+    root_sum: int
+    """Sum of the root, with its gradients, at the end."""
+    earlier_root_sum: int
+    """Root gradients of the micro-batch before, until the first block is done."""
+
+
+def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
+    root, *blocks = (size * rank.shards for size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
+    root_gradient, *gradients = fsdp_unit_sizes(rank.dense, layout, 1)
+    expert_gradients = fsdp_unit_sizes(rank.expert, layout, 1)
+    late_names = [name for name in rank.dense if name.startswith(("embedding", "positions"))]
+    late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
+    return CudaUnits(
+        root=root,
+        block=max(blocks, default=0),
+        expert=max(fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)) * rank.expert_shards,
+        num_blocks=len(blocks),
+        all_blocks=sum(blocks),
+        root_gradient=root_gradient,
+        head_gradient=root_gradient - late,
+        unit_gradient=max([*gradients, *expert_gradients]),
+    )
+
+
+def _cuda_buffers(
+    rank: RankTensors, units: CudaUnits, layout: Layout, precision: Precision, accumulates: bool
+) -> CudaBuffers:
+    """Return the buffers of each stage, with c bytes an element that computes and s an element of a sum.
+
+    copied_out      = c (block + ahead + expert) + c expert
+    gradients_ready = c (block + ahead + expert) + c unit_gradient
+    between         = c (block + ahead) + sum of experts, or without experts of the block
+    sum of a unit   = s (unit + unit / ranks): what is sent, and the share that comes back
+    """
+    compute, state = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    ahead = units.gathered_ahead(layout)
+    gathered = units.block + ahead + units.expert
+    block_sum = _sum_bytes(units.block, rank.shards, precision)
+    last_sum = _sum_bytes(units.expert, rank.expert_shards, precision) if units.expert else block_sum
+    return CudaBuffers(
+        before=compute * (units.root + (0 if layout.reshard_after_forward else units.all_blocks)),
+        root=compute * (units.root + units.head_gradient),
+        ahead=compute * ahead,
+        expert_copy=compute * units.expert,
+        copied_out=compute * (gathered + units.expert),
+        gradients_ready=compute * (gathered + units.unit_gradient),
+        between=compute * (units.block + ahead) + last_sum,
+        block_sum=block_sum,
+        root_sum=compute * units.root_gradient + _sum_bytes(units.root, rank.shards, precision),
+        earlier_root_sum=state * units.root if accumulates else 0,
+    )
+
+
+def _sum_bytes(elements: int, ranks: int, precision: Precision) -> int:
+    """Return s (n + n / ranks): the bytes of the gradients that a unit sends, and of the share that it receives."""
+    return STATE_BYTES[precision] * (elements + elements // ranks)
+
+
 def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumulates: bool) -> list[CommBufferPeak]:
     """Return the moments on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
 
@@ -71,43 +181,29 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
     after the last only, `_root_post_backward_final_callback`). Experts that have ranks of their own are units inside
     blocks.
     """
-    root, *blocks = (ranks_size * rank.shards for ranks_size in fsdp_unit_sizes(rank.dense, layout, rank.shards))
-    experts = fsdp_unit_sizes(rank.expert, layout, rank.expert_shards)
-    block, expert = max(blocks, default=0), max(experts) * rank.expert_shards  # with the padding of rows
-    root_gradient, *gradients = fsdp_unit_sizes(rank.dense, layout, 1)
-    gradients += fsdp_unit_sizes(rank.expert, layout, 1)
-    late_names = [name for name in rank.dense if name.startswith(("embedding", "positions"))]
-    late = sum(num_elements(rank.dense[name]) for name in late_names) if "head.weight" in rank.dense else 0
-    compute, state = COMPUTE_BYTES[precision], STATE_BYTES[precision]
-    ahead = min(max(1, layout.fsdp_prefetch), len(blocks))
-    if not layout.reshard_after_forward:
-        ahead = max(ahead, len(blocks) - 1)
-    last = root * state if accumulates else 0
-    lasting = compute * (root + root_gradient - late)  # the root's parameters, and gradients of the head
+    units = _cuda_units(rank, layout)
+    buffers = _cuda_buffers(rank, units, layout, precision, accumulates)
 
-    def sent(unit: int, ranks: int) -> int:
-        return state * (unit + unit // ranks)
+    def computes(fraction: float, sums: int) -> CommBufferPeak:
+        size = buffers.root + buffers.copied_out + sums
+        return CommBufferPeak(fraction, size, False, buffers.ahead + buffers.expert_copy)
 
-    waiting = ahead * (block + expert) - (block if expert else 0)
-    gathered = compute * (block + waiting + expert)
-    copied = gathered + compute * expert  # experts' buffer is copied out when the one ahead is there
-    done_bytes = gathered + compute * max(gradients)
-    previous = sent(block, rank.shards)
-    between = compute * (block + waiting) + (sent(expert, rank.expert_shards) if expert else previous)
-    root_sent = compute * root_gradient + sent(root, rank.shards)
-    start = compute * (root if layout.reshard_after_forward else root + sum(blocks))
-    share = 1 / max(1, len(blocks))  # of the backward pass, in one block
-    middle = share / 2 if expert else share
-    buffered = compute * waiting  # on the stream that gathers
+    def is_done(fraction: float, sums: int) -> CommBufferPeak:
+        return CommBufferPeak(fraction, buffers.root + buffers.gradients_ready + sums, True, buffers.ahead)
+
+    block = 1 / max(1, units.num_blocks)  # of the backward pass
+    until_done = block / 2 if units.expert else block
+    second_done = is_done(min(1.0, block + until_done), buffers.block_sum)
+    end_bytes = max(second_done.bytes, buffers.root + buffers.between, buffers.root_sum)
     return [
-        CommBufferPeak(0.0, start + last),
-        CommBufferPeak(FIRST_BLOCK, lasting + copied + last, False, buffered + compute * expert),
-        CommBufferPeak(middle, lasting + done_bytes + last, True, buffered),
-        CommBufferPeak(share, lasting + between, True, buffered),
-        CommBufferPeak(share, lasting + copied + previous, False, buffered + compute * expert),
-        CommBufferPeak(min(1.0, share + middle), lasting + done_bytes + previous, True, buffered),
-        CommBufferPeak(1 - share, lasting + copied + previous, False, buffered + compute * expert),
-        CommBufferPeak(1.0, max(lasting + done_bytes + previous, lasting + between, root_sent), True),
+        CommBufferPeak(0.0, buffers.before + buffers.earlier_root_sum),
+        computes(FIRST_BLOCK, buffers.earlier_root_sum),
+        is_done(until_done, buffers.earlier_root_sum),
+        CommBufferPeak(block, buffers.root + buffers.between, True, buffers.ahead),
+        computes(block, buffers.block_sum),
+        second_done,
+        computes(1 - block, buffers.block_sum),
+        CommBufferPeak(1.0, end_bytes, True),
     ]
 
 

@@ -17,7 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.model.moe import Experts, MoE, combine_expert_outputs, permute_by_expert, to_host_lists
+from phalanx.model.host_counts import to_host_lists
+from phalanx.model.moe import (
+    Experts,
+    MoE,
+    combine_expert_outputs,
+    max_expert_rows,
+    rows_of_choices,
+    sort_by_expert,
+)
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.module_tensors import named_modules, named_parameters
@@ -74,14 +82,15 @@ def _moe_forward(moe: MoE, ranks: ExpertParallelGroup, x_BTD: Tensor) -> tuple[T
     """See MoE.forward."""
     weights, chosen, auxiliary = moe.router(x_BTD)
     chosen = chosen if ranks.expert_permutation is None else ranks.expert_permutation[chosen]
-    rows, order, counts_E = permute_by_expert(x_BTD, chosen, moe.router.moe)
-    if torch.is_autocast_enabled(rows.device.type):
-        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    order, counts_E = sort_by_expert(chosen, moe.router.moe.num_experts)
     # How many rows each rank sends to each expert of each other.
     recv_counts_E = torch.empty_like(counts_E)
     ranks.wait(dist.all_to_all_single(recv_counts_E, counts_E, group=ranks.group, async_op=True))
     both = torch.stack([counts_E, recv_counts_E]).unflatten(1, (ranks.size, -1)).sum(2)
-    send_counts, recv_counts = to_host_lists(both, len(rows))
+    send_counts, recv_counts = to_host_lists(both, max_expert_rows(moe.router.moe, chosen))
+    rows = rows_of_choices(x_BTD, order[: sum(send_counts)], moe.router.moe.top_k)
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     counts_by_source = recv_counts_E.view(ranks.size, -1)
     ranks.rows += sum(recv_counts)
 
