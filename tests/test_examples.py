@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+import phalanx
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHORT_EXAMPLES = ("plan_a_cluster", "train_tiny", "custom_module", "custom_schedule")
 MAX_LINES = 40
@@ -74,7 +76,7 @@ def test_custom_module_is_equal_on_two_ranks(capsys: pytest.CaptureFixture[str],
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, str(EXAMPLES / "custom_module.py"), "zero2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(phalanx.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=120,

@@ -75,6 +75,15 @@ def test_planning_functions_import_no_torch():
     assert run_program(program) == "False"
 
 
+def test_functions_stay_functions_when_modules_are_imported_before_or_after():
+    imports = "import phalanx.plan.search.search as search, phalanx.train, phalanx.report.facts"
+    use = "assert callable(phalanx.plan_run) and callable(phalanx.train_run) and callable(phalanx.report_run)"
+    for lines in ((use, imports, use), (imports, use)):
+        assert run_program("\n".join(["import phalanx", *lines, "print(search.search_layouts.__name__)"])) == (
+            "search_layouts"
+        )
+
+
 def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
     tree = ast.parse(Path(phalanx.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
@@ -132,6 +141,7 @@ def test_results_show_tables_in_notebooks(make: str, folder: Path, monkeypatch: 
         "report": phalanx.report_run("runs/first"),
         "data": phalanx.read_run("runs/first"),
     }
+    assert len(repr(results[make])) < 2000
     html = results[make]._repr_html_()
     assert html.count("<table>") == html.count("</table>") >= 1
     assert html.count("<tr>") > 3

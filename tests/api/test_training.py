@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import phalanx
 from phalanx.api.training import _environment, _follow, _parse_user_error, train_run
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import run_from_table
@@ -55,6 +56,14 @@ def test_interrupt_stops_the_launcher_in_order(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         _follow([sys.executable, "-c", program], dict(os.environ), quiet=False)
     assert saved.exists()
+
+
+def test_launcher_imports_the_same_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "src")  # relative, as in a checkout
+    monkeypatch.chdir(tmp_path)
+    program = [sys.executable, "-c", "import phalanx; print(phalanx.__file__)"]
+    code, lines = _follow(program, _environment("run.toml"), quiet=True)
+    assert (code, lines) == (0, [f"{phalanx.__file__}\n"])
 
 
 def test_environment_variables_of_fields_do_not_change_a_run_spec(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def test_report_of_agreeing_ranks_is_ok() -> None:
     report = make_report(agrees=True)
     assert report.ok
     report.raise_on_mismatch()
-    assert "plan and program agree on 1 traced ranks of 4" in report._repr_html_()
+    assert "plan and program agree on 1 traced rank of 4" in report._repr_html_()
 
 
 def test_report_names_what_disagrees() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The report of a run: predicted and measured quantities, and what limits the speed.
 
@@ -54,6 +54,9 @@ class Report:
     def save_html(self, path: str | Path) -> None:
         """Write the page of `phalanx report`, which needs no network."""
         Path(path).write_text(page(report_data([self.facts])), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"Report({self.facts['run']['name']}: {self.bottleneck or 'bottleneck unknown'})"
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return `comparison` as a pandas DataFrame.

@@ -28,6 +28,7 @@ EXIT_INVALID = 2
 ExitReason = Literal["finished", "stopped", "failed"]
 EXIT_REASONS: dict[int, ExitReason] = {0: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "stopped"}
 MAX_KEPT_LINES = 50
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,13 @@ def _run_argument(run: RunSpec | str | Path) -> Iterator[tuple[str, Path]]:
 
 
 def _environment(run: RunSpec | str | Path) -> dict[str, str]:
-    """Return the environment of the launcher. Variables that set fields apply to run files, not to a RunSpec."""
+    """Return the environment of the launcher, which imports this phalanx.
+
+    Variables that set fields apply to run files, not to a RunSpec.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if PACKAGE_ROOT.name != "site-packages":  # a checkout may be on sys.path in ways that a new process does not know
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
     if isinstance(run, RunSpec):
         return {
             name: value

@@ -37,7 +37,7 @@ STATE_DESCRIPTIONS = {
 """What is said of a run before its last step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunData:
     """The content of a run directory.
 
@@ -97,6 +97,9 @@ class RunData:
     def evaluations(self) -> list[JsonRecord]:
         """Of `metrics` those of evaluations."""
         return [line for line in self.metrics if "held_out_loss" in line]
+
+    def __repr__(self) -> str:
+        return f"RunData({self.name!r}, {self.directory}, step {self.step}, {self.world_size} ranks)"
 
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the metrics of steps as a pandas DataFrame with one row per step.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.spec.base import require
-from phalanx.spec.formatting import format_si
+from phalanx.spec.formatting import format_si, plural
 from phalanx.spec.result_tables import data_frame, html_table
 from phalanx.spec.run import RunSpec
 from phalanx.verify.dry_run import Traced, check_traceable, corner_ranks, trace_ranks
@@ -23,7 +23,7 @@ class PlanMismatchError(RuntimeError):
     """The traced program differs from the plan."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DryRunReport:
     """The traced ranks of a dry run, each compared with the plan.
 
@@ -73,9 +73,14 @@ class DryRunReport:
         """
         return data_frame([{"rank": r, **asdict(check)} for r, checks in self.rank_checks.items() for check in checks])
 
+    def __repr__(self) -> str:
+        return f"DryRunReport({self._summary()})"
+
+    def _summary(self) -> str:
+        verdict = "agree" if self.ok else "differ"
+        return f"plan and program {verdict} on {plural(len(self.results), 'traced rank')} of {self.world_size:,}"
+
     def _repr_html_(self) -> str:
-        verdict = "plan and program agree" if self.ok else "plan and program differ"
-        caption = f"{verdict} on {len(self.results)} traced ranks of {self.world_size:,}"
         rows = [
             (
                 r,
@@ -88,7 +93,7 @@ class DryRunReport:
             for r, checks in self.rank_checks.items()
             for check in checks
         ]
-        return html_table(("rank", "quantity", "among", "planned", "traced", "agrees"), rows, caption)
+        return html_table(("rank", "quantity", "among", "planned", "traced", "agrees"), rows, self._summary())
 
 
 def dry_run(

@@ -104,7 +104,7 @@ def _format_figures(layout: EvaluatedLayout) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The result of a search: the layouts that fit, in order of preference.
 
@@ -152,6 +152,10 @@ class Plan:
             if not front or option.memory_bytes < front[-1].memory_bytes:
                 front.append(option)
         return front
+
+    def __repr__(self) -> str:
+        best = f"best {self.best.candidate} ({self.best.step_seconds:.4g} s)" if self.layouts else "none fits"
+        return f"Plan({len(self.layouts)} layouts of {self.searched} searched, {best})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values. `phalanx plan --json` adds the machine and the cost of the training."""
