@@ -19,7 +19,7 @@ import torch
 from phalanx.plan.search.explain import plan_or_raise
 from phalanx.spec.files.load import run_from_table
 from phalanx.spec.run import RunSpec
-from phalanx.verify.dry_run import corner_ranks, dry_run
+from phalanx.verify.dry_run import corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import PlanCheck, compare_with_plan
 
 SEQUENCE = 8192
@@ -77,7 +77,7 @@ def described(model: str) -> tuple[RunSpec, str]:
             "cluster": {"preset": "h100", "nodes": world_size // NPROC, "nproc_per_node": NPROC},
         }
     )
-    taken = plan_or_raise(run, world_size).chosen.candidate
+    taken = plan_or_raise(run, world_size).best.candidate
     return run.model_copy(update={"layout": taken.layout()}), str(taken)
 
 
@@ -85,7 +85,7 @@ def traced(model: str) -> list[Row]:
     """The corner ranks of a run."""
     run, layout = described(model)
     world_size, rows = RUNS[model][0], []
-    for rank in dry_run(run, world_size, corner_ranks(run, world_size)):
+    for rank in trace_ranks(run, world_size, corner_ranks(run, world_size)):
         took = rank["tracing"]
         lines = compare_with_plan(run, world_size, rank)
         rows.append(Row(model, world_size, layout, rank["rank"], lines, took["seconds"], took["process_bytes"]))

@@ -193,7 +193,7 @@ def speed_lines() -> Iterator[str]:
             start = time.perf_counter()
             plan = search_layouts(run, nodes * 8, keep=10)
             took.append(time.perf_counter() - start)
-        yield f"{model} on {nodes * 8:,} H100: {search_speed(plan.considered, float(np.median(took)), limit)}."
+        yield f"{model} on {nodes * 8:,} H100: {search_speed(plan.searched, float(np.median(took)), limit)}."
     took = []
     for _ in range(5):
         start = time.perf_counter()

@@ -22,7 +22,7 @@ from phalanx.parallel.apply import apply_layout
 from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
 from phalanx.parallel.mesh import build_mesh
 from phalanx.parallel.strategy import Strategy
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.train.training_data import await_checkpoint
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    spec, layout = load_model(asked.model), Layout(data_parallel="zero3")
+    spec, layout = load_model_spec(asked.model), Layout(data_parallel="zero3")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=asked.ranks)
     mesh = build_mesh(layout, asked.ranks, "cpu")
     strategy = apply_layout(spec, layout, mesh, torch.device("cpu"), lambda name, shape: torch.zeros(()).expand(shape))

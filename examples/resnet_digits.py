@@ -12,29 +12,26 @@ import argparse
 from typing import get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from phalanx.launch.process import exit_rank, init_distributed
-from phalanx.parallel.apply import distribute
-from phalanx.parallel.mesh import build_mesh
-from phalanx.spec.layout import Layout
+import phalanx
+from phalanx.launch.process import exit_rank
 
 BATCH = 64  # images per step, over all ranks
 EPOCH = 24 * BATCH  # images to learn from; the other 261 are the test
 
 parser = argparse.ArgumentParser()
-ways = get_args(Layout.model_fields["data_parallel"].annotation)
+ways = get_args(phalanx.Layout.model_fields["data_parallel"].annotation)
 parser.add_argument("data", nargs="?", default="ddp", choices=ways, help="the data parallelism")
 parser.add_argument("--dp-shard", type=int, help="ranks that share one copy (hsdp)")
 parser.add_argument("--steps", type=int, default=72)
 options = parser.parse_args()
 
-device = init_distributed("cuda" if torch.cuda.is_available() else "cpu", timeout_seconds=600)
-layout = Layout(data_parallel=options.data, dp_shard=options.dp_shard)
-mesh = build_mesh(layout, dist.get_world_size() if dist.is_initialized() else 1, device.type)
+device = phalanx.init_distributed()
+layout = phalanx.Layout(data_parallel=options.data, dp_shard=options.dp_shard)
+mesh = phalanx.build_mesh(layout)
 torch.manual_seed(0)  # every rank makes the same weights, and the same batches to take its share of
 
 digits = load_digits()
@@ -45,7 +42,7 @@ learn, test = torch.randperm(len(labels)).tensor_split([EPOCH])
 
 sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}  # ResNet-18's
 model = ResNetForImageClassification(ResNetConfig(num_channels=1, num_labels=10, **sizes))
-strategy = distribute(model, layout, mesh, device, blocks=list(model.resnet.encoder.stages))
+strategy = phalanx.distribute(model, layout, mesh, device, blocks=list(model.resnet.encoder.stages))
 optimizers = (
     [torch.optim.AdamW(strategy.trainable_parameters.values(), lr=1e-4)] if strategy.trainable_parameters else []
 )  # a worker has none
@@ -53,18 +50,17 @@ optimizers = (
 epochs = -(-options.steps * BATCH // EPOCH)
 batches = torch.cat([learn[torch.randperm(EPOCH)] for _ in range(epochs)]).split(BATCH)
 for step, batch in enumerate(batches[: options.steps], start=1):
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    loss, count = torch.zeros((), device=device), 0
     if strategy.runs_model:  # a parameter server does not
         mine = batch[mesh.dp_rank :: mesh.dims.dp_size]
-        with strategy.backward(last=True):  # the last micro-batch of the step, for it is the only one
+        with strategy.accumulate():
             loss = F.cross_entropy(strategy.model(images[mine]).logits, labels[mine], reduction="sum")
-            (strategy.loss_scale * loss).backward()
-        sums += torch.stack([loss.new_tensor(len(mine)), loss.detach()])
-    # Losses and gradients are summed over ranks, and divided by what is summed first: the images of the whole batch.
-    count, total = strategy.reduce(sums, clip_norm=1.0).sums
-    strategy.step(optimizers)
+            loss.backward()
+        count = len(mine)
+    # Losses and gradients are summed over ranks, and divided by the images of the whole batch.
+    result = strategy.step(optimizers, loss, num_tokens=count, max_grad_norm=1.0)
     if mesh.rank == 0 and step % 8 == 0:
-        print(f"step {step:3}: training loss {total / count:.4f}", flush=True)
+        print(f"step {step:3}: training loss {result.loss:.4f}", flush=True)
 
 strategy.drain_pending_updates()
 # BatchNorm normalises each rank's share by itself, so its running statistics differ from rank to rank: the first that

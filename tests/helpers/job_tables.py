@@ -4,7 +4,7 @@ from phalanx.cost.estimate.job_table import JobTable, job_table
 from phalanx.cost.kinds import ActivationCheckpointing, AttentionKernel, ScheduleKind
 from phalanx.plan.tables.job_columns import model_columns, stage_columns, trainer_behaviour
 from phalanx.plan.tables.machine_columns import machine_columns
-from phalanx.spec.files.load import load_machine, load_model
+from phalanx.spec.files.load import load_machine, load_model_spec
 
 
 def make_job_row(
@@ -15,7 +15,7 @@ def make_job_row(
     ranks = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     order = ScheduleKind.ONE_F_ONE_B if degrees["pp"] > 1 else ScheduleKind.NONE
     usual = {
-        **model_columns(load_model(model), sequence),
+        **model_columns(load_model_spec(model), sequence),
         **machine_columns(load_machine(machine), int(ranks)),
         **trainer_behaviour("", "bf16", 1, 0),
         **degrees,

@@ -21,7 +21,7 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.model.huggingface.export import export_hf
 from phalanx.model.init import initial_weight
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.testing.processes import run_python, start_python
 from tests.helpers.cli_runner import command_json, command_output
 
@@ -206,7 +206,7 @@ def test_swarm_nodes_and_coordinator_exit_cleanly_on_sigterm(swarm_directory: Pa
 
 
 def test_swarm_upcycles_dense_model_available_only_to_coordinator(swarm_directory: Path) -> None:
-    spec = load_model(str(write_swarm_run_file(swarm_directory, 8))).replace(moe=None)
+    spec = load_model_spec(str(write_swarm_run_file(swarm_directory, 8))).replace(moe=None)
     shapes = {name: torch.Size(shape) for name, shape in parameter_shapes(spec).items()}
     export_hf(
         spec, {name: initial_weight(spec, name, shape, 0) for name, shape in shapes.items()}, swarm_directory / "dense"

@@ -4,12 +4,12 @@ import torch
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.model.init import initial_weight
 from phalanx.model.transformer import Transformer
-from phalanx.spec.files.load import load_model, preset_names
+from phalanx.spec.files.load import load_model_spec, preset_names
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_transformer_parameter_count_matches_cost_model(preset):
-    spec = load_model(preset)
+    spec = load_model_spec(preset)
     with torch.device("meta"):
         model = Transformer(spec)
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(spec).total
@@ -22,7 +22,7 @@ def test_transformer_with_tied_head_uses_embedding_weights(build_model, tokens):
 
 
 def test_initial_weight_depends_only_on_seed_and_name():
-    spec = load_model("tiny")
+    spec = load_model_spec("tiny")
     shape = torch.Size([64, 192])
     first = initial_weight(spec, "blocks.0.attention.wq.weight", shape, 1)
     assert torch.equal(first, initial_weight(spec, "blocks.0.attention.wq.weight", shape, 1))
@@ -34,7 +34,7 @@ def test_initial_weight_depends_only_on_seed_and_name():
 
 
 def test_initialized_transformer_loss_is_near_log_vocab_size():
-    spec = load_model("tiny")
+    spec = load_model_spec("tiny")
     model = Transformer(spec)
     for name, parameter in model.named_parameters():
         parameter.data = initial_weight(spec, name, parameter.shape, 0)

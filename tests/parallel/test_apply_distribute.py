@@ -122,15 +122,14 @@ def train_on_batches(strategy: Strategy, batches: list[tuple[Tensor, Tensor]], m
     """Mean loss over ranks and gradient norm of every step."""
     optimizers, result = make_adamw(strategy), []
     for images, labels in batches:
-        sums = torch.tensor([len(labels) * strategy.runs_model, 0.0], dtype=torch.float64)
+        loss_sum = torch.zeros((), dtype=torch.float64)
         for part in (slice(index, None, micro_batches) for index in range(micro_batches * strategy.runs_model)):
-            with strategy.backward(last=part.start == micro_batches - 1):
+            with strategy.accumulate(last=part.start == micro_batches - 1):
                 loss = summed_loss(strategy, images[part], labels[part])
-                (strategy.loss_scale * loss).backward()
-            sums[1] += loss.detach()
-        reduced = strategy.reduce(sums, clip_norm=1.0)
-        strategy.step(optimizers)
-        result.append((float(reduced.sums[1] / reduced.sums[0]), float(reduced.norm)))
+                loss.backward()
+            loss_sum += loss.detach()
+        step = strategy.step(optimizers, loss_sum, len(labels) * strategy.runs_model, max_grad_norm=1.0)
+        result.append((float(step.loss), float(step.grad_norm)))
     strategy.drain_pending_updates()
     return result
 
@@ -157,7 +156,7 @@ def compute_bf16_grad_norm(data: str) -> float:
     layout = Layout(data_parallel=data)
     mesh = build_cpu_mesh(layout)
     strategy = distribute(nn.Sequential(*layers), layout, mesh, CPU, layers, "bf16")
-    with strategy.backward(last=True):
+    with strategy.accumulate(last=True):
         strategy.model(torch.ones(2, 6, dtype=torch.bfloat16)).square().sum().backward()
     return float(strategy.reduce(torch.tensor([1.0], dtype=torch.float64)).norm)
 
@@ -215,10 +214,10 @@ def train_partly_frozen_module(choices: dict[str, Any]) -> dict[str, Tensor]:
     optimizers = make_adamw(strategy)
     for step in range(STEPS):
         x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        with strategy.backward(last=True):
+        with strategy.accumulate(last=True):
             loss = strategy.model(x[mesh.dp_rank :: mesh.dims.dp_size]).square().sum()
             (strategy.loss_scale * loss).backward()
-        strategy.step(optimizers)
+        strategy.update(optimizers)
     return gather_full_parameters(dict(strategy.module.named_parameters()))
 
 
@@ -267,10 +266,10 @@ def assert_step_rejects_optimizer(name: str, data: str) -> None:
     strategy = distribute(nn.Linear(6, 5), layout, build_cpu_mesh(layout), CPU)
     optimizer = OPTIMIZERS[name](strategy.trainable_parameters.values())
     before = gather_full_parameters(strategy.trainable_parameters)
-    with strategy.backward(last=True):
+    with strategy.accumulate(last=True):
         strategy.model(torch.ones(2, 6)).sum().backward()
     with pytest.raises(UserError, match=f"optimizer = '{name}': .* cannot train what ZeRO splits over ranks"):
-        strategy.step([optimizer])
+        strategy.update([optimizer])
     assert_parameters_close(gather_full_parameters(strategy.trainable_parameters), before)
 
 
@@ -292,10 +291,10 @@ def train_with_uneven_batches(batches: list[int]) -> dict[str, Tensor]:
     optimizers = make_adamw(strategy)
     with strategy.join():
         for step in range(batches[mesh.dp_rank]):
-            with strategy.backward(last=True):
+            with strategy.accumulate(last=True):
                 loss = summed_loss(strategy, *local_batch(make_global_batch(step), mesh)) / BATCH
                 (strategy.loss_scale * loss).backward()
-            strategy.step(optimizers)  # not `reduce`: who is done does not join its sum
+            strategy.update(optimizers)  # not `reduce`: who is done does not join its sum
     return gather_full_parameters(strategy.trainable_parameters)
 
 
@@ -310,7 +309,7 @@ def train_single_process_on_uneven_batches(batches: list[int]) -> dict[str, Tens
             if step < count:
                 share = slice(rank, None, len(batches))
                 (summed_loss(strategy, images[share], labels[share]) / BATCH).backward()
-        strategy.step(optimizers)
+        strategy.update(optimizers)
     return gather_full_parameters(strategy.trainable_parameters)
 
 
@@ -366,9 +365,9 @@ def train_with_unused_head(choices: dict[str, Any], on_all: bool) -> dict[str, T
         for share in range(shares):  # one process stands for both ranks
             rank = mesh.dp_rank + share
             both = step % 2 == 0 or (rank % 2 == 0 and not on_all)
-            with strategy.backward(last=share == shares - 1):
+            with strategy.accumulate(last=share == shares - 1):
                 (strategy.loss_scale * strategy.model(x[rank::2], both).square().sum()).backward()
-        strategy.step(optimizers)
+        strategy.update(optimizers)
     return gather_full_parameters(strategy.trainable_parameters)
 
 

@@ -11,7 +11,7 @@ from tests.helpers.planned_runs import make_run
 def test_training_cost_uses_llama3_failure_rate_by_default():
     """One in 3.09 hours on 16,384 devices (arXiv 2407.21783)."""
     described = make_run("llama3-405b", sequence=8192, sequences=2048, cluster={"nodes": 2048})
-    (best,) = search_layouts(described, 16384, keep=1).options
+    (best,) = search_layouts(described, 16384, keep=1).layouts
     found = estimate_training_cost(described, 16384, best, 15.6e12)
     assert found.mtbf_seconds / 3600 == pytest.approx(3.0931, abs=1e-3)
     assert (found.goodput, found.interval_seconds, found.rent) == (None, None, None)
@@ -28,7 +28,7 @@ def test_training_cost_follows_checkpoint_time_failures_and_prices():
         "restart_seconds": 300,
     }
     described = make_run(cluster={**cluster, "failures_per_device_hour": 1e-3})
-    (best,) = search_layouts(described, 8, keep=1).options
+    (best,) = search_layouts(described, 8, keep=1).layouts
     found = estimate_training_cost(described, 8, best)
     assert found.tokens == described.training.steps * described.training.tokens_per_step
     assert found.write_seconds == pytest.approx(12 * 8.03e9 / 10e9, rel=0.001)
@@ -50,7 +50,7 @@ def test_configured_goodput_never_exceeds_optimal_interval_goodput():
     """It keeps as much where it is the best, and less where it is shorter or longer."""
     cluster = {"storage_bytes_per_second": 1e9, "failures_per_device_hour": 0.05, "restart_seconds": 300}
     described = make_run(cluster=cluster)
-    (option,) = search_layouts(described, 8, keep=1).options
+    (option,) = search_layouts(described, 8, keep=1).layouts
     best = estimate_training_cost(described, 8, option)
     assert best.goodput is not None
     assert best.interval_seconds is not None
@@ -68,7 +68,7 @@ def test_configured_goodput_never_exceeds_optimal_interval_goodput():
 
 def test_configured_goodput_is_none_without_write_speed_or_interval():
     described = make_run()
-    (option,) = search_layouts(described, 8, keep=1).options
+    (option,) = search_layouts(described, 8, keep=1).layouts
     assert configured_goodput(described, 8, option) is None
     stored = make_run(cluster={"storage_bytes_per_second": 1e9})
     never = stored.model_copy(update={"checkpoint": stored.checkpoint.model_copy(update={"every": 0})})

@@ -8,14 +8,14 @@ import torch
 from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import node_share
-from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.swarm.expert_ownership import assign_experts
 from phalanx.swarm.pieces import MAX_PIECE_ELEMENTS, fragment_pieces, model_pieces, pieces_sent_by
 from phalanx.swarm.serve import initial_pieces
 from phalanx.swarm.tensor_files import TensorFile
 from tests.helpers.tiny_models import TINY_MOE
 
-MODELS = [TINY_MOE, TINY_MOE.replace(moe=None), load_model("spes-1b"), load_model("spes-9b")]
+MODELS = [TINY_MOE, TINY_MOE.replace(moe=None), load_model_spec("spes-1b"), load_model_spec("spes-9b")]
 
 
 @pytest.mark.parametrize("model", MODELS)

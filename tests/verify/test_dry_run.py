@@ -11,7 +11,7 @@ import pytest
 from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 from phalanx.testing import rank_pool
-from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, dry_run
+from phalanx.verify.dry_run import Traced, TraceError, corner_ranks, trace_ranks
 from phalanx.verify.plan_comparison import RELATIVE_TOLERANCE, PlanCheck, compare_with_plan
 from tests.helpers import cli_runner
 from tests.helpers.dry_run_cases import BF16, DENSE, FEW_HEADS, LAYOUTS, MOE, TIED, Table, dry_run_case
@@ -56,7 +56,7 @@ def test_dry_run_traffic_and_memory_match_real_ranks_and_plan(
     run = small_run(text, tmp_path, changes)
     balanced = run.layout.ep == 1
     which = corner_ranks(run, world_size) if world_size == 8 and balanced else range(world_size)
-    traced = list(dry_run(run, world_size, which))
+    traced = list(trace_ranks(run, world_size, which))
     real = rank_pool(world_size).run(measure_steady_step, run) if world_size > 1 else [measure_steady_step(run)]
     for mine in traced:
         its = real[mine["rank"]]
@@ -83,7 +83,7 @@ TRACED_IN_BF16 = (
 @pytest.mark.parametrize(("world_size", "changes"), TRACED_IN_BF16, ids=lambda value: _case_id(value) if value else "")
 def test_dry_run_in_bf16_sends_what_plan_says(world_size: int, changes: Table, text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, changes)
-    (traced,) = dry_run(run, world_size, [world_size - 1])
+    (traced,) = trace_ranks(run, world_size, [world_size - 1])
     lines = [line for line in compare_with_plan(run, world_size, traced) if line.kind == "collective"]
     assert lines
     assert [line for line in lines if not line.agrees] == []
@@ -110,7 +110,7 @@ def _total_traffic(measured: list[Table]) -> dict[tuple[str, int], tuple[int, in
 def traced_rank(text: Path, tmp_path: Path) -> tuple[RunSpec, Traced]:
     """A run of two tensor-parallel ranks, and its first."""
     run = small_run(text, tmp_path, dry_run_case(4, tp=2, data_parallel="zero1", bucket_mb=0.2)[1])
-    return run, next(dry_run(run, 4, [0]))
+    return run, next(trace_ranks(run, 4, [0]))
 
 
 MISMATCHED_PLANS: dict[str, tuple[Table, set[tuple[str, str]]]] = {
@@ -150,7 +150,7 @@ def test_corner_ranks_are_first_and_last_of_every_mesh_axis(text: Path, tmp_path
 def test_dry_run_rejects_asynchronous_parameter_server(text: Path, tmp_path: Path) -> None:
     run = small_run(text, tmp_path, {"layout.data_parallel": "parameter_server", "layout.max_staleness": 1})
     with pytest.raises(UserError, match=r"layout\.max_staleness = 1: lets ranks send when they like"):
-        next(dry_run(run, 2, [0]))
+        next(trace_ranks(run, 2, [0]))
 
 
 def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_dry_run_with_nvme_offload_writes_no_files(text: Path, tmp_path: Path) -
     run = small_run(
         text, tmp_path, dry_run_case(2, data_parallel="zero1", offload="nvme", offload_directory=str(directory))[1]
     )
-    mine = next(dry_run(run, 2, [0]))
+    mine = next(trace_ranks(run, 2, [0]))
     assert all(line.agrees for line in compare_with_plan(run, 2, mine))
     assert list(directory.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_dry_run_trace_error_contains_rank_and_traceback(text: Path, tmp_path: P
     run = small_run(text, tmp_path, {})
     broken = run.model_copy(update={"model": run.model.model_copy(update={"num_heads": 5, "head_dim": 0})})
     with pytest.raises(TraceError, match=r"rank 0:\n(.|\n)*Traceback"):
-        next(dry_run(broken, 2, [0]))
+        next(trace_ranks(broken, 2, [0]))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

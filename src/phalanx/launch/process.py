@@ -106,10 +106,27 @@ def env_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def init_distributed(device_type: str, timeout_seconds: float, num_ranks: int | None = None) -> torch.device:
-    """Join the process group that torchrun's environment describes, if any, or that of its first `num_ranks` ranks;
-    returns this rank's device."""
+def init_distributed(
+    device_type: str | None = None, timeout_seconds: float = 600.0, num_ranks: int | None = None
+) -> torch.device:
+    """Initialize the process group that the environment of torchrun describes, if there is one.
+
+    Args:
+        device_type: "cpu" (gloo) or "cuda" (NCCL). By default "cuda" if PyTorch sees a GPU.
+        timeout_seconds: The time that a collective may take, in this group and in those made later.
+        num_ranks: The number of ranks, if only the first of those that torchrun started join.
+
+    Returns:
+        The device of this rank.
+
+    Example:
+        >>> phalanx.init_distributed("cpu")
+        device(type='cpu')
+    """
     die_with_launcher()
+    if device_type is None:
+        set_gpu_environment()
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("cpu")
     if device_type == "cuda":
         set_gpu_environment()

@@ -58,10 +58,30 @@ def generate(
     context: int | None = None,
     vocab: int | None = None,
 ) -> Tensor:
-    """`tokens_T` and `count` more, [T + count]; what would follow `eos_id` is `eos_id`.
+    """Sample tokens from a language model.
 
-    The other arguments are those of `stream_tokens`. Exactly `count` forward passes are made whatever is drawn, so that
-    ranks which share a sharded model stay in step.
+    Exactly `count` forward passes are made whatever is drawn, so that the ranks of a sharded model stay in step.
+
+    Args:
+        model: Returns logits [1, T, V] and an auxiliary loss for token ids [1, T].
+        tokens_T: The ids of the prompt, at least one.
+        count: The number of tokens to add.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Draw from so many most likely tokens; 0 draws from all.
+        generator: The generator of the draw, which is made on its device. By default PyTorch's own, on the CPU.
+        eos_id: The id that ends a text. Later tokens are `eos_id` too.
+        context: The number of last tokens that the model sees. By default all.
+        vocab: Draw from the first `vocab` ids only: a model may have more than its tokenizer.
+
+    Returns:
+        The ids of the prompt and of the new tokens, [T + count].
+
+    Example:
+        >>> model, tokenizer = phalanx.load_model("runs/first")
+        >>> prompt = torch.tensor(tokenizer.encode_batch(["def "])[0])
+        >>> ids = phalanx.generate(model, prompt, 5, temperature=0.8, top_k=50, vocab=tokenizer.vocab)
+        >>> len(ids) - len(prompt), tokenizer.decode(ids[: len(prompt)].tolist())
+        (5, 'def ')
     """
     new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context, vocab), count))
     if eos_id in new_tokens:

@@ -18,19 +18,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from phalanx.model.host_counts import checkpoint_with_saved_counts
 from phalanx.model.transformer import Transformer
+from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.context_parallel import ContextParallelGroup, apply_context_parallel
 from phalanx.parallel.data.ddp import DDP, OverlappingReplica
 from phalanx.parallel.data.fsdp import FSDP
-from phalanx.parallel.data.offload import CpuOffload, DiskOffload
+from phalanx.parallel.data.offload import build_offload
 from phalanx.parallel.data.parameter_server import build_parameter_server
 from phalanx.parallel.data.sharding_checks import check_shardable_module
 from phalanx.parallel.data.zero import ZeRO
@@ -44,7 +41,7 @@ from phalanx.parallel.expert.partial_experts import (
     select_trained_experts,
 )
 from phalanx.parallel.init_parameters import WeightInitializer, init_parameters
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Mesh, build_mesh, current_device
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.pipeline.runtime import PipelineStrategy
 from phalanx.parallel.pipeline.split_backward import DeferredWeightGrads
@@ -199,15 +196,36 @@ def _init_weights(
 def distribute(
     module: nn.Module,
     layout: Layout,
-    mesh: Mesh,
-    device: torch.device,
+    mesh: Mesh | None = None,
+    device: torch.device | None = None,
     blocks: Sequence[nn.Module] = (),
     precision: str = "fp32",
 ) -> Strategy:
-    """Put any module under the data parallelism of `layout`. Its weights must be equal on all ranks, or still on the
-    meta device; `blocks` are the parts that ZeRO-3 gathers one at a time: modules that are called, not lists of them.
+    """Apply the data parallelism of a layout to any module.
 
-    Raises UserError for what a layout cannot hold, and for what is done to Phalanx's transformer only.
+    Args:
+        module: The module. Its weights must be equal on all ranks, or on the meta device. They are moved to `device`.
+        layout: The layout: `data_parallel` and its options.
+        mesh: The ranks. By default `build_mesh(layout)`.
+        device: The device of this rank. By default the current GPU, or the CPU if there is none.
+        blocks: The submodules that zero3 and hsdp gather one at a time: modules that are called, not lists of them.
+        precision: "bf16" lets zero1 to zero3 compute in bf16 over fp32 state; the other strategies need
+            `torch.autocast` around the forward pass. "fp32" and "fp64" compute in the dtype of the module.
+
+    Returns:
+        The strategy. Call `strategy.model` for a forward pass, give `strategy.trainable_parameters` to the optimizers,
+        and train with `strategy.accumulate` and `strategy.step`.
+
+    Raises:
+        UserError: The layout cannot shard the module, or has a parallelism that only Phalanx's transformer supports.
+
+    Example:
+        >>> strategy = phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(data_parallel="zero1"))
+        >>> strategy.model(torch.ones(8, 4)).shape
+        torch.Size([8, 2])
+        >>> phalanx.distribute(torch.nn.Linear(4, 2), phalanx.Layout(tp=2))
+        Traceback (most recent call last):
+        phalanx.spec.errors.UserError: layout.tp = 2: is for Phalanx's own transformer...
     """
     for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
         value, default = getattr(layout, field), Layout.model_fields[field].default
@@ -216,6 +234,8 @@ def distribute(
                 f"is for Phalanx's own transformer: distribute() applies data parallelism to {type(module).__name__}"
             )
             raise UserError(f"layout.{field}", value, problem, f"leave it at {default!r}, and do it in the module")
+    mesh = build_mesh(layout) if mesh is None else mesh
+    device = current_device() if device is None else device
     return _apply_data_parallelism(module, layout, mesh, device, blocks, precision)
 
 
@@ -298,27 +318,6 @@ def build_pipeline(
         like,
         layout.cp,
     )
-
-
-def build_offload(layout: Layout) -> CpuOffload | None:
-    """Where the state of a run rests if not on its device."""
-    if layout.offload == "none":
-        return None
-    return CpuOffload() if layout.offload == "cpu" else DiskOffload(Path(str(layout.offload_directory)))
-
-
-def apply_activation_checkpointing(module: Transformer, mode: str, saves_counts: bool = False) -> None:
-    """Drop activations in the forward pass and compute them again in the backward pass (arXiv 1604.06174): of whole
-    blocks (full), or of attention only (selective, arXiv 2205.05198). Nothing in them is drawn at random.
-
-    With `saves_counts`, counts of tokens that blocks read on the host are read once (`checkpoint_with_saved_counts`).
-    """
-    for name, block in list(module.blocks.named_children()):
-        if mode == "full":
-            kind = {"checkpoint_fn": checkpoint_with_saved_counts} if saves_counts else {"preserve_rng_state": False}
-            setattr(module.blocks, name, checkpoint_wrapper(block, **kind))
-        elif mode == "selective":
-            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)
 
 
 def autocast_context(strategy: Strategy, precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -102,11 +102,36 @@ class Mesh:
         return None if mesh is None else _flatten(mesh, name).get_group()
 
 
-def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
-    """The mesh of `layout`; torch.distributed must be initialised where world_size > 1.
+def current_device() -> torch.device:
+    """Return the device of this rank: its current GPU, or the CPU if there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
-    Raises UserError if the ranks cannot be divided so.
+
+def build_mesh(layout: Layout, world_size: int | None = None, device_type: str | None = None) -> Mesh:
+    """Build the device mesh of a layout. A collective: every rank must call it.
+
+    Args:
+        layout: The parallel degrees.
+        world_size: The number of ranks. By default that of torch.distributed, or 1 if it is not initialized.
+        device_type: "cpu" or "cuda". By default "cuda" if there is a GPU.
+
+    Returns:
+        The mesh: the coordinates of this rank and its process groups.
+
+    Raises:
+        UserError: The degrees of the layout do not divide the number of ranks.
+
+    Example:
+        >>> mesh = phalanx.build_mesh(phalanx.Layout(data_parallel="zero1"))
+        >>> mesh.rank, mesh.dims.world_size, mesh.dims.dp_size
+        (0, 1, 1)
+        >>> phalanx.build_mesh(phalanx.Layout(tp=2))
+        Traceback (most recent call last):
+        phalanx.spec.errors.UserError: ...
     """
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    device_type = current_device().type if device_type is None else device_type
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     if world_size == 1 or sizes.servers:  # what servers and their workers send has no axes
@@ -124,25 +149,28 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     if sizes.cp > 1:
         in_rows = ranks.movedim(3, -1).reshape(-1, sizes.cp)
         context = make_device_mesh(device_type, in_rows, ("others", "cp"))["cp"]
-    experts = None
-    if sizes.ep > 1:
-        by_stage = ranks.movedim(2, 0).flatten(1)
-        num_same_experts = by_stage.shape[1] // sizes.ep
-        replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
-        shape = {
-            "stages": sizes.pp,
-            "dp_replicate": replicate,
-            "dp_shard": num_same_experts // replicate,
-            "ep": sizes.ep,
-        }
-        # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
-        needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
-        expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
-        expert_mesh = make_device_mesh(device_type, by_stage.reshape(list(expert_sizes.values())), tuple(expert_sizes))
-        experts = expert_mesh[tuple(axis for axis in expert_sizes if axis != "stages")]
+    experts = _build_expert_mesh(layout, sizes, ranks, device_type) if sizes.ep > 1 else None
     pipelines = ranks.movedim(2, -1).reshape(-1, sizes.pp).tolist()
     backward_group = new_pipeline_group(pipelines) if sizes.pp > 1 and _needs_gpu_groups(device_type) else None
     return Mesh(sizes, dist.get_rank(), device_mesh, data, context, experts, backward_group)
+
+
+def _build_expert_mesh(layout: Layout, sizes: ParallelDims, ranks: Tensor, device_type: str) -> DeviceMesh:
+    """Build the mesh of the ranks of a stage: expert parallelism inside, ranks with the same experts outside."""
+    by_stage = ranks.movedim(2, 0).flatten(1)
+    num_same_experts = by_stage.shape[1] // sizes.ep
+    replicate = {"ddp": num_same_experts, "hsdp": sizes.dp_replicate}.get(layout.data_parallel, 1)
+    shape = {
+        "stages": sizes.pp,
+        "dp_replicate": replicate,
+        "dp_shard": num_same_experts // replicate,
+        "ep": sizes.ep,
+    }
+    # What is split over ranks is so also where there is one: parameters of one kind are stepped together.
+    needed = ("stages", "ep", "dp_shard") if layout.data_parallel in SHARDED_STRATEGIES else ("stages", "ep")
+    expert_sizes = {axis: size for axis, size in shape.items() if size > 1 or axis in needed}
+    expert_mesh = make_device_mesh(device_type, by_stage.reshape(list(expert_sizes.values())), tuple(expert_sizes))
+    return expert_mesh[tuple(axis for axis in expert_sizes if axis != "stages")]
 
 
 def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:

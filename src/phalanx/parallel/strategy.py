@@ -20,6 +20,7 @@ from phalanx.parallel.comm.wait_timer import WaitTimer
 from phalanx.parallel.dtensor_shards import local_tensor
 from phalanx.parallel.grad_norm import clip_coefficient, global_grad_norm, scale_gradients
 from phalanx.parallel.module_tensors import named_parameters, optimizer_state_tensors
+from phalanx.parallel.step_result import StepResult
 from phalanx.schedule.schedule import Action, ScheduleStep
 
 
@@ -52,10 +53,24 @@ class StepReduction:
 
 
 class Strategy:
-    """A model on this rank, and what this rank's optimizers train of it.
+    """A module on this rank, and the parameters that the optimizers of this rank train.
 
-    A step is: forward and backward passes of a sum of losses inside `backward`, then `reduce`, then `update` (or
-    `drop_gradients`). As it stands here it is one process, the reference that every layout must equal.
+    A step is: forward and backward passes of summed losses inside `accumulate`, then `step`. The trainer calls the
+    pieces of `step` itself: `reduce`, then `update` or `zero_grad`; it also scales its losses by `loss_scale`.
+    This class is one process, the reference that every layout must equal.
+
+    Example:
+        >>> strategy = phalanx.distribute(torch.nn.Linear(4, 1), phalanx.Layout(data_parallel="zero2"))
+        >>> sorted(strategy.trainable_parameters)
+        ['bias', 'weight']
+        >>> optimizer = torch.optim.AdamW(strategy.trainable_parameters.values(), lr=0.1)
+        >>> for micro_batch in range(2):
+        ...     with strategy.accumulate(last=micro_batch == 1):
+        ...         loss = strategy.model(torch.ones(8, 4)).square().sum()
+        ...         loss.backward()
+        >>> result = strategy.step([optimizer], 2 * loss, num_tokens=16, max_grad_norm=1.0)
+        >>> f"{result.loss:.3f}" == f"{loss / 8:.3f}"
+        True
     """
 
     runs_model = True
@@ -105,7 +120,7 @@ class Strategy:
         self.timeline = []
         for index, micro in enumerate(micros):
             start = self.clock.record()
-            with self.backward(last=index == len(micros) - 1):
+            with self.accumulate(last=index == len(micros) - 1):
                 loss, auxiliary = losses(self.model, micro)
                 backward_start = self.clock.record()
                 (self.loss_scale * (loss + auxiliary)).backward()
@@ -130,9 +145,43 @@ class Strategy:
         """After a step's backward passes, of which none was said to be the last: bring the gradients to who trains."""
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
-        """Around the forward and backward pass of a micro-batch; `last` of its step."""
+    def accumulate(self, last: bool = True) -> Iterator[None]:
+        """Add the gradients of a micro-batch: run its forward and backward pass inside this context.
+
+        Args:
+            last: Whether it is the last micro-batch of the step. Most strategies communicate only then.
+        """
         yield
+
+    def step(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loss_sum: Tensor | float,
+        num_tokens: Tensor | float,
+        max_grad_norm: float = 0.0,
+    ) -> StepResult:
+        """Sum gradients over ranks, divide them by the number of tokens, clip them, and step the optimizers.
+
+        Call it on every rank, after the backward passes of summed losses inside `accumulate`. The losses are not scaled
+        by `loss_scale`.
+
+        Args:
+            optimizers: The optimizers of `trainable_parameters`.
+            loss_sum: The loss of this rank, summed over its tokens (or samples) of the step.
+            num_tokens: The number of these tokens. It may differ between ranks.
+            max_grad_norm: The maximum norm of the gradient of the mean loss; 0 does not clip.
+
+        Returns:
+            The mean loss, the gradient norm before clipping, and the number of tokens, over all ranks.
+        """
+        device = loss_sum.device if isinstance(loss_sum, Tensor) else next(self.module.parameters()).device
+        # Gradients of a loss that was not scaled are smaller by `loss_scale`: so is what divides them.
+        values = (num_tokens / self.loss_scale, loss_sum)
+        sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values])
+        reduced = self.reduce(sums, max_grad_norm)
+        self.update(optimizers)
+        num_tokens = reduced.sums[0] * self.loss_scale
+        return StepResult(reduced.sums[1] / num_tokens, reduced.norm, num_tokens)
 
     def gradients(self) -> dict[str, Tensor]:
         """The summed gradient of what is trained, by name; whoever scales it scales the step."""
@@ -192,8 +241,8 @@ class Strategy:
         scale_gradients(list(self.gradients().values()), clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Step, let the model compute with the result, and drop the gradients."""
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step the optimizers, let the model compute with the result, and drop the gradients."""
         for optimizer in optimizers:
             optimizer.step()
         self.zero_grad()

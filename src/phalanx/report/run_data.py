@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.layout_checks import check_layout
@@ -23,7 +23,11 @@ from phalanx.schedule.registry import representative_schedule
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import load_machine, load_run, with_last_used_layout
+from phalanx.spec.result_tables import data_frame, html_table
 from phalanx.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    import pandas
 
 STATE_DESCRIPTIONS = {
     True: "it is still under way",
@@ -33,9 +37,17 @@ STATE_DESCRIPTIONS = {
 """What is said of a run before its last step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunData:
-    """A run, and what it left."""
+    """The content of a run directory.
+
+    Example:
+        >>> data = phalanx.read_run("runs/first")
+        >>> [line["step"] for line in data.step_metrics] == list(range(1, 9))
+        True
+        >>> [line["step"] for line in data.evaluations]
+        [8]
+    """
 
     directory: Path
     run: RunSpec | None
@@ -86,6 +98,21 @@ class RunData:
         """Of `metrics` those of evaluations."""
         return [line for line in self.metrics if "held_out_loss" in line]
 
+    def __repr__(self) -> str:
+        return f"RunData({self.name!r}, {self.directory}, step {self.step}, {self.world_size} ranks)"
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return the metrics of steps as a pandas DataFrame with one row per step.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        return data_frame(self.step_metrics)
+
+    def _repr_html_(self) -> str:
+        last = self.step_metrics[-1] if self.step_metrics else {}
+        return html_table(("metric", "last step"), list(last.items()), f"{self.name}: {self.directory}")
+
     @property
     def profiled_steps(self) -> list[int]:
         """The steps of which every rank that there is noted when everything was."""
@@ -93,11 +120,25 @@ class RunData:
         return sorted(set.intersection(*steps_per_rank)) if steps_per_rank else []
 
 
-def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
-    """All that a run directory has; `machine` is what it ran on, where its run file does not say so.
+def read_run(run_dir: str | Path, machine: ClusterSpec | None = None) -> RunData:
+    """Read a run directory, also of a run that is in progress, truncated or of an older version.
 
-    Raises UserError for what is no run directory.
+    Args:
+        run_dir: The directory of the run.
+        machine: The machine of the run, if its run file does not describe it.
+
+    Returns:
+        The metrics, records and events of the run. `problems` lists what is missing or cannot be read.
+
+    Raises:
+        UserError: `run_dir` is not a run directory.
+
+    Example:
+        >>> data = phalanx.read_run("runs/first")
+        >>> data.step, data.world_size, data.failure
+        (8, 1, None)
     """
+    directory = Path(run_dir)
     if not (directory / RUN_FILE).is_file():
         problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
         raise UserError("run directory", str(directory), problem, "give what phalanx train made: runs/NAME")
@@ -120,22 +161,9 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
         run = run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks)})
-    failure, is_active = describe_first_failure(directory), is_running(directory)
-    if failure:
-        problems.append(failure)
-    elif not steps:
-        problems.append("no step has been written yet")
-    elif run is not None and steps[-1]["step"] < run.training.steps:
-        problems.append(f"step {steps[-1]['step']} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}")
-    events = read_events(directory)
-    if failures := describe_failures(events, exclude_last=failure is not None):
-        count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
-        problems.append(f"it broke off {count_text} and went on, the last time at {failures[-1]}")
-    if rollbacks := describe_rollbacks(events):
-        count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
-        problems.append(f"it went back {count_text}, the last time at {rollbacks[-1]}")
-    if damaged_checkpoints := describe_damaged_checkpoints(events):
-        problems.append(f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}")
+    failure, is_active, events = describe_first_failure(directory), is_running(directory), read_events(directory)
+    problems += _describe_progress(run, steps, failure, is_active)
+    problems += _describe_interruptions(events, failure)
     measured = read_measured_since(directory, began_after, world_size, problems)
     return RunData(
         directory,
@@ -151,6 +179,30 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         rounds,
         events,
     )
+
+
+def _describe_progress(
+    run: RunSpec | None, steps: Sequence[JsonRecord], failure: str | None, is_active: bool | None
+) -> Iterator[str]:
+    """Say how far a run is that is not at its end."""
+    if failure:
+        yield failure
+    elif not steps:
+        yield "no step has been written yet"
+    elif run is not None and steps[-1]["step"] < run.training.steps:
+        yield f"step {steps[-1]['step']} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}"
+
+
+def _describe_interruptions(events: Sequence[Mapping[str, Any]], failure: str | None) -> Iterator[str]:
+    """Say how often a run failed, went back to a checkpoint, or had a damaged one."""
+    if failures := describe_failures(events, exclude_last=failure is not None):
+        count_text = "once" if len(failures) == 1 else f"{len(failures)} times"
+        yield f"it broke off {count_text} and went on, the last time at {failures[-1]}"
+    if rollbacks := describe_rollbacks(events):
+        count_text = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
+        yield f"it went back {count_text}, the last time at {rollbacks[-1]}"
+    if damaged_checkpoints := describe_damaged_checkpoints(events):
+        yield f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}"
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:

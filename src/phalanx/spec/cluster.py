@@ -32,7 +32,13 @@ class CalibrationSpec(Spec):
 
 
 class ClusterSpec(Spec):
-    """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed."""
+    """Nodes, the devices in them, and what they can do. Unknown speeds are measured or left out, never guessed.
+
+    Example:
+        >>> cluster = phalanx.load_machine("h100").replace(nodes=4, nproc_per_node=8)
+        >>> cluster.ranks, cluster.device
+        (32, 'cuda')
+    """
 
     preset: str | None = Field(None, examples=["h100"])
     """A known machine (`phalanx info --list`), or the file of one (`phalanx calibrate` writes it), whose values the

@@ -8,6 +8,14 @@ class UserError(ValueError):
 
     It is a ValueError so that pydantic's validators may raise it. The command line prints it without a traceback and
     exits with 2. It is raised before any process is spawned.
+
+    Example:
+        >>> try:
+        ...     phalanx.load_run("run.toml", ["layout.tpp=2"])
+        ... except phalanx.UserError as error:
+        ...     print(error)
+        layout.tpp = 2: is not a known field
+          fix: did you mean 'tp'?
     """
 
     def __init__(self, field: str, value: object, problem: str, fix: str = "") -> None:

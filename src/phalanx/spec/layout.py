@@ -54,6 +54,11 @@ class Layout(Spec):
     """The parallel degrees and choices of a run.
 
     The data-parallel degree is what the other degrees leave of the ranks.
+
+    Example:
+        >>> layout = phalanx.Layout(data_parallel="zero1", tp=4, pp=2, schedule="zb-h1")
+        >>> layout.replace(tp=1).schedule
+        'zb-h1'
     """
 
     data_parallel: Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"] = "ddp"

@@ -78,6 +78,11 @@ class ModelSpec(Spec):
     """A decoder-only transformer.
 
     Symbols in docstrings: D width, H heads, F ffn, V vocab, L layers, T tokens.
+
+    Example:
+        >>> model = phalanx.load_model_spec("llama3-8b")
+        >>> model.hidden_size, model.num_layers, model.num_kv_heads
+        (4096, 32, 8)
     """
 
     preset: str | None = Field(None, examples=["tiny"])

@@ -52,7 +52,12 @@ UNDECIDED_STEPS = 2**31 - 1
 
 
 class TrainingSpec(Spec):
-    """How long, on how many tokens at a time, and in which arithmetic."""
+    """How long, on how many tokens at a time, and in which arithmetic.
+
+    Example:
+        >>> phalanx.TrainingSpec(steps=200, seq_len=512, tokens_per_step=8192).precision
+        'bf16'
+    """
 
     steps: int = Field(1000, gt=0)
     """Optimizer updates."""
@@ -185,7 +190,13 @@ class MetricsSpec(Spec):
 
 
 class RunSpec(Spec):
-    """Everything that defines a run. Every field has a default but the model's shape, which a preset gives."""
+    """Everything that defines a run. Every field has a default but the model's shape, which a preset gives.
+
+    Example:
+        >>> run = phalanx.RunSpec(model=phalanx.load_model_spec("llama3-8b"), cluster=phalanx.load_machine("h100"))
+        >>> run.replace(name="long").training.steps, run.model.num_layers
+        (1000, 32)
+    """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run directory."""

@@ -140,4 +140,4 @@ class Learner:
     def update(self, ratio: float) -> None:
         """Step, at the peak learning rates times `ratio`."""
         set_learning_rate(self.optimizers, ratio)
-        self.strategy.step(self.optimizers)
+        self.strategy.update(self.optimizers)

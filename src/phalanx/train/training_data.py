@@ -17,7 +17,7 @@ from phalanx.data.streaming_loader import StreamingLoader
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.model.extend_vocabulary import extend_vocabulary
 from phalanx.model.upcycle import upcycle_weights
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.run import RunSpec
 
 
@@ -64,7 +64,7 @@ def initial_weights(run: RunSpec) -> Callable[[str, torch.Size], Tensor] | None:
     from phalanx.model.huggingface.checkpoint import open_hf_weights
 
     directory = Path(run.model.from_hf).expanduser()
-    source = load_model(str(directory))
+    source = load_model_spec(str(directory))
     weights = open_hf_weights(directory, source if run.model.moe and not source.moe else run.model)
     weights = extend_vocabulary(weights, source.vocab_size, run.model.vocab_size)
     return upcycle_weights(run.model, source, weights, run.training.seed) if run.model.moe else weights

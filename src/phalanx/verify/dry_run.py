@@ -56,10 +56,10 @@ def check_traceable(run: RunSpec, world_size: int) -> None:
         )
 
 
-def dry_run(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2) -> Iterator[Traced]:
-    """Each of these ranks, traced in a process of its own, in their order.
+def trace_ranks(run: RunSpec, world_size: int, ranks: Sequence[int], max_workers: int = 2) -> Iterator[Traced]:
+    """Trace each of these ranks in a process of its own; yields them in their order.
 
-    Raises UserError before any is started.
+    Raises UserError before a process starts.
     """
     check_traceable(run, world_size)
     context = multiprocessing.get_context("forkserver")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from phalanx.model.moe import Router  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
-from phalanx.parallel.apply import apply_activation_checkpointing  # noqa: E402
+from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing  # noqa: E402
 from phalanx.parallel.strategy import cross_entropy  # noqa: E402
 from tests.helpers.batches import locate_documents  # noqa: E402
 

@@ -11,7 +11,7 @@ from phalanx.cost.exact.memory_peaks import optimizer_step_bytes
 from phalanx.cost.exact.rank_memory import rank_memory
 from phalanx.cost.exact.rank_tensors import rank_tensors
 from phalanx.spec.communication_groups import MAX_PIPELINE_CHANNELS
-from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
@@ -42,7 +42,7 @@ def test_recorded_rows_cover_models_and_kinds_of_activation_checkpointing():
 
 def test_rms_norm_saves_its_input_on_cuda_and_fp32_on_a_cpu():
     """64 MiB and a number for each of 8,192 tokens; 2 x 128 MiB, and the same."""
-    spec, layout = load_model("llama3-8b"), Layout(data_parallel="zero3")
+    spec, layout = load_model_spec("llama3-8b"), Layout(data_parallel="zero3")
     on_cpu, on_cuda = (activation_bytes(spec, 1, 8192, "bf16", layout, on_cuda=on_cuda) for on_cuda in (False, True))
     assert on_cuda.norms == 65 * (2**26 + 4 * 8192)
     assert on_cpu.norms == 65 * (2**28 + 4 * 8192)
@@ -50,7 +50,7 @@ def test_rms_norm_saves_its_input_on_cuda_and_fp32_on_a_cpu():
 
 
 def test_cuda_saves_no_mask_where_rows_are_packed():
-    spec = load_model("llama3-8b")
+    spec = load_model_spec("llama3-8b")
     masked, plain = (activation_bytes(spec, 1, 8192, "bf16", masked=masked, on_cuda=True) for masked in (True, False))
     assert masked.attention == plain.attention
     fp32 = [activation_bytes(spec, 1, 8192, "fp32", masked=masked, on_cuda=True).attention for masked in (True, False)]

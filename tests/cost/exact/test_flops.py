@@ -10,7 +10,7 @@ from phalanx.cost.exact.flops import (
 )
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import ActivationCheckpointing
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 
 # The shapes that the peers were measured with, and their FLOPs per token. Those
@@ -44,7 +44,7 @@ def test_tied_lm_head_still_counts_as_matmul_parameters():
 
 
 def test_moe_training_flops_count_active_experts_only():
-    assert training_flops_per_token(load_model("mixtral-8x7b"), 1) / 6 == pytest.approx(12.75e9, rel=0.01)
+    assert training_flops_per_token(load_model_spec("mixtral-8x7b"), 1) / 6 == pytest.approx(12.75e9, rel=0.01)
 
 
 def test_mfu_is_one_at_peak_flops():
@@ -79,6 +79,6 @@ def test_recomputed_flops_match_activation_checkpointing_kind():
 
 
 def test_selective_matmul_fraction_matches_llama3_8b():
-    spec = load_model("llama3-8b")
+    spec = load_model_spec("llama3-8b")
     q, kv, mlp = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.ffn_hidden_size
     assert pytest.approx((kv + q + mlp) / (2 * q + 2 * kv + 3 * mlp), abs=0.02) == SELECTIVE_MATMUL_FRACTION

@@ -9,7 +9,7 @@ from phalanx.cost.exact.model_state import (
     state_bytes,
 )
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.spec.files.load import load_model_spec, run_from_table
 
 ALEXNET, GPT3 = 61_000_000, 175_000_000_000
 
@@ -37,7 +37,7 @@ def test_mixed_precision_adamw_state_is_16_bytes_per_parameter():
 
 
 def test_muon_state_is_one_moment_for_block_matrices_and_two_otherwise():
-    count = count_parameters(load_model("olmoe-1b-7b"))
+    count = count_parameters(load_model_spec("olmoe-1b-7b"))
     rest = count.embedding + count.head + count.norms
     assert model_state_bytes(count, "muon", "bf16").optimizer == 4 * (count.total - rest) + 8 * rest
     assert model_state_bytes(count, "adamw", "bf16").total == 16 * count.total

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.cost.exact.parameter_shapes import max_shard_elements, parameter_shapes
-from phalanx.spec.files.load import load_model, preset_names
+from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 from tests.helpers.model_specs import model_specs
 
@@ -32,7 +32,7 @@ def transformer_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_parameter_shapes_of_presets_match_transformer(preset):
-    spec = load_model(preset)
+    spec = load_model_spec(preset)
     assert list(parameter_shapes(spec).items()) == transformer_shapes(spec)
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.cost.exact.parameters import count_parameters
-from phalanx.spec.files.load import load_model, preset_names
+from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 from tests.helpers.model_specs import model_specs
 
@@ -24,7 +24,7 @@ PUBLISHED_TOTALS = {
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_count_parameters_matches_published_totals(preset):
     if preset != "tiny":
-        assert count_parameters(load_model(preset)).total == PUBLISHED_TOTALS[preset]
+        assert count_parameters(load_model_spec(preset)).total == PUBLISHED_TOTALS[preset]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_count_parameters_matches_published_totals(preset):
     ],
 )
 def test_active_parameters_match_published_counts(preset, billions):
-    assert count_parameters(load_model(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
+    assert count_parameters(load_model_spec(preset)).active / 1e9 == pytest.approx(billions, rel=0.015)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_active_parameters_match_published_counts(preset, billions):
     ],
 )
 def test_expert_and_shared_parameters_match_published_counts(preset, experts, shared):
-    count = count_parameters(load_model(preset))
+    count = count_parameters(load_model_spec(preset))
     assert (count.experts, count.total - count.experts) == (experts, shared)
 
 

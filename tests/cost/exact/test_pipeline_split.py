@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.cost.exact.flops import training_flops_per_token
 from phalanx.cost.exact.pipeline_split import balance_stages, layer_flops
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 
 
 @pytest.mark.parametrize(("layers", "stages", "layers_per_stage"), [(48, 4, 12), (12, 4, 3)])
@@ -21,14 +21,14 @@ def test_balance_stages_splits_equal_layers_evenly(layers: int, stages: int, lay
 
 @pytest.mark.parametrize("model", ["llama3-8b", "gpt2-124m", "mixtral-8x7b", "spes-7b"])
 def test_layer_flops_sum_to_training_flops(model: str) -> None:
-    spec = load_model(model)
+    spec = load_model_spec(model)
     parts = layer_flops(spec, 2048)
     assert len(parts) == spec.num_layers + 2
     assert sum(parts) == pytest.approx(training_flops_per_token(spec, 2048) + 2 * spec.hidden_size, rel=1e-12)
 
 
 def test_balance_stages_gives_fewer_blocks_to_lm_head_stage() -> None:
-    spec = load_model("llama3-8b")  # its head costs as much as 2 blocks
+    spec = load_model_spec("llama3-8b")  # its head costs as much as 2 blocks
     assert balance_stages(layer_flops(spec, 2048), 4) == [8, 9, 9, 6]
 
 

@@ -17,7 +17,7 @@ from phalanx.cost.exact.parameter_shapes import parameter_shapes
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.rank_memory import RankMemory, disk_offload_bytes, rank_memory, rank_model_states
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model, run_from_table
+from phalanx.spec.files.load import load_model_spec, run_from_table
 from phalanx.spec.layout import MAX_BF16_SUMS, Layout
 from phalanx.spec.run import RunSpec
 from tests.helpers.model_specs import model_specs
@@ -112,7 +112,7 @@ def test_sharded_state_bytes_per_parameter_match_zero_formulas(n):
 def test_rank_memory_state_of_llama3_8b_matches_zero_formulas():
     model = {"preset": "llama3-8b"}
     training = {"seq_len": 1024, "tokens_per_step": 64 * 1024}
-    count = count_parameters(load_model("llama3-8b")).total
+    count = count_parameters(load_model_spec("llama3-8b")).total
     for stage, each in zip(ZERO_STRATEGIES, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
         assert predict_rank_memory(stage, 64, model=model, training=training).state == pytest.approx(
             each * count, rel=1e-4

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.exact.swarm import RoundBytes, encoded_bytes, node_share, round_bytes, state_bytes
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from tests.helpers.tiny_models import TINY_MOE
 
 
@@ -35,7 +35,7 @@ def test_swarm_bytes_match_hand_count_of_tiny_model():
 )
 def test_spes_round_bytes_save_published_share_of_diloco(name, total, experts, saved):
     """Of both ways SPES saves a third of what DiLoCo sends among four nodes, of the way up two thirds."""
-    model = load_model(name)
+    model = load_model_spec(name)
     assert (count_parameters(model).total, count_parameters(model).experts) == (total, experts)
     assert model.moe is not None
     part, whole = (
@@ -56,7 +56,7 @@ def test_spes_round_bytes_save_published_share_of_diloco(name, total, experts, s
     ],
 )
 def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gigabytes):
-    found = round_bytes(node_share(load_model("spes-7b"), method, 8), method, codec)
+    found = round_bytes(node_share(load_model_spec("spes-7b"), method, 8), method, codec)
     assert both_ways(found) / 1e9 == pytest.approx(gigabytes, abs=0.006)
 
 
@@ -70,7 +70,7 @@ def test_swarm_round_bytes_match_published_figures_of_spes_7b(codec, method, gig
 )
 def test_swarm_state_bytes_match_published_models(name, trained_experts, diloco, spes, bf16, int8):
     """GB of a node; the source takes 3 % for the scales of int8, where they are 1.6 %."""
-    model = load_model(name)
+    model = load_model_spec(name)
     node = node_share(model, "spes", trained_experts)
     found = (
         state_bytes(node_share(model, "diloco")),

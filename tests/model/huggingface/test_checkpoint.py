@@ -14,7 +14,7 @@ from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.model import ModelSpec
 
 SHAPE = {
@@ -73,7 +73,7 @@ def load_transformers_logits(directory, **options):
 
 
 def import_model(build, directory, dtype=torch.float32):
-    model = build(load_model(str(directory)), dtype)
+    model = build(load_model_spec(str(directory)), dtype)
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), open_hf_weights(directory, model.spec))
     return model

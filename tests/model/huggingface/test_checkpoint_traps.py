@@ -17,7 +17,7 @@ from phalanx.parallel.init_parameters import init_parameters
 from phalanx.parallel.module_tensors import materialize
 from phalanx.parallel.strategy import Strategy
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 
 WINDOW = 16
 SHAPE = {
@@ -93,7 +93,7 @@ def transformers_logits(directory: Path) -> torch.Tensor:
 
 
 def build_phalanx_model(build, directory: Path, **changes):
-    model = build(load_model(str(directory)).replace(**changes), torch.float64)
+    model = build(load_model_spec(str(directory)).replace(**changes), torch.float64)
     materialize(model, torch.device("cpu"))
     init_parameters(Strategy(model), open_hf_weights(directory, model.spec))
     return model
@@ -214,12 +214,12 @@ def test_tensor_that_the_model_does_not_use_is_rejected_by_name(tmp_path, case):
     name, words = EXTRA_TENSORS[case]
     add_tensor(save_random_model(tmp_path, "llama"), name, torch.ones(4))
     with pytest.raises(UserError, match=rf"{name}.*{words}"):
-        open_hf_weights(tmp_path, load_model(str(tmp_path)))
+        open_hf_weights(tmp_path, load_model_spec(str(tmp_path)))
 
 
 def test_quantized_tensors_and_adapters_are_rejected(tmp_path):
     save_random_model(tmp_path, "llama")
-    spec, shape = load_model(str(tmp_path)), torch.Size([32])
+    spec, shape = load_model_spec(str(tmp_path)), torch.Size([32])
     add_tensor(tmp_path, "model.norm.weight", torch.ones(shape, dtype=torch.int8))
     with pytest.raises(UserError, match=r"model\.norm\.weight.*quantized \(torch.int8\)"):
         open_hf_weights(tmp_path, spec)("norm.weight", shape)
@@ -230,6 +230,6 @@ def test_quantized_tensors_and_adapters_are_rejected(tmp_path):
 
 def test_unknown_field_is_accepted_for_planning_and_rejected_with_weights(tmp_path):
     edit_config(save_random_model(tmp_path, "llama"), final_logit_softcapping=30.0)
-    spec = load_model(str(tmp_path))
+    spec = load_model_spec(str(tmp_path))
     with pytest.raises(UserError, match=r"config.json final_logit_softcapping = 30\.0"):
         open_hf_weights(tmp_path, spec)

@@ -85,15 +85,15 @@ def evaluate_before_first_update(run: RunSpec) -> float:
     """The step of this rank's first record, where the server updates only when all workers have made a step."""
     under_way = make_trainer(run)
     batches, everybody = prefetch(under_way.loader, 0, run.training.steps), dist.new_group(backend="gloo")
-    update = under_way.strategy.step
+    update = under_way.strategy.update
 
     def held(optimizers: Any) -> None:
-        under_way.strategy.step = update  # type: ignore[method-assign]
+        under_way.strategy.update = update  # type: ignore[method-assign]
         dist.barrier(everybody)
         update(optimizers)
 
     if not under_way.strategy.runs_model:
-        under_way.strategy.step = held  # type: ignore[method-assign]
+        under_way.strategy.update = held  # type: ignore[method-assign]
     first = under_way.train_step(batches)["step"]
     if under_way.strategy.runs_model:
         dist.barrier(everybody)

@@ -64,13 +64,13 @@ def summed_gradient_errors(stage: str, offload: bool, in_pipeline: bool) -> list
         strategy.zero_grad()
         micro_batches = [x_BD[rank] for x_BD in x_NBD]
         if in_pipeline:
-            with strategy.backward(last=False):
+            with strategy.accumulate(last=False):
                 for x_BD in micro_batches:
                     layer(x_BD).square().sum().backward()
             strategy.finalize_gradients()
         else:
             for index, x_BD in enumerate(micro_batches):
-                with strategy.backward(last=index == len(micro_batches) - 1):
+                with strategy.accumulate(last=index == len(micro_batches) - 1):
                     layer(x_BD).square().sum().backward()
         rows = local_tensor(strategy.gradients()["weight"]).double()
         x_MD = x_NBD.flatten(0, 2).double()

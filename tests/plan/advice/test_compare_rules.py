@@ -285,7 +285,7 @@ def test_advice_verdicts_match_evaluated_layouts(llama3_8b_report, llama3_70b_re
         (make_run("llama3-70b", nodes=16), llama3_70b_report),
     ):
         found = enumerate_layouts(run, advised.situation.ranks)
-        assert advised.best == plan_or_raise(run, advised.situation.ranks, keep=1).options[0]
+        assert advised.best == plan_or_raise(run, advised.situation.ranks, keep=1).layouts[0]
         assert {advice.verdict for advice in advised.advice} == {"agrees", "costs"}
         for advice in advised.advice:
             assert advice.reason

@@ -104,7 +104,7 @@ def test_calibration_interval_widens_for_inconsistent_runs():
 def test_search_uses_constants_of_calibrated_machine(calibration):
     run = make_run(4)
     run = run.model_copy(update={"cluster": calibration.machine.model_copy(update={"nproc_per_node": 4})})
-    best = search_layouts(run, 4).options[0]
+    best = search_layouts(run, 4).layouts[0]
     seen = MeasuredRun("best", run.model_copy(update={"layout": best.candidate.layout()}), 4, 1.0, 1.0, None)
     seconds, width, memory = predict_run(calibration.machine, seen)
     assert best.step_seconds == pytest.approx(seconds)

@@ -32,7 +32,7 @@ def test_find_faster_layout_is_smallest_of_much_faster_layouts():
     assert plan.fastest is not None
     much_faster = [
         option
-        for option in evaluate(run, 2, plan.layouts)
+        for option in evaluate(run, 2, plan.candidates)
         if MIN_SPEEDUP * option.step_seconds <= plan.fastest.step_seconds
     ]
     assert len(much_faster) > 100
@@ -62,6 +62,6 @@ def test_find_faster_layout_fits_when_missing_bytes_are_added(part):
 def test_layout_to_text_is_read_by_parse_layout():
     run = make_run(cluster={"nodes": 2, "network_bytes_per_second": 4e9})
     plan = search_layouts(run, 16, keep=1)
-    for index in np.linspace(0, len(plan.layouts) - 1, 50).astype(int):
-        layout = plan.layouts[index].layout()
+    for index in np.linspace(0, len(plan.candidates) - 1, 50).astype(int):
+        layout = plan.candidates[index].layout()
         assert parse_layout(layout_to_text(layout)) == layout

@@ -47,7 +47,7 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     pairs = [(kept, other) for kept in again for other in (kept, *offload_variants(described, kept))]
     plain, every = (list(side) for side in zip(*pairs, strict=True))
     found = search_layouts(described, ranks, keep=3)
-    assert len(set(plain)) <= found.considered <= len(every)
+    assert len(set(plain)) <= found.searched <= len(every)
     options = evaluate(described, ranks, every)
     likely = {
         option.candidate
@@ -68,9 +68,9 @@ def test_search_finds_brute_force_optimum(model, ranks, sequences, memory):
     )
     best = next((option for option in as_counted if option.p_oom < MAX_OOM_PROBABILITY), None)
     if best:
-        assert found.options[0].step_seconds <= best.step_seconds * (1 + 2 * TIE_TOLERANCE)
+        assert found.layouts[0].step_seconds <= best.step_seconds * (1 + 2 * TIE_TOLERANCE)
     else:
-        assert found.options == []
+        assert found.layouts == []
         assert found.closest_to_fitting is not None
         assert found.closest_to_fitting.p_oom >= MAX_OOM_PROBABILITY
         by_formula = options[every.index(found.closest_to_fitting.candidate)]
@@ -109,8 +109,8 @@ def test_search_offers_offload_when_nothing_else_fits():
     """8 billion parameters of 16 bytes each in 80 GiB."""
     described = make_run(sequences=8, cluster={"nproc_per_node": 1})
     found = search_layouts(described, 1)
-    assert found.options
-    for option in found.options:
+    assert found.layouts
+    for option in found.layouts:
         assert option.candidate.offload == "cpu"
         assert option.parts["offload"] > 0
         own = described.model_copy(update={"layout": option.candidate.layout()})
@@ -119,11 +119,11 @@ def test_search_offers_offload_when_nothing_else_fits():
         assert option.memory_bytes == place.device < 80 * 2**30
         assert option.host_bytes == place.host > place.offloaded > 0
     scarce = described.cluster.model_copy(update={"host_memory_bytes": 64 * 2**30})
-    assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).options == []
+    assert search_layouts(described.model_copy(update={"cluster": scarce}), 1).layouts == []
     files = run_from_table(
         {"layout": {"data_parallel": "zero1", "offload": "nvme", "offload_directory": "/local"}}
     ).layout
-    in_files = search_layouts(described.model_copy(update={"cluster": scarce, "layout": files}), 1).options
+    in_files = search_layouts(described.model_copy(update={"cluster": scarce, "layout": files}), 1).layouts
     assert in_files
     assert {option.candidate.offload for option in in_files} == {"nvme"}
     assert in_files[0].candidate.layout().offload_directory == "/local"
@@ -133,18 +133,18 @@ def test_search_chooses_selective_checkpointing_when_memory_is_tight():
     """Of 8 billion parameters with long sequences in 36 GiB: less than whole blocks costs less time."""
     best = search_layouts(
         make_run(sequence=8192, sequences=16, cluster={"memory_bytes": 36 * 2**30}), 8, keep=1
-    ).options[0]
+    ).layouts[0]
     assert best.candidate.activation_checkpointing == "selective"
 
 
 def test_search_options_are_sorted_and_pareto_front_decreases():
     found = search_layouts(make_run(), 16, keep=50)
-    times = np.log([option.step_seconds for option in found.options])
+    times = np.log([option.step_seconds for option in found.layouts])
     assert (np.diff(np.floor(times / TIE_TOLERANCE)) >= 0).all()
     front = [option.memory_bytes for option in found.pareto_front]
     assert front == sorted(front, reverse=True)
-    assert found.pareto_front[0] is found.options[0]
-    for option in found.options:
+    assert found.pareto_front[0] is found.layouts[0]
+    for option in found.layouts:
         assert option.low_seconds < option.step_seconds < option.high_seconds
         assert option.p_oom < MAX_OOM_PROBABILITY
         assert sum(option.parts.values()) == pytest.approx(option.step_seconds)
@@ -162,7 +162,7 @@ def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
     described = NEAR_RUNS[name]
     ranks = described.cluster.ranks
     plan = plan_or_raise(described, ranks, keep=60, group_schedules=False)
-    fastest = search_layouts(described, ranks, keep=1).options[0]
+    fastest = search_layouts(described, ranks, keep=1).layouts[0]
     assert plan.fastest == fastest
     bands = TimeBands(
         described, ranks, with_offload_variants(described, ranks, enumerate_layouts(described, ranks))[1], fastest
@@ -171,7 +171,7 @@ def test_plan_puts_simple_layouts_without_offload_first_among_equals(name):
     assert bands.ends[0] == fastest.step_seconds * (1 + UNCERTAIN_GAIN)
     effort = [
         (bisect_left(bands.ends, o.step_seconds), o.candidate.offload != "none", o.candidate.num_parallel_axes)
-        for o in plan.options
+        for o in plan.layouts
     ]
     assert effort == sorted(effort)
     assert len({band for band, _, _ in effort}) > 1
@@ -183,15 +183,15 @@ def test_plan_groups_schedules_of_a_layout_and_takes_the_same(name):
     described = NEAR_RUNS[name]
     ranks = described.cluster.ranks
     grouped, every = (plan_or_raise(described, ranks, 20, group_schedules=kind) for kind in (True, False))
-    assert grouped.chosen == every.chosen
+    assert grouped.best == every.best
     safe = [
         replace(option.candidate, schedule="", virtual_stages=1)
-        for option in grouped.options
+        for option in grouped.layouts
         if option.p_oom < SAFE_OOM_PROBABILITY
     ]
     assert len(safe) == len(set(safe))
-    assert [option for option in every.options if option in grouped.options] == [
-        option for option in grouped.options if option in every.options
+    assert [option for option in every.layouts if option in grouped.layouts] == [
+        option for option in grouped.layouts if option in every.layouts
     ]
 
 
@@ -211,10 +211,10 @@ def test_explanation_blames_exposed_gathers_of_zero3_on_a_slow_network():
 
 def test_search_filter_finds_matching_layouts_at_any_rank():
     tight = make_run(sequences=16, cluster={"memory_bytes": 38 * 2**30})
-    every = search_layouts(tight, 4, keep=100).options
+    every = search_layouts(tight, 4, keep=100).layouts
     pipelines = [option for option in every if option.candidate.pp == 4]
     assert every.index(pipelines[0]) > 3
-    assert search_layouts(tight, 4, 3, is_wanted=lambda candidate: candidate.pp == 4).options == pipelines[:3]
+    assert search_layouts(tight, 4, 3, is_wanted=lambda candidate: candidate.pp == 4).layouts == pipelines[:3]
 
 
 def test_search_reports_progress():
@@ -223,7 +223,7 @@ def test_search_reports_progress():
     stages = {what: [(done, total) for name, done, total in told if name == what] for what, _, _ in told}
     evaluating, counting = stages.values()
     assert evaluating[0][0] == 0
-    assert evaluating[-1] == (found.considered, found.considered)
+    assert evaluating[-1] == (found.searched, found.searched)
     assert counting == [(done, 5) for done in range(6)]
     assert found == search_layouts(make_run(), 16, 5)
 
@@ -255,7 +255,7 @@ def test_search_plans_device_auto_as_device_of_preset(machine, device):
         for name in ("auto", device)
     )
     plans = [search_layouts(run, 8, keep=5) for run in (auto, known)]
-    assert plans[0].options == plans[1].options
+    assert plans[0].layouts == plans[1].layouts
     cp = "cp=2,cp_method=ring,data_parallel=zero1,micro_batch_size=1"
     assert evaluate_layout(auto, 8, parse_layout(cp)) == evaluate_layout(known, 8, parse_layout(cp))
 
@@ -263,15 +263,15 @@ def test_search_plans_device_auto_as_device_of_preset(machine, device):
 def test_search_best_never_slows_with_more_memory_or_devices():
     small = make_run(cluster={"memory_bytes": 24 * 2**30})
     large = make_run(cluster={"memory_bytes": 80 * 2**30})
-    first, second = (search_layouts(described, 8, keep=1).options[0].step_seconds for described in (small, large))
+    first, second = (search_layouts(described, 8, keep=1).layouts[0].step_seconds for described in (small, large))
     assert second <= first * (1 + TIE_TOLERANCE)
-    assert search_layouts(large, 16, keep=1).options[0].step_seconds < second
+    assert search_layouts(large, 16, keep=1).layouts[0].step_seconds < second
 
 
 def test_search_limits_tp_to_fast_link_domain_for_llama3_405b():
     best = search_layouts(
         make_run("llama3-405b", sequence=8192, sequences=512, cluster={"nodes": 128}), 1024, keep=5
-    ).options[0]
+    ).layouts[0]
     assert 1 < best.candidate.tp <= 8
     assert best.candidate.pp > 1
 
@@ -302,7 +302,7 @@ def test_estimated_memory_is_close_to_exact_memory(model, layout, min_ratio):
 def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
     """Experts of one stage share nodes, as the time that is predicted has it; in one node nothing leaves it."""
     described = make_run("mixtral-8x7b", sequences=256, cluster={"nodes": 8})
-    piped = [option for option in search_layouts(described, 64, keep=15).options if option.candidate.pp > 1]
+    piped = [option for option in search_layouts(described, 64, keep=15).layouts if option.candidate.pp > 1]
     best = next(option for option in piped if option.candidate.ep == 8)
     assert {option.candidate.rank_order for option in piped} == {"pipeline_outer"}
     other = best.candidate.layout().model_copy(update={"rank_order": "data_outer"})
@@ -314,7 +314,7 @@ def test_choose_rank_order_puts_pipeline_outermost_for_moe_across_nodes():
 def test_search_returns_smallest_layout_when_none_fits():
     described = make_run("llama3-70b", cluster={"memory_bytes": 3 * 2**30})
     found = search_layouts(described, 8)
-    assert (found.options, found.fitting) == ([], 0)
+    assert (found.layouts, found.fitting) == ([], 0)
     assert found.closest_to_fitting is not None
     assert found.closest_to_fitting.memory_bytes > 3 * 2**30
 
@@ -405,7 +405,7 @@ def test_candidate_from_run_uses_effective_strategy():
 
 def test_search_options_fit_by_exact_rank_memory():
     described = make_run("qwen3-30b-a3b", sequences=1024, cluster={"nodes": 8})
-    for option in search_layouts(described, 64, keep=4).options:
+    for option in search_layouts(described, 64, keep=4).layouts:
         places = rank_memory(described.model_copy(update={"layout": option.candidate.layout()}), 64).values()
         assert option.memory_bytes == max(place.device for place in places) < 80 * 2**30
 

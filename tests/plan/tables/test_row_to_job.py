@@ -8,7 +8,7 @@ from phalanx.cost.exact.parameters import count_parameters
 from phalanx.cost.kinds import ActivationCheckpointing, ScheduleKind
 from phalanx.plan.tables.row_to_job import job_from_row
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, load_model, preset_names
+from phalanx.spec.files.load import load_machine, load_model_spec, preset_names
 from tests.helpers.published_rows import L40S_ROW, MEGATRON_22B_ROW
 
 
@@ -55,7 +55,7 @@ def test_job_from_row_counts_mi250x_gcds_as_devices():
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "gpt3-175b", "mixtral-8x7b"])
 def test_job_from_row_parameters_match_presets(name):
     """A row with a preset's numbers has the preset's parameters (learned positions are not in tables)."""
-    spec = load_model(name)
+    spec = load_model_spec(name)
     count = count_parameters(spec).total
     experts = {"experts": str(spec.moe.num_experts), "topk": str(spec.moe.top_k)} if spec.moe else {}
     row = {

@@ -5,7 +5,7 @@ import pytest
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
 from phalanx.spec.files.hf_config import hf_config, merge_hf_config, model_table
-from phalanx.spec.files.load import load_model, preset_names
+from phalanx.spec.files.load import load_model_spec, preset_names
 from phalanx.spec.model import ModelSpec
 
 BASE = {"vocab_size": 100, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "ffn_hidden_size": 48, "max_seq_len": 64}
@@ -63,7 +63,7 @@ def test_model_table_reads_rope_keys_of_older_transformers():
 
 @pytest.mark.parametrize("preset", preset_names("models"))
 def test_hf_config_round_trips_model_presets(preset):
-    spec = load_model(preset)
+    spec = load_model_spec(preset)
     back = parse_table(ModelSpec, model_table(json.loads(json.dumps(hf_config(spec)))))
     moe = None if spec.moe is None else spec.moe.replace(z_loss_coef=0.0).model_dump()
     # Experts alone have a width in Mixtral and OLMoE; scaling's own context matters to scaling alone.

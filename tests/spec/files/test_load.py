@@ -5,7 +5,7 @@ import pytest
 from phalanx.spec.base import parse_table
 from phalanx.spec.batch import plan_batch
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, load_model, load_run, preset_names, resolve_model, run_from_table
+from phalanx.spec.files.load import load_machine, load_model_spec, load_run, preset_names, resolve_model, run_from_table
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.layout import check_inapplicable_options
 from phalanx.spec.model import ModelSpec
@@ -190,7 +190,7 @@ def test_load_run_rejects_malformed_override(tmp_path, override):
 def test_model_preset_loads_and_accepts_overrides(preset):
     run = run_from_table({"model": {"preset": preset, "num_layers": 2}})
     assert run.model.num_layers == 2
-    assert load_model(preset).head_dim * load_model(preset).num_heads >= load_model(preset).hidden_size
+    assert load_model_spec(preset).head_dim * load_model_spec(preset).num_heads >= load_model_spec(preset).hidden_size
 
 
 @pytest.mark.parametrize("preset", sorted({*preset_names("machines")} - {"cpu"}))
@@ -245,7 +245,7 @@ def test_model_preset_accepts_override_of_single_moe_field():
 
 
 def test_model_spec_replace_validates_new_values():
-    spec = load_model("tiny")
+    spec = load_model_spec("tiny")
     assert spec.replace(num_heads=6, head_dim=32).head_dim == 32
     with pytest.raises(UserError, match="num_kv_heads = 4: does not divide"):
         spec.replace(num_heads=6, num_kv_heads=4)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.transformer import Transformer
-from phalanx.spec.files.load import load_model
+from phalanx.spec.files.load import load_model_spec
 from phalanx.spec.run import OptimizerSpec
 from phalanx.train.optim.optimizers import build_optimizers, learning_rate_factor, set_learning_rate
 
@@ -86,7 +86,7 @@ def test_wsd_schedule_never_decays_faster_than_its_slope(
 
 
 def test_build_optimizers_assigns_block_matrices_to_muon_and_rest_to_adamw() -> None:
-    module = Transformer(load_model("tiny"))
+    module = Transformer(load_model_spec("tiny"))
     muon, adamw = build_optimizers(OptimizerSpec(name="muon"), dict(module.named_parameters()))
     names = {id(p): name for name, p in module.named_parameters()}
     hidden = {names[id(p)] for group in muon.param_groups for p in group["params"]}
@@ -98,7 +98,9 @@ def test_build_optimizers_assigns_block_matrices_to_muon_and_rest_to_adamw() -> 
 
 
 def test_set_learning_rate_scales_each_optimizer_from_its_peak() -> None:
-    optimizers = build_optimizers(OptimizerSpec(name="muon"), dict(Transformer(load_model("tiny")).named_parameters()))
+    optimizers = build_optimizers(
+        OptimizerSpec(name="muon"), dict(Transformer(load_model_spec("tiny")).named_parameters())
+    )
     for ratio in (0.5, 0.25, 1.0):
         set_learning_rate(optimizers, ratio)
         assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.02 * ratio, 3e-3 * ratio]

@@ -21,9 +21,9 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     described, ranks = run.model_copy(update={"auto_layout": False}), run.cluster.ranks
     with search_progress(ranks) as report:
         plan = plan_or_raise(described, ranks, report=report)
-    best = plan.chosen
+    best = plan.best
     seconds = f"{best.step_seconds:.3f} s a step predicted"
-    print(f"layout: {best.candidate} (of {plan.considered:,}; {seconds})", file=sys.stderr)
+    print(f"layout: {best.candidate} (of {plan.searched:,}; {seconds})", file=sys.stderr)
     resolved = described.model_copy(update={"layout": best.candidate.layout()})
     return resolved, json.dumps(plan_to_json(resolved, ranks, plan, top=10, tokens=None), indent=2)
 

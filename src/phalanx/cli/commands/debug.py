@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.common.options import Json
-from phalanx.spec.errors import UserError
 
 if TYPE_CHECKING:
     from phalanx.debug.hang_evidence import Explanation
@@ -30,12 +29,9 @@ def debug(
 
         phalanx debug runs/first --json
     """
-    from phalanx.debug.explain_run import explain_run
-    from phalanx.runs.create import RUN_FILE
+    from phalanx.api.run_results import diagnose
 
-    if not (run / RUN_FILE).is_file():
-        raise UserError("run directory", str(run), f"has no {RUN_FILE}", "give the directory of a run")
-    explanation = explain_run(run)
+    explanation = diagnose(run)
     print(json.dumps(asdict(explanation), indent=2)) if json_ else _show(explanation)
 
 

@@ -55,25 +55,22 @@ def dryrun(
     described = load_run(run, set_ or [], machine=machine)
     described, world_size = _resolve_layout(described, world)
     check_layout(described, world_size)  # before torch is imported, which takes a second
-    from phalanx.verify.dry_run import check_traceable, corner_ranks, dry_run
-    from phalanx.verify.plan_comparison import compare_with_plan
+    from phalanx.verify.dry_run import check_traceable, corner_ranks
+    from phalanx.verify.dry_run_report import dry_run
 
     check_traceable(described, world_size)
     traced_ranks = _parse_ranks(ranks, world_size, lambda: corner_ranks(described, world_size))
-    results = []
     with _tracing_progress(len(traced_ranks), jobs) as done:
-        for traced in dry_run(described, world_size, traced_ranks, jobs):
-            results.append((traced, compare_with_plan(described, world_size, traced)))
-            done()
+        report = dry_run(described, world_size, traced_ranks, max_workers=jobs, on_rank_traced=done)
     if json_:
         from phalanx.cli.views.dryrun import dry_run_to_json
 
-        print(json.dumps(dry_run_to_json(described, world_size, results), indent=2))
+        print(json.dumps(dry_run_to_json(described, report), indent=2))
     else:
         from phalanx.cli.views.dryrun import print_dry_run
 
-        print_dry_run(described, world_size, results)
-    raise typer.Exit(not all(check.agrees for _, checks in results for check in checks))
+        print_dry_run(described, report)
+    raise typer.Exit(not report.ok)
 
 
 def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:

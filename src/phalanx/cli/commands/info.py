@@ -16,7 +16,7 @@ from phalanx.cost.exact.parameters import ParameterCount, count_parameters
 from phalanx.spec.base import require
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import load_machine, load_model, preset_names
+from phalanx.spec.files.load import load_machine, load_model_spec, preset_names
 from phalanx.spec.formatting import COUNT_PREFIXES, GIB, format_si
 from phalanx.spec.model import ModelSpec
 
@@ -58,7 +58,7 @@ def info(
         phalanx info --list
     """
     if list_:
-        models = {name: count_parameters(load_model(name)) for name in preset_names("models")}
+        models = {name: count_parameters(load_model_spec(name)) for name in preset_names("models")}
         machines = {name: load_machine(name) for name in preset_names("machines")}
         if json_:
             _print_json({"models": _model_facts(models), "machines": _machine_facts(machines)})
@@ -67,7 +67,7 @@ def info(
         return
     if model is None:
         raise UserError("MODEL", None, "is missing", "name a model, such as phalanx info llama3-8b, or use --list")
-    spec = load_model(model)
+    spec = load_model_spec(model)
     tokens = _resolve_sequence(spec, sequence)
     if json_:
         _print_json(model_info(spec, tokens))

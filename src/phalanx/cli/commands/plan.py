@@ -105,11 +105,11 @@ def plan(
         return
     user_layout = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
     search_result = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), all_, export)
-    best = search_result.options[0]
+    best = search_result.layouts[0]
     if out is not None:  # before anything is printed, which a pager may cut off
-        _write(described, search_result.chosen, out)
+        _write(described, search_result.best, out)
     if export is not None:
-        _export(described, world_size, search_result.chosen, export)
+        _export(described, world_size, search_result.best, export)
     elif user_layout is not None:
         _show_why_not(described, world_size, user_layout, best)
     elif explain is not None:
@@ -221,7 +221,7 @@ def _show(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: 
 def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, picture: Path | None) -> None:
     from phalanx.cli.views.plan import breakdown, print_explanation
 
-    check_number("--explain", number, search_result.options)
+    check_number("--explain", number, search_result.layouts)
     if picture is not None:
         from phalanx.report.drawing.step_breakdown import save_picture
 
@@ -251,7 +251,7 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedu
     for number in numbers:
         check_number("--diff", number)
     written = {text: _evaluate_user_layout(run, world_size, text) for text in texts if not text.isdecimal()}
-    ranked = _search(run, world_size, max(numbers), all_schedules).options if numbers else []
+    ranked = _search(run, world_size, max(numbers), all_schedules).layouts if numbers else []
     for number in numbers:
         check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
@@ -280,7 +280,7 @@ def _why_not_best(run: RunSpec, world_size: int, exported: EvaluatedLayout, trai
     from phalanx.plan.export.export import export
     from phalanx.spec.errors import UserError
 
-    chosen = _search(run, world_size, MIN_SEARCHED, all_schedules=False).chosen
+    chosen = _search(run, world_size, MIN_SEARCHED, all_schedules=False).best
     if chosen.candidate == exported.candidate:
         return []
     try:

@@ -12,10 +12,9 @@ from rich.text import Text
 from phalanx.spec.formatting import format_si
 from phalanx.spec.parallel_dims import AXES, parallel_dims
 from phalanx.spec.run import RunSpec
+from phalanx.verify.dry_run_report import DryRunReport
 from phalanx.verify.plan_comparison import PlanCheck
 
-TracedResults = list[tuple[dict[str, Any], list[PlanCheck]]]
-"""What was traced of each rank, and how it compares."""
 NOTES = (
     "bytes are those that a rank sends (around a ring, where operations go around one); memory is what tensors hold, "
     "its total the peak",
@@ -24,31 +23,32 @@ NOTES = (
 UNITS = {"collective": "B", "memory": "B", "flops": "FLOP"}
 
 
-def dry_run_to_json(run: RunSpec, world_size: int, results: TracedResults) -> dict[str, Any]:
+def dry_run_to_json(run: RunSpec, report: DryRunReport) -> dict[str, Any]:
     """All of it, for programs."""
     return {
-        "world_size": world_size,
+        "world_size": report.world_size,
         "layout": run.layout.model_dump(mode="json", exclude_none=True),
-        "agrees": all(check.agrees for _, checks in results for check in checks),
+        "agrees": report.ok,
         "notes": NOTES,
         "ranks": [
             {
                 "rank": traced["rank"],
-                "place": _mesh_coordinates(run, world_size, traced["rank"]),
+                "place": _mesh_coordinates(run, report.world_size, traced["rank"]),
                 "agrees": all(check.agrees for check in checks),
                 "lines": [asdict(check) for check in checks],
                 "peak_bytes": traced["peak_bytes"],
                 "tracing": traced["tracing"],
             }
-            for traced, checks in results
+            for traced, checks in report.results
         ],
     }
 
 
-def print_dry_run(run: RunSpec, world_size: int, results: TracedResults) -> None:
+def print_dry_run(run: RunSpec, report: DryRunReport) -> None:
     """The same, for people."""
+    results = report.results
     console = Console(width=max(Console().width, 110), highlight=False)
-    console.print(_overview(run, world_size, results), soft_wrap=True)
+    console.print(_overview(run, report), soft_wrap=True)
     first, first_checks = results[0]
     console.print(f"\nrank {first['rank']}", style="bold")
     console.print(_detail(first_checks), soft_wrap=True)
@@ -61,25 +61,25 @@ def print_dry_run(run: RunSpec, world_size: int, results: TracedResults) -> None
     for note in NOTES:
         console.print(note, style="dim", soft_wrap=True)
     wrong_ranks = [traced["rank"] for traced, checks in results if not all(check.agrees for check in checks)]
-    if wrong_ranks:
+    if not report.ok:
         console.print(f"plan and program disagree on ranks {', '.join(map(str, wrong_ranks))}", style="bold red")
     else:
         console.print(
-            f"plan and program agree on every rank traced, {len(results)} of {world_size:,}", style="bold green"
+            f"plan and program agree on every rank traced, {len(results)} of {report.world_size:,}", style="bold green"
         )
 
 
-def _overview(run: RunSpec, world_size: int, results: TracedResults) -> Table:
+def _overview(run: RunSpec, report: DryRunReport) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column in ("rank", "collectives", "sent", "peak memory", "planned", "", "FLOPs", "planned", "", "traced in"):
         table.add_column(column, justify="right")
-    for traced, checks in results:
+    for traced, checks in report.results:
         collectives = [check for check in checks if check.kind == "collective"]
         total = next(check for check in checks if check.what == "total")
         flops = next(check for check in checks if check.kind == "flops")
         calls, all_agree = sum(check.traced_calls for check in collectives), all(check.agrees for check in collectives)
         table.add_row(
-            Text(f"{traced['rank']}") + Text(_format_coordinates(run, world_size, traced["rank"]), "dim"),
+            Text(f"{traced['rank']}") + Text(_format_coordinates(run, report.world_size, traced["rank"]), "dim"),
             f"{calls:,} {'as planned' if all_agree else 'not as planned'}",
             f"{format_si(sum(check.traced for check in collectives))}B",
             f"{format_si(total.traced)}B",

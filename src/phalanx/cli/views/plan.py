@@ -55,13 +55,13 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
     _print_head(console, run, world_size, plan)
     table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
-    for number, option in enumerate(plan.options[:top], 1):
+    for number, option in enumerate(plan.layouts[:top], 1):
         marker = "*" if option in front else " "
         table.add_row(f"{number}{marker}", str(option.candidate), *_format_figures(run.cluster, option))
     console.print(table)
     console.print()
     limit = f"P(OOM) below {MAX_OOM_PROBABILITY:.0%}"
-    if (first := plan.options[0]).p_oom >= SAFE_OOM_PROBABILITY:
+    if (first := plan.layouts[0]).p_oom >= SAFE_OOM_PROBABILITY:
         console.print(describe_safer_layout(plan, first), style="yellow", highlight=False, soft_wrap=True)
     if (faster := find_faster_layout(run, world_size, plan)) is not None:
         for note in describe_faster_layout(faster):
@@ -73,18 +73,18 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         "Layouts that differ in their schedule alone are one row; --all shows each.",
     ):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
-    for note in describe_memory_column(run.cluster, plan.options[:top]):
+    for note in describe_memory_column(run.cluster, plan.layouts[:top]):
         console.print(note, style="dim", highlight=False, soft_wrap=True)
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
-    for line in format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
+    for line in format_training(run, estimate_training_cost(run, world_size, plan.layouts[0], tokens)):
         console.print(line, highlight=False, soft_wrap=True)
-    print_assumptions(console, run, world_size, plan.options[:top])
+    print_assumptions(console, run, world_size, plan.layouts[:top])
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
     """Where a layout's time and memory go, why others lose, and what would help."""
-    console, option = _console(), plan.options[index]
+    console, option = _console(), plan.layouts[index]
     _print_head(console, run, world_size, plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
     console.print(
@@ -109,7 +109,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         console.print(host_need, highlight=False, soft_wrap=True)
     console.print(f"P(OOM) {option.p_oom:.1%}", highlight=False)
     console.print(describe_memory_limit(run.cluster), style="dim", highlight=False, soft_wrap=True)
-    other_options = [other for other in plan.options[: index + 6] if other is not option]
+    other_options = [other for other in plan.layouts[: index + 6] if other is not option]
     if other_options:
         console.print("\nothers, beside it", style="bold")
         for other in other_options:
@@ -145,8 +145,8 @@ def _print_memory_parts(console: Console, cluster: ClusterSpec, option: Evaluate
 
 def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdown:
     """The same as a picture."""
-    option = plan.options[index]
-    other_indices = [other_index for other_index in range(len(plan.options)) if other_index != index][
+    option = plan.layouts[index]
+    other_indices = [other_index for other_index in range(len(plan.layouts)) if other_index != index][
         :MAX_OTHER_LAYOUTS
     ]
     stages = {f"{name} stage": parts for name, parts in option.stages.items()}
@@ -158,7 +158,7 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
         PART_DESCRIPTIONS,
         option.parts,
         {
-            other_index + 1: Bar(str(plan.options[other_index].candidate), plan.options[other_index].parts)
+            other_index + 1: Bar(str(plan.layouts[other_index].candidate), plan.layouts[other_index].parts)
             for other_index in other_indices
         },
         [Bar(name, parts) for name, parts in stages.items()],
@@ -252,35 +252,30 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         "model": run.model.preset or run.model.from_hf,
         "devices": world_size,
         "measured": run.cluster.calibration.identified_constants if run.cluster.calibration else [],
-        "assumed": list_assumptions(run, world_size, plan.options[:top]),
+        "assumed": list_assumptions(run, world_size, plan.layouts[:top]),
         "rank_limit_bytes": safe_capacity_bytes(run.cluster),
         "node_host_memory_bytes": node_host_bytes(run.cluster, host_memory(run.cluster)),
-        "considered": plan.considered,
+        "considered": plan.searched,
         "fitting": plan.fitting,
         "layouts": [
             {
-                **_option_to_json(option),
+                **option.to_json(),
                 "on_front": option in plan.pareto_front,
                 "node_host_bytes": node_host_bytes(run.cluster, option.host_bytes),
             }
-            for option in plan.options[:top]
+            for option in plan.layouts[:top]
         ],
-        "faster_but_too_large": faster and {**asdict(faster), "option": _option_to_json(faster.option)},
-        "taken": str(plan.chosen.candidate),
-        "training": asdict(estimate_training_cost(run, world_size, plan.options[0], tokens)),
+        "faster_but_too_large": faster and {**asdict(faster), "option": faster.option.to_json()},
+        "taken": str(plan.best.candidate),
+        "training": asdict(estimate_training_cost(run, world_size, plan.layouts[0], tokens)),
     }
-
-
-def _option_to_json(option: EvaluatedLayout) -> dict[str, Any]:
-    layout = option.candidate.layout().model_dump(exclude_defaults=True)
-    return {**asdict(option), "layout": layout, "candidate": str(option.candidate)}
 
 
 def _print_head(console: Console, run: RunSpec, world_size: int, plan: Plan) -> None:
     training = run.training
     console.print(
         f"{_describe_setup(run, world_size)}, {training.tokens_per_step:,} tokens a step in sequences of "
-        f"{training.seq_len:,}; {plan.considered:,} layouts, {plan.fitting:,} likely to fit",
+        f"{training.seq_len:,}; {plan.searched:,} layouts, {plan.fitting:,} likely to fit",
         highlight=False,
         soft_wrap=True,
     )

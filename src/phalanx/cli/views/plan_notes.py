@@ -35,7 +35,7 @@ def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:
     warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.first_safe
     if safe is None:
         return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
-    number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
+    number, slower = plan.layouts.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
     longer = "equally fast"
     if not equally_fast(safe, first):
         longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"

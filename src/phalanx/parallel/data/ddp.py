@@ -100,7 +100,7 @@ class DDP(Strategy):
         self._last_gradient_time = time.perf_counter()
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool = True) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch; only the `last` one of a step communicates."""
         if not last:
             with self.model.no_sync():
@@ -133,7 +133,7 @@ class DDP(Strategy):
         """Around the last steps of a run, of which ranks have different numbers: those that are done shadow the others'
         collectives with zeros (DDP's own join), and get their weights at the end.
 
-        Inside it `update` follows `backward`: who is done takes no part in `reduce`. The state of optimizers is not
+        Inside it `update` follows `accumulate`: who is done takes no part in `reduce`. The state of optimizers is not
         sent, so those who were done early must not train on with theirs."""
         # The default divides by all ranks, gone or not, and `loss_scale` takes just that back: gradients stay sums.
         return self.model.join()

@@ -95,7 +95,7 @@ class FSDP(Strategy):
             unit.set_custom_reduce_scatter(self.reduce_scatter)
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool = True) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch. Gradients are split after each of them: kept whole
         until the last, they would take as much memory as the model. Replicas sum theirs after the last."""
         if self.in_pipeline:
@@ -140,11 +140,11 @@ class FSDP(Strategy):
         if self.reduce_scatter is not None:
             self.reduce_scatter.finish()
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step all at once, or what is offloaded piece by piece."""
         check_shardable_optimizers(optimizers)
         if self.offload is None:
-            super().step(optimizers)
+            super().update(optimizers)
             return
         named_pieces = chunk_by_bytes(self.trainable_parameters.items(), self.offload.piece_bytes, self._largest_bytes)
         pieces = [[parameter for _, parameter in piece] for piece in named_pieces]

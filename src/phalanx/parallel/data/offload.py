@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.parallel.comm.pinned_memory import pinned_zeros
 from phalanx.parallel.dtensor_shards import as_dtensor
 from phalanx.spec.errors import UserError
+from phalanx.spec.layout import Layout
 from phalanx.spec.malloc_tuning import tune_malloc
 from phalanx.spec.open_files import raise_open_files_limit
 
@@ -195,3 +196,10 @@ def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local
     return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def build_offload(layout: Layout) -> CpuOffload | None:
+    """Return the offload of a layout; None if its state stays on the device."""
+    if layout.offload == "none":
+        return None
+    return CpuOffload() if layout.offload == "cpu" else DiskOffload(Path(str(layout.offload_directory)))

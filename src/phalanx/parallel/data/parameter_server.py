@@ -136,7 +136,7 @@ class ParameterServerWorker(Strategy):
         )  # of no update yet: its own, for want of better
         return StepReduction(self._newest_values[1], reported_sums, steps_behind=self.steps_sent - version)
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The servers'."""
 
     def zero_grad(self) -> None:
@@ -240,7 +240,7 @@ class ParameterServer(Strategy):
         self._header = torch.cat([total.new_tensor([self.steps_done + 1.0]), norm[None], total])
         return StepReduction(norm, total.to(sums.device), staleness=self.steps_done - oldest_version)
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             optimizer.step()
         self.zero_grad()

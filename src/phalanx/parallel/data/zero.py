@@ -109,7 +109,7 @@ class ZeRO(Strategy):
                 part.parameter.register_post_accumulate_grad_hook(ready)
 
     @contextmanager
-    def backward(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool = True) -> Iterator[None]:
         """Around the forward and backward pass of a micro-batch."""
         self._communicates = last or not self.keeps_full_gradients
         self._num_started = 0
@@ -130,7 +130,7 @@ class ZeRO(Strategy):
         self.zero_grad()
 
     def finalize_gradients(self) -> None:
-        with self.backward(last=True):
+        with self.accumulate(last=True):
             pass
 
     def _gradient_ready(self, bucket: Bucket, part: OwnedParameter, _: Tensor) -> None:
@@ -162,7 +162,7 @@ class ZeRO(Strategy):
         (self._gradient_factor,) = copy_to_host(clip_coefficient(norm, clip_norm) / weight.to(norm.dtype))
         return norm
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step the owned rows piece by piece, in the order of the forward pass, and gather what they have become."""
         check_shardable_optimizers(optimizers)
         limit = PIECE_BYTES if self.offload is None else self.offload.piece_bytes

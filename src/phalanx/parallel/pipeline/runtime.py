@@ -109,7 +109,7 @@ class PipelineStrategy(Strategy):
         schedule, state = self.schedule_of(len(micros)), PipelineStepState(micros, losses)
         self.timeline = []
         self.pipeline_wait.pop_seconds()  # those of an evaluation
-        with self.inner.backward(last=False):
+        with self.inner.accumulate(last=False):
             self._load_kernels(micros, losses)
             links = self._make_p2p(schedule, micros)
             for step in schedule.orders[self.rank]:
@@ -280,8 +280,8 @@ class PipelineStrategy(Strategy):
         self.inner.sync_scalars(sums)
         return StepReduction(self.inner.normalize_and_clip(square.sqrt(), sums[0], clip_norm), sums)
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.inner.step(optimizers)
+    def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.inner.update(optimizers)
         self._sync_tied_embedding()
 
     def zero_grad(self) -> None:

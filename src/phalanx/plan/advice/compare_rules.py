@@ -83,7 +83,7 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
             if plan.closest_to_fitting
             else "change the layout's choices or the batch"
         )
-        raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
+        raise UserError("layout", None, f"no layout of {plan.searched:,} fits; see also `phalanx advise oom`", fix)
     bands = TimeBands(run, world_size, ordered, fastest)
     best = next(runnable_layouts(run, world_size, bands, bands.order))
     situation = describe_situation(every)

@@ -84,7 +84,7 @@ def diagnose(run: RunSpec) -> Diagnosis:
     now, effects = run_footprint(run), evaluate_single_remedies(run)
     made, needed = cheapest_sequence(run, now, effects)
     try:
-        best = next(iter(search_layouts(run, run.cluster.ranks, keep=1).options), None)
+        best = next(iter(search_layouts(run, run.cluster.ranks, keep=1).layouts), None)
     except UserError:
         best = None
     micro_batch = plan_batch(run, run.cluster.ranks).micro_batch_size

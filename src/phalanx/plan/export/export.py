@@ -68,7 +68,7 @@ def search_exportable(
             return False
 
     plan = search_layouts(run, world_size, keep, report, is_exportable, prefer_simple=True)
-    return plan if plan.options else plan_or_raise(run, world_size, 1, report)
+    return plan if plan.layouts else plan_or_raise(run, world_size, 1, report)
 
 
 def _can_express(job: ExportJob, trainer: Trainer) -> bool:

@@ -19,7 +19,7 @@ from phalanx.plan.search.result import EvaluatedLayout
 from phalanx.plan.tables.job_columns import interval_half_width, memory_constants_for, time_constants_for
 from phalanx.spec.base import parse_table
 from phalanx.spec.errors import UserError
-from phalanx.spec.files.load import parse_toml_value
+from phalanx.spec.files.tables import parse_toml_value
 from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 

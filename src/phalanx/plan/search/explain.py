@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from phalanx.plan.search.candidate_columns import candidate_jobs
@@ -35,16 +35,19 @@ def plan_or_raise(
     keep: int = 20,
     report: ProgressCallback = lambda *_: None,
     group_schedules: bool = True,
+    is_wanted: Callable[[CandidateLayout], bool] = lambda _: True,
 ) -> Plan:
-    """Search for layouts in order of preference.
+    """Search for the layouts that are wanted, in order of preference.
 
-    Raises UserError where nothing fits, with what would.
+    Raises UserError if no layout fits, with a change that would make one fit, or if no layout is wanted.
     """
-    plan = search_layouts(run, world_size, keep, report, prefer_simple=True, group_schedules=group_schedules)
-    if not plan.options:
-        fix = suggest_fit(run, world_size, plan)
-        raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)
-    return plan
+    plan = search_layouts(run, world_size, keep, report, is_wanted, prefer_simple=True, group_schedules=group_schedules)
+    if plan.layouts:
+        return plan
+    num_wanted = sum(map(is_wanted, plan.candidates))
+    if not num_wanted:
+        raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", "accept more of them")
+    raise UserError("layout", None, f"no layout of {num_wanted:,} fits", suggest_fit(run, world_size, plan))
 
 
 def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
@@ -116,7 +119,7 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
     }
     for change, changed in changes.items():
         if changed is not None:
-            options = search_layouts(changed, world_size, keep=1).options
+            options = search_layouts(changed, world_size, keep=1).layouts
             option = options[0] if options else None
             yield WhatIf(change, option, option.tokens_per_second / fastest.tokens_per_second if option else 0.0)
 
@@ -136,7 +139,7 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         ranks = times * world_size
         larger = run.cluster.model_copy(update={"nodes": run.cluster.nodes * times})
         try:
-            options = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).options
+            options = search_layouts(run.model_copy(update={"cluster": larger}), ranks, keep=1).layouts
         except UserError:
             break
         if options:

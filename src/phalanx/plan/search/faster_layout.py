@@ -49,15 +49,15 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
     """
     if plan.fastest is None:
         return None
-    jobs = candidate_jobs(run, world_size, plan.layouts)
-    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs).total, len(plan.layouts))
+    jobs = candidate_jobs(run, world_size, plan.candidates)
+    seconds = np.broadcast_to(step_seconds(time_constants_for(run.cluster), jobs).total, len(plan.candidates))
     faster = np.flatnonzero(seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
     if not len(faster):
         return None
     c, faster_jobs = memory_constants_for(run.cluster), jobs.select(faster)
     utilisation = memory_utilisation(c, faster_jobs, estimate_memory(c, faster_jobs))
     smallest_first = faster[np.argsort(np.broadcast_to(utilisation, len(faster)), kind="stable")]
-    runnable = (plan.layouts[index] for index in smallest_first if can_run(run, world_size, plan.layouts[index]))
+    runnable = (plan.candidates[index] for index in smallest_first if can_run(run, world_size, plan.candidates[index]))
     found = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
     too_large = [layout for layout in found if layout.option.p_oom >= MAX_OOM_PROBABILITY]
     if not too_large:

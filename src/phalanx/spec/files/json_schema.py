@@ -38,6 +38,8 @@ def schema_text() -> str:
 def _table_schema(table: Schema) -> Schema:
     """A table's schema where every key may be left out, since a preset may give it."""
     table = {key: value for key, value in table.items() if key not in ("required", "title")}
+    if "description" in table:  # its example is Python
+        table["description"] = table["description"].partition("\n\nExample:")[0]
     return {**table, "properties": {name: _field_schema(field) for name, field in table["properties"].items()}}
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.spec.base import did_you_mean, parse_table
 from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.errors import UserError, UserErrorGroup
 from phalanx.spec.files.hf_config import model_table
+from phalanx.spec.files.tables import Table, deep_merge, read_json, read_toml, set_path
 from phalanx.spec.layout import REQUIRES_DEGREE, VALID_DATA_STRATEGIES, Layout
 from phalanx.spec.model import ModelSpec
 from phalanx.spec.run import OptimizerSpec, RunSpec
@@ -31,7 +31,6 @@ JOB_ENVIRONMENT_VARIABLES = (
 """Of a cluster, what says nothing of the machine that it is made of."""
 LAYOUT_FILE = "layout.json"
 """In a run directory: the layout of its last start, where that had other ranks than the run was meant for."""
-Table = dict[str, Any]
 
 
 def load_run(
@@ -40,11 +39,27 @@ def load_run(
     environment: Mapping[str, str] = os.environ,
     machine: str | None = None,
 ) -> RunSpec:
-    """Read a run file, or a Hugging Face config.json as a run of that model; `overrides` are the --set arguments, such
-    as "training.steps=200". A value that is left out ("layout.dp_shard=") is the default. Another `machine` takes the
-    place of the one that the file names.
+    """Read a run file, or a Hugging Face config.json as a run of that model.
 
-    Raises UserError that names the field, its value and the fix.
+    Defaults < the file < environment (PHALANX_TRAINING__STEPS=200) < overrides.
+
+    Args:
+        path: The run file, such as `phalanx init` writes it, or a config.json.
+        overrides: Fields to set, such as "training.steps=200". Without a value ("layout.dp_shard=") a field has its
+            default.
+        environment: The environment variables.
+        machine: A machine that replaces the one of the file: a preset such as "h100", or a file by `phalanx calibrate`.
+
+    Returns:
+        The run.
+
+    Raises:
+        UserError: A field has a wrong name or value. The message names the field, the value and the fix.
+
+    Example:
+        >>> run = phalanx.load_run("run.toml", ["training.steps=200", "layout.tp=2"], machine="h100")
+        >>> run.training.steps, run.layout.tp, run.cluster.preset
+        (200, 2, 'h100')
     """
     is_hf_config = Path(path).suffix == ".json"
     table = {"model": {"from_hf": str(path)}} if is_hf_config else read_toml(path)
@@ -58,13 +73,13 @@ def load_run(
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             variable_of_field[".".join(keys)] = name
-            _set_path(table, keys, text, name)
+            set_path(table, keys, text, name)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
         variable_of_field.pop(key.strip(), None)
-        _set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
+        set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
     try:
         return run_from_table(table)
@@ -105,7 +120,23 @@ def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
 
 
 def run_from_table(table: Table) -> RunSpec:
-    """A RunSpec from a table whose presets are still names."""
+    """Build a run from a table with the content of a run file.
+
+    Args:
+        table: The fields, in tables such as "model" and "training". Presets are names.
+
+    Returns:
+        The run.
+
+    Raises:
+        UserError: A field has a wrong name or value.
+
+    Example:
+        >>> run = phalanx.run_from_table({"model": {"preset": "llama3-8b"}, "cluster": {"preset": "h100"},
+        ...                               "layout": {"data_parallel": "zero1", "tp": 2}})
+        >>> run.model.num_layers, run.layout.tp
+        (32, 2)
+    """
     table = dict(table)
     if table.get("layout") == "auto":
         table |= {"layout": {}, "auto_layout": True}
@@ -122,9 +153,23 @@ def run_from_table(table: Table) -> RunSpec:
     return parse_table(RunSpec, table)
 
 
-def load_model(name: str) -> ModelSpec:
-    """The model that `name` means: a preset, a Hugging Face config.json (or its directory), or a TOML file (a run, or
-    only its [model] table)."""
+def load_model_spec(name: str) -> ModelSpec:
+    """Read the shape of a model.
+
+    Args:
+        name: A preset (`phalanx info --list`), a Hugging Face config.json or its directory, or a TOML file: a run, or
+            only its [model] table.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserError: The preset is not known, or the file cannot be read.
+
+    Example:
+        >>> phalanx.load_model_spec("run.toml").preset
+        'tiny'
+    """
     path = Path(name)
     if path.suffix == ".toml":
         table = read_toml(path)
@@ -152,7 +197,7 @@ def with_last_used_layout(run: RunSpec, directory: Path) -> RunSpec:
     Raises UserError if the layout kept there is of another version.
     """
     file = directory / LAYOUT_FILE
-    return run.model_copy(update={"layout": parse_table(Layout, _read_json(file))}) if file.exists() else run
+    return run.model_copy(update={"layout": parse_table(Layout, read_json(file))}) if file.exists() else run
 
 
 def _add_tokenizer(data: Any, model: Any) -> Any:
@@ -173,7 +218,21 @@ def _limit_warmup(optimizer: Any, training: Any) -> Any:
 
 
 def load_machine(name: str) -> ClusterSpec:
-    """The machine of a preset."""
+    """Read the description of a machine.
+
+    Args:
+        name: A preset (`phalanx info --list`), or a file by `phalanx calibrate`.
+
+    Returns:
+        The machine, as the `cluster` of a run.
+
+    Raises:
+        UserError: The preset is not known, or the file cannot be read.
+
+    Example:
+        >>> phalanx.load_machine("h100").memory_bytes
+        85899345920
+    """
     return parse_table(ClusterSpec, resolve_preset({"preset": name}, "machines", "cluster"), "cluster")
 
 
@@ -209,7 +268,7 @@ def resolve_model(table: Table) -> Table:
     config = hf_config_file(str(source))
     if not config.is_file():
         raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
-    return _deep_merge(model_table(_read_json(config)), table)
+    return deep_merge(model_table(read_json(config)), table)
 
 
 def resolve_preset(table: Table, folder: str, field: str) -> Table:
@@ -219,11 +278,11 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
         return table
     if folder == "machines" and str(name).endswith(".toml"):  # whose own preset is the machine's name
         machine_table = resolve_preset(read_toml(Path(str(name)).expanduser(), "machine file"), folder, field)
-        return _deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
+        return deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
     known_presets = preset_names(folder)
     if name not in known_presets:
         raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
-    return _deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
+    return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
 
 
 def preset_names(folder: str) -> list[str]:
@@ -233,64 +292,5 @@ def preset_names(folder: str) -> list[str]:
     )
 
 
-def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
-    """Parse a TOML file. Raises UserError if it is not there or not TOML."""
-    path = Path(path)
-    if path.is_dir() or not path.exists():
-        problem = "is a directory" if path.is_dir() else "no such file"
-        name = path.name if path.suffix == ".toml" else "run.toml"
-        command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
-        fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {command}"
-        raise UserError(file_kind, str(path), problem, fix)
-    try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", "mend that line") from None
-    except OSError as error:
-        raise UserError(file_kind, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
-
-
 def _presets_folder(folder: str) -> Any:
     return resources.files("phalanx.spec") / "presets" / folder
-
-
-def _read_json(path: Path) -> Table:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            "model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json"
-        ) from None
-
-
-def _deep_merge(base: Table, override: Table) -> Table:
-    """`override` laid over `base`, table by table."""
-    merged = dict(base)
-    for key, value in override.items():
-        base_value = merged.get(key)
-        merged[key] = (
-            _deep_merge(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
-        )
-    return merged
-
-
-def _set_path(table: Table, path: list[str], text: str, origin: str) -> None:
-    for part in path[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
-    if text:
-        table[path[-1]] = parse_toml_value(text)
-    else:
-        table.pop(path[-1], None)
-
-
-def parse_toml_value(text: str) -> Any:
-    """Return a TOML value; what is none is taken as text, so that --set name=trial needs no quotes, and 32e9 is a whole
-    number too."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-    is_whole = isinstance(value, float) and value.is_integer() and "." not in text
-    return int(value) if is_whole else value

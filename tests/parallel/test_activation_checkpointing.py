@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from phalanx.parallel.apply import apply_activation_checkpointing
+from phalanx.parallel.activation_checkpointing import apply_activation_checkpointing
 from phalanx.parallel.module_tensors import named_parameters
 
 MOE = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 24, "num_shared_experts": 1, "num_leading_dense_layers": 1}

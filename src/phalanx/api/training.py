@@ -1,0 +1,181 @@
+"""Train a run from Python: start `phalanx train`, follow its output, and read its result. No torch in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.api.run_results import Report, report_run
+from phalanx.report.run_data import read_run
+from phalanx.runs.create import RUN_FILE, run_directory
+from phalanx.spec.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from phalanx.spec.files.load import ENVIRONMENT_PREFIX, load_run
+from phalanx.spec.files.write import to_toml
+from phalanx.spec.result_tables import html_table
+from phalanx.spec.run import RunSpec
+
+EXIT_INVALID = 2
+"""Exit code of a run that did not start because something must be fixed first."""
+ExitReason = Literal["finished", "stopped", "failed"]
+EXIT_REASONS: dict[int, ExitReason] = {0: "finished", EXIT_STOPPED: "stopped", EXIT_INTERRUPTED: "stopped"}
+MAX_KEPT_LINES = 50
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The end of a training run.
+
+    Example:
+        >>> result = phalanx.train_run(phalanx.load_run("run.toml", ["name=short", "training.steps=2"]), quiet=True)
+        >>> result.exit_reason, result.run_dir.name, result.metrics["step"]
+        ('finished', 'short', 2)
+    """
+
+    run_dir: Path
+    exit_reason: ExitReason
+    """finished: the last step is done. stopped: a signal stopped the run, after a checkpoint. failed: see `failure`."""
+    exit_code: int
+    """The exit code of `phalanx train`."""
+    metrics: Mapping[str, Any]
+    """The metrics of the last step, as in metrics.jsonl; empty if no step was done."""
+    held_out_loss: float | None
+    """The loss of the last evaluation in nats per token; None if there was no evaluation."""
+    failure: str | None
+    """The first failure of a rank; None if there was none."""
+
+    def report(self) -> Report:
+        """Return the report of the run, as `report_run` does."""
+        return report_run(self.run_dir)
+
+    def _repr_html_(self) -> str:
+        return html_table(("metric", "last step"), self.metrics.items(), f"{self.exit_reason}: {self.run_dir}")
+
+
+def train_run(
+    run: RunSpec | str | Path,
+    *,
+    nproc: int | None = None,
+    resume: bool = False,
+    profile_memory: bool = False,
+    profile_steps: tuple[int, int] | None = None,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train a run, with the launcher of `phalanx train` in a process of its own.
+
+    The launcher starts the ranks, restarts them after failures, and writes the run directory. An interrupt (Ctrl-C)
+    stops the run with a checkpoint, and is then raised here.
+
+    Args:
+        run: The run; or the path of a run file; or the directory of a run, to continue it with `resume`.
+        nproc: The number of ranks on this machine. By default `cluster.nproc_per_node`, one per GPU, or one.
+        resume: Continue from the latest checkpoint, if there is one.
+        profile_memory: Measure memory and traffic of an early step on each rank, for the report.
+        profile_steps: Record every pass and collective from the first to the second of these steps.
+        quiet: Do not print the output of the run.
+
+    Returns:
+        The run directory, why the run ended, and the metrics of its last step.
+
+    Raises:
+        UserError: The run cannot start: a field of the run, the data or the machine must be fixed first.
+
+    Example:
+        >>> run = phalanx.load_run("run.toml", ["training.steps=3", "name=three"])
+        >>> result = phalanx.train_run(run, nproc=1, quiet=True)
+        >>> result.exit_reason, result.metrics["step"]
+        ('finished', 3)
+        >>> sorted(path.name for path in result.run_dir.glob("metrics.jsonl"))
+        ['metrics.jsonl']
+    """
+    with _run_argument(run) as (argument, directory):
+        command = [sys.executable, "-m", "phalanx", "train", argument]
+        command += ["--nproc", str(nproc)] if nproc is not None else []
+        command += ["--resume"] if resume else []
+        command += ["--profile-memory"] if profile_memory else []
+        command += ["--profile-steps", "{}:{}".format(*profile_steps)] if profile_steps else []
+        exit_code, last_lines = _follow(command, _environment(run), quiet)
+    if exit_code == EXIT_INVALID:
+        raise _parse_user_error("".join(last_lines))
+    if not (directory / RUN_FILE).is_file():
+        problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
+        raise UserError("phalanx train", None, problem, "read its output")
+    return _read_result(directory, exit_code)
+
+
+@contextmanager
+def _run_argument(run: RunSpec | str | Path) -> Iterator[tuple[str, Path]]:
+    """Yield the argument of `phalanx train` and the run directory. A RunSpec is written to a temporary file."""
+    if isinstance(run, RunSpec):
+        with tempfile.TemporaryDirectory(prefix="phalanx-") as folder:
+            file = Path(folder) / "run.toml"
+            file.write_text(to_toml(run))
+            yield str(file), run_directory(run)
+    else:
+        path = Path(run)
+        yield str(path), path if path.is_dir() else run_directory(load_run(path))
+
+
+def _environment(run: RunSpec | str | Path) -> dict[str, str]:
+    """Return the environment of the launcher, which imports this phalanx.
+
+    Variables that set fields apply to run files, not to a RunSpec.
+    """
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if PACKAGE_ROOT.name != "site-packages":  # a checkout may be on sys.path in ways that a new process does not know
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGE_ROOT), os.environ.get("PYTHONPATH"))))
+    if isinstance(run, RunSpec):
+        return {
+            name: value
+            for name, value in environment.items()
+            if not (name.startswith(ENVIRONMENT_PREFIX) and "__" in name)
+        }
+    return environment
+
+
+def _follow(command: Sequence[str], environment: dict[str, str], quiet: bool) -> tuple[int, list[str]]:
+    """Run a command and print its output line by line; return its exit code and its last lines."""
+    last_lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=environment
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                last_lines.append(line)
+                if not quiet:
+                    print(line, end="", flush=True)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)  # the ranks save a checkpoint, then end
+            process.communicate()
+            raise
+    return process.returncode, list(last_lines)
+
+
+def _parse_user_error(output: str) -> UserError:
+    """Return the UserError that a command printed last."""
+    text = output.rpartition("phalanx: ")[2].strip()
+    head, _, fix = text.partition("\n  fix: ")
+    field, _, problem = head.partition(": ")
+    return UserError(field, None, problem, fix)
+
+
+def _read_result(directory: Path, exit_code: int) -> TrainResult:
+    data = read_run(directory)
+    return TrainResult(
+        run_dir=directory,
+        exit_reason=EXIT_REASONS.get(exit_code, "failed"),
+        exit_code=exit_code,
+        metrics=data.step_metrics[-1] if data.step_metrics else {},
+        held_out_loss=data.evaluations[-1]["held_out_loss"] if data.evaluations else None,
+        failure=data.failure,
+    )

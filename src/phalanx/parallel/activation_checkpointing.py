@@ -1,0 +1,26 @@
+"""Activation checkpointing of the transformer."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from phalanx.model.host_counts import checkpoint_with_saved_counts
+from phalanx.model.transformer import Transformer
+
+
+def apply_activation_checkpointing(module: Transformer, mode: str, saves_counts: bool = False) -> None:
+    """Wrap blocks so that their activations are recomputed in the backward pass.
+
+    `mode` is "full" for whole blocks (arXiv 1604.06174), "selective" for attention (arXiv 2205.05198), or "none". The
+    wrapped modules draw no random numbers. With `saves_counts`, blocks read their counts of tokens on the host once
+    (`checkpoint_with_saved_counts`).
+    """
+    for name, block in list(module.blocks.named_children()):
+        if mode == "full":
+            kind = {"checkpoint_fn": checkpoint_with_saved_counts} if saves_counts else {"preserve_rng_state": False}
+            setattr(module.blocks, name, checkpoint_wrapper(block, **kind))
+        elif mode == "selective":
+            block.attention = checkpoint_wrapper(cast(nn.Module, block.attention), preserve_rng_state=False)

@@ -1,0 +1,73 @@
+"""Tables of run files: parse TOML and JSON files, merge tables, set one field from its text."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.spec.errors import UserError
+
+Table = dict[str, Any]
+
+
+def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] = "run file") -> Table:
+    """Parse a TOML file. Raises UserError if it does not exist or is not TOML."""
+    path = Path(path)
+    if path.is_dir() or not path.exists():
+        problem = "is a directory" if path.is_dir() else "no such file"
+        name = path.name if path.suffix == ".toml" else "run.toml"
+        command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
+        fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {command}"
+        raise UserError(file_kind, str(path), problem, fix)
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", "fix that line") from None
+    except OSError as error:
+        raise UserError(file_kind, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+
+
+def read_json(path: Path) -> Table:
+    """Parse a JSON file that contains a table. Raises UserError if it is not JSON."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            "model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json"
+        ) from None
+
+
+def deep_merge(base: Table, override: Table) -> Table:
+    """Return `base` with the values of `override`, table by table."""
+    merged = dict(base)
+    for key, value in override.items():
+        base_value = merged.get(key)
+        merged[key] = (
+            deep_merge(base_value, value) if isinstance(base_value, dict) and isinstance(value, dict) else value
+        )
+    return merged
+
+
+def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
+    """Set a field of a nested table from its text; empty text removes it. Errors name the `origin` of the text."""
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
+    if text:
+        table[path[-1]] = parse_toml_value(text)
+    else:
+        table.pop(path[-1], None)
+
+
+def parse_toml_value(text: str) -> Any:
+    """Return a TOML value. Text that is not one is a string, so that --set name=trial needs no quotes; 32e9 is a whole
+    number too."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    is_whole = isinstance(value, float) and value.is_integer() and "." not in text
+    return int(value) if is_whole else value

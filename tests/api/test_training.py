@@ -1,0 +1,72 @@
+"""Train from Python: the launcher in a process of its own, its errors and its interrupts."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from phalanx.api.training import _environment, _follow, _parse_user_error, train_run
+from phalanx.spec.errors import UserError
+from phalanx.spec.files.load import run_from_table
+
+
+def test_train_run_raises_user_error_of_run_that_cannot_start(tmp_path: Path) -> None:
+    run = run_from_table({"model": {"preset": "tiny"}, "output_dir": str(tmp_path), "layout": {"tp": 3}})
+    with pytest.raises(UserError) as caught:
+        train_run(run, nproc=2, quiet=True)
+    assert caught.value.field == "layout.tp = 3" or "layout.tp" in str(caught.value)
+    assert caught.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [UserError("a.b", 3, "is wrong: 3 > 2", "set it to 2"), UserError("a", None, "bad")])
+def test_parsed_user_error_reads_like_the_printed_one(error: UserError) -> None:
+    parsed = _parse_user_error(f"some output\nphalanx: {error}\n")
+    assert str(parsed) == str(error)
+    assert parsed.fix == error.fix
+
+
+def test_follow_prints_lines_and_keeps_the_last(capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; [print(n) for n in range(60)]; sys.exit(75)"
+    code, lines = _follow([sys.executable, "-c", program], dict(os.environ), quiet=False)
+    assert code == 75
+    assert lines == [f"{n}\n" for n in range(10, 60)]
+    assert capsys.readouterr().out.splitlines() == [str(n) for n in range(60)]
+
+
+def test_interrupt_stops_the_launcher_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = tmp_path / "saved"
+    program = (
+        "import pathlib, signal, sys\n"
+        f"def stop(*_): pathlib.Path({str(saved)!r}).touch(); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print('started', flush=True)\n"
+        "signal.pause()"
+    )
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builtins, "print", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _follow([sys.executable, "-c", program], dict(os.environ), quiet=False)
+    assert saved.exists()
+
+
+def test_launcher_imports_the_same_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "src")  # relative, as in a checkout
+    monkeypatch.chdir(tmp_path)
+    program = [sys.executable, "-c", "import phalanx; print(phalanx.__file__)"]
+    code, lines = _follow(program, _environment("run.toml"), quiet=True)
+    assert (code, lines) == (0, [f"{phalanx.__file__}\n"])
+
+
+def test_environment_variables_of_fields_do_not_change_a_run_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TRAINING__STEPS", "5")
+    assert "PHALANX_TRAINING__STEPS" in _environment("run.toml")
+    assert "PHALANX_TRAINING__STEPS" not in _environment(run_from_table({"model": {"preset": "tiny"}}))

@@ -1,0 +1,107 @@
+"""The examples run, and the notebook shows what it computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SHORT_EXAMPLES = ("plan_a_cluster", "train_tiny", "custom_module", "custom_schedule")
+MAX_LINES = 40
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Examples write where they run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_example(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what an example prints, run in this process without arguments."""
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SHORT_EXAMPLES)
+def test_example_is_short(name: str):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= MAX_LINES
+
+
+def test_plan_a_cluster_prints_layouts_memory_and_traffic(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    printed = run_example("plan_a_cluster", capsys, monkeypatch)
+    assert printed.count("P(OOM)") == 5
+    assert "GiB optimizer state" in printed
+    assert "reduce_scatter" in printed or "all_reduce" in printed
+
+
+def test_train_tiny_trains_reports_and_samples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    printed = run_example("train_tiny", capsys, monkeypatch)
+    assert "finished after step 40" in printed
+    assert "held total" in printed
+    assert "\ndef " in printed
+
+
+def test_custom_module_reduces_loss(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    printed = run_example("custom_module", capsys, monkeypatch)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_custom_schedule_beats_1f1b(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_folder: Path
+):
+    printed = run_example("custom_schedule", capsys, monkeypatch)
+    published, eager = (float(line.split(": ")[1].split(" s")[0]) for line in printed.splitlines())
+    assert eager < published
+    assert (empty_folder / "eager.csv").read_text().startswith("0F0,0F1")
+
+
+def test_custom_module_is_equal_on_two_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / "custom_module.py"), "zero2"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(phalanx.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[0] == run_example("custom_module", capsys, monkeypatch).splitlines()[0], done.stderr
+
+
+def notebook_cells() -> list[dict[str, Any]]:
+    """Return the code cells of the notebook."""
+    notebook = json.loads((EXAMPLES / "phalanx.ipynb").read_text())
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_notebook_has_outputs_and_no_errors():
+    outputs = [output for cell in notebook_cells() for output in cell["outputs"]]
+    assert all(cell["execution_count"] for cell in notebook_cells())
+    assert [output for output in outputs if output["output_type"] == "error"] == []
+    assert sum("text/html" in output.get("data", {}) for output in outputs) >= 3
+
+
+def test_notebook_cells_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    for cell in notebook_cells():
+        if "needs-pandas" not in cell["metadata"].get("tags", []) or find_spec("pandas"):
+            exec("".join(cell["source"]), namespace)
+    assert namespace["result"].exit_reason == "finished"
+    assert namespace["check"].ok
