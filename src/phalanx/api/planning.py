@@ -58,7 +58,7 @@ def plan_run(
         {4}
     """
     placed = place_on_nodes(run, world_size).model_copy(update={"auto_layout": False})
-    return plan_or_raise(placed, world_size, top, progress or _ignore_progress, is_wanted=where or _accept)
+    return plan_or_raise(placed, world_size, top, report=progress or _ignore_progress, is_wanted=where or _accept)
 
 
 def predict(run: RunSpec, world_size: int, layout: Layout | str | None = None) -> EvaluatedLayout:
@@ -145,7 +145,7 @@ def place_on_nodes(run: RunSpec, world_size: int) -> RunSpec:
     per_node = min(per_node, world_size)
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
-        raise UserError("world_size", world_size, "does not fill its nodes", fix)
+        raise UserError("world_size", world_size, "does not fill its nodes", fix=fix)
     changes = {"nodes": world_size // per_node, "nproc_per_node": per_node}
     return run.model_copy(update={"cluster": cluster.model_copy(update=changes)})
 

@@ -70,7 +70,8 @@ class Report:
         columns = ("role", "quantity", "unit", "predicted", "measured", "measured / predicted")
         rows = []
         for row in self.comparison:
-            predicted, measured = format_optional(row["predicted"]), format_optional(row["measured"])
+            predicted = format_optional(row["predicted"])
+            measured = format_optional(row["measured"])
             rows.append((row["role"], row["what"], row["unit"], predicted, measured, format_ratio(row["ratio"])))
         return html_table(columns, rows, self.bottleneck or self.facts["run"]["name"])
 
@@ -121,5 +122,5 @@ def diagnose(run_dir: str | Path) -> Explanation:
     """
     directory = Path(run_dir)
     if not (directory / RUN_FILE).is_file():
-        raise UserError("run directory", str(directory), f"has no {RUN_FILE}", "give the directory of a run")
+        raise UserError("run directory", str(directory), f"has no {RUN_FILE}", fix="give the directory of a run")
     return explain_run(directory)

@@ -108,7 +108,7 @@ def train_run(
         raise _parse_user_error("".join(last_lines))
     if not (directory / RUN_FILE).is_file():
         problem = f"exited with code {exit_code} before the run began: {''.join(last_lines[-1:]).strip()}"
-        raise UserError("phalanx train", None, problem, "read its output")
+        raise UserError("phalanx train", None, problem, fix="read its output")
     return _read_result(directory, exit_code)
 
 
@@ -166,7 +166,7 @@ def _parse_user_error(output: str) -> UserError:
     text = output.rpartition("phalanx: ")[2].strip()
     head, _, fix = text.partition("\n  fix: ")
     field, _, problem = head.partition(": ")
-    return UserError(field, None, problem, fix)
+    return UserError(field, None, problem, fix=fix)
 
 
 def _read_result(directory: Path, exit_code: int) -> TrainResult:

@@ -32,7 +32,7 @@ def stream_tokens(
         seen_T = tokens_T if context is None else tokens_T[-context:]
         with torch.no_grad():
             logits_1TV, _ = model(seen_T[None])
-        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator)
+        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator=generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token
 
@@ -83,7 +83,12 @@ def generate(
         >>> len(ids) - len(prompt), tokenizer.decode(ids[: len(prompt)].tolist())
         (5, 'def ')
     """
-    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context, vocab), count))
+    new_tokens = list(
+        islice(
+            stream_tokens(model, tokens_T, temperature, top_k=top_k, generator=generator, context=context, vocab=vocab),
+            count,
+        )
+    )
     if eos_id in new_tokens:
         stop = new_tokens.index(eos_id)
         new_tokens[stop:] = [eos_id] * (count - stop)

@@ -133,9 +133,9 @@ def dry_run(
     traced_ranks = corner_ranks(run, world_size) if ranks is None else list(ranks)
     allowed = f"choose ranks from 0 to {world_size - 1}"
     valid = bool(traced_ranks) and all(0 <= rank < world_size for rank in traced_ranks)
-    require(valid, "ranks", traced_ranks, f"is not a list of ranks of {world_size}", allowed)
+    require(valid, "ranks", traced_ranks, problem=f"is not a list of ranks of {world_size}", fix=allowed)
     results = []
-    for traced in trace_ranks(run, world_size, traced_ranks, max_workers):
+    for traced in trace_ranks(run, world_size, traced_ranks, max_workers=max_workers):
         results.append((traced, compare_with_plan(run, world_size, traced)))
         if on_rank_traced is not None:
             on_rank_traced()

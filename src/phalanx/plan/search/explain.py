@@ -41,19 +41,22 @@ def plan_or_raise(
 
     Raises UserError if no layout fits, with a change that would make one fit, or if no layout is wanted.
     """
-    plan = search_layouts(run, world_size, keep, report, is_wanted, prefer_simple=True, group_schedules=group_schedules)
+    plan = search_layouts(
+        run, world_size, keep, report=report, is_wanted=is_wanted, prefer_simple=True, group_schedules=group_schedules
+    )
     if plan.layouts:
         return plan
     num_wanted = sum(map(is_wanted, plan.candidates))
     if not num_wanted:
-        raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", "accept more of them")
-    raise UserError("layout", None, f"no layout of {num_wanted:,} fits", suggest_fit(run, world_size, plan))
+        raise UserError("where", None, f"accepts none of {plan.searched:,} layouts", fix="accept more of them")
+    raise UserError("layout", None, f"no layout of {num_wanted:,} fits", fix=suggest_fit(run, world_size, plan))
 
 
 def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
     """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
     add up to, if that is a hundredth of all or more."""
-    option_parts, best_parts = option.parts, best.parts
+    option_parts = option.parts
+    best_parts = best.parts
     differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
     large_differences = sorted(
         (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True
@@ -103,7 +106,8 @@ class WhatIf:
 
 def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
     """What would make a job faster than its fastest layout does: more memory, faster links, a larger batch."""
-    cluster, training = run.cluster, run.training
+    cluster = run.cluster
+    training = run.training
 
     def double_field(field: str) -> RunSpec | None:
         value = getattr(cluster, field)

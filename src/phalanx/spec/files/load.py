@@ -73,13 +73,13 @@ def load_run(
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             variable_of_field[".".join(keys)] = name
-            set_path(table, keys, text, name)
+            set_path(table, keys, text, origin=name)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
-            raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
+            raise UserError("--set", override, "is not KEY=VALUE", fix="write, for example, --set training.steps=200")
         variable_of_field.pop(key.strip(), None)
-        set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
+        set_path(table, key.strip().split("."), text.strip(), origin=f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
     try:
         return run_from_table(table)
@@ -98,7 +98,7 @@ def _check_variable_name(name: str, text: str) -> None:
         if field in getattr(RunSpec.model_fields[section].annotation, "model_fields", ()):
             problem = "is not read: two underscores stand between a section and its field"
             fix = f"write {ENVIRONMENT_PREFIX}{section.upper()}__{field.upper()}, or unset it"
-            raise UserError(name, text, problem, fix)
+            raise UserError(name, text, problem, fix=fix)
 
 
 def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
@@ -267,7 +267,9 @@ def resolve_model(table: Table) -> Table:
         return resolve_preset(table, "models", "model")
     config = hf_config_file(str(source))
     if not config.is_file():
-        raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
+        raise UserError(
+            "model.from_hf", source, f"has no {config.name}", fix="give a directory that save_pretrained wrote"
+        )
     return deep_merge(model_table(read_json(config)), table)
 
 
@@ -281,7 +283,7 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
         return deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
     known_presets = preset_names(folder)
     if name not in known_presets:
-        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
+        raise UserError(f"{field}.preset", name, "is not a known preset", fix=did_you_mean(str(name), known_presets))
     return deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
 
 

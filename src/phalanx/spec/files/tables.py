@@ -20,13 +20,15 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
         fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {command}"
-        raise UserError(file_kind, str(path), problem, fix)
+        raise UserError(file_kind, str(path), problem, fix=fix)
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", "fix that line") from None
+        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="fix that line") from None
     except OSError as error:
-        raise UserError(file_kind, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise UserError(
+            file_kind, str(path), f"cannot be read: {error.strerror}", fix="check its permissions"
+        ) from None
 
 
 def read_json(path: Path) -> Table:
@@ -35,7 +37,7 @@ def read_json(path: Path) -> Table:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(
-            "model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json"
+            "model config", str(path), f"is not valid JSON: {error}", fix="give a Hugging Face config.json"
         ) from None
 
 
@@ -55,7 +57,7 @@ def set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
+            raise UserError(origin, text, f"{part} is a value, not a table", fix="check the dotted path")
     if text:
         table[path[-1]] = parse_toml_value(text)
     else:
