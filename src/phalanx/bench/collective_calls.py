@@ -66,7 +66,8 @@ def _broadcast(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _ring_send(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
+    size = group.size()
     send_op = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size)
     recv_op = dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % size)
     for work in dist.batch_isend_irecv([send_op, recv_op]):
@@ -76,7 +77,7 @@ def _ring_send(out: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
 COLLECTIVE_CALLS: dict[Operation, Call] = {
     "all_reduce": _all_reduce,
     "all_gather": lambda out, sent, group: all_gather(out, sent, group=group),
-    "reduce_scatter": lambda out, sent, group: ReduceScatter(sent, out, group, WaitTimer()).wait(),
+    "reduce_scatter": lambda out, sent, group: ReduceScatter(sent, out, group, exposed=WaitTimer()).wait(),
     "all_to_all": lambda out, sent, group: dist.all_to_all_single(out, sent, group=group),
     "broadcast": _broadcast,
     "send": _ring_send,

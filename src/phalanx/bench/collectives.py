@@ -103,7 +103,8 @@ def _actual_group(group_kind: GroupKind) -> GroupKind:
 
 def _wire_precision(run: RunSpec, row: Traffic) -> Precision:
     """What it is sent in. Gradients are summed in what an optimizer trains, but where a layout says otherwise."""
-    precision, layout = run.training.precision, run.layout
+    precision = run.training.precision
+    layout = run.layout
     narrow = layout.data_parallel in ("zero1", "zero2") or layout.gradient_compression == "bf16"
     wide = (
         row.group_kind in MODEL_STATE_GROUPS
@@ -125,7 +126,7 @@ def benchmark_cases(
             size = _round_size(kind, row.bytes / row.calls / _bus_factor(kind.operation, ranks), ranks)
             role_calls[size] = role_calls.get(size, 0) + row.calls
         calls |= {size: max(calls.get(size, 0), count) for size, count in role_calls.items()}
-    return [BenchmarkCase(kind, ranks, size, count) for size, count in sorted(calls.items())]
+    return [BenchmarkCase(kind, ranks, size, calls=count) for size, count in sorted(calls.items())]
 
 
 def _round_size(kind: CollectiveKind, size_bytes: float, ranks: int) -> int:
@@ -161,11 +162,11 @@ def time_case(
     seconds: dict[BufferMode, list[float]] = {}
     wrong_counts: dict[BufferMode, int | None] = {}
     for mode in BUFFER_MODES:
-        out, sent = _make_buffers(case, mode, group.rank(), device)
+        out, sent = _make_buffers(case, mode, group.rank(), device=device)
         _fill_test_values(case, group.rank(), sent)
         dist.barrier(group)
         seconds[mode] = time_calls(partial(call, out, sent, group), device, iterations)
-        wrong_counts[mode] = _count_wrong(case, call, out, sent, group)
+        wrong_counts[mode] = _count_wrong(case, call, out, sent=sent, group=group)
         if mode == "in_place" and case.kind.operation in UNVERIFIABLE_IN_PLACE:
             wrong_counts[mode] = None
     return CaseTiming(tuple(dist.get_process_group_ranks(group)), seconds, wrong_counts)
@@ -174,7 +175,8 @@ def time_case(
 def _make_buffers(case: BenchmarkCase, mode: BufferMode, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Out and sent. In place one is the other, or this rank's part of it."""
     make = partial(torch.zeros, dtype=TORCH_DTYPES[case.kind.precision], device=device)
-    count, operation = element_count(case), case.kind.operation
+    count = element_count(case)
+    operation = case.kind.operation
     full = make(count * (case.ranks if operation in (*SCATTER_OPERATIONS, "all_gather") else 1))
     part = full[rank * count : (rank + 1) * count]
     if operation == "all_gather":
@@ -215,7 +217,8 @@ def _test_values(indices: Tensor, rank: Tensor | int, ranks: int) -> Tensor:
 
 def _expected_values(case: BenchmarkCase, rank: int, indices: Tensor) -> Tensor:
     """What this rank should have at some places of its result."""
-    n, count = case.ranks, element_count(case)
+    n = case.ranks
+    count = element_count(case)
     match case.kind.operation:
         case "all_reduce":
             return 1 + indices % NUM_TEST_VALUES

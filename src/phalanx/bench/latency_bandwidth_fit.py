@@ -65,31 +65,36 @@ def fit_latency_bandwidth(sizes_bytes: Sequence[float], seconds: Sequence[float]
 
     None for fewer than two sizes. Raises ValueError for a size or a time that is not above 0.
     """
-    x, t = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
+    x = np.asarray(sizes_bytes, float)
+    t = np.asarray(seconds, float)
     if len(x) != len(t) or (len(x) and min(x.min(), t.min()) <= 0):
         raise ValueError("sizes and times must be as many, and above 0")
     if len(np.unique(x)) < 2:
         return None
     order = np.argsort(x, kind="stable")
     x, t = x[order], t[order]
-    fits = [_make_fit("max", (_fit_line(x, t),), x, t)]
+    fits = [_make_fit("max", (_fit_line(x, t),), x, t=t)]
     for split in range(MIN_SIZES_PER_PIECE, len(x) - MIN_SIZES_PER_PIECE + 1):
         if x[split - 1] < x[split]:
-            left, right = _fit_line(x[:split], t[:split]), _fit_line(x[split:], t[split:])
+            left = _fit_line(x[:split], t[:split])
+            right = _fit_line(x[split:], t[split:])
             bends_up = right.seconds_per_byte > left.seconds_per_byte
-            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t))
+            fits.append(_make_fit("max" if bends_up else "min", (left, right), x, t=t))
     return min(fits, key=_information_criterion)
 
 
 def _fit_line(x: Numbers, t: Numbers) -> LinearPiece:
     """The line of least relative squares; neither of its numbers is below 0."""
     scale = x.max()
-    matrix, ones = np.stack([1 / t, x / scale / t], axis=1), np.ones_like(t)
+    matrix = np.stack([1 / t, x / scale / t], axis=1)
+    ones = np.ones_like(t)
     (latency, slope), *_ = np.linalg.lstsq(matrix, ones, rcond=None)
     if latency < 0:
-        latency, slope = 0.0, matrix[:, 1].sum() / (matrix[:, 1] ** 2).sum()
+        latency = 0.0
+        slope = matrix[:, 1].sum() / (matrix[:, 1] ** 2).sum()
     elif slope < 0:
-        latency, slope = matrix[:, 0].sum() / (matrix[:, 0] ** 2).sum(), 0.0
+        latency = matrix[:, 0].sum() / (matrix[:, 0] ** 2).sum()
+        slope = 0.0
     return LinearPiece(float(latency), float(slope / scale))
 
 
@@ -97,7 +102,7 @@ def _make_fit(
     combination: Literal["max", "min"], pieces: tuple[LinearPiece, ...], x: Numbers, t: Numbers
 ) -> PiecewiseFit:
     residuals = _evaluate_pieces(combination, pieces, x) / t - 1
-    return PiecewiseFit(pieces, combination, tuple(x.tolist()), tuple(residuals.tolist()))
+    return PiecewiseFit(pieces, combination, tuple(x.tolist()), residuals=tuple(residuals.tolist()))
 
 
 def _evaluate_pieces(combination: Literal["max", "min"], pieces: Sequence[LinearPiece], x: Numbers) -> Numbers:
@@ -108,6 +113,7 @@ def _evaluate_pieces(combination: Literal["max", "min"], pieces: Sequence[Linear
 
 def _information_criterion(fit: PiecewiseFit) -> float:
     """n ln(mean square) + k ln n."""
-    count, parameters = len(fit.residuals), 3 * len(fit.pieces) - 1
+    count = len(fit.residuals)
+    parameters = 3 * len(fit.pieces) - 1
     mean_square = max(float(np.mean(np.square(fit.residuals))), ROUNDING_ERROR**2)
     return count * float(np.log(mean_square)) + parameters * float(np.log(count))

@@ -72,7 +72,7 @@ def matmul_shapes(run: RunSpec, world_size: int) -> dict[MatmulShape, tuple[tupl
     for stage, tensors in enumerate(rank_tensors(run, world_size)):
         stage_layers: dict[MatmulShape, list[str]] = {}
         for name, shape in _matmul_weights(run, tensors, stage):
-            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens), []).append(_layer_name(name))
+            stage_layers.setdefault(_to_matmul_shape(run, name, shape, tokens=tokens), []).append(_layer_name(name))
         for product, names in stage_layers.items():
             layers, count = layers_by_shape.get(product, ((), 0))
             layers_by_shape[product] = tuple(dict.fromkeys((*layers, *names))), max(count, len(names))
@@ -90,7 +90,7 @@ def _to_matmul_shape(run: RunSpec, name: str, shape: Shape, tokens: float) -> Ma
     rows = int(tokens_through_parameter(name, run, tokens))
     if len(shape) == 3:
         experts, n, k = shape
-        return MatmulShape(experts, max(1, rows // experts), n, k)
+        return MatmulShape(experts, max(1, rows // experts), n, k=k)
     return MatmulShape(1, rows, *shape)
 
 
@@ -106,7 +106,9 @@ def attention_shapes(run: RunSpec, world_size: int) -> dict[AttentionShape, int]
 
     Raises UserError if the layout cannot run on so many ranks.
     """
-    spec, layout, tokens = run.model, run.layout, run.training.seq_len
+    spec = run.model
+    layout = run.layout
+    tokens = run.training.seq_len
     layers = max(map(len, layers_per_rank(run))) if layout.pp > 1 else spec.num_layers
     heads, kv_heads = (max(1, -(-count // layout.tp)) for count in (spec.num_heads, spec.num_kv_heads))
     is_ring = layout.cp_method == "ring" and layout.cp > 1

@@ -36,7 +36,8 @@ def benchmark_matmul(run: RunSpec, world_size: int, device: torch.device, iterat
 def _matmul_calls(product: MatmulShape, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     batch = (product.batch,) if product.batch > 1 else ()
     make = partial(torch.randn, device=device, dtype=dtype)
-    x, weight = make(*batch, product.m, product.k), make(*batch, product.n, product.k)
+    x = make(*batch, product.m, product.k)
+    weight = make(*batch, product.n, product.k)
     gradient = make(*batch, product.m, product.n)
     return {
         "forward": lambda: x @ weight.mT,
@@ -81,11 +82,11 @@ def _ring_calls(core: AttentionShape, dtype: torch.dtype, device: torch.device) 
     if core.masked:
         mask = torch.ones(core.batch, 1, core.queries, core.keys, dtype=torch.bool, device=device)
         mask = mask.tril() if core.causal else mask
-    out, lse = attention_with_lse(q, k, v, core.causal, mask)
+    out, lse = attention_with_lse(q, k, v, causal=core.causal, mask=mask)
     gradient = torch.ones_like(out)
     return {
-        "forward": lambda: attention_with_lse(q, k, v, core.causal, mask),
-        "backward": lambda: attention_backward(gradient, q, k, v, out, lse, core.causal, mask),
+        "forward": lambda: attention_with_lse(q, k, v, causal=core.causal, mask=mask),
+        "backward": lambda: attention_backward(gradient, q, k, v=v, out=out, lse=lse, causal=core.causal, mask=mask),
     }
 
 

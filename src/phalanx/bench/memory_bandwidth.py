@@ -38,6 +38,7 @@ def bandwidth(device: torch.device, size_bytes: int, iterations: int) -> list[di
     calls = {"copy": (2, lambda: a.copy_(b)), "triad": (3, lambda: torch.add(b, c, alpha=3.0, out=a))}
     rows = []
     for name, (arrays, call) in calls.items():
-        seconds, moved = median(time_calls(call, device, iterations)), arrays * a.nbytes
+        seconds = median(time_calls(call, device, iterations))
+        moved = arrays * a.nbytes
         rows.append({"what": name, "moved_bytes": moved, "seconds": seconds, "bytes_per_second": moved / seconds})
     return rows

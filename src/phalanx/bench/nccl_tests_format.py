@@ -47,7 +47,7 @@ def merge_ranks(case: BenchmarkCase, timings: Sequence[CaseTiming]) -> CaseResul
     }
     seconds = {mode: mean(mean(timing.seconds[mode]) for timing in timings) for mode in BUFFER_MODES}
     wrong = {mode: _sum_known([timing.wrong[mode] for timing in timings]) for mode in BUFFER_MODES}
-    return CaseResult(case, iteration_seconds, seconds, wrong)
+    return CaseResult(case, iteration_seconds, seconds, wrong=wrong)
 
 
 def _sum_known(wrong_counts: list[int | None]) -> int | None:
@@ -166,7 +166,8 @@ def to_json_document(
 
 
 def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
-    case, operation = case_result.case, case_result.case.kind.operation
+    case = case_result.case
+    operation = case_result.case.kind.operation
     result: dict[str, Any] = {
         "size": case.size_bytes,
         "count": element_count(case),
@@ -189,7 +190,8 @@ def _result_to_json(case_result: CaseResult, iterations: int) -> dict[str, Any]:
 
 def _statistics(us: Any) -> dict[str, Any]:
     """Of the times of single iterations, in microseconds."""
-    ordered, count = np.sort(us), len(us)
+    ordered = np.sort(us)
+    count = len(us)
     p95, p99 = (float(ordered[-(-count * part // 100) - 1]) for part in (95, 99))
     return {
         "min_us": float(ordered[0]),

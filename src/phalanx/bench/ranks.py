@@ -72,10 +72,10 @@ def run_benchmarks(
     local_ranks = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     size = array_bytes(cache_bytes(device), local_ranks if device.type == "cpu" else 1)
     benchmarks: dict[str, Callable[[], Rows]] = {
-        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations)),
-        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations)),
+        "matmul": lambda: _slowest_rank_rows(benchmark_matmul(run, world_size, device, iterations=iterations)),
+        "attention": lambda: _slowest_rank_rows(benchmark_attention(run, world_size, device, iterations=iterations)),
         "bandwidth": lambda: _slowest_rank_rows(bandwidth(device, size, iterations)),
-        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations, sweep),
+        "collectives": lambda: benchmark_collectives(run, mesh, device, iterations=iterations, sweep=sweep),
     }
     return {
         "run": run.name,
@@ -115,23 +115,26 @@ def benchmark_collectives(
     roles = collective_kinds_of_run(run, traffic_by_group(run, world_size))
     results = []
     for kind, rows in roles.items():
-        started_at, group = _timestamp(), process_group_for(run, mesh, kind)
+        started_at = _timestamp()
+        group = process_group_for(run, mesh, kind)
         # A server belongs to no group of other servers.
         local_group = group if isinstance(group, dist.ProcessGroup) else None
         ranks = max(all_gather_objects(local_group.size() if local_group else 0))
         call = COLLECTIVE_CALLS[kind.operation]
         case_results = []
-        for case in benchmark_cases(kind, rows, ranks, sweep):
+        for case in benchmark_cases(kind, rows, ranks, sweep=sweep):
             dist.barrier()  # groups of a kind run beside each other, as they do in training
-            local_timing = time_case(case, call, local_group, device, iterations) if local_group else None
+            local_timing = (
+                time_case(case, call, local_group, device=device, iterations=iterations) if local_group else None
+            )
             timings: list[CaseTiming] = [timing for timing in all_gather_objects(local_timing) if timing is not None]
             case_results.append(nccl_tests_format.merge_ranks(case, timings))
         groups = sorted({timing.group for timing in timings})
         environment = {**_environment_info(device), "start_time": started_at, "end_time": _timestamp()}
         document = nccl_tests_format.to_json_document(
-            case_results, iterations, bool(sweep), environment, _device_list(device, groups)
+            case_results, iterations, bool(sweep), environment=environment, devices=_device_list(device, groups)
         )
-        results.append(_kind_result(kind, groups, case_results, document))
+        results.append(_kind_result(kind, groups, case_results, document=document))
     return results
 
 
@@ -232,7 +235,8 @@ def launch_benchmarks(run: RunSpec, nproc: int, options: Sequence[str]) -> dict[
     set_worker_environment(nproc)
     with TemporaryDirectory(prefix="phalanx-measure-") as folder:
         directory = Path(folder)
-        file, result_file = directory / "run.toml", directory / "measured.json"
+        file = directory / "run.toml"
+        result_file = directory / "measured.json"
         file.write_text(to_toml(with_absolute_paths(run)))
         worker_args = __name__, str(file), "--out", str(result_file), *options
         code = launch_ranks(nproc, worker_args, partial(report_with_traceback, directory))
@@ -254,11 +258,11 @@ def rank_main(args: argparse.Namespace) -> int:
     try:
         run = load_run(args.run, environment={})
         device = init_distributed(select_device(run), run.training.collective_timeout_seconds)
-        results = run_benchmarks(run, device, args.parts, args.iterations, args.sweep)
+        results = run_benchmarks(run, device, args.parts, iterations=args.iterations, sweep=args.sweep)
         if env_rank() == 0:
             args.out.write_text(json.dumps(results, indent=1))
     except Exception as error:
-        write_failure(args.out.parent, env_rank(), 0, error)
+        write_failure(args.out.parent, env_rank(), 0, error=error)
         if LAUNCHER_PID_ENV not in os.environ:
             traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1

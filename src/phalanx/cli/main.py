@@ -87,7 +87,7 @@ class LazyCommandGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
-            raise UserError("command", cmd_name, "is not known", did_you_mean(cmd_name, COMMANDS))
+            raise UserError("command", cmd_name, "is not known", fix=did_you_mean(cmd_name, COMMANDS))
         if self.listing:
             panel = next(panel for panel, commands in PANELS.items() if cmd_name in commands)
             return TyperCommand(cmd_name, help=PANELS[panel][cmd_name], rich_help_panel=panel)
@@ -138,7 +138,7 @@ def main() -> None:
         if error.filename is None:  # no file: a process, or a socket
             raise
         fix = "check its permissions, or name another"
-        print(f"phalanx: {UserError('file', str(error.filename), 'permission denied', fix)}", file=sys.stderr)
+        print(f"phalanx: {UserError('file', str(error.filename), 'permission denied', fix=fix)}", file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:
         from phalanx.spec.extras import EXTRA_OF_PACKAGE, missing_package

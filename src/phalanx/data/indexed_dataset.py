@@ -50,7 +50,8 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
         self.lengths = array.array("i")
         self.tokens = 0
         self._max_token_id = int(np.iinfo(self.dtype).max)
@@ -106,23 +107,23 @@ class IndexedDataset:
         is_joined = os.path.isfile(self.prefix + PARTS_SUFFIX)
         for suffix in (".idx",) if is_joined else (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
-                raise UserError(field, self.prefix, f"has no {suffix} file", "give the prefix of a .bin/.idx pair")
+                raise UserError(field, self.prefix, f"has no {suffix} file", fix="give the prefix of a .bin/.idx pair")
         self.tokens: np.ndarray | JoinedTokens
         try:
             dtype, lengths, pointers, documents = _read_index(self.prefix, field)
-            self.offsets = _offsets(self.prefix, field, dtype, lengths, pointers, documents)
+            self.offsets = _offsets(self.prefix, field, dtype, lengths=lengths, pointers=pointers, documents=documents)
             if is_joined:
-                self.tokens = _map_joined_tokens(self.prefix, field, dtype, int(self.offsets[-1]))
+                self.tokens = _map_joined_tokens(self.prefix, field, dtype, num_tokens=int(self.offsets[-1]))
             else:
-                self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, int(self.offsets[-1]))
+                self.tokens = _map_tokens(f"{self.prefix}.bin", field, dtype, num_tokens=int(self.offsets[-1]))
         except FileNotFoundError as error:
-            problem, fix = (
-                f"needs {error.filename}, which is missing",
-                f"put {error.filename} back, or join pairs again",
-            )
-            raise UserError(field, self.prefix, problem, fix) from None
+            problem = f"needs {error.filename}, which is missing"
+            fix = f"put {error.filename} back, or join pairs again"
+            raise UserError(field, self.prefix, problem, fix=fix) from None
         except OSError as error:
-            raise UserError(field, self.prefix, f"cannot be read: {error.strerror}", "check its permissions") from None
+            raise UserError(
+                field, self.prefix, f"cannot be read: {error.strerror}", fix="check its permissions"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -139,7 +140,8 @@ class IndexedDataset:
     def fingerprint(self) -> str:
         """A name for the content, wherever the files lie: from counts, and samples all over both files."""
         digest = hashlib.blake2b(f"{self.tokens.dtype} {len(self)} {self.size}".encode(), digest_size=16)
-        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        first = int(self.offsets[0])
+        last = int(self.offsets[-1])
         for values, begin, end in ((self.tokens, first, last), (self.offsets - first, 0, len(self.offsets))):
             for start in begin + np.linspace(0, max(0, end - begin - 1024), num=64, dtype=np.int64):
                 digest.update(np.ascontiguousarray(values[start : min(start + 1024, end)]).data)
@@ -147,14 +149,16 @@ class IndexedDataset:
 
     def token_files(self) -> list[TokenFile]:
         """The files and ranges that contain the tokens of all documents, in order."""
-        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        first = int(self.offsets[0])
+        last = int(self.offsets[-1])
         if isinstance(self.tokens, JoinedTokens):
             return self.tokens.files_between(first, last)
-        return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, last - first)]
+        return [TokenFile(os.path.realpath(f"{self.prefix}.bin"), str(self.tokens.dtype), first, size=last - first)]
 
 
 def _read_index(prefix: str, field: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    path, size = f"{prefix}.idx", os.path.getsize(f"{prefix}.idx")
+    path = f"{prefix}.idx"
+    size = os.path.getsize(f"{prefix}.idx")
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
     if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
@@ -186,7 +190,8 @@ def _offsets(
     prefix: str, field: str, dtype: np.dtype, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray
 ) -> np.ndarray:
     """Where each document begins in the flat file, in tokens: int64 [documents + 1]."""
-    path, sequences = f"{prefix}.idx", len(lengths)
+    path = f"{prefix}.idx"
+    sequences = len(lengths)
     if not len(documents) or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         raise _damaged_pair_error(field, path, f"has no rising list of documents from 0 to its {sequences:,} sequences")
     starts = np.empty(sequences + 1, np.int64)
@@ -213,7 +218,7 @@ def _map_tokens(path: str, field: str, dtype: np.dtype, num_tokens: int) -> np.n
 def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int) -> JoinedTokens:
     try:
         files = read_token_files(prefix)
-        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), f.first + f.size)[f.first :] for f in files]
+        maps = [_map_tokens(f.path, field, np.dtype(f.dtype), num_tokens=f.first + f.size)[f.first :] for f in files]
         is_complete = sum(file.size for file in files) >= num_tokens and all(file.first >= 0 for file in files)
     except UserError:
         raise
@@ -227,7 +232,7 @@ def _map_joined_tokens(prefix: str, field: str, dtype: np.dtype, num_tokens: int
 
 def _damaged_pair_error(field: str, path: str, problem: str) -> UserError:
     return UserError(
-        field, path, problem, "write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py"
+        field, path, problem, fix="write the pair again, with `phalanx data prepare` or Megatron's preprocess_data.py"
     )
 
 
@@ -237,13 +242,16 @@ def split_tail(dataset: IndexedDataset, fraction: float, head: str | Path, tail:
     Their tokens are links to the dataset's. Raises UserError if there are not two tokens to divide.
     """
     if dataset.size < 2:
-        raise UserError(FIELD, dataset.prefix, "is too small to hold anything out", "give more text, or data.held_out")
-    start, end = int(dataset.offsets[0]), int(dataset.offsets[-1])
+        raise UserError(
+            FIELD, dataset.prefix, "is too small to hold anything out", fix="give more text, or data.held_out"
+        )
+    start = int(dataset.offsets[0])
+    end = int(dataset.offsets[-1])
     split = end - min(max(1, round(dataset.size * fraction)), dataset.size - 1)
     inner_offsets = dataset.offsets[1:-1]
     for prefix, lower, upper in ((head, start, split), (tail, split, end)):
         bounds = np.array([lower, *inner_offsets[(inner_offsets > lower) & (inner_offsets < upper)], upper])
-        write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, lower)
+        write_index(f"{prefix}.idx", np.diff(bounds), dataset.tokens.dtype, first=lower)
         suffix = PARTS_SUFFIX if isinstance(dataset.tokens, JoinedTokens) else ".bin"
         os.symlink(_link_target(f"{dataset.prefix}{suffix}", Path(prefix).parent), f"{prefix}{suffix}")
 

@@ -44,7 +44,9 @@ class JoinedTokens:
     """
 
     def __init__(self, files: Sequence[TokenFile], maps: Sequence[np.ndarray], dtype: np.dtype) -> None:
-        self.files, self.maps, self.dtype = files, maps, dtype
+        self.files = files
+        self.maps = maps
+        self.dtype = dtype
         self.starts = np.cumsum([0, *(file.size for file in files)])
 
     def __len__(self) -> int:
@@ -63,7 +65,8 @@ class JoinedTokens:
         """Return the files and ranges of the tokens from position `first` up to `last`."""
         files = []
         for file, start in zip(self.files, self.starts, strict=False):
-            lower, upper = max(first, int(start)), min(last, int(start) + file.size)
+            lower = max(first, int(start))
+            upper = min(last, int(start) + file.size)
             if lower < upper:
                 files.append(replace(file, first=file.first + lower - int(start), size=upper - lower))
         return files

@@ -53,7 +53,10 @@ class TokenLoader:
         ranks: int = 1,
         mask_documents: bool = True,
     ) -> None:
-        self.dataset, self.sequence, self.seed, self.mask = dataset, seq_len, seed, mask_documents
+        self.dataset = dataset
+        self.sequence = seq_len
+        self.seed = seed
+        self.mask = mask_documents
         self.sequences_per_step = sequences_per_step
         self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._origin = (0, 0)
@@ -63,9 +66,9 @@ class TokenLoader:
                 "data.train",
                 dataset.prefix,
                 f"has {dataset.size:,} tokens, and one sequence and its target need {seq_len + 1:,}",
-                "give more text, or lower training.seq_len",
+                fix="give more text, or lower training.seq_len",
             )
-        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch))
+        self._epoch = lru_cache(maxsize=2)(lambda epoch: shuffle_epoch(dataset.offsets, seq_len, seed, epoch=epoch))
 
     def step(self, number: int) -> Batch:
         """This rank's rows of global step `number`: [sequences_per_step / ranks, T]."""
@@ -80,7 +83,14 @@ class TokenLoader:
     def _rows(self, epoch_number: int, indices: np.ndarray) -> Batch:
         epoch = self._epoch(epoch_number)
         starts = epoch.order[indices] * self.sequence
-        return pack_rows(self.dataset.tokens, epoch.document_starts, epoch.shifts, starts, self.sequence, self.mask)
+        return pack_rows(
+            self.dataset.tokens,
+            epoch.document_starts,
+            epoch.shifts,
+            first=starts,
+            seq_len=self.sequence,
+            mask=self.mask,
+        )
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the run is before step `step`, for a checkpoint (JSON-able)."""
@@ -145,13 +155,14 @@ def check_resumable(identity: dict[str, Any], state: dict[str, Any], resized: bo
             continue
         if name == "recipe":
             problem = "is split otherwise than when the checkpoint was made, by an older version of Phalanx"
-            raise UserError("data", None, problem, "resume with that version, or start a new run")
+            raise UserError("data", None, problem, fix="resume with that version, or start a new run")
         if name not in fields:  # a number that says nothing to anybody
             problem = "gives other tokens than the checkpoint was made with: by its text, tokenizer or what is held out"
-            raise UserError("data", None, problem, fix)
-        saved_value, unit = state.get(name), " sequences" if name == "sequences_per_step" else ""
+            raise UserError("data", None, problem, fix=fix)
+        saved_value = state.get(name)
+        unit = " sequences" if name == "sequences_per_step" else ""
         problem = f"is not what the checkpoint was made with ({saved_value!r}{unit})"
-        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix)
+        raise UserError(fields[name], f"{value}{unit}" if unit else value, problem, fix=fix)
 
 
 def evaluation_batches(
@@ -172,8 +183,11 @@ def evaluation_batches(
     targets = dataset.size - 1
     targets = min(targets, limit_tokens) if limit_tokens > 0 else targets
     if targets < 1:
-        raise UserError("data.held_out", dataset.prefix, "has no tokens to evaluate on", "give more text to hold out")
-    origin, last = int(dataset.offsets[0]), int(dataset.offsets[-1]) - 1
+        raise UserError(
+            "data.held_out", dataset.prefix, "has no tokens to evaluate on", fix="give more text to hold out"
+        )
+    origin = int(dataset.offsets[0])
+    last = int(dataset.offsets[-1]) - 1
     document_offsets = dataset.offsets - origin
     rows_per_round = sequences_per_batch * ranks
     for first_row in range(0, -(-targets // seq_len), rows_per_round):
@@ -198,7 +212,8 @@ def prefetch(loader: StepLoader, first_step: int, last_step: int, depth: int = 2
     An error in the thread is raised where the batch would have come. Closing the generator ends the thread.
     """
     queue: SimpleQueue[Batch | BaseException] = SimpleQueue()
-    free_slots, closed = threading.Semaphore(depth), threading.Event()
+    free_slots = threading.Semaphore(depth)
+    closed = threading.Event()
 
     def load_batches() -> None:
         try:

@@ -26,7 +26,8 @@ def pack_rows(
     it is tokens[p + shifts[d]] (int64 [documents]). Row b is the T + 1 tokens of the stream from first[b] on
     (int64 [B]). `mask` asks for `starts`.
     """
-    rows, width = len(first), seq_len + 1
+    rows = len(first)
+    width = seq_len + 1
     first_document = np.searchsorted(begins, first, side="right") - 1
     last_document = np.searchsorted(begins, first + seq_len, side="right") - 1
     # A piece is the part of one document that is in one row; all rows' pieces lie one after the other.

@@ -12,7 +12,9 @@ from phalanx.spec.errors import UserError
 
 METADATA_SUFFIX = ".meta.json"
 PAIR_SUFFIXES = (".bin", ".idx", METADATA_SUFFIX)
-TOKENIZER_KEY, VOCAB_KEY, TOKENS_KEY = "tokenizer_sha256", "tokenizer_vocab", "tokens_fingerprint"
+TOKENIZER_KEY = "tokenizer_sha256"
+VOCAB_KEY = "tokenizer_vocab"
+TOKENS_KEY = "tokens_fingerprint"
 
 
 def write_pair_metadata(prefix: str | Path, tokenizer: Tokenizer) -> None:
@@ -39,12 +41,14 @@ def check_pair_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer, field: s
     metadata = read_pair_metadata(dataset)
     if metadata is None or metadata[TOKENIZER_KEY] == tokenizer.fingerprint():
         return
-    expected, actual = metadata[TOKENIZER_KEY][:12], tokenizer.fingerprint()[:12]
+    expected = metadata[TOKENIZER_KEY][:12]
+    actual = tokenizer.fingerprint()[:12]
     raise UserError(
         field,
         dataset.prefix,
         f"was made with another tokenizer ({expected}, {metadata.get(VOCAB_KEY)} ids) than the one that is given "
         f"({actual}, {tokenizer.vocab} ids)",
-        "give the tokenizer.json that these tokens were made with, or prepare the text again; if these ids mean the "
+        fix="give the tokenizer.json that these tokens were made with, or prepare the text again; if these ids "
+        "mean the "
         f"same in both, remove {dataset.prefix}{METADATA_SUFFIX}",
     )

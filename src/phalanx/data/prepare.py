@@ -96,10 +96,12 @@ def check_sources(data: DataSpec) -> None:
                 "data.tokenizer",
                 data.tokenizer,
                 f"cannot be trained from tokens, and {field} names the pair {prefixes[0]}",
-                'give the tokenizer.json the tokens were made with, or "bytes"',
+                fix='give the tokenizer.json the tokens were made with, or "bytes"',
             )
         elif data.streaming and field == "data.train":
-            raise UserError("data.streaming", True, f"{prefixes[0]} is tokens already", "set data.streaming = false")
+            raise UserError(
+                "data.streaming", True, f"{prefixes[0]} is tokens already", fix="set data.streaming = false"
+            )
         else:
             for prefix in prefixes:
                 check_tokens(IndexedDataset(prefix, field), tokenizer, field)
@@ -139,7 +141,7 @@ def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, field: str) 
             field,
             dataset.prefix,
             f"has token id {high if low >= 0 else low}, and the tokenizer has ids 0 to {tokenizer.vocab - 1}",
-            "give the tokenizer that these tokens were made with",
+            fix="give the tokenizer that these tokens were made with",
         )
 
 
@@ -149,7 +151,9 @@ def _check_overlap(data: DataSpec) -> None:
     train_paths = {os.path.realpath(source_file.path) for source_file in train_files}
     for source_file in _list_files(data.held_out, "data.held_out", (".idx",)) if data.held_out else []:
         if os.path.realpath(source_file.path) in train_paths:
-            raise UserError("data.held_out", source_file.path, "is in data.train too", "leave it out of one of them")
+            raise UserError(
+                "data.held_out", source_file.path, "is in data.train too", fix="leave it out of one of them"
+            )
 
 
 def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
@@ -165,7 +169,8 @@ def indexed_prefixes(sources: Sequence[str], field: str) -> list[str]:
             field,
             list(sources),
             "has .bin/.idx pairs and text",
-            "turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name its prefix",
+            fix="turn the text into a pair too, with `phalanx data prepare` and the same tokenizer, and name "
+            "its prefix",
         )
     first_sources = {os.path.realpath(prefix): source for source, prefix in reversed(pairs)}
     return [prefix for source, prefix in pairs if first_sources[os.path.realpath(prefix)] == source]
@@ -230,7 +235,8 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
     """Fill a cache folder: tokenizer.json, and the pairs that are not the user's own."""
     tokenizer = tokenizer_without_training(data) or train_bpe(_training_texts(data), data.tokenizer_vocab)
     tokenizer.save(folder / "tokenizer.json")
-    train, held_out = folder / "train", folder / "held_out"
+    train = folder / "train"
+    held_out = folder / "held_out"
     train_pairs = indexed_prefixes(data.train, "data.train")
     if data.held_out:
         held_out_pairs = indexed_prefixes(data.held_out, "data.held_out")
@@ -247,23 +253,23 @@ def _write(data: DataSpec, folder: Path, progress: Progress | None) -> None:
         elif not train_pairs and not data.streaming:
             write_indexed_pairs(documents(data.train, data.text_key), tokenizer, [train], progress=progress)
     elif train_pairs:
-        _split_pairs(train_pairs, data.held_out_fraction, train, held_out)
+        _split_pairs(train_pairs, data.held_out_fraction, train, held_out=held_out)
         _carry_metadata(train_pairs, tokenizer, train, held_out)
     elif data.streaming:
-        _write_first_held_out(data, tokenizer, held_out, progress)
+        _write_first_held_out(data, tokenizer, held_out, progress=progress)
     else:
-        _write_split(data, tokenizer, folder, progress)
+        _write_split(data, tokenizer, folder, progress=progress)
     (folder / COMPLETE_FILE).write_text(data.model_dump_json(indent=1))
 
 
 def _split_pairs(prefixes: Sequence[str], fraction: float, train: Path, held_out: Path) -> None:
     """Hold out the end of each pair."""
     if len(prefixes) == 1:
-        split_tail(IndexedDataset(prefixes[0]), fraction, train, held_out)
+        split_tail(IndexedDataset(prefixes[0]), fraction, train, tail=held_out)
         return
     parts = [(f"{train}-{number}", f"{held_out}-{number}") for number in range(len(prefixes))]
     for prefix, (head, tail) in zip(prefixes, parts, strict=True):
-        split_tail(IndexedDataset(prefix), fraction, head, tail)
+        split_tail(IndexedDataset(prefix), fraction, head, tail=tail)
     join_pairs([IndexedDataset(head) for head, _ in parts], train)
     join_pairs([IndexedDataset(tail) for _, tail in parts], held_out)
 
@@ -281,7 +287,11 @@ def _write_split(data: DataSpec, tokenizer: Tokenizer, folder: Path, progress: P
     prefixes = [folder / "train", folder / "held_out"]
     train_documents = documents(data.train, data.text_key)
     counts = write_indexed_pairs(
-        train_documents, tokenizer, prefixes, lambda document: int(_is_held_out(data, document)), progress=progress
+        train_documents,
+        tokenizer,
+        prefixes,
+        choose=lambda document: int(_is_held_out(data, document)),
+        progress=progress,
     )
     if not all(count.documents for count in counts):
         for prefix in prefixes:
@@ -299,7 +309,7 @@ def _write_first_held_out(data: DataSpec, tokenizer: Tokenizer, prefix: Path, pr
     )
     if not counts.documents:
         raise UserError(
-            "data.held_out", None, "no document of data.train is held out: it has too few", "give data.held_out"
+            "data.held_out", None, "no document of data.train is held out: it has too few", fix="give data.held_out"
         )
 
 

@@ -72,7 +72,7 @@ def documents(sources: Sequence[str], text_key: str = "text", field: str = FIELD
                 yield document
     if empty:
         fix = "name files with text in them, and .bin/.idx pairs by their prefixes"
-        raise UserError(field, list(sources), "has no text", fix)
+        raise UserError(field, list(sources), "has no text", fix=fix)
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -84,7 +84,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 def list_source_files(sources: Sequence[str], field: str = FIELD) -> list[SourceFile]:
     """The files and datasets that `sources` mean. Raises UserError for one that is not there."""
     if not sources:
-        raise UserError(field, list(sources), "names no source", 'name a file, a directory, a glob, or "stdlib"')
+        raise UserError(field, list(sources), "names no source", fix='name a file, a directory, a glob, or "stdlib"')
     return [source_file for source in sources for source_file in _expand_source(source, field)]
 
 
@@ -105,9 +105,11 @@ def _expand_source(source: str, field: str) -> list[SourceFile]:
         paths = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
     else:
         where = "" if os.path.isabs(path) else f": {os.path.abspath(path)}, from where the command was started"
-        raise UserError(field, source, f"no such file or directory{where}", "check the path; a pattern needs * or ?")
+        raise UserError(
+            field, source, f"no such file or directory{where}", fix="check the path; a pattern needs * or ?"
+        )
     if not paths:
-        raise UserError(field, source, "matches no file", "check the path")
+        raise UserError(field, source, "matches no file", fix="check the path")
     return [_source_file(match, root, field) for match in paths]
 
 
@@ -122,8 +124,9 @@ def _hf_source(source: str) -> SourceFile:
     """A dataset on disk changes when one of its files does; of one on the hub only the name is known."""
     path = os.path.expanduser(source[3:])
     files = [os.stat(file) for file in _walk(path)]
-    size, changed = sum(file.st_size for file in files), max((file.st_mtime_ns for file in files), default=0)
-    return SourceFile("hf", source[3:], "hf" if os.path.isdir(path) else source, size, changed)
+    size = sum(file.st_size for file in files)
+    changed = max((file.st_mtime_ns for file in files), default=0)
+    return SourceFile("hf", source[3:], "hf" if os.path.isdir(path) else source, size=size, mtime_ns=changed)
 
 
 def _walk(root: str) -> list[str]:
@@ -144,7 +147,14 @@ def _source_file(path: str, root: str, field: str, is_explicit: bool = False) ->
         raise _unreadable_error(field, path, error) from None
     suffixes = [suffix for suffix in map(str.lower, Path(path).suffixes) if suffix not in COMPRESSED_SUFFIXES]
     kind = KIND_OF_SUFFIX.get(suffixes[-1] if suffixes else "", "unknown")
-    return SourceFile(kind, path, os.path.relpath(path, root), status.st_size, status.st_mtime_ns, is_explicit)
+    return SourceFile(
+        kind,
+        path,
+        os.path.relpath(path, root),
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        is_explicit=is_explicit,
+    )
 
 
 def read_documents(source_file: SourceFile, text_key: str = "text", field: str = FIELD) -> Iterator[Document]:
@@ -189,7 +199,7 @@ def _read_text(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         yield Document(source_file.name, _decode(raw))
     elif source_file.is_explicit:
         raise UserError(
-            field, source_file.path, "is not text: it has zero bytes", "name text, .jsonl, .json or .parquet files"
+            field, source_file.path, "is not text: it has zero bytes", fix="name text, .jsonl, .json or .parquet files"
         )
 
 
@@ -219,7 +229,7 @@ def _read_json(source_file: SourceFile, text_key: str, field: str) -> Iterator[D
         return
     if content is None:
         fix = "give JSON objects, one per line or in an array; text has another suffix"
-        raise UserError(field, source_file.path, "is not JSON", fix)
+        raise UserError(field, source_file.path, "is not JSON", fix=fix)
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
@@ -246,7 +256,7 @@ def _read_json_lines(source_file: SourceFile, text_key: str, field: str) -> Iter
                 row = json.loads(line)
             except ValueError as error:
                 location = f"{source_file.path}:{number}"
-                raise UserError(field, location, f"is not JSON: {error}", "give one JSON object per line") from None
+                raise UserError(field, location, f"is not JSON: {error}", fix="give one JSON object per line") from None
             yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source_file.path}:{number}"))
 
 
@@ -256,14 +266,16 @@ def _text_field(row: Any, text_key: str, location: str) -> str:
             "data.text_key",
             text_key,
             f"{location} is not a JSON object",
-            "give JSON objects, one per line or in an array",
+            fix="give JSON objects, one per line or in an array",
         )
     if text_key not in row:
         known = ", ".join(map(repr, row)) or "none"
-        raise UserError("data.text_key", text_key, f"is not a field of {location}", f"use one of its fields: {known}")
+        raise UserError(
+            "data.text_key", text_key, f"is not a field of {location}", fix=f"use one of its fields: {known}"
+        )
     if not isinstance(text := row[text_key], str):
         raise UserError(
-            "data.text_key", text_key, f"of {location} is {type(text).__name__}, not text", "name a text field"
+            "data.text_key", text_key, f"of {location} is {type(text).__name__}, not text", fix="name a text field"
         )
     return text
 
@@ -273,12 +285,14 @@ def _read_parquet(source_file: SourceFile, text_key: str, field: str) -> Iterato
     try:
         file = parquet.ParquetFile(source_file.path)
     except ValueError as error:  # ArrowInvalid is one
-        raise UserError(field, source_file.path, f"is not Parquet: {error}", "write the file again") from None
+        raise UserError(field, source_file.path, f"is not Parquet: {error}", fix="write the file again") from None
     with file:
         names = file.schema_arrow.names
         if text_key not in names:
             known = ", ".join(map(repr, names))
-            raise UserError("data.text_key", text_key, f"is not a column of {source_file.path}", f"use one of: {known}")
+            raise UserError(
+                "data.text_key", text_key, f"is not a column of {source_file.path}", fix=f"use one of: {known}"
+            )
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
             for text in batch.column(0).to_pylist():
@@ -301,7 +315,7 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
             rows = datasets.load_dataset(source_file.path, split="train")
     except Exception as error:  # whatever a hub, a script or a cache may raise
         raise UserError(
-            field, source, f"cannot be loaded: {error}", "check the name, and that it has a train split"
+            field, source, f"cannot be loaded: {error}", fix="check the name, and that it has a train split"
         ) from None
     for number, row in enumerate(rows, 1):
         yield Document(f"{source_file.name}:{number}", _text_field(row, text_key, f"{source}:{number}"))
@@ -309,4 +323,4 @@ def _read_hf(source_file: SourceFile, text_key: str, field: str) -> Iterator[Doc
 
 def _unreadable_error(field: str, path: str, error: Exception) -> UserError:
     reason = getattr(error, "strerror", None) or error
-    return UserError(field, path, f"cannot be read: {reason}", "check the file and its permissions")
+    return UserError(field, path, f"cannot be read: {reason}", fix="check the file and its permissions")

@@ -68,7 +68,10 @@ class StreamingLoader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self.data, self.tokenizer, self.sequence, self.seed = data, tokenizer, seq_len, seed
+        self.data = data
+        self.tokenizer = tokenizer
+        self.sequence = seq_len
+        self.seed = seed
         self.sequences_per_step = sequences_per_step
         self.rows = rank_rows(sequences_per_step, rank, ranks)
         self._source_files = list_source_files(data.train)
@@ -120,7 +123,9 @@ class StreamingLoader:
 
     def _seek(self, step: int, cursor: StreamPosition, tokens: int = 0) -> None:
         self._origin = (step, tokens)
-        self._next_step, self._skip, self._position = step, cursor.offset, cursor.position
+        self._next_step = step
+        self._skip = cursor.offset
+        self._position = cursor.position
         self._buffer: deque[DocumentPiece] = deque()
         self._num_buffered_tokens = -cursor.offset
         self._start = cursor
@@ -133,7 +138,7 @@ class StreamingLoader:
         if self._buffer:
             first_piece = self._buffer[0]
             position = StreamPosition(
-                self._start.epoch, first_piece.part, first_piece.document, self._skip, self._position
+                self._start.epoch, first_piece.part, first_piece.document, offset=self._skip, position=self._position
             )
         origin_step, tokens = self._origin
         tokens += (self._next_step - origin_step) * self.sequences_per_step * self.sequence
@@ -176,7 +181,7 @@ class StreamingLoader:
                 "data.train",
                 self.data.train,
                 f"has {self._num_buffered_tokens:,} tokens, and one sequence and its target need {self.sequence + 1:,}",
-                "give more text, or lower training.seq_len",
+                fix="give more text, or lower training.seq_len",
             )
         self._start = StreamPosition(self._start.epoch + 1)
         self._buffer.clear()
@@ -226,7 +231,14 @@ def _batch(rows: list[list[np.ndarray]], seq_len: int, mask: bool) -> Batch:
     pieces = [piece for row in rows for piece in row]
     piece_starts = np.cumsum([0, *map(len, pieces)])
     row_starts = np.arange(len(rows)) * (seq_len + 1)
-    return pack_rows(np.concatenate(pieces), piece_starts, np.zeros(len(pieces), np.int64), row_starts, seq_len, mask)
+    return pack_rows(
+        np.concatenate(pieces),
+        piece_starts,
+        np.zeros(len(pieces), np.int64),
+        first=row_starts,
+        seq_len=seq_len,
+        mask=mask,
+    )
 
 
 def _fingerprint(source_files: list[SourceFile], tokenizer: Tokenizer, data: DataSpec) -> str:

@@ -104,10 +104,10 @@ def write_indexed_pairs(
 def disk_error(field: str, path: str | Path, error: OSError) -> UserError:
     """What to tell the user when writing under `path`, which `field` names, has failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(field, str(path), "its disk is full", "free some space, or name another disk")
+        return UserError(field, str(path), "its disk is full", fix="free some space, or name another disk")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return UserError(field, str(path), "cannot be written", "name a directory that you may write to")
-    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", "name another directory")
+        return UserError(field, str(path), "cannot be written", fix="name a directory that you may write to")
+    return UserError(field, str(path), f"cannot be used: {error.strerror or error}", fix="name another directory")
 
 
 def _add_document(counts: TokenizationCounts, document: Document, tokens: int) -> TokenizationCounts:
@@ -130,7 +130,8 @@ def _group_documents(documents: Iterable[Document], chunk: int) -> Iterator[list
         size += len(document.text)
         if size >= chunk:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 

@@ -131,7 +131,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
     sample = _sample_texts(texts)
     if not any(sample):
-        raise UserError("data.train", None, "has no text to train a tokenizer on", "give files with text in them")
+        raise UserError("data.train", None, "has no text to train a tokenizer on", fix="give files with text in them")
     model = Model(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -165,7 +165,7 @@ def _wrap_model(model: Any, name: str) -> Tokenizer:
     end = next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None)
     if end is None:
         raise UserError(
-            FIELD, name, "has no end-of-text token", f"add one of {', '.join(END_TOKENS)} to it as a special token"
+            FIELD, name, "has no end-of-text token", fix=f"add one of {', '.join(END_TOKENS)} to it as a special token"
         )
     # A document that spells out <|endoftext|> must not end there.
     model.encode_special_tokens = True
@@ -178,15 +178,15 @@ def _read_file(file: Path, name: str) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(FIELD, name, "no such file", 'give a tokenizer.json, or write "bpe" or "bytes"') from None
+        raise UserError(FIELD, name, "no such file", fix='give a tokenizer.json, or write "bpe" or "bytes"') from None
     except UnicodeDecodeError:
         raise _invalid_tokenizer_error(name, "is not text") from None
     except OSError as error:
-        raise UserError(FIELD, name, f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise UserError(FIELD, name, f"cannot be read: {error.strerror}", fix="check its permissions") from None
 
 
 def _invalid_tokenizer_error(path: str | Path, problem: str) -> UserError:
-    return UserError(FIELD, str(path), problem, "give the tokenizer.json that Hugging Face `tokenizers` saves")
+    return UserError(FIELD, str(path), problem, fix="give the tokenizer.json that Hugging Face `tokenizers` saves")
 
 
 def _utf8(text: str) -> bytes:

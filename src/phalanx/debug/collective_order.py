@@ -19,7 +19,8 @@ from phalanx.debug.collective_log import minority_ranks
 from phalanx.spec.formatting import join_words
 
 CHECK_VARIABLE = "PHALANX_CHECK_COLLECTIVES"
-COLLECTIVE, MESSAGE = "collective", "message"
+COLLECTIVE = "collective"
+MESSAGE = "message"
 NO_CALL = ""
 """The signature of a call that a rank left out."""
 NUM_LAST_CALLS = 3
@@ -130,7 +131,7 @@ class CollectiveOrder:
                 if call.kind == COLLECTIVE and not call.in_background:
                     self._pending[rank].append(call)
         for (kind, _, ranks), sequence in (self._sequences if finished else changed).items():
-            difference = _compare(kind, ranks, sequence, finished if kind == COLLECTIVE else ())
+            difference = _compare(kind, ranks, sequence, finished=finished if kind == COLLECTIVE else ())
             if difference is not None:
                 return difference
         return self._find_crossed_calls()
@@ -216,7 +217,8 @@ def _compare_parts(ranks: tuple[int, ...], calls: Mapping[int, LoggedCall]) -> O
     for (i, sender), (j, receiver) in permutations(enumerate(ranks), 2):
         if sender not in calls or receiver not in calls or not calls[sender].sent:
             continue
-        sent, expected = calls[sender].sent[j], calls[receiver].received[i]
+        sent = calls[sender].sent[j]
+        expected = calls[receiver].received[i]
         if sent != expected:
             return OrderDifference(
                 tuple(sorted((sender, receiver))),
@@ -233,7 +235,8 @@ def _describe_ranks(kind: str, ranks: Sequence[int], calls: Mapping[int, LoggedC
         by_signature[calls[rank].signature if rank in calls else NO_CALL].append(rank)
     texts = []
     for signature, same_ranks in by_signature.items():
-        names, call = join_words([f"rank {rank}" for rank in same_ranks]), calls.get(same_ranks[0])
+        names = join_words([f"rank {rank}" for rank in same_ranks])
+        call = calls.get(same_ranks[0])
         if call is None:
             texts.append(f"{names} called nothing more")
             continue

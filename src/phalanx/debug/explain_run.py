@@ -37,7 +37,9 @@ def explain_run(directory: Path) -> Explanation:
     Raises UserError if it is none.
     """
     run = with_last_used_layout(load_run(directory / RUN_FILE, environment={}), directory)
-    dumps, failures, events = read_dumps(directory), read_failures(directory), read_events(directory)
+    dumps = read_dumps(directory)
+    failures = read_failures(directory)
+    events = read_events(directory)
     dumped_world_sizes = [dump["ranks"] for dump in dumps.values()]
     started_world_sizes = [event["ranks"] for event in events if event["what"] == STARTED]
     world_size = (
@@ -46,13 +48,13 @@ def explain_run(directory: Path) -> Explanation:
     try:
         sizes = parallel_dims(run.layout, world_size)
     except UserError:  # of failures before a first step nobody knows how many ranks there were
-        sizes = ParallelDims(world_size, 1, 1, 1, 1)
+        sizes = ParallelDims(world_size, 1, 1, cp=1, tp=1)
     explanation = diagnose_hang(dumps, failures, sizes)
     if explanation.verdict.kind == "nothing":
-        explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events))
+        explanation = replace(explanation, verdict=_verdict_without_dumps(directory, run, failures, events=events))
     difference = _find_order_difference(directory)
     if difference is not None and explanation.verdict.kind not in ("mismatch", "killed", "stopped"):
-        verdict = Verdict(difference.kind, difference.ranks, difference.message, MISMATCH_FIXES["operation"])
+        verdict = Verdict(difference.kind, difference.ranks, difference.message, fix=MISMATCH_FIXES["operation"])
         explanation = replace(explanation, verdict=verdict)
     lines = [
         *describe_failures(events, exclude_last=bool(dumps or failures)),
@@ -95,7 +97,7 @@ def _verdict_without_dumps(
     if failures:
         rank, first_failure = min(failures.items(), key=lambda item: float(item[1]["time"]))
         fix = f"read {failure_file(directory, rank)}"
-        return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix)
+        return Verdict("nothing", (rank,), f"rank {rank} failed: {first_failure['reason']}", fix=fix)
     advice = f"phalanx report {directory} says how it went"
     resume_advice = f"phalanx train {directory} --resume goes on with it"
     lifecycle_events = [event for event in events if event["what"] in LIFECYCLE_EVENTS]
@@ -110,17 +112,18 @@ def _verdict_without_dumps(
         advice = f"wait: a rank that stands still says where, within {run.training.collective_timeout_seconds:g} s"
     elif last_event["what"] == FINISHED and last_event["step"] < steps:
         place = f"step {last_event['step']} of {run.training.steps_text}"
-        summary, advice = f"the run was stopped in order, after {place}", resume_advice
+        summary = f"the run was stopped in order, after {place}"
+        advice = resume_advice
     elif last_event["what"] == FINISHED:
         summary = f"the run ended in order, after step {last_event['step']}"
     elif last_event["what"] == STARTED:
         if faults := {rank: fault for rank in range(last_event["ranks"]) if (fault := describe_fault(directory, rank))}:
             summary = "; ".join(f"rank {rank} ended by a signal: {fault}" for rank, fault in faults.items())
             return Verdict(
-                "killed", tuple(faults), summary, f"read {fault_file(directory, min(faults))}; {resume_advice}"
+                "killed", tuple(faults), summary, fix=f"read {fault_file(directory, min(faults))}; {resume_advice}"
             )
         summary = "the run broke off without a word: its launcher was killed, or the machine stopped"
         advice = resume_advice
     else:
         summary = "the run is not known to be under way, and no rank left word of a collective that it waited for"
-    return Verdict("nothing", (), summary, advice)
+    return Verdict("nothing", (), summary, fix=advice)

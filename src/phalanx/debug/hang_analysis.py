@@ -50,7 +50,7 @@ def diagnose_hang(
     verdict = next((candidate for candidate in verdicts if candidate is not None), None)
     steps = [dump["step"] for dump in dumps.values()]
     lines = {rank: evidence.describe_rank(rank) for rank in range(sizes.world_size)} if dumps or failures else {}
-    fallback = Verdict("nothing", (), "no rank left word of a collective that it waited for", "read failures/")
+    fallback = Verdict("nothing", (), "no rank left word of a collective that it waited for", fix="read failures/")
     return Explanation(verdict or fallback, min(steps, default=None), lines)
 
 
@@ -66,7 +66,7 @@ def _find_killed_rank(evidence: Evidence) -> Verdict | None:
     rank = min(killed)
     summary = f"{evidence.name(rank)} {killed[rank]['reason']}; the others lost it"
     return Verdict(
-        "killed", (rank,), summary, "see its node's log (dmesg) for who killed it, and continue with --resume"
+        "killed", (rank,), summary, fix="see its node's log (dmesg) for who killed it, and continue with --resume"
     )
 
 
@@ -75,7 +75,7 @@ def _find_collective_decision(evidence: Evidence) -> Verdict | None:
     for record in evidence.failures.values():
         if "suspect_ranks" in record:
             fix = "it says what to do; with --resume the run goes on from its newest checkpoint"
-            return Verdict("error", tuple(record["suspect_ranks"]), str(record["reason"]), fix)
+            return Verdict("error", tuple(record["suspect_ranks"]), str(record["reason"]), fix=fix)
     return None
 
 
@@ -88,7 +88,7 @@ def _find_rank_error(evidence: Evidence) -> Verdict | None:
     rank = min(errors, key=lambda rank: float(errors[rank]["time"]))
     suffix = "; the others lost it" if len(errors) < len(evidence.failures) else ""
     summary = f"{evidence.name(rank)} failed by itself: {errors[rank]['reason']}{suffix}"
-    return Verdict("error", (rank,), summary, "its traceback is in failures/")
+    return Verdict("error", (rank,), summary, fix="its traceback is in failures/")
 
 
 def _find_mismatch(evidence: Evidence) -> Verdict | None:
@@ -115,8 +115,8 @@ def _find_mismatch(evidence: Evidence) -> Verdict | None:
         return Verdict(
             "mismatch",
             tuple(sorted(deviating_ranks)),
-            summary + _describe_reordering(calls, deviating_ranks, other_ranks, number),
-            MISMATCH_FIXES[_mismatch_kind(call_by_rank)],
+            summary + _describe_reordering(calls, deviating_ranks, other_ranks, number=number),
+            fix=MISMATCH_FIXES[_mismatch_kind(call_by_rank)],
         )
     return None
 
@@ -136,7 +136,8 @@ def _describe_reordering(calls: Calls, deviating_ranks: Sequence[int], other_ran
     """Where what came after tells it: whether a rank left one out, or turned two round."""
     if len(deviating_ranks) != 1 or not other_ranks:
         return ""
-    deviating_calls, other_calls = calls[deviating_ranks[0]], calls[other_ranks[0]]
+    deviating_calls = calls[deviating_ranks[0]]
+    other_calls = calls[other_ranks[0]]
     deviating_pair = (deviating_calls.get(number), deviating_calls.get(number + 1))
     other_pair = (other_calls.get(number), other_calls.get(number + 1))
     if (
@@ -172,7 +173,7 @@ def _find_aborted_rank(evidence: Evidence) -> Verdict | None:
         return None
     rank = min(reason_by_rank)
     fix = "its last output says why; where its threads stood is in hangs/"
-    return Verdict("killed", (rank,), f"{evidence.name(rank)} {reason_by_rank[rank]}; the others lost it", fix)
+    return Verdict("killed", (rank,), f"{evidence.name(rank)} {reason_by_rank[rank]}; the others lost it", fix=fix)
 
 
 def _find_stopped_rank(evidence: Evidence) -> Verdict | None:
@@ -187,9 +188,9 @@ def _find_stopped_rank(evidence: Evidence) -> Verdict | None:
     summary = f"{evidence.name(rank)} {PROCESS_STATES[state]}{missed_collective(evidence, [rank])}"
     if state in STOPPED_STATES:
         return Verdict(
-            "stopped", (rank,), summary, "find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT"
+            "stopped", (rank,), summary, fix="find who stopped it (a debugger, Ctrl-Z, a scheduler), or kill -CONT"
         )
-    return Verdict("killed", (rank,), summary, "see the node's log (dmesg), and continue with --resume")
+    return Verdict("killed", (rank,), summary, fix="see the node's log (dmesg), and continue with --resume")
 
 
 def _find_absent_rank(evidence: Evidence) -> Verdict | None:
@@ -210,14 +211,14 @@ def _find_absent_rank(evidence: Evidence) -> Verdict | None:
     if roots[0] in evidence.silent:
         summary = f"{evidence.names(roots)} left no word{missed_collective(evidence, roots)}"
         fix = "its process or host is gone or frozen: look there (ps, dmesg, the network), and continue with --resume"
-        return Verdict("silent", tuple(sorted(roots)), summary, fix)
+        return Verdict("silent", tuple(sorted(roots)), summary, fix=fix)
     locations = join_words([f"{evidence.name(rank)} was in {evidence.where(rank)}" for rank in sorted(roots)])
     fix = "look there: is it slow, does it wait for something else, or did it leave a collective out?"
     return Verdict(
         "absent",
         tuple(sorted(roots)),
         f"{locations}{missed_collective(evidence, roots)}{describe_divergence_point(evidence, roots)}",
-        fix,
+        fix=fix,
     )
 
 
@@ -242,7 +243,7 @@ def _find_crossed_collectives(evidence: Evidence, lagging: Mapping[int, set[int]
         "crossed",
         tuple(ranks),
         summary + describe_divergence_point(evidence, ranks),
-        MISMATCH_FIXES["operation"] if waiters else MISMATCH_FIXES["shape"],
+        fix=MISMATCH_FIXES["operation"] if waiters else MISMATCH_FIXES["shape"],
     )
 
 
@@ -259,7 +260,7 @@ def _find_stuck_collective(evidence: Evidence) -> Verdict | None:
             call = calls[ranks_inside[0]][last_number]
             summary = f"{evidence.group(key)} came to {describe_call(call)}, number {last_number}, and it did not end"
             fix = "the network between them, or a device: phalanx bench times the links; check cards and cables"
-            return Verdict("lost", key[1], summary, fix)
+            return Verdict("lost", key[1], summary, fix=fix)
     return None
 
 
@@ -274,7 +275,7 @@ def _find_stalled_rank(evidence: Evidence) -> Verdict | None:
     fix = "look there: is it slow, or does it wait for something that does not come?"
     if len(stalled_ranks) > 1:
         fix = "a message between them was lost: look at the network there (phalanx doctor), and continue with --resume"
-    return Verdict("lost", tuple(sorted(stalled_ranks)), summary, fix)
+    return Verdict("lost", tuple(sorted(stalled_ranks)), summary, fix=fix)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

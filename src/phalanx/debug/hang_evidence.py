@@ -82,7 +82,9 @@ class Evidence:
     def __init__(
         self, dumps: Mapping[int, HangDump], failures: Mapping[int, Mapping[str, Any]], sizes: ParallelDims
     ) -> None:
-        self.failures, self.sizes, self.all = failures, sizes, dumps
+        self.failures = failures
+        self.sizes = sizes
+        self.all = dumps
         self.states: dict[int, str] = {}
         """Of processes that others looked at: the worst that one saw."""
         for dump in dumps.values():
@@ -145,7 +147,8 @@ class Evidence:
         return f"{self.name(rank)}: {self._describe_state(rank)}"
 
     def _describe_state(self, rank: int) -> str:
-        state, failure = self.states.get(rank), self.failures.get(rank)
+        state = self.states.get(rank)
+        failure = self.failures.get(rank)
         if rank not in self.dumps:
             description = PROCESS_STATES.get(state or "", "left no word")
             failed_itself = failure is not None and not is_peer_loss(str(failure["reason"]))

@@ -12,7 +12,8 @@ from phalanx.runs.jsonl import read_jsonl
 from phalanx.runs.step_records import rank_record_file
 from phalanx.spec.formatting import format_gb_or_mb
 
-CGROUP_ROOT, PROCESS_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 
 def cgroup_oom_kills() -> int | None:
@@ -42,7 +43,9 @@ def format_oom_report(record: Mapping[str, Any]) -> str:
     """An account for people; "" where there is none."""
     if not record:
         return ""
-    allocated, requested_bytes, limit_bytes = record["held_bytes"], record["wanted_bytes"], record["limit_bytes"]
+    allocated = record["held_bytes"]
+    requested_bytes = record["wanted_bytes"]
+    limit_bytes = record["limit_bytes"]
     parts = ", ".join(
         f"{name} {format_gb_or_mb(allocated[name])}" for name in allocated if name not in ("total", "peak", "reserved")
     )

@@ -42,51 +42,51 @@ NODES = CheckRule(
     "nodes.missing",
     "nodes that left word",
     "FAIL",
-    "all of the run",
-    "nodes",
-    "the run (cluster.nodes)",
-    "see why the others did not: unreachable, stuck, or not started",
-    "sinfo -N; srun --nodes=N phalanx doctor RUN.toml --save-report DIR",
+    threshold="all of the run",
+    unit="nodes",
+    source="the run (cluster.nodes)",
+    remedy="see why the others did not: unreachable, stuck, or not started",
+    command="sinfo -N; srun --nodes=N phalanx doctor RUN.toml --save-report DIR",
 )
 BREAKS = CheckRule(
     "nodes.drift_breaks",
     f"{', '.join(CRITICAL_FACTS)}",
     "FAIL",
-    "that of most nodes",
-    "",
-    "Primus, GCM (drift against the majority)",
-    "bring the node to what most have, or leave it out",
-    "phalanx doctor --compare-reports DIR --json",
+    threshold="that of most nodes",
+    unit="",
+    source="Primus, GCM (drift against the majority)",
+    remedy="bring the node to what most have, or leave it out",
+    command="phalanx doctor --compare-reports DIR --json",
 )
 DRIFT = CheckRule(
     "nodes.drift",
     "kernel, firmware, VBIOS, hardware, NCCL_* and other facts",
     "WARN",
-    "those of most nodes",
-    "",
-    "Primus, GCM (drift against the majority)",
-    "bring the node to what most have",
-    "phalanx doctor --compare-reports DIR --json",
+    threshold="those of most nodes",
+    unit="",
+    source="Primus, GCM (drift against the majority)",
+    remedy="bring the node to what most have",
+    command="phalanx doctor --compare-reports DIR --json",
 )
 CLOCK = CheckRule(
     "nodes.clock",
     "clock beside that of the shared storage, against the median node's",
     "FAIL",
-    f"at most {MAX_OFFSET_SECONDS}",
-    "s",
-    "Primus (clock skew 30 s)",
-    "set the clock of the node",
-    "chronyc makestep",
+    threshold=f"at most {MAX_OFFSET_SECONDS}",
+    unit="s",
+    source="Primus (clock skew 30 s)",
+    remedy="set the clock of the node",
+    command="chronyc makestep",
 )
 STALE = CheckRule(
     "nodes.old",
     "age of a node's word beside the newest",
     "FAIL",
-    f"at most {MAX_REPORT_AGE_MINUTES}",
-    "min",
-    "ours: of a node that hangs now an old word would stand for it",
-    "see whether the node answers now; give each check a directory of its own",
-    "phalanx doctor RUN.toml --save-report DIR",
+    threshold=f"at most {MAX_REPORT_AGE_MINUTES}",
+    unit="min",
+    source="ours: of a node that hangs now an old word would stand for it",
+    remedy="see whether the node answers now; give each check a directory of its own",
+    command="phalanx doctor RUN.toml --save-report DIR",
 )
 RULES = (NODES, STALE, BREAKS, DRIFT, CLOCK)
 
@@ -132,7 +132,7 @@ def read_node_reports(directory: Path) -> list[NodeReport]:
             "--compare-reports",
             str(directory),
             f"has no *{REPORT_SUFFIX}",
-            "run `phalanx doctor --save-report` there on every node",
+            fix="run `phalanx doctor --save-report` there on every node",
         )
     return [_read_node_report(file) for file in files]
 
@@ -181,7 +181,7 @@ def _read_collective_findings(directory: Path) -> list[DoctorFinding]:
         return [DoctorFinding(**finding) for finding in json.loads(file.read_text())] if file.exists() else []
     except (OSError, ValueError, TypeError) as error:
         problem = f"is not what phalanx.doctor.multi_node_benchmark writes ({type(error).__name__})"
-        raise UserError("--compare-reports", str(file), problem, "remove it, and measure again") from None
+        raise UserError("--compare-reports", str(file), problem, fix="remove it, and measure again") from None
 
 
 def _read_node_report(file: Path) -> NodeReport:
@@ -190,12 +190,16 @@ def _read_node_report(file: Path) -> NodeReport:
         findings = tuple(DoctorFinding(**finding) for finding in report["findings"])
         job_hosts = tuple(map(str, report.get("job_nodes", ())))
         return NodeReport(
-            str(report["host"]), float(report["clock_offset_seconds"]), dict(report["facts"]), findings, job_hosts
+            str(report["host"]),
+            float(report["clock_offset_seconds"]),
+            dict(report["facts"]),
+            findings=findings,
+            job_nodes=job_hosts,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"is not what a node leaves ({type(error).__name__})"
         raise UserError(
-            "--compare-reports", str(file), problem, "run `phalanx doctor --save-report` on that node again"
+            "--compare-reports", str(file), problem, fix="run `phalanx doctor --save-report` on that node again"
         ) from None
 
 
@@ -215,7 +219,7 @@ def _missing_node_findings(nodes: Sequence[NodeReport], expected_nodes: int) -> 
     """Each node of the job that left no word; where their names are not known, how many did."""
     missing_hosts = {name for node in nodes for name in node.job_nodes} - {node.host for node in nodes}
     if missing_hosts:
-        return [NODES.violation("", "no word", "one of each node", host) for host in sorted(missing_hosts)]
+        return [NODES.violation("", "no word", "one of each node", host=host) for host in sorted(missing_hosts)]
     return [NODES.violation("", len(nodes), f"{expected_nodes}")] if len(nodes) < expected_nodes else []
 
 
@@ -234,11 +238,12 @@ def clock_skew_findings(clock_offsets_seconds: Mapping[str, float]) -> list[Doct
 def _drift_findings(name: str, nodes: Sequence[NodeReport]) -> list[DoctorFinding]:
     """The nodes with another value than more than half of them; if no value has so many, one finding of no host."""
     values = {node.host: node.facts.get(name, "none") for node in nodes}
-    rule, majority = BREAKS if name in CRITICAL_FACTS else DRIFT, most_common(values.values())
+    rule = BREAKS if name in CRITICAL_FACTS else DRIFT
+    majority = most_common(values.values())
     if len(set(values.values())) == 1 or majority is None:
         return []
     if 2 * list(values.values()).count(majority) <= len(nodes):
         return [
             rule.violation(name, "; ".join(f"{host}: {value}" for host, value in values.items()), "the same on all")
         ]
-    return [rule.violation(name, value, majority, host) for host, value in values.items() if value != majority]
+    return [rule.violation(name, value, majority, host=host) for host, value in values.items() if value != majority]

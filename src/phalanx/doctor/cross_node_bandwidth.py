@@ -11,7 +11,9 @@ from phalanx.spec.formatting import GB, GIB, MIB
 
 LARGE_BYTES = 64 * MIB
 """From which size on a collective is judged by bandwidth (Primus: 64 MB and 1 GB): smaller ones by latency."""
-HUGE_BYTES, MIN_BANDWIDTH_SHARE, MIN_HUGE_BANDWIDTH_SHARE = GIB, 0.55, 0.7
+HUGE_BYTES = GIB
+MIN_BANDWIDTH_SHARE = 0.55
+MIN_HUGE_BANDWIDTH_SHARE = 0.7
 """Of what links carry that collectives reach, and from which size on it is more. Healthy nodes of 8 A100 and 8 H200
 reach 0.60 (all-to-all) to 0.77 of it at 64 MiB, and 0.73 and more from 1 GiB on (stas00/ml-engineering's and SimuMax's
 sweeps of nccl-tests)."""
@@ -21,52 +23,52 @@ WRONG = CheckRule(
     "between.wrong",
     "numbers of a collective that did not arrive as they should",
     "FAIL",
-    "0",
-    "numbers",
-    "nccl-tests (#wrong)",
-    "drain these nodes: some memory, link or GPU changes data silently",
-    "phalanx bench collectives RUN.toml; dcgmi diag -r 3",
+    threshold="0",
+    unit="numbers",
+    source="nccl-tests (#wrong)",
+    remedy="drain these nodes: some memory, link or GPU changes data silently",
+    command="phalanx bench collectives RUN.toml; dcgmi diag -r 3",
 )
 BANDWIDTH = CheckRule(
     "between.busbw",
     f"bus bandwidth of a collective of {LARGE_BYTES // MIB} MiB and more",
     "WARN",
-    f"at least {MIN_BANDWIDTH_SHARE:.0%} of what the links carry, from {HUGE_BYTES // GIB} GiB on "
+    threshold=f"at least {MIN_BANDWIDTH_SHARE:.0%} of what the links carry, from {HUGE_BYTES // GIB} GiB on "
     f"{MIN_HUGE_BANDWIDTH_SHARE:.0%}",
-    "GB/s",
-    "stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
-    "see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
-    "phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
+    unit="GB/s",
+    source="stas00/ml-engineering, SimuMax (published sweeps of nccl-tests)",
+    remedy="see which links it goes over, whether NCCL fell back to sockets, and the pairs below",
+    command="phalanx placement RUN.toml; phalanx doctor --nccl-log LOG",
 )
 PAIR = CheckRule(
     "between.slow_node",
     "bandwidth of a node with its best partner, of the median node's",
     "FAIL",
-    f"at least {SLOW_RATIO:.0%}",
-    "%",
-    "NVRx (straggler below 0.75 of the median)",
-    "leave the node out, and look at its cards, cables and counters",
-    "srun --exclude=$(cat failing_nodes.txt) ...",
+    threshold=f"at least {SLOW_RATIO:.0%}",
+    unit="%",
+    source="NVRx (straggler below 0.75 of the median)",
+    remedy="leave the node out, and look at its cards, cables and counters",
+    command="srun --exclude=$(cat failing_nodes.txt) ...",
 )
 LINK = CheckRule(
     "between.slow_pair",
     "bandwidth between two nodes, of the same",
     "WARN",
-    f"at least {SLOW_RATIO:.0%}",
-    "%",
-    "NVRx (straggler below 0.75 of the median)",
-    "look at what lies between these two: cables, leaf switches, routing",
-    "torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
+    threshold=f"at least {SLOW_RATIO:.0%}",
+    unit="%",
+    source="NVRx (straggler below 0.75 of the median)",
+    remedy="look at what lies between these two: cables, leaf switches, routing",
+    command="torchrun --nnodes 2 ... -m phalanx.doctor.multi_node_benchmark RUN.toml --out DIR",
 )
 FAILED = CheckRule(
     "between.failed",
     "ranks that measured this together",
     "FAIL",
-    "all came to its end",
-    "",
-    "ours",
-    "see what failed on that host first; ranks that only lost another blame no host",
-    "cat DIR/failures/rank-*.json",
+    threshold="all came to its end",
+    unit="",
+    source="ours",
+    remedy="see what failed on that host first; ranks that only lost another blame no host",
+    command="cat DIR/failures/rank-*.json",
 )
 RULES = (FAILED, WRONG, BANDWIDTH, PAIR, LINK)
 

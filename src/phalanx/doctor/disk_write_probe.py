@@ -11,15 +11,18 @@ import time
 
 BLOCK = os.urandom(1 << 20)
 """Zeros are not written at all by some file systems."""
-BLOCKS_PER_SYNC, MAX_SECONDS = 16, 5
+BLOCKS_PER_SYNC = 16
+MAX_SECONDS = 5
 """After so many pieces it is synced, and after so long it ends: a slow disk is told from one that hangs."""
 
 
 def main() -> None:
-    directory, pieces = sys.argv[1], int(sys.argv[2])
+    directory = sys.argv[1]
+    pieces = int(sys.argv[2])
     with tempfile.TemporaryFile(dir=directory) as file:
         start = time.perf_counter()
-        written, seconds = 0, 0.0
+        written = 0
+        seconds = 0.0
         while written < pieces and seconds < MAX_SECONDS:
             count = min(BLOCKS_PER_SYNC, pieces - written)
             for _ in range(count):

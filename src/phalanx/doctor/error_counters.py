@@ -19,92 +19,93 @@ LINK = CheckRule(
     "counters.link",
     "errors of RDMA links in the benchmark",
     "FAIL",
-    "0",
-    "errors",
-    "NVRx (link_downed), OCI (raw BER)",
-    "clean or replace cable and transceiver of {device}",
-    "mlxlink -d DEVICE -c; cat /sys/class/infiniband/*/ports/*/counters/*",
+    threshold="0",
+    unit="errors",
+    source="NVRx (link_downed), OCI (raw BER)",
+    remedy="clean or replace cable and transceiver of {device}",
+    command="mlxlink -d DEVICE -c; cat /sys/class/infiniband/*/ports/*/counters/*",
 )
 RESENT = CheckRule(
     "counters.resent",
     "packets lost and sent again over RDMA in the benchmark",
     "WARN",
-    "0",
-    "packets",
-    "NVIDIA, hw_counters (out_of_sequence and its like)",
-    "the fabric drops packets: check PFC, ECN and the priority on every switch",
-    "cat /sys/class/infiniband/*/ports/*/hw_counters/*",
+    threshold="0",
+    unit="packets",
+    source="NVIDIA, hw_counters (out_of_sequence and its like)",
+    remedy="the fabric drops packets: check PFC, ECN and the priority on every switch",
+    command="cat /sys/class/infiniband/*/ports/*/hw_counters/*",
 )
 MARKED = CheckRule(
     "counters.ecn",
     "share of packets that came marked by ECN in the benchmark",
     "WARN",
-    f"at most {MAX_MARKED_SHARE:g}",
-    "of packets",
-    "ours: senders slow down by each (DCQCN)",
-    "look for a congested link: many to one, or rails that cross the spine",
-    "phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
+    threshold=f"at most {MAX_MARKED_SHARE:g}",
+    unit="of packets",
+    source="ours: senders slow down by each (DCQCN)",
+    remedy="look for a congested link: many to one, or rails that cross the spine",
+    command="phalanx placement RUN.toml; cat /sys/class/infiniband/*/ports/*/hw_counters/np_*",
 )
 PAUSED = CheckRule(
     "counters.pause",
     "pause frames that came (rx) or were sent (tx) in the benchmark",
     "WARN",
-    "0",
-    "frames",
-    "NVIDIA, DCQCN (ECN should act before PFC)",
-    "by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this host is one: "
+    threshold="0",
+    unit="frames",
+    source="NVIDIA, DCQCN (ECN should act before PFC)",
+    remedy="by rx the switch held {device} back: look for a slow receiver, and for ECN on the way; by tx this "
+    "host is one: "
     "look at the PCIe link and NUMA node of its card",
-    "ethtool -S INTERFACE | grep pause",
+    command="ethtool -S INTERFACE | grep pause",
 )
 DROPPED = CheckRule(
     "counters.dropped",
     "packets dropped or broken at an interface in the benchmark",
     "WARN",
-    "0",
-    "packets",
-    "Linux (statistics of interfaces)",
-    "check cable and buffers of {device}",
-    "ethtool -S INTERFACE | grep -e discard -e err -e drop",
+    threshold="0",
+    unit="packets",
+    source="Linux (statistics of interfaces)",
+    remedy="check cable and buffers of {device}",
+    command="ethtool -S INTERFACE | grep -e discard -e err -e drop",
 )
 PCIE = CheckRule(
     "counters.pcie",
     "uncorrected PCIe errors in the benchmark",
     "FAIL",
-    "0",
-    "errors",
-    "Linux, PCIe AER; DCGM",
-    "drain the node and have {device} reseated",
-    "cat /sys/bus/pci/devices/*/aer_dev_*",
+    threshold="0",
+    unit="errors",
+    source="Linux, PCIe AER; DCGM",
+    remedy="drain the node and have {device} reseated",
+    command="cat /sys/bus/pci/devices/*/aer_dev_*",
 )
 NVLINK = CheckRule(
     "counters.nvlink",
     "errors of NVLinks in the benchmark",
     "FAIL",
-    "0",
-    "errors",
-    "GCM (any error > 0)",
-    "drain the node; reset {device}, then have it reseated",
-    "nvidia-smi nvlink -e",
+    threshold="0",
+    unit="errors",
+    source="GCM (any error > 0)",
+    remedy="drain the node; reset {device}, then have it reseated",
+    command="nvidia-smi nvlink -e",
 )
 ECC = CheckRule(
     "counters.ecc",
     "uncorrectable ECC errors in the benchmark",
     "FAIL",
-    "0",
-    "errors",
-    "Imbue, GCM",
-    "drain the node and replace {device}",
-    "nvidia-smi -q -d ECC",
+    threshold="0",
+    unit="errors",
+    source="Imbue, GCM",
+    remedy="drain the node and replace {device}",
+    command="nvidia-smi -q -d ECC",
 )
 TCP = CheckRule(
     "counters.tcp",
     "share of TCP's segments that were sent again in the benchmark",
     "WARN",
-    f"at most {MAX_RESENT_SHARE:g}",
-    "of segments",
-    "ours: TCP halves its speed at each loss",
-    "the network drops packets: check cables, MTU and the switch",
-    "nstat -az TcpRetransSegs",
+    threshold=f"at most {MAX_RESENT_SHARE:g}",
+    unit="of segments",
+    source="ours: TCP halves its speed at each loss",
+    remedy="the network drops packets: check cables, MTU and the switch",
+    command="nstat -az TcpRetransSegs",
 )
 RULES = (LINK, RESENT, MARKED, PAUSED, DROPPED, PCIE, NVLINK, ECC, TCP)
 LINK_COUNTERS = (
@@ -125,7 +126,8 @@ LOSS_COUNTERS = (
 )
 INTERFACE_COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors")
 ETHTOOL_PATTERN = re.compile(r"^\s*(?:([rt]x_prio\d_pause)|(\w+_discards_phy|rx_out_of_buffer)): (\d+)$", re.MULTILINE)
-PACKETS, SEGMENTS = "packets", "segments"
+PACKETS = "packets"
+SEGMENTS = "segments"
 """Not errors: what shares are of."""
 UNCORRECTED_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 
@@ -174,16 +176,18 @@ def _read_all(machine: Machine) -> Iterator[tuple[str, str, int]]:
     for name, port in rdma_ports.rdma_ports(machine).items():
         for rule, directory, counters in ((LINK, "counters", LINK_COUNTERS), (RESENT, "hw_counters", LOSS_COUNTERS)):
             for counter in counters:
-                yield from _read_counter(machine, rule.id, f"{name} {counter}", f"{port.path}/{directory}/{counter}")
-        yield from _read_counter(machine, MARKED.id, name, f"{port.path}/hw_counters/np_ecn_marked_roce_packets")
-        yield from _read_counter(machine, PACKETS, name, f"{port.path}/counters/port_rcv_packets")
+                yield from _read_counter(
+                    machine, rule.id, f"{name} {counter}", path=f"{port.path}/{directory}/{counter}"
+                )
+        yield from _read_counter(machine, MARKED.id, name, path=f"{port.path}/hw_counters/np_ecn_marked_roce_packets")
+        yield from _read_counter(machine, PACKETS, name, path=f"{port.path}/counters/port_rcv_packets")
         if port.roce and port.interface:
             yield from _read_ethtool_counters(machine, port.interface)
     for path in machine.glob("/sys/class/net/*/device"):  # of hardware, or a virtual machine's
         name = path.split("/")[4]
         for counter in INTERFACE_COUNTERS:
             yield from _read_counter(
-                machine, DROPPED.id, f"{name} {counter}", f"/sys/class/net/{name}/statistics/{counter}"
+                machine, DROPPED.id, f"{name} {counter}", path=f"/sys/class/net/{name}/statistics/{counter}"
             )
     for address in [*pci.pci_devices(machine, pci.GPU, pci.NVIDIA), *pcie.rdma_cards(machine)]:
         errors = pcie.errors(machine, address)

@@ -51,7 +51,7 @@ class CheckRule:
 
     def violation(self, device: str, measured: Value, threshold: str = "", host: str = "") -> DoctorFinding:
         """A finding that something is not as it should be; `threshold` where it depends on the machine or the run."""
-        return self._finding(self.severity, device, measured, threshold, host)
+        return self._finding(self.severity, device, measured, threshold=threshold, host=host)
 
     def ok(self, measured: Value) -> DoctorFinding:
         """A finding that all is as it should be."""
@@ -64,7 +64,8 @@ class CheckRule:
     def _finding(
         self, severity: Severity, device: str, measured: Value, threshold: str = "", host: str = ""
     ) -> DoctorFinding:
-        gpu, templates = device.removeprefix("GPU"), (self.remedy, self.command)
+        gpu = device.removeprefix("GPU")
+        templates = (self.remedy, self.command)
         remedy, command = (text.replace("{device}", device).replace("{gpu}", gpu) for text in templates)
         threshold = threshold or self.threshold
         if isinstance(measured, float) and measured.is_integer():
@@ -72,7 +73,16 @@ class CheckRule:
         if severity in ("OK", "SKIP"):
             remedy = command = ""
         return DoctorFinding(
-            self.id, severity, host, device, measured, self.unit, threshold, self.source, remedy, command
+            self.id,
+            severity,
+            host,
+            device=device,
+            measured=measured,
+            unit=self.unit,
+            threshold=threshold,
+            source=self.source,
+            remedy=remedy,
+            command=command,
         )
 
 

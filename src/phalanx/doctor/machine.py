@@ -16,18 +16,21 @@ from typing import IO
 from phalanx.doctor.subprocesses import CommandOutput, run_command
 from phalanx.runs.host import host_name
 
-COMMANDS_FOLDER, ENVIRONMENT_FILE = "commands", "environment"
+COMMANDS_FOLDER = "commands"
+ENVIRONMENT_FILE = "environment"
 RECORDED_VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|CUDA|UCX)_\w+|MASTER_ADDR|OMP_NUM_THREADS|LD_LIBRARY_PATH|"
     r"SLURM(D_NODENAME|_GPUS_ON_NODE|_(JOB|STEP)_NODELIST)"
 )
 """Of the environment, what checks may know and a record may hold."""
-SYSTEM_NCCL_CONF, USER_NCCL_CONF = "/etc/nccl.conf", "~/.nccl.conf"
+SYSTEM_NCCL_CONF = "/etc/nccl.conf"
+USER_NCCL_CONF = "~/.nccl.conf"
 """In which NCCL looks for variables; NCCL_CONF_FILE names another for the user's."""
 HOSTNAME = "/proc/sys/kernel/hostname"
 COMMAND_SECONDS = 10
 """Twice what nvidia-smi may take to answer before Primus calls that a failure (smi latency > 5 s)."""
-PIECE_BYTES, MAX_PIECES = 1 << 16, 1024
+PIECE_BYTES = 1 << 16
+MAX_PIECES = 1024
 """Of a file that are read, in all 64 MiB (a log of NCCL): under /proc/sys the kernel refuses to be asked for megabytes
 at once."""
 CANNOT_RUN = 126
@@ -40,7 +43,8 @@ class CommandTimeout(Exception):  # noqa: N818
     """A program gave no answer in time."""
 
     def __init__(self, command: str, seconds: float) -> None:
-        self.command, self.seconds = command, seconds
+        self.command = command
+        self.seconds = seconds
         super().__init__(f"{command}: no answer in {seconds:g} s")
 
 
@@ -48,7 +52,8 @@ class Machine:
     """This machine, or with `root` a recorded one; what is asked of it is recorded to `record`."""
 
     def __init__(self, root: Path | None = None, record: Path | None = None) -> None:
-        self.root, self.record = root, record
+        self.root = root
+        self.record = record
         variables = {name: value for name, value in os.environ.items() if RECORDED_VARIABLES.fullmatch(name)}
         self.process_environment: Mapping[str, str] = (
             variables if root is None else _parse_variables(self.read(f"/{ENVIRONMENT_FILE}"))

@@ -51,7 +51,8 @@ from phalanx.spec.files.load import load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
-PAIR_BYTES, WARMUP_BYTES = 64 * 2**20, 2**20
+PAIR_BYTES = 64 * 2**20
+WARMUP_BYTES = 2**20
 """Sent each way between two ranks of a pair of nodes (Primus: 64 MB), and to learn how long that would take."""
 PAIR_SECONDS = 0.5
 """Of the slowest pair for one message: over slow networks these are smaller."""
@@ -62,13 +63,18 @@ ITERATIONS = 5
 
 def check_nodes(run: RunSpec, device: torch.device) -> list[DoctorFinding]:
     """What all ranks find together, on each of them. torch.distributed must be initialised."""
-    world_size, machine = dist.get_world_size(), Machine()
+    world_size = dist.get_world_size()
+    machine = Machine()
     hosts: list[str] = all_gather_objects(machine.host)
     is_host_reporter = dist.get_rank() == hosts.index(machine.host)  # one rank of a host speaks for it
     times: list[float] = _gather_clocks()
     before = error_counters.read_counters(machine) if is_host_reporter else {}
     benchmarks = benchmark_collectives(
-        run, build_mesh(run.layout, world_size, device.type), device, ITERATIONS, _extra_sizes(run.cluster)
+        run,
+        build_mesh(run.layout, world_size, device.type),
+        device,
+        iterations=ITERATIONS,
+        sweep=_extra_sizes(run.cluster),
     )
     speeds = measure_node_pairs(hosts, device)
     dist.barrier()
@@ -100,7 +106,8 @@ def _extra_sizes(cluster: ClusterSpec) -> list[int]:
 
 def achieved_bandwidth(benchmark: dict[str, Any], hosts: Sequence[str], cluster: ClusterSpec) -> list[CollectiveResult]:
     """Return what a benchmark of `benchmark_collectives` reached, by size: the better of in place and not."""
-    document, links = benchmark["nccl_tests"], expected_bus_bandwidth(benchmark, hosts, cluster)
+    document = benchmark["nccl_tests"]
+    links = expected_bus_bandwidth(benchmark, hosts, cluster)
     return [
         CollectiveResult(
             name=f"{benchmark['operation']} among {benchmark['among']}",
@@ -177,7 +184,8 @@ def _measure_exchanges(
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
-    send, receive = dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)
+    send = dist.P2POp(dist.isend, sent, partner)
+    receive = dist.P2POp(dist.irecv, received, partner)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
@@ -216,7 +224,8 @@ def main() -> None:
 
 def rank_main(args: argparse.Namespace) -> int:
     """Check on this rank; returns the exit code."""
-    rank, ranks = env_rank(), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = env_rank()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     args.out.mkdir(parents=True, exist_ok=True)
     hang_dumps.remove_dumps(args.out, rank)
     if rank == 0:  # what an earlier start left would be taken for this one's
@@ -226,7 +235,7 @@ def rank_main(args: argparse.Namespace) -> int:
         run = load_run(args.run, environment={})
         if ranks == 1:
             raise UserError(
-                "phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", "start several by torchrun"
+                "phalanx.doctor.multi_node_benchmark", ranks, "rank sends nothing", fix="start several by torchrun"
             )
         check_layout(run, ranks)  # before they wait for each other
         findings = check_nodes(
@@ -235,7 +244,7 @@ def rank_main(args: argparse.Namespace) -> int:
         if rank == 0:
             (args.out / COLLECTIVES_FILE).write_text(json.dumps([asdict(finding) for finding in findings], indent=1))
     except Exception as error:
-        write_failure(args.out, rank, 0, error)
+        write_failure(args.out, rank, 0, error=error)
         if LAUNCHER_PID_ENV not in os.environ:
             print(f"phalanx: {error}" if isinstance(error, UserError) else traceback.format_exc(), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

@@ -81,7 +81,7 @@ def write_reports(directory: Path, findings: Sequence[DoctorFinding], title: str
     others = [name for name in ("findings.md", FAILING_NODES_FILE) if (directory / name).exists()]
     if others and not (directory / "findings.json").exists():  # which comes first
         problem = f"holds a {others[0]} that phalanx did not write"
-        raise UserError("directory", str(directory), problem, "name another directory, or move the file")
+        raise UserError("directory", str(directory), problem, fix="name another directory, or move the file")
     listed = [asdict(finding) for finding in sort_by_severity(findings)]
     (directory / "findings.json").write_text(json.dumps(listed, indent=1) + "\n")
     (directory / "findings.md").write_text(to_markdown(findings, title))

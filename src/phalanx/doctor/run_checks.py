@@ -68,24 +68,25 @@ STUCK = CheckRule(
     "doctor.stuck",
     "whether a check ends",
     "FAIL",
-    "in time",
-    "s",
-    "ours: what hangs here hangs a run",
-    "find out why {device} hangs; a driver that does needs a reboot",
-    "cat /proc/PID/stack; dmesg | tail",
+    threshold="in time",
+    unit="s",
+    source="ours: what hangs here hangs a run",
+    remedy="find out why {device} hangs; a driver that does needs a reboot",
+    command="cat /proc/PID/stack; dmesg | tail",
 )
 UNREADABLE = CheckRule(
     "doctor.unreadable",
     "whether an answer can be understood",
     "WARN",
-    "yes",
-    "",
-    "ours",
-    "send a record of this machine (phalanx doctor --save-snapshot DIR) with a bug report",
-    "phalanx doctor --save-snapshot DIR",
+    threshold="yes",
+    unit="",
+    source="ours",
+    remedy="send a record of this machine (phalanx doctor --save-snapshot DIR) with a bug report",
+    command="phalanx doctor --save-snapshot DIR",
 )
 RULES = (STUCK, UNREADABLE)
-FACTS, MODULE = "facts", "phalanx.doctor.run_checks"
+FACTS = "facts"
+MODULE = "phalanx.doctor.run_checks"
 Check = Callable[[Machine, Expectations], list[DoctorFinding]]
 
 
@@ -105,7 +106,11 @@ def examine_node(
         facts = node_facts(machine) if with_facts else {}
     findings_with_host = tuple(replace(finding, host=finding.host or machine.host) for finding in findings)
     return NodeReport(
-        machine.host, clock_offset_seconds, facts, findings_with_host, job_nodes(machine) if with_facts else ()
+        machine.host,
+        clock_offset_seconds,
+        facts,
+        findings=findings_with_host,
+        job_nodes=job_nodes(machine) if with_facts else (),
     )
 
 
@@ -121,7 +126,20 @@ def run_check(module: object, machine: Machine, expected: Expectations) -> list[
     try:
         return check(machine, expected)
     except CheckSkipped as skipped:
-        return [DoctorFinding(name, "SKIP", "", "", str(skipped), "", "", "", "", "")]
+        return [
+            DoctorFinding(
+                name,
+                "SKIP",
+                "",
+                device="",
+                measured=str(skipped),
+                unit="",
+                threshold="",
+                source="",
+                remedy="",
+                command="",
+            )
+        ]
     except CommandTimeout as timeout:
         return [STUCK.violation(timeout.command, str(timeout))]
     except Exception as error:  # of what no parser has seen yet
@@ -171,7 +189,8 @@ def _child_result(name: str, child: TimedProcess | DoctorFinding, deadline: floa
 
 def main() -> None:
     """One check, or the facts, in a process of its own: its name, and what is expected."""
-    name, request = sys.argv[1], json.loads(sys.argv[2])
+    name = sys.argv[1]
+    request = json.loads(sys.argv[2])
     record = request.pop("record")
     machine = Machine(record=Path(record) if record else None)
     if name == FACTS:

@@ -49,7 +49,8 @@ FAILURE_GRACE_SECONDS = 3.0
 MONITOR_SECONDS = 0.05
 MIN_CONNECTED_SECONDS = 30.0
 """Who was so long in touch with the place where nodes meet had met others there."""
-COMMAND_KEY, COMMAND_TIMEOUT_SECONDS = "phalanx/words", 300
+COMMAND_KEY = "phalanx/words"
+COMMAND_TIMEOUT_SECONDS = 300
 """Where the first node says what all start, and how long that may take."""
 
 WorkerCommand = Callable[[int], Sequence[str]]
@@ -86,7 +87,9 @@ class ElasticAgent(LocalElasticAgent):
         rank_starter: RankStarter,
     ) -> None:
         super().__init__(spec, InheritedOutput())
-        self._worker_command, self._on_failure, self._num_nodes = worker_command, on_failure, num_nodes
+        self._worker_command = worker_command
+        self._on_failure = on_failure
+        self._num_nodes = num_nodes
         self._rank_starter = rank_starter
         self.failure_action = FailureAction.STOP
         self._oom_kills_at_start = 0
@@ -174,7 +177,8 @@ class ElasticAgent(LocalElasticAgent):
         for pid in self._pids():
             if _exit_status(pid) is None:
                 os.kill(pid, death_sig)
-        deadline, pids = time.monotonic() + STOP_SECONDS, self._pids()
+        deadline = time.monotonic() + STOP_SECONDS
+        pids = self._pids()
         while any(_exit_status(pid) is None for pid in pids) and time.monotonic() < deadline:
             if any(_exit_status(pid) == death_sig for pid in pids):
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_SECONDS)
@@ -225,7 +229,8 @@ def run_until_done(
     Raises UserError where nodes cannot meet, RendezvousError where they do not.
     """
     if rendezvous.max_nodes > 1:
-        nodes_text, timeout_text = plural(rendezvous.max_nodes, "node"), f"{rendezvous.join_seconds:g} s at most"
+        nodes_text = plural(rendezvous.max_nodes, "node")
+        timeout_text = f"{rendezvous.join_seconds:g} s at most"
         if rendezvous.min_nodes < rendezvous.max_nodes:
             nodes_text = f"{rendezvous.min_nodes} to {nodes_text}"
             timeout_text += f", and {rendezvous.last_call_seconds:g} s for more where {rendezvous.min_nodes} are enough"
@@ -236,25 +241,27 @@ def run_until_done(
         try:
             wait_for_host(rendezvous, deadline)
             with _quiet_torchelastic():
-                return _run_once(nproc, worker_command, on_failure, rendezvous, rank_starter or RankStarter())
+                return _run_once(
+                    nproc, worker_command, on_failure, rendezvous=rendezvous, rank_starter=rank_starter or RankStarter()
+                )
         except RendezvousTimeoutError:
             fix = "start the command on every node, with the same --rendezvous, or allow fewer: --nodes LEAST:MOST"
             problem = (
                 f"fewer than {plural(rendezvous.min_nodes, 'node', one='one')} came in {rendezvous.join_seconds:g} s"
             )
-            raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix) from None
+            raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
         except RendezvousClosedError:
             raise RunEndedByOtherNode("the run was ended by another node: see what was said there") from None
         except (RendezvousConnectionError, RendezvousStateError) as error:
             if rendezvous.is_host:
                 fix = "is another run there, or another node of this one on this machine? Give another port, or --nproc"
                 problem = f"nodes cannot meet here: {error.__cause__}"
-                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix) from None
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix=fix) from None
             if time.monotonic() - started_at > MIN_CONNECTED_SECONDS:  # that node may be about to start again
                 deadline = time.monotonic() + rendezvous.join_seconds
             elif time.monotonic() > deadline:
                 problem = f"nodes cannot meet there: {error}"
-                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, "give another port") from None
+                raise RendezvousError("--rendezvous", rendezvous.endpoint, problem, fix="give another port") from None
 
 
 def _run_once(
@@ -264,7 +271,8 @@ def _run_once(
     rendezvous: Rendezvous,
     rank_starter: RankStarter,
 ) -> bool:
-    handler, address = make_rendezvous_handler(rendezvous), local_address(rendezvous)
+    handler = make_rendezvous_handler(rendezvous)
+    address = local_address(rendezvous)
     if rendezvous is not SINGLE_NODE:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if name not in os.environ:
@@ -279,7 +287,7 @@ def _run_once(
         monitor_interval=MONITOR_SECONDS,
         local_addr=address,
     )
-    agent = ElasticAgent(spec, worker_command, on_failure, rendezvous.max_nodes, rank_starter)
+    agent = ElasticAgent(spec, worker_command, on_failure, num_nodes=rendezvous.max_nodes, rank_starter=rank_starter)
     result = agent.run()
     if agent.failure_action is not FailureAction.LEAVE:
         handler.shutdown()  # nobody can join any more

@@ -49,7 +49,7 @@ def as_user_error(error: BaseException, directory: Path) -> BaseException:
     if error.filename is None and not is_about_disk:  # no file: a process, or a socket
         return error
     field, path = ("file", error.filename) if error.filename else ("run directory", directory)
-    return StorageError(field, str(path), os.strerror(error.errno), STORAGE_FIXES[error.errno])
+    return StorageError(field, str(path), os.strerror(error.errno), fix=STORAGE_FIXES[error.errno])
 
 
 def report_and_exit_code(directory: Path, failures: Mapping[int, Any], kills: int) -> int:
@@ -116,7 +116,7 @@ def find_first_failure(
     first_exit = min(failures.items(), key=lambda item: float(item[1].timestamp))
     rank, code = killed[0] if killed else (first_exit[0], first_exit[1].exitcode)
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    reason = describe_kill(directory, rank, cause, kills)
+    reason = describe_kill(directory, rank, cause, oom_kills=kills)
     record = {"rank": rank, "time": time.time(), "reason": reason, "code": 2 if code == 2 else 1}
     if kills:
         record["out_of_memory"] = True

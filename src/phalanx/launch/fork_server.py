@@ -28,10 +28,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 """What is ignored of these is ignored by a process that is started, too, as of nohup."""
-MESSAGE_BYTES, MAX_FDS = 2**20, 64
+MESSAGE_BYTES = 2**20
+MAX_FDS = 64
 FIRST_FREE_FD = 512
 """File descriptors are moved out of the way of their targets to numbers from here on."""
 FIRST_STEP_MODULES = ("torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "numpy.random")
@@ -133,7 +135,8 @@ def _prepare_process(request: dict[str, Any], fds: list[int]) -> None:
     if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which OpenMP has read long ago
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.chdir(request["cwd"])
-    sys.path[0], tempfile.tempdir = request["cwd"], None
+    sys.path[0] = request["cwd"]
+    tempfile.tempdir = None
     for number in SIGNALS:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored_signals"] else default)
@@ -192,7 +195,8 @@ def _open_standard_streams() -> None:
 def set_process_title(argv: Sequence[str], name: str) -> None:
     """Have `ps` show a command line, as far as there is room, and `top` a name: as of a process started anew."""
     *_, arg_start, arg_end = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47]
-    start, room = int(arg_start), int(arg_end) - int(arg_start)
+    start = int(arg_start)
+    room = int(arg_end) - int(arg_start)
     text = b"\0".join(argument.encode() for argument in argv)[: room - 1]
     if start:
         ctypes.memmove(start, text.ljust(room, b"\0"), room)

@@ -57,7 +57,7 @@ def check_settings(run: RunSpec, world_size: int) -> None:
             "training.seq_len",
             run.training.seq_len,
             f"is longer than model.sliding_window = {window}, and Phalanx has no windowed attention",
-            f"use at most {window}",
+            fix=f"use at most {window}",
         )
     if run.recovery.in_memory_checkpoint_every:
         _check_copies(run, world_size)
@@ -76,14 +76,14 @@ def check_vocab_size(run: RunSpec, num_tokens: int) -> None:
         "model.vocab_size",
         run.model.vocab_size,
         f"is less than the tokenizer's {num_tokens} tokens",
-        f"set model.vocab_size = {num_tokens}{resizing}",
+        fix=f"set model.vocab_size = {num_tokens}{resizing}",
     )
 
 
 def _check_copies(run: RunSpec, world_size: int) -> None:
     def raise_error(problem: str) -> None:
         raise UserError(
-            "recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, "set it to 0"
+            "recovery.in_memory_checkpoint_every", run.recovery.in_memory_checkpoint_every, problem, fix="set it to 0"
         )
 
     if not hasattr(os, "memfd_create"):
@@ -104,17 +104,18 @@ def _check_offload(run: RunSpec, directory: str, world_size: int) -> None:
     path = Path(directory).expanduser()
     fix = "name a directory on a local disk"
     if not path.is_dir():
-        raise UserError("layout.offload_directory", directory, "is no directory on this machine", fix)
+        raise UserError("layout.offload_directory", directory, "is no directory on this machine", fix=fix)
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError("layout.offload_directory", directory, "cannot be written to", fix)
+        raise UserError("layout.offload_directory", directory, "cannot be written to", fix=fix)
     local_ranks = world_size / run.cluster.nodes
-    free, needed = shutil.disk_usage(path).free, local_ranks * disk_offload_bytes(run, world_size)
+    free = shutil.disk_usage(path).free
+    needed = local_ranks * disk_offload_bytes(run, world_size)
     if needed > free:
         raise UserError(
             "layout.offload_directory",
             directory,
             f"{needed / 1e9:.2f} GB of optimizer state rest there, and {free / 1e9:.2f} GB are free",
-            fix,
+            fix=fix,
         )
 
 
@@ -133,14 +134,14 @@ def check_memory(run: RunSpec, nproc: int, memory_bytes: int, device: str) -> No
         return
     from phalanx.plan.advice.oom import changed_settings
 
-    fitting = _fitting_run(run, memory_bytes, planned, device)
+    fitting = _fitting_run(run, memory_bytes, planned, device=device)
     options = " ".join(f"--set {setting}" for setting in changed_settings(run, fitting)) if fitting else ""
     ranks = f"{plural(nproc, 'rank')} on it" if device == "cpu" else "the fullest rank"
     raise LocalNodeError(
         "planned memory",
         format_gb_or_mb(planned),
         f"is more than the {format_gb_or_mb(memory_bytes)} of this {'machine' if device == 'cpu' else 'GPU'} ({ranks})",
-        f"{options or 'take a smaller model, or more machines'} (see phalanx advise oom), or --force to try",
+        fix=f"{options or 'take a smaller model, or more machines'} (see phalanx advise oom), or --force to try",
     )
 
 
@@ -209,7 +210,7 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             "output_dir",
             str(existing),
             "is not a directory that can be written to",
-            "set output_dir to another directory",
+            fix="set output_dir to another directory",
         )
     check_claimable(directory)
     saved = checkpoints(directory / CHECKPOINTS_DIR)
@@ -222,16 +223,17 @@ def _check_directory(run: RunSpec, resume: bool) -> None:
             "name",
             run.name,
             f"{directory} holds a run already",
-            "add --resume to continue it, or choose another with --set name=...",
+            fix="add --resume to continue it, or choose another with --set name=...",
         )
-    needed, free = checkpoint_space_needed_bytes(run, len(saved)), shutil.disk_usage(existing).free
+    needed = checkpoint_space_needed_bytes(run, len(saved))
+    free = shutil.disk_usage(existing).free
     if needed > free:
         lower = "lower checkpoint.keep, " if run.checkpoint.keep > 1 else ""
         raise UserError(
             "checkpoint.keep",
             run.checkpoint.keep,
             f"needs {format_gb_or_mb(needed)} for checkpoints, and {existing} has {format_gb_or_mb(free)} free",
-            f"free space, {lower}or set output_dir to another disk",
+            fix=f"free space, {lower}or set output_dir to another disk",
         )
 
 

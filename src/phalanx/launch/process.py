@@ -47,7 +47,7 @@ def select_device(run: RunSpec) -> str:
         set_gpu_environment()
     if requested == "cuda" and not torch.cuda.is_available():
         raise LocalNodeError(
-            "cluster.device", "cuda", "PyTorch sees no GPU here", 'set cluster.device = "cpu" or "auto"'
+            "cluster.device", "cuda", "PyTorch sees no GPU here", fix='set cluster.device = "cpu" or "auto"'
         )
     return "cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu"
 
@@ -61,7 +61,7 @@ def select_nproc(run: RunSpec, requested: int | None = None) -> int:
     nproc = requested or run.cluster.nproc_per_node or max(1, gpus)
     if gpus and nproc > gpus:
         raise LocalNodeError(
-            "--nproc", nproc, f"this machine has {gpus} GPUs", f'use at most {gpus}, or cluster.device = "cpu"'
+            "--nproc", nproc, f"this machine has {gpus} GPUs", fix=f'use at most {gpus}, or cluster.device = "cpu"'
         )
     return nproc
 
@@ -193,5 +193,6 @@ def enable_flight_recorder() -> None:
     os.environ.setdefault(BUFFER_VARIABLE, str(MAX_RECORDED_COLLECTIVES))
 
 
-BUFFER_VARIABLE, MAX_RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 2000
+BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+MAX_RECORDED_COLLECTIVES = 2000
 """Collectives that a rank remembers."""

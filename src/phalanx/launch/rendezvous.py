@@ -20,7 +20,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from phalanx.spec.errors import LocalNodeError, UserError
 
-KEEP_ALIVE_SECONDS, KEEP_ALIVE_ATTEMPTS = 2, 5
+KEEP_ALIVE_SECONDS = 2
+KEEP_ALIVE_ATTEMPTS = 5
 """Of nodes to the place where they meet; one that is silent for all of them is gone."""
 RETRY_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
@@ -58,7 +59,7 @@ class Rendezvous:
         return True
 
 
-SINGLE_NODE = Rendezvous("", "localhost", 0, 1, 1, join_seconds=60, last_call_seconds=1)
+SINGLE_NODE = Rendezvous("", "localhost", 0, min_nodes=1, max_nodes=1, join_seconds=60, last_call_seconds=1)
 """A node by itself."""
 
 
@@ -77,10 +78,10 @@ def wait_for_host(rendezvous: Rendezvous, deadline: float) -> None:
         if time.monotonic() > deadline:
             if reached:
                 problem = "what answers there is no place where nodes meet"
-                raise UserError("--rendezvous", rendezvous.endpoint, problem, "give another port")
+                raise UserError("--rendezvous", rendezvous.endpoint, problem, fix="give another port")
             fix = "start the command there too, and check that this port can be reached"
             raise RendezvousError(
-                "--rendezvous", rendezvous.endpoint, f"nobody answered in {rendezvous.join_seconds:g} s", fix
+                "--rendezvous", rendezvous.endpoint, f"nobody answered in {rendezvous.join_seconds:g} s", fix=fix
             )
         time.sleep(RETRY_SECONDS)
 
@@ -146,4 +147,4 @@ def interface_of(address: str) -> str:
                 reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(reply[20:24]) == address:
                     return name
-    raise UserError("--rendezvous", address, "belongs to no network interface here", "set GLOO_SOCKET_IFNAME")
+    raise UserError("--rendezvous", address, "belongs to no network interface here", fix="set GLOO_SOCKET_IFNAME")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 SLOTS_ENV = "PHALANX_COPIES"
 """Names to ranks the launcher's process, and its memory: four places of each of its ranks, one rank after the other."""
-LOCAL_SLOTS, NEIGHBOR_SLOTS = (0, 1), (2, 3)
+LOCAL_SLOTS = (0, 1)
+NEIGHBOR_SLOTS = (2, 3)
 """Two places of each kind, in turn: while one is written the other is whole."""
 HEADER = struct.Struct("<qqq")
 """The step, -1 while the copy is not whole; the rank whose state it is; and the length of what describes it."""

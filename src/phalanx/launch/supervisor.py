@@ -70,7 +70,8 @@ def supervise_training(
     set_worker_environment(nproc)
     if run.recovery.in_memory_checkpoint_every:
         allocate_slots(nproc)
-    planned_ranks, num_events = nproc * rendezvous.max_nodes, len(read_events(directory))
+    planned_ranks = nproc * rendezvous.max_nodes
+    num_events = len(read_events(directory))
     policy = FailurePolicy(directory, run.recovery, rendezvous)
 
     def worker_command(ranks: int) -> Sequence[str]:
@@ -84,7 +85,9 @@ def supervise_training(
     rank_starter = RankStarter(warm_process)
     try:
         with stop_signals_as_exit():
-            while not run_until_done(nproc, worker_command, policy.decide, rendezvous, rank_starter):
+            while not run_until_done(
+                nproc, worker_command, policy.decide, rendezvous=rendezvous, rank_starter=rank_starter
+            ):
                 fewer_ranks = policy.drop_failing_rank(nproc, choose_layout) if rendezvous is SINGLE_NODE else None
                 if fewer_ranks is None:
                     if policy.code not in (2, EXIT_STOPPED):
@@ -136,7 +139,8 @@ class FailurePolicy:
     """
 
     def __init__(self, directory: Path, spec: RecoverySpec, rendezvous: Rendezvous) -> None:
-        self.directory, self.restart_limit = directory, spec.max_restarts
+        self.directory = directory
+        self.restart_limit = spec.max_restarts
         self.has_memory_copies = spec.in_memory_checkpoint_every > 0
         self.nodes = rendezvous.max_nodes
         self.is_essential = rendezvous.max_nodes == 1 or rendezvous.is_host
@@ -167,7 +171,7 @@ class FailurePolicy:
             # Where one was told to stop, or has come, others go on.
             return FailureAction.STOP if self.nodes == 1 else FailureAction.RESTART
         records = self.new_failure_records()
-        first_failure = find_first_failure(self.directory, failures, kills, records)
+        first_failure = find_first_failure(self.directory, failures, kills, records=records)
         self._seen_failures.add(_failure_id(first_failure))  # of one without a word it was written down just now
         saved = checkpoints(self.directory / CHECKPOINTS_DIR)
         start_steps = [event["step"] for event in read_events(self.directory) if event["what"] == STARTED]
@@ -264,7 +268,9 @@ class FailurePolicy:
         else:
             return None
         hide_gpu(failing_rank)
-        self.last_drop_step, self.consecutive_failures, self.suspect_ranks = self.last_step_reached, 0, set()
+        self.last_drop_step = self.last_step_reached
+        self.consecutive_failures = 0
+        self.suspect_ranks = set()
         append_event(self.directory, RANK_DROPPED, rank=failing_rank)
         print(
             f"phalanx: going on without rank {failing_rank}, which failed again and again: with {ranks} of {nproc}",

@@ -27,11 +27,13 @@ PR_SET_CHILD_SUBREAPER = 36
 SERVER = "phalanx.launch.fork_server"
 TITLE_BYTES = 4000
 """Room for the command line of a forked process, as `ps` shows it."""
-IMPORT_SECONDS, FORK_SECONDS = 120.0, 10.0
+IMPORT_SECONDS = 120.0
+FORK_SECONDS = 10.0
 """A warm process that has not imported, or not forked, in this time is given up."""
 RANK_MODULES = ("phalanx.train.worker", "phalanx.train.standby")
 """What `python -m phalanx.train` imports."""
-RANK_NAME, RANK_VARIABLE = re.compile(r"rank (\d+)\n"), re.compile(r"(?:^|\0)RANK=(\d+)\0")
+RANK_NAME = re.compile(r"rank (\d+)\n")
+RANK_VARIABLE = re.compile(r"(?:^|\0)RANK=(\d+)\0")
 """By which a rank's process is known: its name, if it was forked from a warm process, or its first environment."""
 
 # Without the first, restarted gloo ranks find stale addresses. The next two keep freed memory in the process: a step
@@ -121,7 +123,8 @@ class ForkedProcess(subprocess.Popen[Any]):
 
         Raises WarmProcessError if the warm process cannot fork.
         """
-        self._warm_process, self._name = warm_process, name
+        self._warm_process = warm_process
+        self._name = name
         super().__init__(args, **options)
 
     def _execute_child(  # type: ignore[no-untyped-def]
@@ -165,7 +168,8 @@ class ForkedProcess(subprocess.Popen[Any]):
             self.pid = self._warm_process.fork(request, [*standard, *pass_fds])
             self._child_created = True
         finally:
-            self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+            pipe_fds = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+            self._close_pipe_fds(*pipe_fds)  # type: ignore[attr-defined]
 
 
 def start_warm_process(modules: Sequence[str] = RANK_MODULES) -> WarmProcess | None:

@@ -52,7 +52,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.qk_norm = spec.qk_norm
-        query, value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        query = spec.num_heads * spec.head_dim
+        value = spec.num_kv_heads * spec.head_dim
         self.wq = nn.Linear(spec.hidden_size, query, bias=spec.bias)
         self.wk = nn.Linear(spec.hidden_size, value, bias=spec.bias)
         self.wv = nn.Linear(spec.hidden_size, value, bias=spec.bias)
@@ -66,12 +67,14 @@ class Attention(nn.Module):
         q, k, v = self.project_in(x_BTD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BTHK, k_BTHK, v_BTHK = self._split_heads(q), self._split_heads(k), self._split_heads(v)
+        q_BTHK = self._split_heads(q)
+        k_BTHK = self._split_heads(k)
+        v_BTHK = self._split_heads(v)
         if self.qk_norm == "head":
             q_BTHK, k_BTHK = self.q_norm(q_BTHK), self.k_norm(k_BTHK)
         if rotary is not None:
             q_BTHK, k_BTHK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTHK, rotary)
-        return self.project_out(self.attend(q_BTHK, k_BTHK, v_BTHK, mask).flatten(2))
+        return self.project_out(self.attend(q_BTHK, k_BTHK, v_BTHK, mask=mask).flatten(2))
 
     def project_in(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, their heads side by side."""
@@ -87,7 +90,7 @@ class Attention(nn.Module):
         `attention_mask`; None: all of its row."""
         q_BTHK, k_BTHK = q_BTHK.to(v_BTHK.dtype), k_BTHK.to(v_BTHK.dtype)  # norms may have lifted them to fp32
         if mask is not None and mask.ndim == 1:
-            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, mask)
+            return attend_within_documents(q_BTHK, k_BTHK, v_BTHK, bounds=mask)
         grouped = q_BTHK.shape[2] != k_BTHK.shape[2]
         if grouped and mask is not None and v_BTHK.device.type not in GQA_MASK_DEVICES:
             k_BTHK, v_BTHK = (x.repeat_interleave(q_BTHK.shape[2] // x.shape[2], dim=2) for x in (k_BTHK, v_BTHK))

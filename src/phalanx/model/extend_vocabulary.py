@@ -22,8 +22,8 @@ def extend_vocabulary(weights: Weights, source_vocab: int, vocab: int) -> Weight
         vocab >= source_vocab,
         "model.vocab_size",
         vocab,
-        f"is less than the {source_vocab} tokens of model.from_hf",
-        f"set it to {source_vocab} or more, or remove it",
+        problem=f"is less than the {source_vocab} tokens of model.from_hf",
+        fix=f"set it to {source_vocab} or more, or remove it",
     )
     if vocab == source_vocab:
         return weights

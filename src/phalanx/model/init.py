@@ -28,11 +28,11 @@ class DrawnWeights:
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         """Return a whole parameter."""
-        return initial_weight(self.spec, name, shape, self.seed)
+        return initial_weight(self.spec, name, shape, seed=self.seed)
 
     def draw(self, name: str, shape: torch.Size, rows: range) -> Tensor:
         """Return a parameter of which only some rows are wanted: see `initial_weight`."""
-        return initial_weight(self.spec, name, shape, self.seed, rows)
+        return initial_weight(self.spec, name, shape, seed=self.seed, rows=rows)
 
 
 def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, rows: range | None = None) -> Tensor:

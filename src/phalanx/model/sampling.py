@@ -32,7 +32,7 @@ def stream_tokens(
         seen_T = tokens_T if context is None else tokens_T[-context:]
         with torch.no_grad():
             logits_1TV, _ = model(seen_T[None])
-        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator)
+        token = sample_token(logits_1TV[0, -1, :vocab].float().to(device), temperature, top_k, generator=generator)
         tokens_T = torch.cat((tokens_T, tokens_T.new_tensor([token])))
         yield token
 
@@ -63,7 +63,12 @@ def generate(
     The other arguments are those of `stream_tokens`. Exactly `count` forward passes are made whatever is drawn, so that
     ranks which share a sharded model stay in step.
     """
-    new_tokens = list(islice(stream_tokens(model, tokens_T, temperature, top_k, generator, context, vocab), count))
+    new_tokens = list(
+        islice(
+            stream_tokens(model, tokens_T, temperature, top_k=top_k, generator=generator, context=context, vocab=vocab),
+            count,
+        )
+    )
     if eos_id in new_tokens:
         stop = new_tokens.index(eos_id)
         new_tokens[stop:] = [eos_id] * (count - stop)

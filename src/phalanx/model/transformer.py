@@ -34,7 +34,8 @@ class Block(nn.Module):
         if isinstance(self.mlp, MoE):
             out, auxiliary = self.mlp(self.mlp_norm(x_BTD))
         else:
-            out, auxiliary = self.mlp(self.mlp_norm(x_BTD)), x_BTD.new_zeros(())
+            out = self.mlp(self.mlp_norm(x_BTD))
+            auxiliary = x_BTD.new_zeros(())
         return x_BTD + out, auxiliary
 
 
@@ -77,7 +78,7 @@ class Transformer(nn.Module):
             dtype = torch.float64 if x_BTD.dtype == torch.float64 else torch.float32
             row_positions_T = self.local_positions(x_BTD)
             table = rotary_table(
-                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype
+                self.spec.rope, self.spec.head_dim, positions_in_document(row_positions_T, documents), dtype=dtype
             )
         auxiliary = x_BTD.new_zeros(())
         for block in blocks:

@@ -29,36 +29,41 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
             not spec.upcycle_reinit_fraction,
             "model.upcycle_reinit_fraction",
             spec.upcycle_reinit_fraction,
-            "has no meaning: model.from_hf has experts",
-            fix,
+            problem="has no meaning: model.from_hf has experts",
+            fix=fix,
         )
         return weights
     require(
         moe.expert_ffn_size == source.ffn_hidden_size,
         "model.moe.expert_ffn_size",
         moe.expert_ffn_size,
-        (
+        problem=(
             "is not the width of the MLP that experts begin as "
             f"(model.ffn_hidden_size = {source.ffn_hidden_size} in model.from_hf)"
         ),
-        f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
+        fix=f"set model.moe.expert_ffn_size = {source.ffn_hidden_size}",
     )
     require(
         not moe.num_shared_experts,
         "model.moe.num_shared_experts",
         moe.num_shared_experts,
-        "would add the MLP that the other experts begin as once more",
-        "set it to 0, or start from a model with experts",
+        problem="would add the MLP that the other experts begin as once more",
+        fix="set it to 0, or start from a model with experts",
     )
 
     def upcycled_weight(name: str, shape: torch.Size) -> Tensor:
         layer, stacked, kind = name.partition(".experts.")
         if stacked:
             return replicate_mlp(
-                weights(f"{layer}.{kind}.weight", shape[1:]), shape[0], spec.upcycle_reinit_fraction, seed, layer, kind
+                weights(f"{layer}.{kind}.weight", shape[1:]),
+                shape[0],
+                spec.upcycle_reinit_fraction,
+                seed=seed,
+                layer=layer,
+                kind=kind,
             )
         if name.endswith(".router.gate.weight"):
-            return initial_weight(spec, name, shape, seed)
+            return initial_weight(spec, name, shape, seed=seed)
         return weights("embedding.weight" if name == "head.weight" and source.tie_embeddings else name, shape)
 
     return upcycled_weight

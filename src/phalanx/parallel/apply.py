@@ -81,24 +81,29 @@ def apply_layout(
     """
     if spec.moe is None or (trained_experts is not None and len(trained_experts.experts) == spec.moe.num_experts):
         trained_experts = None
-    sharded = _build_sharded_module(spec, layout, mesh, precision, layers, trained_experts)
+    sharded = _build_sharded_module(
+        spec, layout, mesh, precision=precision, layers=layers, trained_experts=trained_experts
+    )
     module = sharded.module
-    groups = _apply_model_parallelism(sharded, spec, layout, mesh, device)
+    groups = _apply_model_parallelism(sharded, spec, layout, mesh=mesh, device=device)
     apply_activation_checkpointing(module, layout.activation_checkpointing, saves_counts=layout.ep > 1)
     blocks = list(module.blocks.children())
     if compile:
         for block in blocks:
             block.compile()
-    strategy = _apply_data_parallelism(module, layout, mesh, device, blocks, precision, sharded.sharding)
+    strategy = _apply_data_parallelism(
+        module, layout, mesh, device=device, blocks=blocks, precision=precision, model_sharding=sharded.sharding
+    )
     if compile and device.type == "cuda":  # one kernel in place of fp32 copies of the largest tensor of all
         strategy.loss_of_logits = torch.compile(cross_entropy)
-    strategy.shared, strategy.tensor = sharded.sharding, groups.tensor
+    strategy.shared = sharded.sharding
+    strategy.tensor = groups.tensor
     _count_exposed_communication(strategy, groups)
     if isinstance(module, StageModule):
-        strategy = build_pipeline(strategy, module, layout, mesh, precision, device)
+        strategy = build_pipeline(strategy, module, layout, mesh=mesh, precision=precision, device=device)
     # Ranks that share sequences each count all of one, routers that are asked again in the backward pass twice.
     strategy.router_count_multiplicity = layout.cp * (2 if layout.activation_checkpointing == "full" else 1)
-    _init_weights(strategy, spec, weights, trained_experts)
+    _init_weights(strategy, spec, weights, trained_experts=trained_experts)
     return strategy
 
 
@@ -132,7 +137,7 @@ def _build_sharded_module(
 ) -> _ShardedModule:
     """Build this rank's stages, shards and experts on the meta device (steps 1 and 2)."""
     with torch.device("meta"):
-        module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers)
+        module = Transformer(spec) if layout.pp == 1 else build_stage_module(spec, layout, mesh, layers=layers)
         module.to(PARAMETER_DTYPES[precision])
         sharding = ModelSharding(spec, layout, mesh) if layout.tp * layout.ep > 1 else None
         if sharding is not None:
@@ -144,7 +149,7 @@ def _build_sharded_module(
                 module,
                 trained_experts,
                 experts_per_rank[mesh.ep_mesh["ep"].get_local_rank() if mesh.ep_mesh else 0],
-                sharding,
+                sharding=sharding,
             )
     return _ShardedModule(module, sharding, experts_per_rank)
 
@@ -153,11 +158,14 @@ def _apply_model_parallelism(
     sharded: _ShardedModule, spec: ModelSpec, layout: Layout, mesh: Mesh, device: torch.device
 ) -> _ModelParallelGroups:
     """Apply tensor, expert and context parallelism, in this order (step 2)."""
-    module, experts_per_rank = sharded.module, sharded.experts_per_rank
+    module = sharded.module
+    experts_per_rank = sharded.experts_per_rank
     tensor = experts = None
     if mesh.tp_group is not None:
         deferred_grads = module.deferred_weight_grads if isinstance(module, StageModule) else DeferredWeightGrads()
-        tensor = TensorParallelGroup(mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads)
+        tensor = TensorParallelGroup(
+            mesh.tp_group, layout.sequence_parallel, spec.vocab_size, deferred_grads=deferred_grads
+        )
         apply_tensor_parallel(
             module, tensor, unsharded_experts=layout.ep > 1, sharded_heads=layout.tp_attention == "split"
         )
@@ -210,13 +218,14 @@ def distribute(
     Raises UserError for what a layout cannot hold, and for what is done to Phalanx's transformer only.
     """
     for field in (*MODEL_PARALLEL_AXES, "activation_checkpointing"):
-        value, default = getattr(layout, field), Layout.model_fields[field].default
+        value = getattr(layout, field)
+        default = Layout.model_fields[field].default
         if value != default:
             problem = (
                 f"is for Phalanx's own transformer: distribute() applies data parallelism to {type(module).__name__}"
             )
-            raise UserError(f"layout.{field}", value, problem, f"leave it at {default!r}, and do it in the module")
-    return _apply_data_parallelism(module, layout, mesh, device, blocks, precision)
+            raise UserError(f"layout.{field}", value, problem, fix=f"leave it at {default!r}, and do it in the module")
+    return _apply_data_parallelism(module, layout, mesh, device=device, blocks=blocks, precision=precision)
 
 
 def _apply_data_parallelism(
@@ -240,12 +249,12 @@ def _apply_data_parallelism(
             module,
             blocks,
             layout,
-            shards,
-            compute_dtype,
-            offload,
-            mesh.dp_group,
-            expert_parameters,
-            mesh.expert_dp_mesh,
+            mesh=shards,
+            compute_dtype=compute_dtype,
+            offload=offload,
+            group=mesh.dp_group,
+            expert_parameters=expert_parameters,
+            expert_mesh=mesh.expert_dp_mesh,
         )
         materialize(module, device, parameters_on=torch.device("cpu") if offload else device)
         return sharded
@@ -256,19 +265,21 @@ def _apply_data_parallelism(
             module,
             stage,
             shards,
-            device,
-            compute_dtype,
-            offload,
-            expert_parameters,
-            mesh.expert_dp_mesh,
-            model_sharding,
+            device=device,
+            compute_dtype=compute_dtype,
+            offload=offload,
+            expert_parameters=expert_parameters,
+            expert_mesh=mesh.expert_dp_mesh,
+            model_sharding=model_sharding,
         )
     if layout.data_parallel == "parameter_server":
         return build_parameter_server(module, layout, device)
     materialize(module, device)
     if mesh.dp_group is None:
         return Strategy(module)
-    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, expert_parameters)
+    return (DDP if layout.pp == 1 else OverlappingReplica)(
+        module, layout, mesh.dp_group, excluded_names=expert_parameters
+    )
 
 
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
@@ -291,12 +302,12 @@ def build_pipeline(
         inner,
         stage_module,
         representative,
-        partial(layout_schedule, layout),
-        mesh.pipeline_groups,
-        mesh.loss_group,
-        context,
-        like,
-        layout.cp,
+        make_schedule=partial(layout_schedule, layout),
+        groups=mesh.pipeline_groups,
+        world_group=mesh.loss_group,
+        forward_context=context,
+        like=like,
+        cp_size=layout.cp,
     )
 
 

@@ -37,19 +37,22 @@ class ContextParallelGroup:
 
     def __init__(self, group: dist.ProcessGroup, kind: str) -> None:
         """`kind`: ring or ulysses."""
-        self.group, self.kind = group, kind
-        self.size, self.rank = group.size(), group.rank()
+        self.group = group
+        self.kind = kind
+        self.size = group.size()
+        self.rank = group.rank()
         self.exposed = WaitTimer()
 
     def local_token_indices(self, tokens: int, device: torch.device) -> Tensor:
         """Which of a row's `tokens` are this rank's, [t]."""
-        return local_token_indices(tokens, self.size, self.rank, self.kind, device)
+        return local_token_indices(tokens, self.size, self.rank, kind=self.kind, device=device)
 
     def send_to_next(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Start to send `tensor` to the next rank and to receive one of its shape from the previous rank. Returns the
         receive buffer, and a function that waits for both transfers."""
         received = torch.empty_like(tensor)
-        destination, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        destination = (self.rank + 1) % self.size
+        source = (self.rank - 1) % self.size
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, group=self.group, group_peer=destination),
@@ -166,32 +169,37 @@ class _RingAttention(torch.autograd.Function):
             source = (ranks.rank - step) % ranks.size
             next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
             query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _block_mask(ranks, source, starts_BT, query_slice, key_slice)
+            mask = _block_mask(ranks, source, starts_BT, query_slice=query_slice, key_slice=key_slice)
             k, v = kv[:, :, :, key_slice].unbind()
-            partial_out, partial_lse = attention_with_lse(q[:, :, query_slice], k, v, step == 0, mask)
-            _merge_partial_attention(out[:, :, query_slice], lse[:, :, query_slice], partial_out, partial_lse)
+            partial_out, partial_lse = attention_with_lse(q[:, :, query_slice], k, v, causal=step == 0, mask=mask)
+            _merge_partial_attention(
+                out[:, :, query_slice], lse[:, :, query_slice], partial_out, partial_lse=partial_lse
+            )
             wait_next_kv()
             kv = next_kv
-        ctx.starts, ctx.ranks = starts_BT, ranks
+        ctx.starts = starts_BT
+        ctx.ranks = ranks
         out = out.to(q.dtype)
         ctx.save_for_backward(q, local_kv, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        (q, kv, out, lse), ranks = ctx.saved_tensors, ctx.ranks
+        (q, kv, out, lse) = ctx.saved_tensors
+        ranks = ctx.ranks
         gradient = gradient.contiguous()
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         # Gradients of keys and values travel with them, and are home one step later.
-        grad_kv, wait_grad_kv = torch.zeros_like(kv, dtype=lse.dtype), lambda: None
+        grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
+        wait_grad_kv: Callable[[], None] = lambda: None  # noqa: E731
         for step in range(ranks.size):
             source = (ranks.rank - step) % ranks.size
             next_kv, wait_next_kv = ranks.send_to_next(kv) if step + 1 < ranks.size else (kv, lambda: None)
             query_slice, key_slice = visible_blocks(ranks.rank, source, q.shape[2])
-            mask = _block_mask(ranks, source, ctx.starts, query_slice, key_slice)
+            mask = _block_mask(ranks, source, ctx.starts, query_slice=query_slice, key_slice=key_slice)
             k, v = kv[:, :, :, key_slice].unbind()
             g, local_q, o, local_lse = (x[:, :, query_slice] for x in (gradient, q, out, lse))
-            grads = attention_backward(g, local_q, k, v, o, local_lse, step == 0, mask)
+            grads = attention_backward(g, local_q, k, v=v, out=o, lse=local_lse, causal=step == 0, mask=mask)
             wait_grad_kv()
             grad_q[:, :, query_slice] += grads[0]
             grad_kv[0][:, :, key_slice] += grads[1]
@@ -207,7 +215,8 @@ class _RingAttention(torch.autograd.Function):
 def visible_blocks(rank: int, source: int, tokens: int) -> tuple[slice, slice]:
     """Which of a rank's tokens see which of another's, where each has a piece from the front and one from the back: of
     ranks before it all see the front piece, of ranks behind it the back piece sees all."""
-    all_tokens, half = slice(0, tokens), tokens // 2
+    all_tokens = slice(0, tokens)
+    half = tokens // 2
     if source < rank:
         return all_tokens, slice(0, half)
     return (all_tokens if source == rank else slice(half, tokens)), all_tokens
@@ -221,7 +230,7 @@ def _block_mask(
         return None
     tokens = starts_BT.shape[1]
     query = ranks.local_token_indices(tokens, starts_BT.device)[query_slice]
-    key = local_token_indices(tokens, ranks.size, source, "ring", starts_BT.device)[key_slice]
+    key = local_token_indices(tokens, ranks.size, source, kind="ring", device=starts_BT.device)[key_slice]
     same_document = starts_BT[:, None, query, None] == starts_BT[:, None, None, key]
     return same_document & (query[:, None] >= key)
 
@@ -240,7 +249,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tens
     elif mask is None and has_flash_kernel(q.device, q.dtype, q.shape[-1]):
         out, lse, *_ = CUDA_ATTENTION(q, k, v, 0.0, causal)
     else:
-        scores = _attention_scores(q, k, causal, mask)
+        scores = _attention_scores(q, k, causal, mask=mask)
         lse = scores.logsumexp(-1)
         out = (scores - lse[..., None]).exp().nan_to_num().to(v.dtype) @ _repeat_kv_heads(v, q)
     if mask is not None:  # who sees none of these keys
@@ -268,10 +277,11 @@ def attention_backward(
                 *operands, None, None, q.shape[2], k.shape[2], 0.0, causal, dropout_state, dropout_state
             ),
         )
-    probs = (_attention_scores(q, k, causal, mask) - lse[..., None]).exp()
+    probs = (_attention_scores(q, k, causal, mask=mask) - lse[..., None]).exp()
     grad_probs = gradient @ _repeat_kv_heads(v, q).mT
     grad_scores = probs * (grad_probs - (gradient * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    grad_k, grad_v = grad_scores.mT.to(q.dtype) @ q, probs.mT.to(q.dtype) @ gradient
+    grad_k = grad_scores.mT.to(q.dtype) @ q
+    grad_v = probs.mT.to(q.dtype) @ gradient
     shape = (k.shape[1], -1)
     return (
         grad_scores.to(q.dtype) @ _repeat_kv_heads(k, q),

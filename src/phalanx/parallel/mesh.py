@@ -110,7 +110,7 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
     sizes = parallel_dims(layout, world_size)
     data = sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     if world_size == 1 or sizes.servers:  # what servers and their workers send has no axes
-        return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data)
+        return Mesh(sizes, dist.get_rank() if world_size > 1 else 0, None, data_dims=data)
     # dp_replicate, dp_shard, pp, cp, tp, and then cp beside the data-parallel axis that it belongs to
     ranks = torch.arange(world_size).view([getattr(sizes, axis) for axis in sizes.axes])
     ranks = ranks.permute([sizes.axes.index(axis) for axis in AXES])
@@ -142,7 +142,15 @@ def build_mesh(layout: Layout, world_size: int, device_type: str) -> Mesh:
         experts = expert_mesh[tuple(axis for axis in expert_sizes if axis != "stages")]
     pipelines = ranks.movedim(2, -1).reshape(-1, sizes.pp).tolist()
     backward_group = new_pipeline_group(pipelines) if sizes.pp > 1 and _needs_gpu_groups(device_type) else None
-    return Mesh(sizes, dist.get_rank(), device_mesh, data, context, experts, backward_group)
+    return Mesh(
+        sizes,
+        dist.get_rank(),
+        device_mesh,
+        data_dims=data,
+        cp_mesh=context,
+        ep_mesh=experts,
+        backward_p2p_group=backward_group,
+    )
 
 
 def make_device_mesh(device_type: str, rank_grid: Tensor, axes: tuple[str, ...]) -> DeviceMesh:

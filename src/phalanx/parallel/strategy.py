@@ -77,7 +77,8 @@ class Strategy:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         """`group` are the ranks that read different data for the same model."""
-        self.module, self.group = module, group
+        self.module = module
+        self.group = group
         self.model: nn.Module = module
         """What to call for a forward pass."""
         self.trainable_parameters: dict[str, nn.Parameter] = dict(named_parameters(module))

@@ -51,7 +51,8 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
 
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
     """
-    memory, shared = rank_memory(run, world_size), uses_model_parallelism(run.layout)
+    memory = rank_memory(run, world_size)
+    shared = uses_model_parallelism(run.layout)
     traffic = traffic_by_role(run, world_size)
     rows = []
     for role, predicted in memory.items():
@@ -61,14 +62,14 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
         for part in WORKING if shared else PARTS:
             when = "held_bytes" if part in STATE else "peak_bytes"
             got = max(rank[when].get(part, 0) for rank in ranks)
-            rows.append(Comparison(role, part, "B", getattr(predicted, part), got))
+            rows.append(Comparison(role, part, "B", predicted=getattr(predicted, part), measured=got))
         peak_bytes = max(rank["peak_bytes"]["total"] for rank in ranks)
-        rows.append(Comparison(role, TOTAL, "B", predicted.total, peak_bytes))
+        rows.append(Comparison(role, TOTAL, "B", predicted=predicted.total, measured=peak_bytes))
         # PowerSGD sends from callbacks of other threads, where nothing is recorded.
         sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
             got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
-            rows.append(Comparison(role, operation, "B", round(size), round(got)))
+            rows.append(Comparison(role, operation, "B", predicted=round(size), measured=round(got)))
     return rows
 
 

@@ -52,10 +52,13 @@ def estimate_training_cost(
     if tokens is None and run.training.seconds is not None:
         tokens = run.training.seconds * option.tokens_per_second
     tokens = tokens or run.training.steps * run.training.tokens_per_step
-    rate, (saved, write) = failure_rate(run), _checkpoint_cost(run)
-    availability = reliability(rate, world_size, write, cluster.restart_seconds) if write else None
+    rate = failure_rate(run)
+    (saved, write) = _checkpoint_cost(run)
+    availability = reliability(rate, world_size, write, restart_seconds=cluster.restart_seconds) if write else None
     days = days_to(tokens, option.tokens_per_second, availability.goodput if availability else 1.0)
-    hours, watts, mtbf = 24 * days, cluster.watts_per_device, mtbf_seconds(rate, world_size)
+    hours = 24 * days
+    watts = cluster.watts_per_device
+    mtbf = mtbf_seconds(rate, world_size)
     return TrainingCost(
         tokens=tokens,
         days=days,
@@ -67,7 +70,7 @@ def estimate_training_cost(
         daly_interval_seconds=daly_interval_seconds(write, mtbf) if write else None,
         goodput=availability.goodput if availability else None,
         kwh=energy_kwh(watts, world_size, hours) if watts else None,
-        electricity=energy_cost(watts, world_size, hours, cluster.price_per_kwh)
+        electricity=energy_cost(watts, world_size, hours, price_per_kwh=cluster.price_per_kwh)
         if watts and cluster.price_per_kwh
         else None,
         rent=rental_cost(world_size, hours, cluster.price_per_device_hour) if cluster.price_per_device_hour else None,
@@ -83,7 +86,7 @@ def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -
         return None
     mtbf = mtbf_seconds(failure_rate(run), world_size)
     interval = optimal_interval_seconds(write, mtbf) if every == "auto" else every * option.step_seconds
-    return goodput(interval, write, mtbf, run.cluster.restart_seconds)
+    return goodput(interval, write, mtbf, restart_seconds=run.cluster.restart_seconds)
 
 
 def failure_rate(run: RunSpec) -> float:
@@ -94,5 +97,6 @@ def failure_rate(run: RunSpec) -> float:
 def _checkpoint_cost(run: RunSpec) -> tuple[int, float | None]:
     """Bytes of parameters and optimizer state, and seconds to write them where the storage's speed is known."""
     state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
-    saved, speed = state.parameters + state.optimizer, run.cluster.storage_bytes_per_second
+    saved = state.parameters + state.optimizer
+    speed = run.cluster.storage_bytes_per_second
     return saved, saved / speed if speed else None

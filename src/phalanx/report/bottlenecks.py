@@ -25,7 +25,8 @@ from phalanx.spec.run import RunSpec
 Kind = Literal["compute", "memory", "communication", "input", "straggler", "bubble", "stage", "expert"]
 MIN_SHARE = 0.1
 """Of a step: what costs less does not keep a run from being faster."""
-STRAGGLER_RATIO, SLOW_ALONE = 1 / 0.75, 1.6
+STRAGGLER_RATIO = 1 / 0.75
+SLOW_ALONE = 1.6
 """How much longer a straggler takes for as much work as its copies do; as other stages do, which differ anyway."""
 MIN_SEGMENT = 3
 """Steps before and after a change, at least."""
@@ -56,7 +57,8 @@ class Bottleneck:
 
 def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
     """What costs time, the dearest first; the first is the verdict."""
-    run, timeline = run_data.run, None
+    run = run_data.run
+    timeline = None
     bottlenecks = [*_find_data_loading(times)]
     if run is not None:
         stragglers = [*_find_straggler(run_data, run, times)]
@@ -65,7 +67,14 @@ def find_bottlenecks(run_data: RunData, times: StepTimes) -> list[Bottleneck]:
             stages = stage_times(run_data, times.steps)
             timeline = simulate_measured(run, run_data.world_size, stages)
             balanced_timeline = simulate_measured(run, run_data.world_size, stages, balanced=True)
-            bottlenecks += _find_pipeline_waits(run, times, stages, timeline, balanced_timeline, bool(stragglers))
+            bottlenecks += _find_pipeline_waits(
+                run,
+                times,
+                stages,
+                timeline=timeline,
+                balanced_timeline=balanced_timeline,
+                has_straggler=bool(stragglers),
+            )
     bottlenecks += _find_communication_wait(run_data, times, timeline)
     bottlenecks.sort(key=lambda finding: -finding.share)
     compute_bottleneck = _describe_compute(run_data, times)
@@ -81,7 +90,8 @@ def _find_data_loading(times: StepTimes) -> Iterator[Bottleneck]:
         "input",
         times.share(wait_seconds, start),
         f"rank {rank} waits {np.median(wait_seconds[start:]):.3g} s of each step for its tokens",
-        "prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the loader a core",
+        suggestion="prepare the text beforehand (phalanx data prepare), keep it on a local disk, or give the "
+        "loader a core",
         rank=rank,
         since=times.steps[start],
     )
@@ -112,18 +122,21 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
     score, index, start, ratio = best
     if score < 1:
         return
-    rank, slowdown, step = times.ranks[index], float(np.median(ratio[start:])), times.steps[start]
+    rank = times.ranks[index]
+    slowdown = float(np.median(ratio[start:]))
+    step = times.steps[start]
     share = times.share(times.compute[:, index] * (1 - 1 / ratio), start)
     row_ratio = _relative_expert_rows(times, index, start)
     if row_ratio > IMBALANCE_RATIO and slowdown < row_ratio * STRAGGLER_RATIO:
-        layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step)
+        layer, expert, hot_share = _find_hot_expert(run_data, run, rank, step=step)
         detail = f"; expert {expert} of layer {layer} has {hot_share:.1f} times its share" if hot_share else ""
         yield Bottleneck(
             "expert",
             share,
             f"rank {rank} computes {slowdown:.1f} times as long as others, for its experts are sent "
             f"{row_ratio:.1f} times as many rows{detail}",
-            "balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower learning rate), or "
+            suggestion="balance the router (model.moe.balance_loss_coef, model.moe.bias_update_rate, a lower "
+            "learning rate), or "
             "give its experts to other ranks: phalanx experts --balance",
             rank=rank,
             expert=(layer, expert) if hot_share else None,
@@ -135,7 +148,8 @@ def _find_straggler(run_data: RunData, run: RunSpec, times: StepTimes) -> Iterat
         share,
         f"rank {rank} on {run_data.ranks[rank].host} takes {slowdown:.2f} times as long as others "
         f"for as much work, since step {step}",
-        "look at that device: what else runs there, its clock and temperature; leave the host out if it stays",
+        suggestion="look at that device: what else runs there, its clock and temperature; leave the host out if "
+        "it stays",
         rank=rank,
         since=step,
     )
@@ -177,7 +191,8 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
             share * times.share(times.compute.max(1)),
             f"{100 * share:.0f} % of what is computed is computed again, for want of memory to keep it "
             f"(layout.activation_checkpointing = {run.layout.activation_checkpointing!r})",
-            "see with phalanx advise what else makes room: a smaller micro-batch, more ranks that share the state",
+            suggestion="see with phalanx advise what else makes room: a smaller micro-batch, more ranks that "
+            "share the state",
         )
     if run.layout.offload != "none":
         yield Bottleneck(
@@ -185,7 +200,8 @@ def _find_memory_pressure(run: RunSpec, times: StepTimes) -> Iterator[Bottleneck
             times.share(times.optimizer.max(1)),
             f"the update takes {np.median(times.optimizer.max(1)):.3g} s with its state in "
             f"{'files' if run.layout.offload == 'nvme' else 'CPU memory'}",
-            "shard the state over more ranks instead (layout.data_parallel, more dp), or a faster disk for it",
+            suggestion="shard the state over more ranks instead (layout.data_parallel, more dp), or a faster "
+            "disk for it",
         )
 
 
@@ -206,7 +222,7 @@ def _find_pipeline_waits(
         float(balanced_timeline.bubble * balanced_timeline.makespan) / step_seconds,
         f"of {name} with these micro-batches every rank stands still for "
         f"{100 * float(balanced_timeline.bubble):.0f} % of the passes, even with stages alike and nothing to send",
-        "use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
+        suggestion="use more or smaller micro-batches (layout.micro_batch_size), interleaved stages or zero bubble "
         "(layout.schedule), or fewer stages",
     )
     if not has_straggler:
@@ -217,7 +233,8 @@ def _find_pipeline_waits(
             "stage",
             max(0.0, float(timeline.makespan - balanced_timeline.makespan)) / step_seconds,
             f"stage {stage} takes {slowdown:.2f} times as long as the mean of the stages, and the others wait for it",
-            "use as many stages as the blocks divide by, or interleave them (layout.schedule): phalanx pipeline split "
+            suggestion="use as many stages as the blocks divide by, or interleave them (layout.schedule): "
+            "phalanx pipeline split "
             "shows what each would have",
             stage=stage,
         )
@@ -229,7 +246,8 @@ def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Time
         return
     seconds = times.communication.min(1)
     start = change_point(seconds / times.total.max(1), 0.05)
-    share, send_note = times.share(seconds, start), ""
+    share = times.share(seconds, start)
+    send_note = ""
     if timeline is not None:
         send_share = max(0.0, times.share(times.idle) - float(timeline.bubble * timeline.makespan) / times.step_seconds)
         share, send_note = (
@@ -241,7 +259,8 @@ def _find_communication_wait(run_data: RunData, times: StepTimes, timeline: Time
         share,
         f"even the rank that waits least waits {np.median(seconds[start:]):.3g} s of a step for collectives"
         f"{describe_longest_wait(run_data)}{send_note}",
-        "look at the link with phalanx bench collectives; keep the axis that sends most on the fastest links, send "
+        suggestion="look at the link with phalanx bench collectives; keep the axis that sends most on the "
+        "fastest links, send "
         "less often (larger steps, layout.data_parallel), or less (bf16, layout.gradient_compression)",
         since=times.steps[start],
     )
@@ -273,7 +292,7 @@ def _describe_compute(run_data: RunData, times: StepTimes) -> Bottleneck:
         "compute",
         times.share(seconds),
         f"forward and backward passes take {np.median(seconds):.3g} s of a step, in the mean over ranks{mfu_note}",
-        f"use larger micro-batches, training.compile{lower}; then more or faster devices",
+        suggestion=f"use larger micro-batches, training.compile{lower}; then more or faster devices",
     )
 
 
@@ -284,7 +303,8 @@ def change_point(series: NDArray[np.float64], min_increase: float) -> int:
     if not len(split_points):
         return 0
     sums = np.concatenate([[0.0], np.cumsum(series - series.mean())])[split_points]
-    before, after = sums / split_points, -sums / (len(series) - split_points)  # of the mean of all
+    before = sums / split_points
+    after = -sums / (len(series) - split_points)  # of the mean of all
     explained = np.where(after - before >= min_increase, -sums * (after - before), -np.inf)
     best = int(explained.argmax())
     return int(split_points[best]) if explained[best] > 0 else 0

@@ -45,7 +45,8 @@ CURVES = (
 
 def report_facts(run_data: RunData) -> Facts:
     """All that is said of a run. What is not known is None, or an empty list, and `problems` say why."""
-    problems, run = list(run_data.problems), run_data.run
+    problems = list(run_data.problems)
+    run = run_data.run
     times = step_times(run_data)
     is_swarm = bool(run_data.rounds) or run_data.swarm_journal is not None
     if times is None and not is_swarm:
@@ -65,7 +66,7 @@ def report_facts(run_data: RunData) -> Facts:
     elif times is not None:
         problems.append(f"there is no verdict: {simulation_problem}")
     rows = [
-        *step_rows(run_data, times, option, planned_timeline),
+        *step_rows(run_data, times, option, planned_timeline=planned_timeline),
         *_rank_rows(run_data),
         *swarm_rounds.round_rows(run_data.run, run_data.world_size, run_data.rounds),
     ]
@@ -91,7 +92,8 @@ def report_facts(run_data: RunData) -> Facts:
 
 def _swarm_facts(run_data: RunData) -> Facts:
     """How many rounds are planned, and of a node its own, of a coordinator what it was told in each."""
-    run, is_coordinator = run_data.run, run_data.swarm_journal is not None
+    run = run_data.run
+    is_coordinator = run_data.swarm_journal is not None
     return {
         "planned": run.training.steps // run.swarm.steps_per_round
         if run is not None and run.swarm is not None
@@ -121,7 +123,8 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _run_summary(run_data: RunData) -> Facts:
-    run, step_metrics = run_data.run, run_data.step_metrics
+    run = run_data.run
+    step_metrics = run_data.step_metrics
     records = run_data.ranks.values()
     summary: Facts = {"leads": True} if run_data.swarm_journal is not None else {}
     summary |= {
@@ -171,25 +174,56 @@ def step_rows(
         return float(np.median(table))
 
     interval = (option.low_seconds, option.high_seconds) if option else None
-    yield Comparison("", "step", "s", option.step_seconds if option else None, times.step_seconds, interval)
-    yield Comparison("", "compute", "s", sum_predicted("compute"), table_median(times.compute.max(1)))
+    yield Comparison(
+        "",
+        "step",
+        "s",
+        predicted=option.step_seconds if option else None,
+        measured=times.step_seconds,
+        interval=interval,
+    )
+    yield Comparison(
+        "", "compute", "s", predicted=sum_predicted("compute"), measured=table_median(times.compute.max(1))
+    )
     if times.has_wait_times:
         exposed = table_median(times.communication.min(1))
-        yield Comparison("", "exposed communication", "s", sum_predicted("exchange", "data_parallel"), exposed)
-    yield Comparison("", "update", "s", sum_predicted("update", "offload"), table_median(times.optimizer.max(1)))
-    yield Comparison("", "data", "s", 0.0 if option else None, table_median(times.data.max(1)))
+        yield Comparison(
+            "", "exposed communication", "s", predicted=sum_predicted("exchange", "data_parallel"), measured=exposed
+        )
+    yield Comparison(
+        "", "update", "s", predicted=sum_predicted("update", "offload"), measured=table_median(times.optimizer.max(1))
+    )
+    yield Comparison("", "data", "s", predicted=0.0 if option else None, measured=table_median(times.data.max(1)))
     steps = set(times.steps)
     lines = [line for line in run_data.step_metrics if line["step"] in steps]
     for metric, unit in (("tokens_per_second", "tokens/s"), ("mfu", "")):
         values = [line[metric] for line in lines if line.get(metric) is not None]
         if values:
-            yield Comparison("", metric, unit, getattr(option, metric) if option else None, float(np.median(values)))
+            yield Comparison(
+                "",
+                metric,
+                unit,
+                predicted=getattr(option, metric) if option else None,
+                measured=float(np.median(values)),
+            )
     run = run_data.run
     if run is not None and run.layout.pp > 1:
-        yield Comparison("", "idle in the pipeline", "s", sum_predicted("bubble", "send"), table_median(times.idle))
-        yield Comparison("", "bubble", "", float(planned_timeline.bubble) if planned_timeline else None, times.bubble)
+        yield Comparison(
+            "",
+            "idle in the pipeline",
+            "s",
+            predicted=sum_predicted("bubble", "send"),
+            measured=table_median(times.idle),
+        )
+        yield Comparison(
+            "",
+            "bubble",
+            "",
+            predicted=float(planned_timeline.bubble) if planned_timeline else None,
+            measured=times.bubble,
+        )
     planned_goodput = configured_goodput(run, run_data.world_size, option) if run is not None and option else None
-    yield Comparison("", "goodput", "", planned_goodput, _goodput(run_data))
+    yield Comparison("", "goodput", "", predicted=planned_goodput, measured=_goodput(run_data))
 
 
 def _rank_rows(run_data: RunData) -> list[Comparison]:

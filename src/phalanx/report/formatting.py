@@ -106,7 +106,8 @@ def run_summary(run: Mapping[str, Any]) -> list[str]:
     """A run in a few words each: ranks, layout, model, steps."""
     if run.get("leads"):
         return ["a swarm's coordinator: nodes have directories of their own, nodes/NAME", format_progress(run)]
-    ranks, hosts = run["ranks"], run["hosts"]
+    ranks = run["ranks"]
+    hosts = run["hosts"]
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
     device = f" ({run['device']})" if run["device"] else ""
     lines = [f"{plural(ranks, 'rank')}{where}{device}" if ranks else "an unknown number of ranks"]
@@ -221,7 +222,8 @@ def round_totals(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     swarm = facts.get("swarm")
     if swarm is None:
         return []
-    rounds, updates = swarm["rounds"], swarm["told"] or ()
+    rounds = swarm["rounds"]
+    updates = swarm["told"] or ()
     rounds_done = rounds["round"][-1] + 1 if rounds else sum(row["seconds"] is not None for row in updates)
     of_planned = f"of {swarm['planned']:,}" if swarm["planned"] else ""
     if rounds:

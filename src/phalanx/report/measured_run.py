@@ -29,7 +29,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     """
     file = directory / METRICS_FILE
     if not file.is_file():
-        raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", "give what phalanx train made")
+        raise UserError("run directory", str(directory), f"has no {METRICS_FILE}", fix="give what phalanx train made")
     records = []
     for line, record in parse_jsonl(file.read_bytes()):
         if record is None:
@@ -38,7 +38,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
             records.append(record)
     world_size = records[-1].get("ranks") if records else None
     if world_size is None:
-        raise UserError("run directory", str(directory), "does not say how many ranks it had", "run it anew")
+        raise UserError("run directory", str(directory), "does not say how many ranks it had", fix="run it anew")
     last_start: list[JsonRecord] = []
     for record in reversed(records):
         if (record.get("ranks"), record.get("resumed_at_step")) != (world_size, records[-1].get("resumed_at_step")):
@@ -56,7 +56,7 @@ def read_measured_run(directory: Path) -> MeasuredRun:
             f"has {len(last_start)} steps; the first {WARM_UP_STEPS} do not count, nor those that were looked at "
             f"closely, and {MIN_STEPS} more are needed"
         )
-        raise UserError("run directory", str(directory), problem, "raise training.steps")
+        raise UserError("run directory", str(directory), problem, fix="raise training.steps")
     run = load_run(directory / RUN_FILE, environment={})
     run = run.model_copy(
         update={"cluster": run.cluster.model_copy(update={"nproc_per_node": world_size // run.cluster.nodes})}
@@ -64,7 +64,15 @@ def read_measured_run(directory: Path) -> MeasuredRun:
     peak = peak_from_mfu(steady[-1], training_flops_per_token(run.model, run.training.seq_len), world_size)
     seconds = statistics.median(record["step_seconds"] for record in steady)
     tensor_bytes = measured.get("peak_bytes", {}).get("total")
-    return MeasuredRun(directory.name, run, world_size, seconds, steady[-1]["peak_memory_bytes"], peak, tensor_bytes)
+    return MeasuredRun(
+        directory.name,
+        run,
+        world_size,
+        step_seconds=seconds,
+        memory_bytes=steady[-1]["peak_memory_bytes"],
+        peak_flops=peak,
+        tensor_bytes=tensor_bytes,
+    )
 
 
 def with_measured_parts(measured: MeasuredRun, directory: Path) -> MeasuredRun:
@@ -94,4 +102,4 @@ def _read_measured_step(directory: Path) -> JsonRecord:
 
 
 def _invalid_json_error(file: Path, text: str) -> UserError:
-    return UserError("run directory", str(file), f"is not JSON: {text[:40]}", "fix it")
+    return UserError("run directory", str(file), f"is not JSON: {text[:40]}", fix="fix it")

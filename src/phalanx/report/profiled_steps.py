@@ -83,7 +83,8 @@ def memory_timeline(run_data: RunData) -> Facts | None:
 
 def traffic_matrix(run_data: RunData) -> Facts | None:
     """Bytes of an update from each rank to each, as planned (the step's own totals are in `comparison`)."""
-    run, world_size = run_data.run, run_data.world_size
+    run = run_data.run
+    world_size = run_data.world_size
     if run is None or not 1 < world_size <= 256:
         return None
     try:

@@ -100,7 +100,7 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     """
     if not (directory / RUN_FILE).is_file():
         problem = f"has no {RUN_FILE}" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
-        raise UserError("run directory", str(directory), problem, "give what phalanx train made: runs/NAME")
+        raise UserError("run directory", str(directory), problem, fix="give what phalanx train made: runs/NAME")
     problems: list[str] = []
     if (directory / JOURNAL_FILE).is_file():
         return _read_coordinator(directory, problems)
@@ -111,7 +111,8 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
     ranks, world_size, began_after = read_rank_records(directory, [] if is_node else problems)
     steps = [line for line in metrics if "step_seconds" in line]
     if steps and not ranks:
-        world_size, began_after = steps[-1].get("ranks", 0), steps[-1].get("resumed_at_step", 0)
+        world_size = steps[-1].get("ranks", 0)
+        began_after = steps[-1].get("resumed_at_step", 0)
     run = _read_run(directory / RUN_FILE, world_size, problems)
     if run is not None and run.swarm is not None and not rounds:
         problems.append(f"no round has been written to {ROUNDS_FILE} yet")
@@ -119,8 +120,9 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         run = run.model_copy(update={"cluster": machine.model_copy(update={"nodes": run.cluster.nodes})})
     if run is not None and world_size:
         peak = measured_peak(run, steps, world_size)
-        run = run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks)})
-    failure, is_active = describe_first_failure(directory), is_running(directory)
+        run = run.model_copy(update={"cluster": _measured_machine(run.cluster, world_size, peak, ranks=ranks)})
+    failure = describe_first_failure(directory)
+    is_active = is_running(directory)
     if failure:
         problems.append(failure)
     elif not steps:
@@ -136,27 +138,40 @@ def read_run(directory: Path, machine: ClusterSpec | None = None) -> RunData:
         problems.append(f"it went back {count_text}, the last time at {rollbacks[-1]}")
     if damaged_checkpoints := describe_damaged_checkpoints(events):
         problems.append(f"checkpoints were damaged, the last noticed at {damaged_checkpoints[-1]}")
-    measured = read_measured_since(directory, began_after, world_size, problems)
+    measured = read_measured_since(directory, began_after, world_size, problems=problems)
     return RunData(
         directory,
         run,
         world_size,
-        began_after,
-        ranks,
-        metrics,
-        measured,
-        problems,
-        failure,
-        is_active,
-        rounds,
-        events,
+        began_after=began_after,
+        ranks=ranks,
+        metrics=metrics,
+        measured=measured,
+        problems=problems,
+        failure=failure,
+        in_progress=is_active,
+        rounds=rounds,
+        run_events=events,
     )
 
 
 def _read_coordinator(directory: Path, problems: list[str]) -> RunData:
     events = read_valid_jsonl(directory / JOURNAL_FILE, problems, {"what", "at"})
-    run, is_active = _read_run(directory / RUN_FILE, 0, problems), is_running(directory)
-    run_data = RunData(directory, run, 0, 0, {}, [], {}, problems, None, is_active, swarm_journal=events)
+    run = _read_run(directory / RUN_FILE, 0, problems)
+    is_active = is_running(directory)
+    run_data = RunData(
+        directory,
+        run,
+        0,
+        began_after=0,
+        ranks={},
+        metrics=[],
+        measured={},
+        problems=problems,
+        failure=None,
+        in_progress=is_active,
+        swarm_journal=events,
+    )
     if run is not None and run_data.step < run.training.steps:
         problems.append(f"step {run_data.step} of {run.training.steps_text}: {STATE_DESCRIPTIONS[is_active]}")
     return run_data

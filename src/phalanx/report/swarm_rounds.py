@@ -18,7 +18,8 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.swarm import SwarmSpec
 
 Facts = dict[str, Any]
-PER_ROUND, ALL_ROUNDS = "round", "rounds"
+PER_ROUND = "round"
+ALL_ROUNDS = "rounds"
 """Roles of rows: means over rounds, and sums of them."""
 SECONDS = {
     "training": "train_seconds",
@@ -38,14 +39,17 @@ def round_rows(run: RunSpec | None, world_size: int, rounds: Sequence[RoundRecor
     if not rounds:
         return
     predictions = (
-        _predicted_rows(run, run.swarm, rounds, world_size) if run is not None and run.swarm is not None else {}
+        _predicted_rows(run, run.swarm, rounds, world_size=world_size)
+        if run is not None and run.swarm is not None
+        else {}
     )
     for role, name, unit, value in _measured_rows(rounds):
-        yield Comparison(role, name, unit, predictions.get((role, name)), value)
+        yield Comparison(role, name, unit, predicted=predictions.get((role, name)), measured=value)
 
 
 def _measured_rows(rounds: Sequence[RoundRecord]) -> Iterator[tuple[str, str, str, float]]:
-    total, count = _sum_rounds(rounds), len(rounds)
+    total = _sum_rounds(rounds)
+    count = len(rounds)
     update_bytes = total.received_bytes - total.whole_bytes
     yield PER_ROUND, "sent", "B", total.sent_bytes / count
     yield PER_ROUND, "received", "B", update_bytes / count
@@ -65,9 +69,12 @@ def _predicted_rows(
 ) -> dict[tuple[str, str], float]:
     """What formulas say of these rounds, by role and name. A node's experts may change from one to the next; fragments
     of the model come in turn, and are alike here. What several ranks of a node hold is the layout's affair."""
-    total, count = _sum_rounds(rounds), len(rounds)
+    total = _sum_rounds(rounds)
+    count = len(rounds)
     nodes = [node_share(run.model, swarm.method, record.experts) for record in rounds]
-    bytes_per_round = [round_bytes(node, swarm.method, swarm.effective_codec, swarm.replication) for node in nodes]
+    bytes_per_round = [
+        round_bytes(node, swarm.method, swarm.effective_codec, replication=swarm.replication) for node in nodes
+    ]
     up, down = (
         sum(sent) / swarm.fragments
         for sent in ([traffic.up for traffic in bytes_per_round], [traffic.down for traffic in bytes_per_round])
@@ -130,7 +137,8 @@ def updates_per_round(events: Sequence[Facts]) -> list[Facts]:
         elif row is None:
             continue
         elif event["what"] == "accepted":
-            row["bytes"][event["node"]], row["tokens"][event["node"]] = event["bytes"], event["tokens"]
+            row["bytes"][event["node"]] = event["bytes"]
+            row["tokens"][event["node"]] = event["tokens"]
         elif event["what"] == "refused":
             row["refused"][event["node"]] += 1
         elif event["what"] == "committed":

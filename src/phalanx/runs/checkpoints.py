@@ -30,7 +30,8 @@ CHECKPOINTS_DIR = "checkpoints"
 FORMAT = "phalanx-checkpoint"
 CHECKSUMS_FILE = "SHA256SUMS"
 LATEST_FILE = "latest"
-PREVIOUS_SUFFIX, DAMAGED_SUFFIX = ".before", ".damaged"
+PREVIOUS_SUFFIX = ".before"
+DAMAGED_SUFFIX = ".damaged"
 SHAPE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -144,7 +145,7 @@ def require_valid_checkpoint(run_directory: Path) -> Path:
     checkpoint, damaged = latest_valid(run_directory / CHECKPOINTS_DIR)
     if checkpoint is None:
         problem = f"has no intact checkpoint: {damaged}" if damaged else "has no checkpoint yet"
-        raise UserError("run directory", str(run_directory), problem, "let the run reach its first checkpoint")
+        raise UserError("run directory", str(run_directory), problem, fix="let the run reach its first checkpoint")
     for name, problem in damaged.items():
         print(f"phalanx: checkpoint {name} is damaged and was passed over: {problem}", file=sys.stderr)
     return checkpoint
@@ -170,7 +171,7 @@ def check_not_all_damaged(directory: Path) -> None:
             "run directory",
             str(directory.parent),
             f"has no intact checkpoint: {', '.join(quarantined)}",
-            "look after the disk, and take the ending off those that are well; "
+            fix="look after the disk, and take the ending off those that are well; "
             "to begin anew, remove them or choose another name",
         )
 
@@ -187,7 +188,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             "checkpoint",
             str(checkpoint),
             "was not written by phalanx (no manifest.json of ours)",
-            "give a run directory of phalanx; to start from Hugging Face weights set model.from_hf",
+            fix="give a run directory of phalanx; to start from Hugging Face weights set model.from_hf",
         )
     return manifest
 
@@ -216,7 +217,8 @@ def publish(unfinished: Path, checksums: dict[str, str]) -> Path:
         unfinished / CHECKSUMS_FILE, "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items()))
     )
     sync(unfinished)
-    final, backup = unfinished.with_suffix(""), unfinished.with_suffix(PREVIOUS_SUFFIX)
+    final = unfinished.with_suffix("")
+    backup = unfinished.with_suffix(PREVIOUS_SUFFIX)
     if final.exists():
         shutil.rmtree(backup, ignore_errors=True)
         final.rename(backup)
@@ -241,15 +243,17 @@ def check_manifest(run: RunSpec, manifest: dict[str, Any]) -> None:
             "training.steps",
             run.training.steps,
             f"is less than the {manifest['step']} steps that the run has done",
-            "raise it, or start a new run",
+            fix="raise it, or start a new run",
         )
-    saved_model, current_model = manifest["model"], run.model.model_dump(mode="json")
-    saved_moe, current_moe = saved_model["moe"] or {}, current_model["moe"] or {}
+    saved_model = manifest["model"]
+    current_model = run.model.model_dump(mode="json")
+    saved_moe = saved_model["moe"] or {}
+    current_moe = current_model["moe"] or {}
     pairs = [(f"model.{name}", saved_model[name], current_model[name]) for name in SHAPE_FIELDS]
     pairs += [(f"model.moe.{name}", saved_moe.get(name), current_moe.get(name)) for name in EXPERT_SHAPE_FIELDS]
     pairs += [("optimizer.name", manifest["optimizer"], run.optimizer.name)]
     for field, saved, configured in pairs:
         if saved != configured:
             raise UserError(
-                field, configured, f"is not the checkpoint's ({saved!r})", "resume with that, or start a new run"
+                field, configured, f"is not the checkpoint's ({saved!r})", fix="resume with that, or start a new run"
             )

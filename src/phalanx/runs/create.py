@@ -30,7 +30,9 @@ from phalanx.spec.files.load import hf_config_file, load_run
 from phalanx.spec.files.write import to_toml, with_absolute_paths
 from phalanx.spec.run import RunSpec
 
-RUN_FILE, DATA_FILE, TOKENIZER_FILE = "run.toml", "data.json", "tokenizer.json"
+RUN_FILE = "run.toml"
+DATA_FILE = "data.json"
+TOKENIZER_FILE = "tokenizer.json"
 PLAN_FILE = "plan.json"
 MARKER_FILE = "phalanx.json"
 FROM_HF_DIR = "from_hf"
@@ -82,7 +84,7 @@ def check_claimable(directory: Path) -> None:
         problem = (
             f"{directory} is not a run directory, and holds files already ({foreign_name}): they could be overwritten"
         )
-        raise UserError("name", directory.name, problem, "choose another with --set name=..., or set output_dir")
+        raise UserError("name", directory.name, problem, fix="choose another with --set name=..., or set output_dir")
 
 
 def claim_run_directory(directory: Path) -> None:
@@ -139,7 +141,7 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
     config = hf_config_file(run.model.from_hf)
     if not config.is_file():
         fix = "give a directory that save_pretrained wrote"
-        raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix)
+        raise UserError("model.from_hf", run.model.from_hf, f"has no {config.name}", fix=fix)
     files = [file for pattern in FROM_HF_FILES for file in sorted(config.parent.glob(pattern)) if file.is_file()]
     for file in files:
         target = kept / file.relative_to(config.parent)
@@ -151,7 +153,7 @@ def keep_hf_files(run: RunSpec, directory: Path) -> None:
 
 def directory_not_writable(directory: Path, error: OSError) -> UserError:
     return UserError(
-        "output_dir", str(directory), f"cannot be written: {error.strerror}", "set output_dir to another directory"
+        "output_dir", str(directory), f"cannot be written: {error.strerror}", fix="set output_dir to another directory"
     )
 
 
@@ -173,7 +175,7 @@ def read_run_directory(directory: Path) -> tuple[RunSpec, PreparedData]:
     """
     if not is_run_directory(directory) or not (directory / DATA_FILE).is_file():
         fix = "give a run file, or a directory that phalanx train made"
-        raise UserError("run directory", str(directory), f"has no {DATA_FILE} of phalanx", fix)
+        raise UserError("run directory", str(directory), f"has no {DATA_FILE} of phalanx", fix=fix)
     return load_run(directory / RUN_FILE, environment={}), PreparedData(
         **json.loads((directory / DATA_FILE).read_text())
     )

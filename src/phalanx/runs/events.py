@@ -17,7 +17,10 @@ from phalanx.runs.jsonl import read_jsonl
 
 EVENTS_FILE = "events.jsonl"
 """In the run directory, a line each."""
-STARTED, FAILED, FINISHED, ROLLED_BACK = "started", "failed", "finished", "rolled_back"
+STARTED = "started"
+FAILED = "failed"
+FINISHED = "finished"
+ROLLED_BACK = "rolled_back"
 """Ranks began, after a step and so many; the first of them failed; all came to the last step, or were told to stop; the
 run went back, and the same ranks begin again."""
 LIFECYCLE_EVENTS = (STARTED, FAILED, FINISHED, ROLLED_BACK)
@@ -56,7 +59,8 @@ def active_seconds_until(events: Sequence[Mapping[str, Any]], event_type: str) -
     """From a run's first event to the last of a kind, without the time in which nobody was there: between an end and
     the next start, and from the last sign of life (`alive_until`) to a start by another launcher."""
     last_index = max((index for index, event in enumerate(events) if event["what"] == event_type), default=0)
-    total, launcher = 0.0, None
+    total = 0.0
+    launcher = None
     for before, after in pairwise(events[: last_index + 1]):
         launcher = _launcher_id(before) if before["what"] == STARTED else launcher
         end = float(after["time"])

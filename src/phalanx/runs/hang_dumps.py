@@ -18,12 +18,17 @@ from typing import Any, NotRequired, TypedDict
 
 from phalanx.runs.host import host_name
 
-HANGS_DIR, FAILURES_DIR, EARLIER_DIR = "hangs", "failures", "earlier"
+HANGS_DIR = "hangs"
+FAILURES_DIR = "failures"
+EARLIER_DIR = "earlier"
 FORMAT = 1
-STALLED, FAILED, ABORTED = "nothing moved", "it failed", "it was aborted"
+STALLED = "nothing moved"
+FAILED = "it failed"
+ABORTED = "it was aborted"
 """Why a rank left word."""
 
-FATAL, _FRAME = "Fatal Python error: ", re.compile(r'  File "(.+)", line (\d+) in (.+)')
+FATAL = "Fatal Python error: "
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 """As faulthandler writes them."""
 
 Frame = tuple[str, int, str]

@@ -43,7 +43,8 @@ class JsonlTail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inode, self._offset = 0, 0
+        self._inode = 0
+        self._offset = 0
 
     def read_new(self) -> tuple[bool, list[JsonRecord]]:
         """Return the records since the last call, without unreadable lines.
@@ -61,5 +62,6 @@ class JsonlTail:
         except OSError:
             replaced, self._inode, self._offset = self._inode != 0, 0, 0
             return replaced, []
-        self._inode, self._offset = status.st_ino, start + content.rfind(b"\n") + 1
+        self._inode = status.st_ino
+        self._offset = start + content.rfind(b"\n") + 1
         return replaced, [record for _, record in parse_jsonl(content) if record is not None]

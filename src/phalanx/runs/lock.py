@@ -15,7 +15,8 @@ from typing import IO
 
 from phalanx.spec.errors import UserError
 
-LOCK_FILE, LAUNCHER_LOCK_FILE = "lock", "launcher.lock"
+LOCK_FILE = "lock"
+LAUNCHER_LOCK_FILE = "launcher.lock"
 SHUTDOWN_GRACE_SECONDS = 5.0
 
 
@@ -97,7 +98,7 @@ def _read_lock(file: Path) -> tuple[bool, str] | None:
 
 def _in_use_error(directory: Path) -> UserError:
     process = _lock_owner(directory)[0]
-    return UserError("name", directory.name, _describe_owner(directory), f"wait for it, or end it: kill {process}")
+    return UserError("name", directory.name, _describe_owner(directory), fix=f"wait for it, or end it: kill {process}")
 
 
 def _describe_owner(directory: Path) -> str:

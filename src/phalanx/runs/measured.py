@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-MEASURED_DIR, COMPARISON_FILE = "measured", "comparison.json"
+MEASURED_DIR = "measured"
+COMPARISON_FILE = "comparison.json"
 
 
 def measured_file(directory: Path, rank: int) -> Path:

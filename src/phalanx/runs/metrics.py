@@ -7,7 +7,9 @@ from pathlib import Path
 from phalanx.runs.jsonl import JsonRecord, read_jsonl, read_valid_jsonl
 
 MetricsRecord = JsonRecord
-METRICS_FILE, WANDB_ID_FILE, TENSORBOARD_DIR = "metrics.jsonl", "wandb.id", "tensorboard"
+METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb.id"
+TENSORBOARD_DIR = "tensorboard"
 
 
 def read_metrics(directory: Path, problems: list[str] | None = None) -> list[MetricsRecord]:

@@ -101,10 +101,10 @@ def parse_step_range(text: str) -> range:
     """
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal()):
-        raise UserError("--profile-steps", text, "is not a window of steps", "write the first and the last: 10:13")
+        raise UserError("--profile-steps", text, "is not a window of steps", fix="write the first and the last: 10:13")
     if not 1 <= int(first) <= int(last):
         raise UserError(
-            "--profile-steps", text, "is an empty window", "count from 1, and write the smaller number first"
+            "--profile-steps", text, "is an empty window", fix="count from 1, and write the smaller number first"
         )
     return range(int(first), int(last) + 1)
 
@@ -121,7 +121,8 @@ def downsample_memory(
     were most."""
     if not history:
         return []
-    start_time, end_time = history[0][0], history[-1][0]
+    start_time = history[0][0]
+    end_time = history[-1][0]
     width = (end_time - start_time) / max_points or 1.0
     peaks: dict[int, tuple[float, Mapping[str, int]]] = {}
     for timestamp, bytes_by_part in history:
@@ -204,10 +205,10 @@ def _parse_rank_record(lines: Sequence[JsonRecord]) -> RankRecord:
         header["rank"],
         header["host"],
         header["device"],
-        header["clock_offset_seconds"],
-        header["clock_error_seconds"],
-        header["memory_bytes"],
-        header.get("cores"),
-        list(steps.values()),
-        [line for line in lines[1:] if "pause" in line],
+        offset_seconds=header["clock_offset_seconds"],
+        error_seconds=header["clock_error_seconds"],
+        memory_bytes=header["memory_bytes"],
+        cores=header.get("cores"),
+        steps=list(steps.values()),
+        pauses=[line for line in lines[1:] if "pause" in line],
     )

@@ -14,9 +14,12 @@ from pathlib import Path
 
 from phalanx.runs.jsonl import read_valid_jsonl
 
-ROUNDS_FILE, JOURNAL_FILE = "swarm.jsonl", "journal.jsonl"
-SWARM_RUN_FILE, LINK_FILE = "swarm.toml", "link.json"
-SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE = "base.safetensors", "live.safetensors"
+ROUNDS_FILE = "swarm.jsonl"
+JOURNAL_FILE = "journal.jsonl"
+SWARM_RUN_FILE = "swarm.toml"
+LINK_FILE = "link.json"
+SHARED_WEIGHTS_FILE = "base.safetensors"
+LOCAL_WEIGHTS_FILE = "live.safetensors"
 
 
 @dataclass

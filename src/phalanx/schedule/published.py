@@ -39,7 +39,9 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     Raises UserError unless p divides m.
     """
     if m % p:
-        raise UserError("micro-batches", m, f"is not a multiple of the {p} ranks", "interleaved runs them p at a time")
+        raise UserError(
+            "micro-batches", m, f"is not a multiple of the {p} ranks", fix="interleaved runs them p at a time"
+        )
     chunk_micro_pairs = [(chunk, start + i) for start in range(0, m, p) for chunk in range(v) for i in range(p)]
 
     def order(rank: int) -> Iterator[ScheduleStep]:
@@ -72,7 +74,11 @@ def zb_h2(p: int, m: int) -> Schedule:
     """Input halves before forward passes before weight halves, up to 2p - 1 micro-batches held: from m = 2p - 1 on no
     rank idles between its first and its last action, if all three take equally long (arXiv 2401.10241, section 2.3)."""
     return list_schedule(
-        {s: [s] for s in range(p)}, m, lambda action, _: ("IFW".index(action.kind),), [2 * p - 1] * p, ActionTimes()
+        {s: [s] for s in range(p)},
+        m,
+        lambda action, _: ("IFW".index(action.kind),),
+        limits=[2 * p - 1] * p,
+        times=ActionTimes(),
     )
 
 
@@ -82,7 +88,8 @@ def zb_v(p: int, m: int) -> Schedule:
     section 6)."""
 
     def order(rank: int) -> Iterator[ScheduleStep]:
-        down, up = rank, 2 * p - 1 - rank
+        down = rank
+        up = 2 * p - 1 - rank
         forward = {down: deque(_stage_actions(down, "F", num_micros)), up: deque(_stage_actions(up, "F", num_micros))}
         input_grads = {
             down: deque(_stage_actions(down, "I", num_micros)),
@@ -129,11 +136,13 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Raises UserError for fewer micro-batches than stages.
     """
     if m < 2 * p:
-        raise UserError("micro-batches", m, f"is less than the {2 * p} stages", "dualpipe-v needs as many or more")
+        raise UserError("micro-batches", m, f"is less than the {2 * p} stages", fix="dualpipe-v needs as many or more")
 
     def order(rank: int) -> Iterator[ScheduleStep]:
-        down, up = rank, 2 * p - 1 - rank
-        num_later_ranks, counts = p - 1 - rank, defaultdict[tuple[int, str], int](int)
+        down = rank
+        up = 2 * p - 1 - rank
+        num_later_ranks = p - 1 - rank
+        counts = defaultdict[tuple[int, str], int](int)
         deferred_weight_grads: deque[Action] = deque()
 
         def next_action(stage: int, kind: ActionKind) -> Action:
@@ -203,7 +212,8 @@ def book_overlap(p: int, m: int) -> Timeline:
     s + i and backward in tick 2p - 2 - s + i. 1F1B is what comes nearest to it (`one_f_one_b`)."""
 
     def step_at(s: int, tick: int) -> ScheduleStep | None:
-        forward_micro, backward_micro = tick - s, tick - (2 * p - 2 - s)
+        forward_micro = tick - s
+        backward_micro = tick - (2 * p - 2 - s)
         forward = Action(s, "F", forward_micro) if 0 <= forward_micro < m else None
         backward = Action(s, "B", backward_micro) if 0 <= backward_micro < m else None
         return OverlappedPair(forward, backward) if forward and backward else forward or backward

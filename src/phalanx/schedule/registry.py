@@ -32,7 +32,7 @@ def build_schedule(name: str, p: int, m: int, v: int = 2) -> Schedule:
     Raises UserError for an unknown name, or for numbers that the schedule cannot have.
     """
     if name not in PUBLISHED:
-        raise UserError("schedule", name, "is not known", f"use one of {', '.join(PUBLISHED)}")
+        raise UserError("schedule", name, "is not known", fix=f"use one of {', '.join(PUBLISHED)}")
     return interleaved(p, m, v) if name == "interleaved" else PUBLISHED[name](p, m)
 
 
@@ -48,10 +48,10 @@ def layout_schedule(layout: Layout, micro_batches: int) -> Schedule:
                 "layout.schedule_file",
                 layout.schedule_file,
                 f"has {schedule.micro_batches} micro-batches, and a step of this run {micro_batches}",
-                "change layout.micro_batch_size or training.tokens_per_step, or make another with --microbatches",
+                fix="change layout.micro_batch_size or training.tokens_per_step, or make another with --microbatches",
             )
         return schedule
-    return build_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    return build_schedule(layout.schedule, layout.pp, micro_batches, v=layout.virtual_stages)
 
 
 def representative_schedule(layout: Layout) -> Schedule:
@@ -71,11 +71,11 @@ def load_schedule_csv(path: str, ranks: int) -> Schedule:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(field, path, f"cannot be read: {error}", "give the path of a schedule's CSV file") from None
+        raise UserError(field, path, f"cannot be read: {error}", fix="give the path of a schedule's CSV file") from None
     schedule = Schedule.from_rows(read_csv(text, path))
     if schedule.ranks != ranks:
-        raise UserError(field, path, f"is for {schedule.ranks} ranks", f"set layout.pp = {schedule.ranks}")
+        raise UserError(field, path, f"is for {schedule.ranks} ranks", fix=f"set layout.pp = {schedule.ranks}")
     if problems := violations(schedule):
         suffix = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(field, path, f"cannot run: {problems[0]}{suffix}", f"see phalanx pipeline check {path}")
+        raise UserError(field, path, f"cannot run: {problems[0]}{suffix}", fix=f"see phalanx pipeline check {path}")
     return schedule

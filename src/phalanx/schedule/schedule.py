@@ -183,7 +183,7 @@ def read_csv(text: str, name: str = "schedule") -> list[list[ScheduleStep | None
             [_parse_step(cell, f"{name}, rank {len(rows)}") for cell in stripped if not COMMUNICATION.match(cell)]
         )
     if not any(step for row in rows for step in row):
-        raise UserError(name, None, "holds no action", "give a row of actions per rank, such as 0F0,0F1,0B0,0B1")
+        raise UserError(name, None, "holds no action", fix="give a row of actions per rank, such as 0F0,0F1,0B0,0B1")
     return rows
 
 
@@ -201,5 +201,5 @@ def _parse_step(cell: str, location: str) -> ScheduleStep | None:
         location,
         cell,
         "is no action",
-        "write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",
+        fix="write stage, one of F, B, I, W, and micro-batch, such as 2F0; leave idle cells empty",
     )

@@ -28,16 +28,19 @@ def search_schedule(
     Raises UserError for a limit of less than one micro-batch.
     """
     if limit < 1:
-        raise UserError("memory limit", str(limit), "is less than one micro-batch", "allow 1 or more")
+        raise UserError("memory limit", str(limit), "is less than one micro-batch", fix="allow 1 or more")
     published = [split_backward_passes(schedule) for schedule in _published_schedules(p, m, chunks)]
     candidates = [
         candidate for candidate in published if max(peak_activations(candidate, rank) for rank in range(p)) <= limit
     ]
     stages = {rank: [rank, 2 * p - 1 - rank][:chunks] for rank in range(p)}
     limits = [math.floor(limit * chunks)] * p
-    candidates += [list_schedule(stages, m, _prioritize_kinds(kinds), limits, times) for kinds in ("IFW", "FIW", "IWF")]
+    candidates += [
+        list_schedule(stages, m, _prioritize_kinds(kinds), limits=limits, times=times)
+        for kinds in ("IFW", "FIW", "IWF")
+    ]
     best = min(candidates, key=lambda schedule: simulate(schedule, times).makespan)
-    return _improve(best, times, limits[0], moves)
+    return _improve(best, times, limits[0], moves=moves)
 
 
 def split_backward_passes(schedule: Schedule) -> Schedule:
@@ -82,12 +85,14 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
     indices = iter(range(len(all_actions)))
     orders = [[next(indices) for _ in order] for order in schedule.orders]
     cost = _cost(graph, orders)
-    best_cost, best_orders = cost, [*orders]
+    best_cost = cost
+    best_orders = [*orders]
     min_seconds = min(filter(None, graph.seconds), default=1.0)
     for move in range(moves):
         temperature = 0.2 * min_seconds * (1 - move / moves) ** 2
         rank = rng.randrange(len(orders))
-        old_order, orders[rank] = orders[rank], _move_action(orders[rank], rng, 2 * len(orders))
+        old_order = orders[rank]
+        orders[rank] = _move_action(orders[rank], rng, 2 * len(orders))
         cost_increase = math.inf
         if _peak_in_flight(graph, orders[rank]) <= max_in_flight:
             new_cost = _cost(graph, orders)
@@ -95,7 +100,8 @@ def _improve(schedule: Schedule, times: ActionTimes, max_in_flight: int, moves: 
         if cost_increase <= 0 or rng.random() < math.exp(-cost_increase / (temperature + 1e-12)):
             cost = new_cost
             if cost < best_cost:
-                best_cost, best_orders = cost, [*orders]
+                best_cost = cost
+                best_orders = [*orders]
         else:
             orders[rank] = old_order
     return Schedule.from_rows([all_actions[index] for index in order] for order in best_orders)
@@ -135,13 +141,15 @@ def _cost(graph: _Graph, orders: list[list[int]]) -> tuple[float, float]:
     """The makespan, and the sum of the ranks' ends, which tells orders of one makespan apart; infinite for an order in
     which ranks wait for each other for ever."""
     end_times: list[float | None] = [None] * len(graph.seconds)
-    next_index, clocks = [0] * len(orders), [0.0] * len(orders)
+    next_index = [0] * len(orders)
+    clocks = [0.0] * len(orders)
     progressed = True
     while progressed:
         progressed = False
         for rank, order in enumerate(orders):
             while next_index[rank] < len(order):
-                action, start = order[next_index[rank]], clocks[rank]
+                action = order[next_index[rank]]
+                start = clocks[rank]
                 for dependency, delay in graph.prerequisites[action]:
                     if (end := end_times[dependency]) is None:
                         break

@@ -107,7 +107,9 @@ def simulate(schedule: Schedule, times: ActionTimes | None = None) -> Timeline:
     while any(remaining):
         for rank, steps in enumerate(remaining):
             while steps:
-                ready_times = [ready_time(action, schedule.rank_of, end_times, times) for action in actions(steps[-1])]
+                ready_times = [
+                    ready_time(action, schedule.rank_of, end_times, times=times) for action in actions(steps[-1])
+                ]
                 known_times = [time for time in ready_times if time is not None]
                 if len(known_times) < len(ready_times):
                     break
@@ -135,7 +137,8 @@ def ready_time(
 def micro_batches_in_flight(schedule: Schedule, rank: int) -> list[int]:
     """After each step of a rank, the micro-batches whose activations its stages hold: from the forward pass to the end
     of the backward pass (of its weight half, where it is halved); those of each stage counted."""
-    num_in_flight, counts = 0, []
+    num_in_flight = 0
+    counts = []
     for step in schedule.orders[rank]:
         num_in_flight += sum(action.kind == "F" for action in actions(step))
         counts.append(num_in_flight)  # before what ends with this step gives its own back

@@ -27,7 +27,7 @@ def check_schedule(schedule: Schedule) -> None:
     if problems := violations(schedule):
         listing = "; ".join(map(str, problems[:3])) + ("; ..." if len(problems) > 3 else "")
         fix = "see them all: phalanx pipeline check FILE.csv"
-        raise UserError("schedule", None, f"{len(problems)} violations: {listing}", fix)
+        raise UserError("schedule", None, f"{len(problems)} violations: {listing}", fix=fix)
 
 
 def violations(schedule: Schedule) -> list[Violation]:
@@ -76,7 +76,8 @@ def _find_wrong_counts(schedule: Schedule) -> Iterator[Violation]:
             expected = {"F": 1, "B": int(not is_split), "I": int(is_split), "W": int(is_split)}
             for kind, expected_count in expected.items():
                 if kind_counts[kind] != expected_count:
-                    action, count = Action(stage, kind, micro), kind_counts[kind]  # type: ignore[arg-type]
+                    action = Action(stage, kind, micro)  # type: ignore[arg-type]
+                    count = kind_counts[kind]
                     problem = "is done beside its halves" if count and not expected_count else f"is done {count} times"
                     yield Violation(rank, action, "is missing" if not count else problem)
 

@@ -55,7 +55,7 @@ def parse_table(spec_class: type[S], table: dict[str, Any], path_prefix: str = "
         return spec_class.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
         raise UserErrorGroup(
-            [_validation_error(spec_class, table, path_prefix, dict(item)) for item in error.errors()]
+            [_validation_error(spec_class, table, path_prefix, item=dict(item)) for item in error.errors()]
         ) from None
 
 
@@ -73,17 +73,19 @@ def _validation_error(
     if isinstance(cause, UserError):
         prefix = ".".join([path_prefix, *path] if path_prefix else path)
         prefix = f"{prefix}." if prefix else ""
-        return UserError(f"{prefix}{cause.field}", cause.value, cause.problem, cause.fix)
+        return UserError(f"{prefix}{cause.field}", cause.value, cause.problem, fix=cause.fix)
     value = None if item["type"] == "missing" or isinstance(item["input"], dict) else item["input"]
     if item["type"] == "extra_forbidden":
         return UserError(
-            field, value, "is not a known field", did_you_mean(path[-1], known_fields(spec_class, path[:-1]))
+            field, value, "is not a known field", fix=did_you_mean(path[-1], known_fields(spec_class, path[:-1]))
         )
     field = re.sub(r"\.(\d+)", r"[\1]", field)
     problem = item["msg"][0].lower() + item["msg"][1:]
     problem = problem.replace("input should be", "must be").replace("field required", "is missing")
     problem = problem.replace("an object", "a table").replace("a valid array", "a list")
-    return UserError(field, value, problem, _suggest_fix(item["type"], field.rpartition(".")[2], value, context))
+    return UserError(
+        field, value, problem, fix=_suggest_fix(item["type"], field.rpartition(".")[2], value, context=context)
+    )
 
 
 def _suggest_fix(error_type: str, name: str, value: object, context: dict[str, Any]) -> str:
@@ -136,7 +138,7 @@ def did_you_mean(word: str, known: list[str], fallback: str = "") -> str:
 def require(ok: bool, field: str, value: object, problem: str, fix: str = "") -> None:
     """Raise UserError unless `ok`. Inside a validator, `field` is relative to the table being validated."""
     if not ok:
-        raise UserError(field, value, problem, fix)
+        raise UserError(field, value, problem, fix=fix)
 
 
 def divisors(number: int) -> list[int]:

@@ -54,15 +54,16 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         has_scaling == (training.base_dp_size is not None),
         "training.base_dp_size",
         training.base_dp_size,
-        f'{"is needed" if has_scaling else "has no meaning"} with training.batch_scaling = "{training.batch_scaling}"',
-        "set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither",
+        problem=f"{'is needed' if has_scaling else 'has no meaning'} with training.batch_scaling = "
+        f'"{training.batch_scaling}"',
+        fix="set both training.base_dp_size and training.batch_scaling (linear or sqrt), or neither",
     )
     require(
         training.base_dp_size is None or sequences % base_dp == 0,
         "training.base_dp_size",
         base_dp,
-        f"do not divide the {sequences} sequences of a step",
-        f"use one of {', '.join(map(str, divisors(sequences)))}",
+        problem=f"do not divide the {sequences} sequences of a step",
+        fix=f"use one of {', '.join(map(str, divisors(sequences)))}",
     )
     if training.base_dp_size is not None:
         sequences = sequences // base_dp * dp
@@ -71,8 +72,8 @@ def plan_batch(run: RunSpec, world_size: int) -> BatchPlan:
         sequences % dp == 0 or (run.layout.data_parallel in STRATEGIES_WITH_UNEVEN_BATCHES and sequences >= dp),
         "training.tokens_per_step",
         training.tokens_per_step,
-        f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
-        f"use training.tokens_per_step = {nearest_tokens}",
+        problem=f"is {sequences} sequences of {training.seq_len} tokens, which {dp} data-parallel ranks cannot share",
+        fix=f"use training.tokens_per_step = {nearest_tokens}",
     )
     sequences_per_rank = -(-sequences // dp)
     micro_batch = _choose_micro_batch(run, sequences_per_rank, dp, is_even=sequences % dp == 0)
@@ -101,14 +102,15 @@ def _choose_micro_batch(run: RunSpec, sequences_per_rank: int, dp: int, is_even:
         micro_batch in allowed,
         "layout.micro_batch_size",
         micro_batch,
-        f"does not divide the {sequences_per_rank} sequences that each rank has per step",
-        f"use one of {', '.join(map(str, allowed))}",
+        problem=f"does not divide the {sequences_per_rank} sequences that each rank has per step",
+        fix=f"use one of {', '.join(map(str, allowed))}",
     )
     require(
         not run.layout.ddp_static_graph or dp == 1 or micro_batch == sequences_per_rank,
         "layout.ddp_static_graph",
         True,
-        f"fails in PyTorch (issue 143580) with accumulation, here of {sequences_per_rank // micro_batch} micro-batches",
-        f"remove it, or set layout.micro_batch_size = {sequences_per_rank}",
+        problem="fails in PyTorch (issue 143580) with accumulation, "
+        f"here of {sequences_per_rank // micro_batch} micro-batches",
+        fix=f"remove it, or set layout.micro_batch_size = {sequences_per_rank}",
     )
     return micro_batch

@@ -11,7 +11,10 @@ class UserError(ValueError):
     """
 
     def __init__(self, field: str, value: object, problem: str, fix: str = "") -> None:
-        self.field, self.value, self.problem, self.fix = field, value, problem, fix
+        self.field = field
+        self.value = value
+        self.problem = problem
+        self.fix = fix
         super().__init__(str(self))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:

@@ -24,4 +24,4 @@ def missing_package(field: str, value: object, package: str, instead: str = "") 
     """Return the error of a package that is not installed, with the command that installs it, from a checkout or a
     wheel alike; `instead` is another way out."""
     fix = f"pip install 'phalanx[{EXTRA_OF_PACKAGE[package]}]'" + (f", or {instead}" if instead else "")
-    return UserError(field, value, f"needs {package}, which is not installed", fix)
+    return UserError(field, value, f"needs {package}, which is not installed", fix=fix)

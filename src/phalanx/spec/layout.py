@@ -143,19 +143,20 @@ def check_inapplicable_options(layout: Layout) -> None:
         value = getattr(layout, field)
         if getattr(layout, axis) == 1 and value != Layout.model_fields[field].default:
             fix = f"remove it, or set layout.{axis} to 2 or more"
-            raise UserError(f"layout.{field}", value, f"has no meaning with layout.{axis} = 1", fix)
+            raise UserError(f"layout.{field}", value, f"has no meaning with layout.{axis} = 1", fix=fix)
     if layout.schedule_file is not None and layout.schedule != "1f1b":
         problem = f'stands in place of a schedule, and layout.schedule = "{layout.schedule}" names another'
-        raise UserError("layout.schedule_file", layout.schedule_file, problem, "remove one of them")
+        raise UserError("layout.schedule_file", layout.schedule_file, problem, fix="remove one of them")
     if (layout.schedule == "interleaved") == (layout.virtual_stages == 1):
         problem = f'does not go with layout.schedule = "{layout.schedule}"'
         fix = 'set it to 2 or more with "interleaved", and leave it out with any other'
-        raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix)
+        raise UserError("layout.virtual_stages", layout.virtual_stages, problem, fix=fix)
     for field in INVALID_IN_PIPELINE if layout.pp > 1 else ():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default:
-            problem, fix = f"has no meaning in a pipeline (layout.pp = {layout.pp})", "remove it"
-            raise UserError(f"layout.{field}", value, problem, f"{fix}, or set layout.pp = 1")
+            problem = f"has no meaning in a pipeline (layout.pp = {layout.pp})"
+            fix = "remove it"
+            raise UserError(f"layout.{field}", value, problem, fix=f"{fix}, or set layout.pp = 1")
     for field, strategies in VALID_DATA_STRATEGIES.items():
         value = getattr(layout, field)
         if value != Layout.model_fields[field].default and layout.data_parallel not in strategies:
@@ -163,7 +164,7 @@ def check_inapplicable_options(layout: Layout) -> None:
                 f"layout.{field}",
                 value,
                 f'has no meaning with layout.data_parallel = "{layout.data_parallel}"',
-                f"remove it, or set layout.data_parallel to {' or '.join(strategies)}",
+                fix=f"remove it, or set layout.data_parallel to {' or '.join(strategies)}",
             )
     if (layout.offload_directory is None) == (layout.offload == "nvme"):
         problem = (
@@ -175,7 +176,7 @@ def check_inapplicable_options(layout: Layout) -> None:
             "layout.offload_directory",
             layout.offload_directory,
             problem,
-            'name a directory on a local disk and set layout.offload = "nvme", or remove both',
+            fix='name a directory on a local disk and set layout.offload = "nvme", or remove both',
         )
 
 
@@ -187,11 +188,11 @@ def check_supported(layout: Layout) -> None:
             "layout.data_parallel",
             layout.data_parallel,
             f"in a pipeline (layout.pp = {layout.pp}) {NOT_IMPLEMENTED}",
-            fix,
+            fix=fix,
         )
     for axis in ("tp", "cp", "ep"):
         if getattr(layout, axis) > 1 and layout.data_parallel == "parameter_server":
             fix = f"use one of {', '.join(PIPELINE_DATA_STRATEGIES)}, or layout.{axis} = 1"
             raise UserError(
-                "layout.data_parallel", layout.data_parallel, f"with layout.{axis} above 1 {NOT_IMPLEMENTED}", fix
+                "layout.data_parallel", layout.data_parallel, f"with layout.{axis} above 1 {NOT_IMPLEMENTED}", fix=fix
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 
 
 def tune_malloc(trim_threshold_bytes: int, mmap_threshold_bytes: int, max_arenas: int | None = None) -> None:

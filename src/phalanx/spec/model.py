@@ -68,8 +68,8 @@ class MoESpec(Spec):
             self.top_k <= self.num_experts,
             "top_k",
             self.top_k,
-            f"is more than moe.num_experts ({self.num_experts})",
-            "lower it",
+            problem=f"is more than moe.num_experts ({self.num_experts})",
+            fix="lower it",
         )
         return self
 
@@ -134,7 +134,8 @@ class ModelSpec(Spec):
         if not isinstance(table, dict):
             return table
         table = dict(table)
-        heads, width = table.get("num_heads"), table.get("hidden_size")
+        heads = table.get("num_heads")
+        width = table.get("hidden_size")
         if type(heads) is int and heads > 0:
             table["num_kv_heads"] = table.get("num_kv_heads") or heads
             if type(width) is int and not table.get("head_dim"):
@@ -143,8 +144,8 @@ class ModelSpec(Spec):
                     width % heads == 0,
                     "num_heads",
                     heads,
-                    f"does not divide model.hidden_size ({width})",
-                    f"use one of {', '.join(map(str, allowed))}, or set model.head_dim",
+                    problem=f"does not divide model.hidden_size ({width})",
+                    fix=f"use one of {', '.join(map(str, allowed))}, or set model.head_dim",
                 )
                 table["head_dim"] = width // heads
         return table
@@ -156,35 +157,37 @@ class ModelSpec(Spec):
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
             self.num_kv_heads,
-            f"does not divide model.num_heads ({self.num_heads})",
-            f"use one of {allowed}",
+            problem=f"does not divide model.num_heads ({self.num_heads})",
+            fix=f"use one of {allowed}",
         )
         if self.activation == "swiglu":
-            require(not self.bias, "bias", self.bias, "is not supported with SwiGLU", "set model.bias = false")
+            require(
+                not self.bias, "bias", self.bias, problem="is not supported with SwiGLU", fix="set model.bias = false"
+            )
         if self.position_embedding == "rope":
             is_even = self.head_dim % 2 == 0
-            require(is_even, "head_dim", self.head_dim, "must be even for rotary positions", "make it even")
+            require(is_even, "head_dim", self.head_dim, problem="must be even for rotary positions", fix="make it even")
         require(
             not self.upcycle_reinit_fraction or (self.from_hf is not None and self.moe is not None),
             "upcycle_reinit_fraction",
             self.upcycle_reinit_fraction,
-            "is of experts that begin as a dense model's MLP",
-            "set model.from_hf and model.moe, or remove it",
+            problem="is of experts that begin as a dense model's MLP",
+            fix="set model.from_hf and model.moe, or remove it",
         )
         if self.moe is not None:
             require(
                 self.moe.num_leading_dense_layers < self.num_layers,
                 "moe.num_leading_dense_layers",
                 self.moe.num_leading_dense_layers,
-                f"leaves no layer of model.num_layers ({self.num_layers}) with experts",
-                f"use at most {self.num_layers - 1}",
+                problem=f"leaves no layer of model.num_layers ({self.num_layers}) with experts",
+                fix=f"use at most {self.num_layers - 1}",
             )
             require(
                 self.activation == "swiglu",
                 "activation",
                 self.activation,
-                "experts are SwiGLU",
-                'set model.activation = "swiglu"',
+                problem="experts are SwiGLU",
+                fix='set model.activation = "swiglu"',
             )
         return self
 

@@ -39,14 +39,16 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank is on every axis; a server is at none, but is given one."""
-        coordinates, remaining = {}, rank - self.servers
+        coordinates = {}
+        remaining = rank - self.servers
         for axis in reversed(self.axes):
             remaining, coordinates[axis] = divmod(remaining, getattr(self, axis))
         return coordinates
 
     def expert_rank(self, rank: int) -> int:
         """Which of `ep` runs of a layer's experts a rank has."""
-        index, coordinates = 0, self.coordinates(rank)
+        index = 0
+        coordinates = self.coordinates(rank)
         for axis in STAGE_AXES:
             index = index * getattr(self, axis) + coordinates[axis]
         return index % self.ep
@@ -80,7 +82,7 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
             "layout.num_servers",
             servers,
             f"leaves no worker of the {world_size} ranks of the run",
-            f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
+            fix=f"start more ranks, or lower it to {world_size - 1}" if world_size > 1 else "start more ranks",
         )
     model_ranks = layout.pp * layout.cp * layout.tp
     if (world_size - servers) % model_ranks:
@@ -89,31 +91,38 @@ def parallel_dims(layout: Layout, world_size: int) -> ParallelDims:
             f"layout.{used_axes}",
             model_ranks,
             f"does not divide the ranks that compute ({world_size - servers})",
-            f"use a multiple of {model_ranks} ranks, or lower a degree",
+            fix=f"use a multiple of {model_ranks} ranks, or lower a degree",
         )
     dp = (world_size - servers) // model_ranks
     if layout.data_parallel == "hsdp":
         allowed = ", ".join(map(str, divisors(dp)))
         if layout.dp_shard is None:
             raise UserError(
-                "layout.dp_shard", None, 'is needed with layout.data_parallel = "hsdp"', f"use one of {allowed}"
+                "layout.dp_shard", None, 'is needed with layout.data_parallel = "hsdp"', fix=f"use one of {allowed}"
             )
         if dp % layout.dp_shard:
             problem = f"does not divide the {dp} data-parallel ranks"
-            raise UserError("layout.dp_shard", layout.dp_shard, problem, f"use one of {allowed}")
+            raise UserError("layout.dp_shard", layout.dp_shard, problem, fix=f"use one of {allowed}")
         if layout.dp_shard == 1 and layout.offload != "none":
             fix = f'use another of {allowed}, or layout.data_parallel = "zero1"'
-            raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix)
+            raise UserError("layout.dp_shard", 1, "shards nothing, and only what is sharded is offloaded", fix=fix)
     expert_ranks = dp * layout.cp * layout.tp
     num_copies = dp // (layout.dp_shard or 1) if layout.data_parallel == "hsdp" else 1
     if expert_ranks // num_copies % layout.ep:
         allowed = ", ".join(map(str, divisors(expert_ranks // num_copies)))
         problem = f"does not divide the {expert_ranks // num_copies} ranks that share a copy of a stage's experts"
-        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
+        raise UserError("layout.ep", layout.ep, problem, fix=f"use one of {allowed}")
     dp_shard = {"ddp": 1, "parameter_server": 1, "hsdp": layout.dp_shard or 1}.get(layout.data_parallel, dp)
     pipeline_outermost = layout.rank_order == "pipeline_outer"
     return ParallelDims(
-        dp // dp_shard, dp_shard, layout.pp, layout.cp, layout.tp, servers, layout.ep, pipeline_outermost
+        dp // dp_shard,
+        dp_shard,
+        layout.pp,
+        cp=layout.cp,
+        tp=layout.tp,
+        servers=servers,
+        ep=layout.ep,
+        pipeline_outermost=pipeline_outermost,
     )
 
 

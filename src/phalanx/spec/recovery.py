@@ -39,7 +39,7 @@ class RecoverySpec(Spec):
             self.loss_spike_ratio is None or self.max_rollbacks > 0,
             "loss_spike_ratio",
             self.loss_spike_ratio,
-            "is what a run goes back for, and recovery.max_rollbacks = 0 says never",
-            "set recovery.max_rollbacks too",
+            problem="is what a run goes back for, and recovery.max_rollbacks = 0 says never",
+            fix="set recovery.max_rollbacks too",
         )
         return self

@@ -99,8 +99,8 @@ class TrainingSpec(Spec):
             steps == UNDECIDED_STEPS,
             "seconds",
             table["seconds"],
-            f"cannot be combined with training.steps = {steps}",
-            "remove one of them; on the command line: --set training.steps= or --set training.seconds=",
+            problem=f"cannot be combined with training.steps = {steps}",
+            fix="remove one of them; on the command line: --set training.steps= or --set training.seconds=",
         )
         return {**table, "steps": UNDECIDED_STEPS}
 
@@ -228,40 +228,40 @@ class RunSpec(Spec):
             training.tokens_per_step % training.seq_len == 0,
             "training.tokens_per_step",
             training.tokens_per_step,
-            f"is not a multiple of training.seq_len ({training.seq_len})",
-            f"use {nearest_multiple}",
+            problem=f"is not a multiple of training.seq_len ({training.seq_len})",
+            fix=f"use {nearest_multiple}",
         )
         if self.model.position_embedding == "learned":
             require(
                 training.seq_len <= self.model.max_seq_len,
                 "training.seq_len",
                 training.seq_len,
-                f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})",
-                f"use at most {self.model.max_seq_len}",
+                problem=f"is longer than the model's learned positions (model.max_seq_len = {self.model.max_seq_len})",
+                fix=f"use at most {self.model.max_seq_len}",
             )
         require(
             not self.recovery.max_rollbacks or self.layout.max_staleness is None,
             "recovery.max_rollbacks",
             self.recovery.max_rollbacks,
-            "needs ranks that are at the same step, and workers of layout.max_staleness are not",
-            "set it to 0",
+            problem="needs ranks that are at the same step, and workers of layout.max_staleness are not",
+            fix="set it to 0",
         )
         require(
             training.has_decided_steps or self.layout.max_staleness is None,
             "training.seconds",
             training.seconds,
-            "needs ranks that are at the same step, and workers of layout.max_staleness are not",
-            "set training.steps in its place",
+            problem="needs ranks that are at the same step, and workers of layout.max_staleness are not",
+            fix="set training.steps in its place",
         )
         require(
             not training.replica_check_interval or self.layout.data_parallel != "parameter_server",
             "training.replica_check_interval",
             training.replica_check_interval,
-            (
+            problem=(
                 'has nothing to compare with layout.data_parallel = "parameter_server": '
                 "servers own what workers only borrow"
             ),
-            "set it to 0",
+            fix="set it to 0",
         )
         if self.swarm is not None:
             check_swarm_run(self, self.swarm)
@@ -274,6 +274,6 @@ def require_tokenizer_of_weights(run: RunSpec) -> None:
         run.model.from_hf is None or run.data.tokenizer != "bpe",
         "data.tokenizer",
         run.data.tokenizer,
-        "would train a tokenizer, and the weights of model.from_hf have one already",
-        "give the path of the tokenizer.json that belongs to the weights",
+        problem="would train a tokenizer, and the weights of model.from_hf have one already",
+        fix="give the path of the tokenizer.json that belongs to the weights",
     )

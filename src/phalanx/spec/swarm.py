@@ -138,43 +138,43 @@ class SwarmSpec(Spec):
             not self.sends_gradients or self.every == 1,
             "every",
             self.every,
-            "is not 1: ddp exchanges gradients after every step",
-            'set it to 1, or method = "fedavg"',
+            problem="is not 1: ddp exchanges gradients after every step",
+            fix='set it to 1, or method = "fedavg"',
         )
         require(
             not self.sends_gradients or self.outer is None,
             "outer",
             "set",
-            "has no meaning for ddp, whose coordinator steps the run's own optimizer",
-            "remove it; see [optimizer]",
+            problem="has no meaning for ddp, whose coordinator steps the run's own optimizer",
+            fix="remove it; see [optimizer]",
         )
         require(
             self.every % self.fragments == 0,
             "fragments",
             self.fragments,
-            f"does not divide every ({self.every})",
-            "exchange each fragment after as many steps",
+            problem=f"does not divide every ({self.every})",
+            fix="exchange each fragment after as many steps",
         )
         require(
             self.delay < self.steps_per_round,
             "delay",
             self.delay,
-            f"is not less than the {self.steps_per_round} steps of a round",
-            "lower it: an update is taken before the next is told",
+            problem=f"is not less than the {self.steps_per_round} steps of a round",
+            fix="lower it: an update is taken before the next is told",
         )
         require(
             self.mixing is None or self.delay > 0,
             "mixing",
             self.mixing,
-            "has no meaning without delay: nothing is learned meanwhile",
-            "set delay, or remove it",
+            problem="has no meaning without delay: nothing is learned meanwhile",
+            fix="set delay, or remove it",
         )
         require(
             self.merge.every % self.every == 0,
             "merge.every",
             self.merge.every,
-            f"is no multiple of every ({self.every}), at which experts come together",
-            f"use {self.every}",
+            problem=f"is no multiple of every ({self.every}), at which experts come together",
+            fix=f"use {self.every}",
         )
         splits_experts = self.method in EXPERT_SPLIT_METHODS
         for field, is_set in {
@@ -188,8 +188,8 @@ class SwarmSpec(Spec):
                 splits_experts or not is_set,
                 field,
                 "set",
-                f"has no meaning for {self.method}, whose nodes train all experts",
-                'remove it, or set method = "spes+"',
+                problem=f"has no meaning for {self.method}, whose nodes train all experts",
+                fix='remove it, or set method = "spes+"',
             )
         return self
 
@@ -208,37 +208,37 @@ def _check_learning(run: RunSpec, swarm: SwarmSpec) -> None:
             not getattr(run.recovery, field),
             f"recovery.{field}",
             getattr(run.recovery, field),
-            "is not for the nodes of a swarm, whose coordinator has the last round",
-            "set it to 0",
+            problem="is not for the nodes of a swarm, whose coordinator has the last round",
+            fix="set it to 0",
         )
     require(
         moe is not None or swarm.method not in EXPERT_SPLIT_METHODS,
         "swarm.method",
         swarm.method,
-        "shares out experts, and the model has none",
-        'set model.moe, or swarm.method = "diloco"',
+        problem="shares out experts, and the model has none",
+        fix='set model.moe, or swarm.method = "diloco"',
     )
     require(
         moe is None or not moe.bias_update_rate,
         "model.moe.bias_update_rate",
         moe and moe.bias_update_rate,
-        "moves biases by what a node's own tokens chose, and a swarm exchanges weights only",
-        "set it to 0",
+        problem="moves biases by what a node's own tokens chose, and a swarm exchanges weights only",
+        fix="set it to 0",
     )
     scaling = run.training.batch_scaling
     require(
         not swarm.sends_gradients or run.optimizer.name == "adamw",
         "optimizer.name",
         run.optimizer.name,
-        "is not AdamW, whose moments the coordinator of ddp keeps",
-        'use adamw, or swarm.method = "fedavg"',
+        problem="is not AdamW, whose moments the coordinator of ddp keeps",
+        fix='use adamw, or swarm.method = "fedavg"',
     )
     require(
         not swarm.sends_gradients or scaling == "keep",
         "training.batch_scaling",
         scaling,
-        "follows the ranks of a node, and the coordinator of ddp steps for all nodes",
-        "set learning rates instead",
+        problem="follows the ranks of a node, and the coordinator of ddp steps for all nodes",
+        fix="set learning rates instead",
     )
 
 
@@ -248,35 +248,41 @@ def _check_layout_and_data(run: RunSpec, swarm: SwarmSpec) -> None:
         swarm.method not in EXPERT_SPLIT_METHODS or run.layout.ep == 1 or run.layout.data_parallel == "ddp",
         "layout.data_parallel",
         run.layout.data_parallel,
-        "splits what expert-parallel ranks train, of which some may train no expert in a swarm",
-        'set layout.data_parallel = "ddp", or layout.ep = 1',
+        problem="splits what expert-parallel ranks train, of which some may train no expert in a swarm",
+        fix='set layout.data_parallel = "ddp", or layout.ep = 1',
     )
     require(
         run.layout.data_parallel != "parameter_server",
         "layout.data_parallel",
         run.layout.data_parallel,
-        "is no layout for inside a node of a swarm",
-        "use ddp or a ZeRO stage",
+        problem="is no layout for inside a node of a swarm",
+        fix="use ddp or a ZeRO stage",
     )
     require(
         run.training.has_decided_steps,
         "training.seconds",
         run.training.seconds,
-        "gives no number of steps, and a swarm divides them into rounds",
-        "set training.steps in its place",
+        problem="gives no number of steps, and a swarm divides them into rounds",
+        fix="set training.steps in its place",
     )
     require(
         not run.training.auto_precision,
         "training.precision",
         "auto",
-        "may be another on each node",
-        'use "bf16" or "fp32"',
+        problem="may be another on each node",
+        fix='use "bf16" or "fp32"',
     )
     require(
         run.training.steps % swarm.steps_per_round == 0,
         "training.steps",
         run.training.steps,
-        f"is no multiple of the {swarm.steps_per_round} steps of a round",
-        f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
+        problem=f"is no multiple of the {swarm.steps_per_round} steps of a round",
+        fix=f"use {-(-run.training.steps // swarm.steps_per_round) * swarm.steps_per_round}",
     )
-    require(not run.data.streaming, "data.streaming", True, "gives every node the same text", "prepare the text first")
+    require(
+        not run.data.streaming,
+        "data.streaming",
+        True,
+        problem="gives every node the same text",
+        fix="prepare the text first",
+    )

@@ -37,8 +37,10 @@ def tensor_sharding(spec: ModelSpec, layout: Layout, name: str) -> TensorShardin
     are cut by vocabulary. What works on single tokens is whole, and with sequence parallelism meets only this rank's
     tokens (arXiv 2205.05198, section 4.2.2). Experts are cut like MLPs, or with expert parallelism between experts.
     """
-    tp, (*_, module, leaf) = layout.tp, name.split(".")
-    row_sharding, owner = TensorSharding(0, 1), f"{name}.".partition(".mlp.")[2].partition(".")[0]
+    tp = layout.tp
+    (*_, module, leaf) = name.split(".")
+    row_sharding = TensorSharding(0, 1)
+    owner = f"{name}.".partition(".mlp.")[2].partition(".")[0]
     per_head = spec.qk_norm == "head"
     if owner == "experts" and layout.ep > 1:
         return TensorSharding(0, 1, "ep", is_partial_sum=True)
@@ -73,7 +75,7 @@ def _check_gathered_heads(spec: ModelSpec, layout: Layout) -> None:
         problem = f"does not go with context parallelism (layout.cp = {layout.cp})"
     if problem:
         fix = 'use layout.tp_attention = "split" with a degree that divides the heads'
-        raise UserError("layout.tp_attention", layout.tp_attention, problem, fix)
+        raise UserError("layout.tp_attention", layout.tp_attention, problem, fix=fix)
 
 
 def kv_head_replication(spec: ModelSpec, tp: int) -> int:
@@ -90,11 +92,13 @@ def rows_on_rank(rank: int, rows: int, ranks: int) -> int:
 def check_divisibility(run: RunSpec, world_size: int) -> None:
     """Raise UserError for a model whose heads, widths, vocabulary, experts or tokens cannot be divided between ranks
     that share it."""
-    spec, layout, seq_len = run.model, run.layout, run.training.seq_len
+    spec = run.model
+    layout = run.layout
+    seq_len = run.training.seq_len
     for axis in ("tp", "cp", "ep") if run.training.compile else ():
         if getattr(layout, axis) > 1:
             problem = f"does not go with layout.{axis} = {getattr(layout, axis)} yet"
-            raise UserError("training.compile", True, problem, "set it to false")
+            raise UserError("training.compile", True, problem, fix="set it to false")
     if layout.tp > 1:
         _check_tensor(spec, layout, seq_len)
     if spec.moe is not None and spec.moe.capacity_factor is not None:
@@ -104,7 +108,7 @@ def check_divisibility(run: RunSpec, world_size: int) -> None:
         _check_equal_micro_batches(run, world_size)
     if layout.tp > 1 and layout.gradient_compression == "powersgd":
         problem = f"does not go with layout.tp = {layout.tp}: copies of a tensor would differ by what is not exact"
-        raise UserError("layout.gradient_compression", "powersgd", problem, "remove it")
+        raise UserError("layout.gradient_compression", "powersgd", problem, fix="remove it")
     if layout.cp > 1:
         _check_context(spec, layout, seq_len)
 
@@ -118,25 +122,26 @@ def _check_capacity(layout: Layout, capacity_factor: float) -> None:
             "model.moe.capacity_factor",
             capacity_factor,
             problem,
-            "remove it, or one of the other two" if requirement else "remove one of the two",
+            fix="remove it, or one of the other two" if requirement else "remove one of the two",
         )
 
 
 def _check_experts(spec: ModelSpec, layout: Layout) -> None:
     if spec.moe is None:
-        raise UserError("layout.ep", layout.ep, "has no meaning for a model without experts", "set layout.ep = 1")
+        raise UserError("layout.ep", layout.ep, "has no meaning for a model without experts", fix="set layout.ep = 1")
     if spec.moe.num_experts % layout.ep:
         allowed = ", ".join(map(str, divisors(spec.moe.num_experts)))
         problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
-        raise UserError("layout.ep", layout.ep, problem, f"use one of {allowed}")
+        raise UserError("layout.ep", layout.ep, problem, fix=f"use one of {allowed}")
     if layout.tp > 1 and not layout.sequence_parallel:
         problem = "needs every rank to have tokens of its own, which with layout.tp needs sequence parallelism"
-        raise UserError("layout.ep", layout.ep, problem, "set layout.sequence_parallel = true")
+        raise UserError("layout.ep", layout.ep, problem, fix="set layout.sequence_parallel = true")
 
 
 def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
     """Experts of ranks with different data meet at every micro-batch."""
-    batch_plan, layout = plan_batch(run, world_size), run.layout
+    batch_plan = plan_batch(run, world_size)
+    layout = run.layout
     if (layout.cp * layout.tp) % layout.ep and batch_plan.global_batch_size % (
         batch_plan.dp_size * batch_plan.micro_batch_size
     ):
@@ -144,22 +149,24 @@ def _check_equal_micro_batches(run: RunSpec, world_size: int) -> None:
             "training.tokens_per_step",
             run.training.tokens_per_step,
             f"gives ranks different numbers of micro-batches, and with layout.ep = {layout.ep} they meet at each",
-            "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
+            fix="make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
         )
 
 
 def _check_context(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
-    cp, num_chunks = layout.cp, layout.cp * (2 if layout.cp_method == "ring" else 1)
+    cp = layout.cp
+    num_chunks = layout.cp * (2 if layout.cp_method == "ring" else 1)
     tp_share = layout.tp if layout.sequence_parallel else 1
     required_multiple = lcm(num_chunks, cp * tp_share)
     if seq_len % required_multiple:
         problem = f"needs training.seq_len ({seq_len}) to be a multiple of {required_multiple}"
         nearest_seq_len = max(1, round(seq_len / required_multiple)) * required_multiple
-        raise UserError("layout.cp", cp, problem, f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
-    heads, kv = spec.num_heads // layout.tp, max(1, spec.num_kv_heads // layout.tp)
+        raise UserError("layout.cp", cp, problem, fix=f"use training.seq_len = {nearest_seq_len}, or a smaller degree")
+    heads = spec.num_heads // layout.tp
+    kv = max(1, spec.num_kv_heads // layout.tp)
     if layout.cp_method == "ulysses" and (heads % cp or (kv % cp and cp % kv)):
         problem = f"ranks cannot share the {heads} heads ({kv} of keys and values) that each tensor-parallel rank has"
-        raise UserError("layout.cp", cp, problem, 'use layout.cp_method = "ring", or a smaller degree')
+        raise UserError("layout.cp", cp, problem, fix='use layout.cp_method = "ring", or a smaller degree')
 
 
 def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
@@ -183,13 +190,13 @@ def _check_tensor(spec: ModelSpec, layout: Layout, seq_len: int) -> None:
             }
             if field in alternatives:
                 fix += f", or layout.{alternatives[field]}"
-            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix)
+            raise UserError("layout.tp", tp, f"does not divide {field} ({size})", fix=fix)
     if layout.tp_attention == "gathered":
         _check_gathered_heads(spec, layout)
     elif spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         problem = f"neither divides model.num_kv_heads ({spec.num_kv_heads}) nor is a multiple of it"
-        raise UserError("layout.tp", tp, problem, "use another tensor-parallel degree")
+        raise UserError("layout.tp", tp, problem, fix="use another tensor-parallel degree")
     rows = -(-spec.vocab_size // tp)
     if (tp - 1) * rows >= spec.vocab_size:
         problem = f"leaves a rank without a row of model.vocab_size ({spec.vocab_size})"
-        raise UserError("layout.tp", tp, problem, "use a smaller tensor-parallel degree, or a larger vocabulary")
+        raise UserError("layout.tp", tp, problem, fix="use a smaller tensor-parallel degree, or a larger vocabulary")

@@ -21,5 +21,5 @@ def check_torch_supports(layout: Layout) -> None:
             "layout.first_bucket_mb",
             layout.first_bucket_mb,
             f"torch {installed} cannot size it",
-            f"use torch {required}, or remove it",
+            fix=f"use torch {required}, or remove it",
         )

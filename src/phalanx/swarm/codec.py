@@ -49,7 +49,8 @@ def decode(data: Buffer, shape: tuple[int, ...], codec: Codec) -> Tensor:
         return torch.frombuffer(data, dtype=TORCH_DTYPES[codec]).float().reshape(shape)
     num_blocks = -(-numel // CODEC_BLOCK_SIZE)
     raw = torch.frombuffer(data, dtype=torch.uint8)
-    scale, quantized = raw[: 4 * num_blocks].view(torch.float32), raw[4 * num_blocks :]
+    scale = raw[: 4 * num_blocks].view(torch.float32)
+    quantized = raw[4 * num_blocks :]
     values = quantized.view(torch.int8) if codec == "int8" else _unpack_int4(quantized)[:numel]
     blocks = F.pad(values, (0, -numel % CODEC_BLOCK_SIZE)).view(-1, CODEC_BLOCK_SIZE)
     return dequantize_blocks(blocks, scale, numel).reshape(shape)
@@ -61,7 +62,8 @@ def _pack_int4(values: Tensor) -> Tensor:
 
 
 def _unpack_int4(packed: Tensor) -> Tensor:
-    low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
+    low = (packed << 4).view(torch.int8) >> 4
+    high = packed.view(torch.int8) >> 4
     return torch.stack([low, high], dim=1).reshape(-1)
 
 

@@ -21,10 +21,12 @@ def proportional_shares(num_slots: int, max_per_node: int, capacities: Mapping[s
     while saturated := [
         node
         for node in capacities
-        if node not in counts and _fair_share(num_slots, counts, capacities, node) > max_per_node
+        if node not in counts and _fair_share(num_slots, counts, capacities, node=node) > max_per_node
     ]:
         counts |= dict.fromkeys(saturated, max_per_node)
-    exact_shares = {node: _fair_share(num_slots, counts, capacities, node) for node in capacities if node not in counts}
+    exact_shares = {
+        node: _fair_share(num_slots, counts, capacities, node=node) for node in capacities if node not in counts
+    }
     counts |= {node: int(share) for node, share in exact_shares.items()}
     num_unassigned = num_slots - sum(counts.values())
     for node in sorted(exact_shares, key=lambda node: int(exact_shares[node]) - exact_shares[node])[:num_unassigned]:
@@ -46,7 +48,8 @@ def assign_experts(
     Without `previous_owners` nodes own runs of neighbouring experts, as in SPES's own code; else as few change hands as
     can.
     """
-    nodes, num_copies = list(capacities), min(replication, len(capacities))
+    nodes = list(capacities)
+    num_copies = min(replication, len(capacities))
     counts = proportional_shares(num_experts * num_copies, num_experts, capacities)
     if previous_owners is None:
         owners: list[list[str]] = [[] for _ in range(num_experts)]

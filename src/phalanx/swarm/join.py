@@ -83,7 +83,7 @@ def join_swarm(
         ranks = select_nproc(run, nproc)
         model_parallel_size = run.layout.tp * run.layout.ep
         capacity = max_trained_experts(
-            run.model, run.swarm, rank_memory_bytes(run, select_device(run)), model_parallel_size
+            run.model, run.swarm, rank_memory_bytes(run, select_device(run)), model_parallel_size=model_parallel_size
         )
         for stale_file in (SHARED_WEIGHTS_FILE, LOCAL_WEIGHTS_FILE, METRICS_FILE):
             (directory / stale_file).unlink(missing_ok=True)
@@ -91,10 +91,10 @@ def join_swarm(
         join_message = {"capacity": capacity, "text": data_fingerprint(read_run_directory(directory)[1])}
         link.join(**join_message, begin=False)
         log(f"{name} receives the weights of {address}")  # before anybody counts on it, for that may take long
-        version = RoundExchange(run, directory, name, link).download_model()
+        version = RoundExchange(run, directory, name, link=link).download_model()
     except UpdateRejected as refused:
         fix = "see phalanx swarm status, and that both sides have the same version of Phalanx and the same text"
-        raise UserError("swarm", address, f"does not take this node: {refused}", fix) from None
+        raise UserError("swarm", address, f"does not take this node: {refused}", fix=fix) from None
     finally:
         link.close()
     link_record = {
@@ -114,7 +114,7 @@ def join_swarm(
         exit_rank(rank_main(directory))
     set_worker_environment(ranks)
     worker_args = "phalanx.swarm.join", str(directory)
-    return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory), warm_process)
+    return launch_ranks(ranks, worker_args, partial(report_and_exit_code, directory), started=warm_process)
 
 
 def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
@@ -130,7 +130,7 @@ def _check_same_run(coordinator_run: RunSpec, run: RunSpec) -> None:
     ]
     if differing:
         fix = "leave it out; a node's own are layout, data, cluster and how it records"
-        raise UserError("--set", differing[0], "is the coordinator's to say", fix)
+        raise UserError("--set", differing[0], "is the coordinator's to say", fix=fix)
 
 
 def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float, model_parallel_size: int = 1) -> int:
@@ -152,7 +152,7 @@ def max_trained_experts(model: ModelSpec, swarm: SwarmSpec, memory_bytes: float,
             "memory",
             f"{memory_bytes / 1e9:.2f} GB",
             f"is too little: a node's state takes {min_gb:.2f} GB",
-            (
+            fix=(
                 'use a machine with more, or swarm.frozen_expert_codec = "int8", '
                 "or another method: spes holds less than diloco"
             ),
@@ -181,10 +181,14 @@ def rank_main(directory: Path) -> int:
         is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         lock = acquire_run_lock(directory) if is_first_rank else None
         link = SwarmClient(link_record["address"], Path(link_record["certificates"]), _log) if is_first_rank else None
-        worker = SwarmWorker(run, open_training_data(run, data), directory, device, link_record["node"], link)
+        worker = SwarmWorker(
+            run, open_training_data(run, data), directory, device=device, name=link_record["node"], link=link
+        )
         worker.exchange.version = link_record["version"]
         worker.exchange.initial_download_bytes = link_record["received_bytes"]
-        logs = open_loggers(directory, 0, None, run.name, run.model_dump(mode="json")) if is_first_rank else []
+        logs = (
+            open_loggers(directory, 0, None, name=run.name, config=run.model_dump(mode="json")) if is_first_rank else []
+        )
         rounds = JsonLinesLogger(directory / ROUNDS_FILE, run.training.steps) if is_first_rank else None
         if link is not None:
             link.join_message = link_record["place"]
@@ -204,7 +208,7 @@ def rank_main(directory: Path) -> int:
             _log(outcome if loss is None else f"{outcome}; held-out loss {loss:.4f}")
     except BaseException as error:
         step = worker.trainer.step if worker and worker.trainer else 0
-        write_failure(directory, env_rank(), step, error)
+        write_failure(directory, env_rank(), step, error=error)
         if link is not None:
             link.leaving = True
             with suppress(Exception):  # it may be the link that failed

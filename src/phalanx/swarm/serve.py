@@ -26,18 +26,21 @@ from phalanx.swarm.rpc.server import serve
 from phalanx.swarm.update_files import Weights
 from phalanx.train.training_data import initial_weights
 
-TICK_SECONDS, STATUS_SECONDS = 0.05, 5.0
-TRIM_THRESHOLD_BYTES, MMAP_THRESHOLD_BYTES = 2**26, 2**24
+TICK_SECONDS = 0.05
+STATUS_SECONDS = 5.0
+TRIM_THRESHOLD_BYTES = 2**26
+MMAP_THRESHOLD_BYTES = 2**24
 """Memory that is kept, and what is not taken from it: more than the wire, or a piece of most models, needs at once."""
 
 
 def swarm_directory(run: RunSpec) -> Path:
     """Where a swarm is kept, with its run file. Raises UserError if another swarm is there, or none can be."""
     directory = run_directory(run)
-    file, text = directory / RUN_FILE, to_toml(with_absolute_paths(run))
+    file = directory / RUN_FILE
+    text = to_toml(with_absolute_paths(run))
     if file.exists() and load_run(file, environment={}) != with_absolute_paths(run):
         fix = "go on with that one, unchanged, or choose another name"
-        raise UserError("name", run.name, f"{directory} holds another run", fix)
+        raise UserError("name", run.name, f"{directory} holds another run", fix=fix)
     claim_run_directory(directory)
     try:
         if not file.exists():
@@ -45,7 +48,7 @@ def swarm_directory(run: RunSpec) -> Path:
         file.write_text(text)
     except OSError as error:
         raise UserError(
-            "output_dir", str(directory), f"cannot be written: {error.strerror}", "set output_dir elsewhere"
+            "output_dir", str(directory), f"cannot be written: {error.strerror}", fix="set output_dir elsewhere"
         ) from None
     return directory
 
@@ -74,8 +77,9 @@ def serve_swarm(run: RunSpec, address: str, certificates: Path, log: Callable[[s
     directory = swarm_directory(run)
     lock = acquire_run_lock(directory)
     coordinator = Coordinator(run, directory, initial_pieces(run))
-    server, port = serve(coordinator, address, certificates, {"run": to_toml(run)})
-    stop, reported_rounds = threading.Event(), -1
+    server, port = serve(coordinator, address, certificates, greeting={"run": to_toml(run)})
+    stop = threading.Event()
+    reported_rounds = -1
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda *_: stop.set())
     host = address.rpartition(":")[0]

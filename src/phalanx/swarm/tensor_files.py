@@ -138,7 +138,8 @@ class TensorFile:
         return start + row * row_bytes, row_bytes * (piece.shape[0] if piece.first_row is not None else 1)
 
     def _read_bytes(self, start: int, size: int) -> bytearray:
-        data, num_read = bytearray(size), 0
+        data = bytearray(size)
+        num_read = 0
         while num_read < size:  # a call reads no more than 2 GiB
             count = os.preadv(self._file, [memoryview(data)[num_read:]], start + num_read)
             if not count:
@@ -157,7 +158,8 @@ class TensorFile:
 
 def _build_header(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, int]:
     """What a file of these tensors begins with, and how many bytes it has."""
-    end, entries = 0, {}
+    end = 0
+    entries = {}
     for name, shape in shapes.items():
         start, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}

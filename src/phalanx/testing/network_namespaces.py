@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NETNS_CONFIG = Path("/etc/netns")
-BUCKET_SIZE, MAX_LATENCY = "64kb", "1s"
+BUCKET_SIZE = "64kb"
+MAX_LATENCY = "1s"
 """Of a token bucket: how much goes at once, and for how long the rest waits before it is dropped."""
 
 
@@ -80,9 +81,11 @@ def star_network(
     Raises NoHosts where they cannot be made.
     """
     pid = os.getpid()
-    hub = Host("hub", f"phalanx-{pid}-hub", "", "", "")
+    hub = Host("hub", f"phalanx-{pid}-hub", "", hub="", interface="")
     hosts = {
-        name: Host(name, f"phalanx-{pid}-{number}", f"10.77.{number}.2", f"10.77.{number}.1", f"p{pid}n{number}")
+        name: Host(
+            name, f"phalanx-{pid}-{number}", f"10.77.{number}.2", hub=f"10.77.{number}.1", interface=f"p{pid}n{number}"
+        )
         for number, name in enumerate(names)
     }
     network = StarNetwork(hub, hosts)
@@ -104,7 +107,8 @@ def star_network(
 def _connect(hub: Host, host: Host) -> None:
     """A host, and a cable between it and the hub."""
     _run_command(["ip", "netns", "add", host.namespace])
-    host_end, hub_end = host.interface, f"h{host.interface}"
+    host_end = host.interface
+    hub_end = f"h{host.interface}"
     _run_command(
         [
             "ip",

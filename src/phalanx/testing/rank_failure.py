@@ -28,7 +28,8 @@ class RankError(AssertionError):
     collectives in different orders, and `order_difference` is the first call that differs."""
 
     def __init__(self, name: str, failures: Iterable[RankFailure], order_difference: str = "") -> None:
-        self.failures, self.order_difference = cause_first(failures), order_difference
+        self.failures = cause_first(failures)
+        self.order_difference = order_difference
         prefix = f"{name}: {order_difference}\n" if order_difference else ""
         super().__init__(prefix + describe(name, self.failures))
 

@@ -56,8 +56,9 @@ class RankPool:
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
         if world_size < 1:
-            raise UserError("world_size", world_size, "is not a number of ranks", "use at least 1")
-        self.world_size, self.device = world_size, device
+            raise UserError("world_size", world_size, "is not a number of ranks", fix="use at least 1")
+        self.world_size = world_size
+        self.device = device
         self._initial_resident_bytes = 0
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -73,7 +74,9 @@ class RankPool:
         """
         name = f"{function.__module__}.{function.__qualname__}"
         if function.__module__ == "__main__" or "<" in function.__qualname__:
-            raise UserError("function", name, "cannot be imported by a rank", "define it at the top level of a module")
+            raise UserError(
+                "function", name, "cannot be imported by a rank", fix="define it at the top level of a module"
+            )
         call = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs)), timeout + START_SECONDS))
         try:
             if not self._workers:
@@ -99,7 +102,9 @@ class RankPool:
             pipe.close()
         if self._workers:
             shutil.rmtree(self._logs, ignore_errors=True)
-        self._workers, self._pipes, self._initial_resident_bytes = [], [], 0
+        self._workers = []
+        self._pipes = []
+        self._initial_resident_bytes = 0
 
     def _resident_bytes(self) -> int:
         """Bytes of memory that the ranks hold; 0 where /proc does not say."""
@@ -128,7 +133,7 @@ class RankPool:
                 child_end.close()
                 self._workers.append(worker)
                 self._pipes.append(parent_end)
-        self._gather("the start of the ranks", START_SECONDS, [0] * self.world_size, CollectiveOrder({}))
+        self._gather("the start of the ranks", START_SECONDS, [0] * self.world_size, order=CollectiveOrder({}))
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         variables = {
@@ -154,7 +159,7 @@ class RankPool:
             file.unlink(missing_ok=True)
         for pipe in self._pipes:
             pipe.send_bytes(call)
-        return [pickle.loads(value) for value in self._gather(name, timeout, offsets, CollectiveOrder(call_logs))]
+        return [pickle.loads(value) for value in self._gather(name, timeout, offsets, order=CollectiveOrder(call_logs))]
 
     def _gather(self, name: str, timeout: float, offsets: list[int], order: CollectiveOrder) -> list[bytes]:
         """Every rank's pickled result. Raises RanksFailed, also where all returned and differ in their collectives."""
@@ -187,11 +192,11 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             code = self._workers[rank].wait()
             summary = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return RankFailure(rank, "died", time.monotonic() - start, summary)
+            return RankFailure(rank, "died", time.monotonic() - start, summary=summary)
         if kind == "returned":
             results[rank] = content
             return RankFailure(rank, "returned", finished_at - start)
-        return RankFailure(rank, "raised", finished_at - start, summary, content)
+        return RankFailure(rank, "raised", finished_at - start, summary=summary, detail=content)
 
     def _collect_stacks(self, missing: list[int], seconds: float) -> list[RankFailure]:
         """The Python stacks of ranks that have not returned, which faulthandler writes on a signal."""
@@ -203,7 +208,7 @@ class RankPool:
         while time.monotonic() < deadline and not all(s.exists() and s.stat().st_size for s in stacks.values()):
             time.sleep(0.02)
         texts = {rank: stack.read_text() if stack.exists() else "" for rank, stack in stacks.items()}
-        return [RankFailure(rank, "did not return", seconds, "", text) for rank, text in texts.items()]
+        return [RankFailure(rank, "did not return", seconds, summary="", detail=text) for rank, text in texts.items()]
 
     def _attach_output(self, failure: RankFailure, offset: int, order: CollectiveOrder) -> RankFailure:
         """Add what a rank printed, and the collectives that it called last if it did not leave the function."""

@@ -40,7 +40,8 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
     pipe = Connection(pipe_fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     logs = Path(os.environ["PHALANX_RANK_LOGS"])
     stack = open(logs / f"{rank}.stack", "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
@@ -53,7 +54,7 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
         timeout=GROUP_TIMEOUT,
         master_listen_fd=listener_fd,
     )
-    _send_result(pipe, "returned", "", b"")
+    _send_result(pipe, "returned", "", content=b"")
     collective_log = CollectiveLog() if is_check_enabled() else None
     count = 0
     while True:
@@ -70,9 +71,9 @@ def main(pipe_fd: int, listener_fd: int | None = None) -> None:
             result = pickle.dumps(function(*args, **kwargs))
         except BaseException as error:
             summary = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
-            _send_result(pipe, "raised", summary, "".join(traceback.format_exception(error)))
+            _send_result(pipe, "raised", summary, content="".join(traceback.format_exception(error)))
         else:
-            _send_result(pipe, "returned", "", result)
+            _send_result(pipe, "returned", "", content=result)
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -17,7 +17,8 @@ from phalanx.runs.swarm_records import JOURNAL_FILE
 from phalanx.swarm.rpc.certificates import create_certificate_authority, issue_certificate
 from phalanx.testing.network_namespaces import Host, StarNetwork
 
-COORDINATOR, PORT = "lead", 7077
+COORDINATOR = "lead"
+PORT = 7077
 
 
 class SwarmProcesses:
@@ -40,7 +41,8 @@ class SwarmProcesses:
     def start(self, name: str) -> None:
         """The coordinator or a node; maybe again."""
         if name == COORDINATOR:
-            host, args = self.network.hub, ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
+            host = self.network.hub
+            args = ["serve", str(self.run_file), "--listen", f"0.0.0.0:{PORT}"]
         else:
             host = self.network.hosts[name]
             args = ["join", self.address(host), "--out", str(self.folder / "nodes"), "--nproc", "1"]
@@ -112,7 +114,7 @@ def swarm_processes(
     network: StarNetwork, folder: Path, run_file: Path, coordinator_directory: Path
 ) -> Iterator[SwarmProcesses]:
     """None of their processes is left afterwards."""
-    processes = SwarmProcesses(network, folder, run_file, coordinator_directory)
+    processes = SwarmProcesses(network, folder, run_file, coordinator_directory=coordinator_directory)
     try:
         yield processes
     finally:

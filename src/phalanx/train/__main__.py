@@ -38,9 +38,17 @@ def main() -> None:
     if arguments.ranks is not None and int(os.environ["RANK"]) >= arguments.ranks:
         exit_rank(run_standby_rank(arguments.run))
     reduced = None if layout is None else ReducedRanks(layout, arguments.ranks)
-    measure, device = arguments.profile_memory, arguments.device
+    measure = arguments.profile_memory
+    device = arguments.device
     exit_code = run_rank(
-        arguments.run, arguments.set, arguments.resume, measure, window, reduced, device, arguments.force
+        arguments.run,
+        arguments.set,
+        arguments.resume,
+        measure=measure,
+        window=window,
+        reduced=reduced,
+        device=device,
+        force=arguments.force,
     )
     if exit_code == 0 and arguments.ranks is not None:
         wait_for_standby_ranks(arguments.ranks)

@@ -78,10 +78,10 @@ def check_machine_memory(run: RunSpec, nproc: int) -> None:
     if select_device(run) == "cuda":
         memory_bytes = run.cluster.memory_bytes or _gpu_memory_bytes()
         if memory_bytes is not None:
-            check_memory(run, nproc, memory_bytes, "cuda")
+            check_memory(run, nproc, memory_bytes, device="cuda")
     else:
         memory_bytes = device_memory_bytes(torch.device("cpu"))
-        check_memory(run, nproc, min(memory_bytes, cgroup_memory_limit() or memory_bytes), "cpu")
+        check_memory(run, nproc, min(memory_bytes, cgroup_memory_limit() or memory_bytes), device="cpu")
 
 
 def _gpu_memory_bytes() -> int | None:
@@ -108,7 +108,7 @@ def check_and_prepare(
     run = with_absolute_paths(run)
     saved = checkpoints(run_directory(run) / CHECKPOINTS_DIR) if resume else []
     sequences = plan_batch(run, world_size).global_batch_size
-    _check_tokens(run, prepared, sequences, latest_manifest(saved) if saved else None)
+    _check_tokens(run, prepared, sequences, manifest=latest_manifest(saved) if saved else None)
     if not saved:
         _warn_unexportable(run)
     elif (line := _describe_schedule_change(run, step_of(saved[0]))) is not None:
@@ -177,10 +177,10 @@ def _check_tokens(run: RunSpec, prepared: PreparedData, sequences: int, manifest
             "data.held_out",
             run.data.held_out or run.data.train,
             f"leaves {held_out.size} tokens to evaluate on",
-            "give more text, or raise data.held_out_fraction",
+            fix="give more text, or raise data.held_out_fraction",
         )
     if prepared.train:
-        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, run.training.seed)
+        loader = TokenLoader(IndexedDataset(prepared.train), run.training.seq_len, sequences, seed=run.training.seed)
         if manifest is not None:
             try:
                 loader.resume(manifest["loader"], resized=run.training.batch_scaling != "keep")

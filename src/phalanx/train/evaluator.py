@@ -21,7 +21,8 @@ from phalanx.train.resumable import ResumableLearner
 def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[MicroBatch]]) -> MetricsRecord:
     """Loss on the held-out text, in nats per token and bits per byte; and how many tokens of the training text
     chose each expert between the evaluation before and `rotate_expert_counts`."""
-    spec, started_at = learner.run.evaluation, time.perf_counter()
+    spec = learner.run.evaluation
+    started_at = time.perf_counter()
     learner.strategy.drain_pending_updates()
     token_bytes = torch.from_numpy(learner.corpus.tokenizer.token_bytes()).to(learner.device)
     sums = torch.zeros(3, dtype=torch.float64, device=learner.device)
@@ -29,10 +30,10 @@ def evaluate(learner: ResumableLearner, micro_batches: Callable[[Batch], list[Mi
         learner.corpus.held_out,
         learner.run.training.seq_len,
         learner.batch.micro_batch_size,
-        learner.mesh.dp_rank,
-        learner.batch.dp_size,
-        spec.tokens,
-        learner.run.data.mask_documents,
+        rank=learner.mesh.dp_rank,
+        ranks=learner.batch.dp_size,
+        limit_tokens=spec.tokens,
+        mask_documents=learner.run.data.mask_documents,
     )
     learner.module.eval()
     for batch in batches if learner.strategy.runs_model else ():

@@ -53,18 +53,20 @@ class Learner:
         trained_experts: TrainedExperts | None = None,
     ) -> None:
         """`weights` are the initial ones by name; None draws them. It trains `trained_experts`; None: all experts."""
-        self.run, self.mesh, self.device = run, mesh, device
+        self.run = run
+        self.mesh = mesh
+        self.device = device
         self.batch = plan_batch(run, mesh.dims.world_size)
         self.strategy = apply_layout(
             run.model,
             run.layout,
             self.mesh,
-            device,
-            weights or DrawnWeights(run.model, run.training.seed),
-            run.training.precision,
-            run.training.compile,
-            layers_per_stage(run) if run.layout.pp > 1 else (),
-            trained_experts,
+            device=device,
+            weights=weights or DrawnWeights(run.model, run.training.seed),
+            precision=run.training.precision,
+            compile=run.training.compile,
+            layers=layers_per_stage(run) if run.layout.pp > 1 else (),
+            trained_experts=trained_experts,
         )
         self.strategy.clock = DeviceClock(device)
         self.module = self.strategy.module
@@ -80,10 +82,11 @@ class Learner:
 
     def local_tokens(self, tokens: int) -> Any:
         """Which of the tokens of a sequence are this rank's."""
-        context, layout = self.mesh.cp_mesh, self.run.layout
+        context = self.mesh.cp_mesh
+        layout = self.run.layout
         if context is None:
             return slice(None)
-        return local_token_indices(tokens, layout.cp, context.get_local_rank(), layout.cp_method).numpy()
+        return local_token_indices(tokens, layout.cp, context.get_local_rank(), kind=layout.cp_method).numpy()
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This rank's rows of a step as micro-batches on the device."""

@@ -33,7 +33,8 @@ class JsonLinesLogger:
     def __init__(self, path: Path, after_step: int, flush_seconds: float = 0.0) -> None:
         """On resume, lines of steps that will be done again are dropped. A line is in the file at once, or after
         `flush_seconds` with the next."""
-        self._flush_seconds, self._flushed_at = flush_seconds, time.monotonic()
+        self._flush_seconds = flush_seconds
+        self._flushed_at = time.monotonic()
         lines = [json.dumps(record) + "\n" for record in read_jsonl(path) if record["step"] <= after_step]
         partial_file = path.with_suffix(".partial")  # a kill while the file is rewritten must not lose it
         with partial_file.open("w") as file:
@@ -90,7 +91,7 @@ class WandbLogger:
                 "metrics.wandb",
                 project,
                 f"cannot be opened: {error}",
-                "run `wandb login`, set WANDB_MODE=offline, or remove it",
+                fix="run `wandb login`, set WANDB_MODE=offline, or remove it",
             ) from None
 
     def write(self, record: MetricsRecord) -> None:
@@ -116,7 +117,7 @@ def open_loggers(directory: Path, after_step: int, wandb: str | None, name: str,
     logs: list[Logger] = []
     if wandb is not None:
         check_wandb(wandb)
-        logs.append(WandbLogger(wandb, name, directory, config))
+        logs.append(WandbLogger(wandb, name, directory, config=config))
     logs.append(JsonLinesLogger(directory / METRICS_FILE, after_step))
     logs.append(TensorBoardLogger(directory / TENSORBOARD_DIR, after_step))
     return logs

@@ -17,7 +17,9 @@ OFFLOAD_TARGET_NAMES = {"cpu": "CPU memory", "nvme": "files"}
 
 def start_message(trainer: Trainer, resumed: int) -> str:
     """What a run says before its first step; `resumed` is how many ranks wrote what it goes on from, if it does."""
-    run, batch, sizes = trainer.run, trainer.batch, trainer.mesh.dims
+    run = trainer.run
+    batch = trainer.batch
+    sizes = trainer.mesh.dims
     ranks = f"{plural(sizes.world_size, 'rank')} ({trainer.device.type})"
     schedule = run.layout.schedule_file or run.layout.schedule
     names = {"pp": f"pipeline ({schedule})", "cp": run.layout.cp_method, "tp": "tensor", "ep": "expert"}

@@ -16,9 +16,12 @@ class ProgressDisplay:
     """Shows the steps of a run; `quiet` shows nothing."""
 
     def __init__(self, step: int, steps: int | None, quiet: bool) -> None:
-        self.steps, self.quiet = steps, quiet
+        self.steps = steps
+        self.quiet = quiet
         self.console = Console(stderr=True, quiet=quiet)
-        self._started_at, self._first_step, self._shown_at = time.monotonic(), step, 0.0
+        self._started_at = time.monotonic()
+        self._first_step = step
+        self._shown_at = 0.0
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
             columns = (
@@ -53,7 +56,8 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], description=text)
             return
-        now, is_last = time.monotonic(), record["step"] == self.steps
+        now = time.monotonic()
+        is_last = record["step"] == self.steps
         if is_last or now - self._shown_at >= SECONDS_BETWEEN_LINES:
             self._shown_at = now
             self.log(f"step {record['step']}{self._remaining(record['step'], now)}  {text}")

@@ -57,12 +57,13 @@ class ResumableLearner(Learner):
     ) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         super().__init__(run, build_mesh(run.layout, world_size, device.type), device, corpus.weights, trained_experts)
-        self.corpus, self.directory = corpus, directory
+        self.corpus = corpus
+        self.directory = directory
         experts = run.model.moe.num_experts if run.model.moe else 0
         self.expert_loads = torch.zeros(2, len(self.moe_layers), experts, dtype=torch.float64, device=device)
         """How often each expert of these layers was chosen, on all ranks: since the last evaluation, and between that
         and the one before."""
-        self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, self.batch.dp_size)
+        self.loader = corpus.loader(run, self.batch.global_batch_size, self.mesh.dp_rank, ranks=self.batch.dp_size)
         self.checkpointer = Checkpointer(directory / CHECKPOINTS_DIR, run.checkpoint.keep)
         self.in_memory_checkpointer = None
         if run.recovery.in_memory_checkpoint_every:
@@ -74,7 +75,9 @@ class ResumableLearner(Learner):
             self.in_memory_checkpointer = InMemoryCheckpointer(
                 {"ranks": world_size, "back": num_rollbacks, **identity}, group, device
             )
-        self.rescaling = LearningRateRescaling(self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, 0)
+        self.rescaling = LearningRateRescaling(
+            self.batch.learning_rate_scale, self.batch.learning_rate_scale, 0, steps=0
+        )
         self.step = 0
         """Optimizer updates done."""
         self.resumed_at_step = 0
@@ -115,13 +118,14 @@ class ResumableLearner(Learner):
 
         Raises UserError if the checkpoint is of another model or other data, or all that there are are damaged.
         """
-        directory, checkpoint = self.checkpointer.directory, None
+        directory = self.checkpointer.directory
+        checkpoint = None
         damaged: dict[str, str] = {}
         in_memory = self.in_memory_checkpointer.load_latest() if self.in_memory_checkpointer is not None else None
         if in_memory is None or in_memory.step < latest_step(directory):
             checkpoint, damaged = latest_valid_checkpoint(directory)
         if in_memory is not None and in_memory.step >= (step_of(checkpoint) if checkpoint else 0):
-            restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, self.optimizers)
+            restore_tensors(in_memory.shapes, in_memory.tensors, self.strategy, optimizers=self.optimizers)
             set_rng_state(in_memory.manifest["random"])
             self._restore_progress(in_memory.manifest)
             return self.mesh.dims.world_size, damaged
@@ -142,13 +146,15 @@ class ResumableLearner(Learner):
         self.loader.resume(manifest["loader"], resized=self.run.training.batch_scaling != "keep")
         if self.moe_layers and "expert_tokens" in manifest:
             self.expert_loads.copy_(torch.tensor(manifest["expert_tokens"]))
-        self.step, self.tokens, self.skipped = manifest["step"], manifest["tokens"], manifest["skipped"]
+        self.step = manifest["step"]
+        self.tokens = manifest["tokens"]
+        self.skipped = manifest["skipped"]
         self.resumed_at_step = self.step
         rescaling = LearningRateRescaling(**manifest["rescaling"])
         if rescaling.after != self.batch.learning_rate_scale:  # the ranks are others
             warmup = self.run.optimizer.warmup_within(self.run.training.steps)
             rescaling = LearningRateRescaling(
-                rescaling.factor_at(self.step - 1), self.batch.learning_rate_scale, self.step, warmup
+                rescaling.factor_at(self.step - 1), self.batch.learning_rate_scale, self.step, steps=warmup
             )
         self.rescaling = rescaling
 

@@ -15,7 +15,8 @@ SAMPLE_TOKENS = 160
 
 def is_sample_due(run: RunSpec, step: int) -> bool:
     """Return whether a sample, of `evaluation.samples` at even distances, falls on this step before the last."""
-    samples, steps = run.evaluation.samples, run.training.steps
+    samples = run.evaluation.samples
+    steps = run.training.steps
     is_due = step * samples // steps > (step - 1) * samples // steps
     return bool(run.evaluation.prompt) and has_whole_logits(run) and is_due and step < steps
 

@@ -14,7 +14,8 @@ from phalanx.spec.run import RunSpec
 from phalanx.train.progress import ProgressDisplay
 from phalanx.train.resumable import ResumableLearner
 
-DECISION_STEPS, DECISION_SHARE = 10, 0.05
+DECISION_STEPS = 10
+DECISION_SHARE = 0.05
 """Steps to measure at least, and the part of the time."""
 LATEST_DECISION_SHARE = 0.2
 """The part of the time after which fewer steps are enough."""
@@ -42,7 +43,8 @@ def steps_in_time(seconds: float, first_step: int, step_seconds: Sequence[float]
             "training.seconds",
             seconds,
             f"is too short for {MIN_STEPS} steps: the first {plural(done, 'step')} took {elapsed:.2g} s",
-            f"use at least {math.ceil((MIN_STEPS + 1) * elapsed / done)} with --resume, or training.steps in its place",
+            fix=f"use at least {math.ceil((MIN_STEPS + 1) * elapsed / done)} with --resume, or training.steps "
+            f"in its place",
         )
     is_measured = done >= DECISION_STEPS and elapsed >= DECISION_SHARE * seconds
     if not is_measured and (done <= WARM_UP_STEPS or elapsed < LATEST_DECISION_SHARE * seconds):

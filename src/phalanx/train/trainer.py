@@ -55,7 +55,8 @@ class Trainer(ResumableLearner):
         trained_experts: TrainedExperts | None = None,
     ) -> None:
         super().__init__(run, corpus, directory, device, trained_experts)
-        self.peak_flops, ranks = peak_flops, self.mesh.dims.world_size
+        self.peak_flops = peak_flops
+        ranks = self.mesh.dims.world_size
         self.checkpoint_scheduler = CheckpointScheduler(run, ranks, directory)
         self.flops_per_token = training_flops_per_token(run.model, run.training.seq_len)
         checkpointing = PHALANX_CHECKPOINTING[run.layout.activation_checkpointing]
@@ -89,7 +90,9 @@ class Trainer(ResumableLearner):
     ) -> MetricsRecord:
         """Train to the last step (or until `stop`); returns the last evaluation. `step` stands in for `train_step`;
         `rank_log` receives this rank's record of each step."""
-        consecutive_nonfinite, last_seen_step, evaluation = 0, -1, {}
+        consecutive_nonfinite = 0
+        last_seen_step = -1
+        evaluation = {}
         step = step or self.train_step
         batches = prefetch(self.loader, self.step, self.run.training.steps)
         self.checkpoint_scheduler.start(self.step)
@@ -99,7 +102,8 @@ class Trainer(ResumableLearner):
                 record = step(batches)
                 time_budget.end_step(record["step_seconds"], progress)
                 run = self.run
-                is_finite, is_new_step = math.isfinite(record["grad_norm"]), record["step"] != last_seen_step
+                is_finite = math.isfinite(record["grad_norm"])
+                is_new_step = record["step"] != last_seen_step
                 last_seen_step = record["step"]  # an asynchronous worker may hear of a step twice
                 consecutive_nonfinite = 0 if is_finite else consecutive_nonfinite + is_new_step
                 if consecutive_nonfinite and is_new_step:
@@ -114,7 +118,7 @@ class Trainer(ResumableLearner):
                 should_evaluate = self.step == run.training.steps or is_due(self.step, run.evaluation.every)
                 if should_evaluate:
                     self.rotate_expert_counts()  # before it is saved, since a run that resumes does not evaluate again
-                self._save_if_due(record, is_finite, progress, rank_log)
+                self._save_if_due(record, is_finite, progress, rank_log=rank_log)
                 if should_evaluate:
                     with self._record_pause("evaluation", rank_log):
                         evaluation = self.evaluate()
@@ -225,7 +229,8 @@ class Trainer(ResumableLearner):
         self.save()
         if self.run.checkpoint.every != "auto":
             return
-        blocked_seconds, write_seconds = time.perf_counter() - started_at, self.checkpointer.save_seconds
+        blocked_seconds = time.perf_counter() - started_at
+        write_seconds = self.checkpointer.save_seconds
         self.checkpoint_scheduler.next_step = broadcast_from_rank0(
             partial(self.checkpoint_scheduler.next_due_step, self.step, blocked_seconds, write_seconds)
         )
@@ -235,8 +240,10 @@ class Trainer(ResumableLearner):
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _performance_metrics(self, step_record: StepRecord, tokens: int) -> MetricsRecord:
-        seconds, waited = step_record["seconds"], step_record.get("wait_seconds", {})
-        step_seconds, ranks = sum(seconds.values()), self.mesh.dims.world_size
+        seconds = step_record["seconds"]
+        waited = step_record.get("wait_seconds", {})
+        step_seconds = sum(seconds.values())
+        ranks = self.mesh.dims.world_size
         tokens_per_second = tokens / step_seconds
         record = {
             "ranks": ranks,
@@ -255,8 +262,8 @@ class Trainer(ResumableLearner):
             hardware_flops = self.flops_per_token + self.recomputed_flops
             if self.device.type == "cpu" and not self.run.cluster.peak_flops:  # measured in a moment, perhaps a bad one
                 self.peak_flops = max(self.peak_flops, tokens_per_second * hardware_flops / ranks)
-            record["mfu"] = mfu(tokens_per_second, self.flops_per_token, self.peak_flops, ranks)
-            record["hfu"] = mfu(tokens_per_second, hardware_flops, self.peak_flops, ranks)
+            record["mfu"] = mfu(tokens_per_second, self.flops_per_token, self.peak_flops, ranks=ranks)
+            record["hfu"] = mfu(tokens_per_second, hardware_flops, self.peak_flops, ranks=ranks)
         if self.optimizers:
             record["learning_rate"] = self.optimizers[-1].param_groups[0]["lr"]
         return record | {"peak_memory_bytes": step_record["peak_memory_bytes"], "skipped_steps": self.skipped}
@@ -278,7 +285,7 @@ class Trainer(ResumableLearner):
     def _check_replicas(self) -> None:
         """Raise CorruptionError if ranks do not hold alike what they must."""
         every = self.run.training.replica_check_interval
-        error = check_replica_consistency(self.strategy, self.optimizers, self.mesh.dims, self.step, every)
+        error = check_replica_consistency(self.strategy, self.optimizers, self.mesh.dims, step=self.step, every=every)
         if error is not None:
             self.checkpointer.wait()
             raise error

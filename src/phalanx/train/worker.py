@@ -100,7 +100,16 @@ def run_rank(
     context = _RankContext(source)
     try:
         with handling_signals(context.on_signal):
-            _run(context, overrides, resume, measure, window, reduced, device, force)
+            _run(
+                context,
+                overrides,
+                resume,
+                measure=measure,
+                window=window,
+                reduced=reduced,
+                device_type=device,
+                force=force,
+            )
     except SystemExit as system_exit:  # rank 0 says why
         return int(system_exit.code or 0)
     except BaseException as error:
@@ -124,9 +133,10 @@ def _run(
     device_type: str | None,
     force: bool,
 ) -> None:
-    source, prepared = context.directory, context.directory.is_dir()
+    source = context.directory
+    prepared = context.directory.is_dir()
     if prepared and overrides:
-        raise UserError("--set", overrides, "has no effect on a run directory", "give the run file instead")
+        raise UserError("--set", overrides, "has no effect on a run directory", fix="give the run file instead")
     run = read_run_directory(source)[0] if prepared else load_run(source, overrides)
     if prepared:
         remove_dumps(source, env_rank())
@@ -152,17 +162,20 @@ def _run(
     fresh = not checkpoints(directory / CHECKPOINTS_DIR)
     if measure or window:
         remove_measured(directory)  # of an earlier start, maybe of other ranks
-    corpus, peak_flops = open_training_data(run, data, fresh), rank_peak_flops(run, device)
+    corpus = open_training_data(run, data, fresh)
+    peak_flops = rank_peak_flops(run, device)
     with Watchdog(directory, timeout_seconds) as watchdog, OrderGuard(directory) as order_guard:
 
         def make_trainer() -> Trainer:
             current_run = run if context.trainer is None else context.trainer.run  # its number of steps may be decided
-            watchdog.trainer = context.trainer = Trainer(current_run, corpus, directory, device, peak_flops)
+            watchdog.trainer = context.trainer = Trainer(
+                current_run, corpus, directory, device=device, peak_flops=peak_flops
+            )
             context.trainer.stop_requested = bool(context.signals)  # by what was heard when there was no trainer
             return context.trainer
 
         train = partial(_train, measure=measure, window=window, order_guard=order_guard)
-        _train_with_rollbacks(make_trainer, run, directory, train, resume or prepared)
+        _train_with_rollbacks(make_trainer, run, directory, train=train, resume=resume or prepared)
     if lock is not None:
         lock.close()
 
@@ -175,7 +188,8 @@ def _train_with_rollbacks(
     resume: bool,
 ) -> None:
     """Train, and where a loss is beyond repair go back and begin anew, as often as the run may."""
-    allowed, spike_detector = run.recovery.max_rollbacks, LossSpikeDetector(run.recovery.loss_spike_ratio)
+    allowed = run.recovery.max_rollbacks
+    spike_detector = LossSpikeDetector(run.recovery.loss_spike_ratio)
     rollbacks_left = allowed and allowed - broadcast_from_rank0(partial(count_rollbacks, directory))
     while True:
         trainer = make_trainer()
@@ -194,8 +208,9 @@ def _record_failure(context: _RankContext, error: BaseException) -> int:
     trainer, error = context.trainer, as_user_error(error, context.directory)
     rank, step = (trainer.mesh.rank, trainer.step) if trainer else (env_rank(), 0)
     if is_run_directory(context.directory):
-        memory, final = oom_report(error, trainer), isinstance(error, DivergenceError)
-        write_failure(context.directory, rank, step, error, memory, final)
+        memory = oom_report(error, trainer)
+        final = isinstance(error, DivergenceError)
+        write_failure(context.directory, rank, step, error=error, memory=memory, final=final)
     if LAUNCHER_PID_ENV not in os.environ:
         is_user_error = isinstance(error, UserError | DivergenceError)
         print(f"phalanx: rank {rank} failed after step {step}: {error}", file=sys.stderr)
@@ -207,7 +222,8 @@ def _record_failure(context: _RankContext, error: BaseException) -> int:
 def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
     """Settle from where another trainer goes on: the newest checkpoint, or the one before where that has led astray
     twice. Raises the error where there is none before."""
-    directory, checkpoint_directory = trainer.directory, trainer.checkpointer.directory
+    directory = trainer.directory
+    checkpoint_directory = trainer.checkpointer.directory
     newest = latest_step(checkpoint_directory)
     before_step = newest if broadcast_from_rank0(partial(has_diverged_again, directory, newest)) else None
     checkpoint, _ = latest_valid_checkpoint(checkpoint_directory, before_step)
@@ -217,7 +233,7 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
     if trainer.is_main:
         if before_step is not None:
             quarantine(checkpoint_directory, [step_name(before_step)], checkpoint)
-        record_rollback(directory, trainer.step, to_step, str(error))
+        record_rollback(directory, trainer.step, to_step, reason=str(error))
         skipped_text = f"the text of steps {to_step + 1} to {trainer.step} is passed over"
         print(f"phalanx: {error}\n  going back to step {to_step}; {skipped_text}", file=sys.stderr)
     if dist.is_initialized():
@@ -227,12 +243,13 @@ def _roll_back(trainer: Trainer, error: DivergenceError) -> None:
 def _set_up_on_rank0(run: RunSpec, resume: bool, force: bool) -> Path:
     """Under torchrun nobody was there before the ranks: rank 0 sets up, the others wait."""
     if not dist.is_initialized():
-        return _create_run(run, 1, resume, force)
+        return _create_run(run, 1, resume, force=force)
     # Through the store, not a collective: tokenizing may take longer than any collective should.
-    store, key = dist.distributed_c10d._get_default_store(), "phalanx/run directory"
+    store = dist.distributed_c10d._get_default_store()
+    key = "phalanx/run directory"
     if dist.get_rank() == 0:
         try:
-            directory = _create_run(run, dist.get_world_size(), resume, force)
+            directory = _create_run(run, dist.get_world_size(), resume, force=force)
         except BaseException:
             store.set(key, "")
             raise
@@ -252,11 +269,13 @@ def _create_run(run: RunSpec, world_size: int, resume: bool, force: bool) -> Pat
 
 
 def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | None, order_guard: OrderGuard) -> None:
-    run, directory = trainer.run, trainer.directory
+    run = trainer.run
+    directory = trainer.directory
     quiet = not trainer.is_main
     resumed, damaged = trainer.resume() if resume else (0, {})
-    config, alive_until = run.model_dump(mode="json"), mtime_or_none(directory / METRICS_FILE)
-    logs = [] if quiet else open_loggers(directory, trainer.step, run.metrics.wandb, run.name, config)
+    config = run.model_dump(mode="json")
+    alive_until = mtime_or_none(directory / METRICS_FILE)
+    logs = [] if quiet else open_loggers(directory, trainer.step, run.metrics.wandb, name=run.name, config=config)
     rank_log = open_step_records(trainer) if run.metrics.per_rank_records else None
     steps_to_profile = profiled_steps(trainer, measure, window)
     if trainer.is_main:
@@ -280,7 +299,7 @@ def _train(trainer: Trainer, resume: bool, *, measure: bool, window: range | Non
                     f"memory is not metered: step {profiler.first_steady_step} is the first that is like all after it"
                 )
             step = order_guard.after_each(profiler or trainer.train_step)
-            evaluation = trainer.train(logs, progress, step, rank_log)
+            evaluation = trainer.train(logs, progress, step, rank_log=rank_log)
             if steps_to_profile and trainer.step < steps_to_profile[0]:
                 progress.log(f"no step was looked at closely: the last was {trainer.step}")
         failed = False

@@ -52,7 +52,7 @@ def check_traceable(run: RunSpec, world_size: int) -> None:
             "layout.max_staleness",
             run.layout.max_staleness,
             "lets ranks send when they like, so no two steps are alike",
-            "remove it: what a synchronous server sends is the same in every step",
+            fix="remove it: what a synchronous server sends is the same in every step",
         )
 
 
@@ -107,7 +107,7 @@ def trace_rank(run: RunSpec, world_size: int, rank: int) -> Traced:
     try:
         mesh = build_mesh(run.layout, world_size, CPU.type)
         with shape_only_tensors():
-            learner = Learner(run, mesh, CPU, _empty_weight)
+            learner = Learner(run, mesh, CPU, weights=_empty_weight)
             for _ in range(_num_warmup_steps(learner)):
                 run_step(learner, _min_micro_batches(run))
             _, profile = profile_step(learner, partial(run_step, learner))
@@ -151,8 +151,10 @@ def run_step(learner: Learner, micro_batches: int = _ALL) -> None:
 
 def _make_micro_batches(learner: Learner) -> list[MicroBatch]:
     """As many rows as this rank has of a step, each of one document, or of several where these are masked."""
-    run, batch = learner.run, learner.batch
-    rows, sequence = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size)), run.training.seq_len
+    run = learner.run
+    batch = learner.batch
+    rows = len(rank_rows(batch.global_batch_size, learner.mesh.dp_rank, batch.dp_size))
+    sequence = run.training.seq_len
     num_local_tokens = len(np.arange(sequence)[learner.local_tokens(sequence)])
     counts = [end - begin for begin, end in pairwise([*range(0, rows, batch.micro_batch_size), rows])]
     masked = run.data.mask_documents

@@ -42,7 +42,7 @@ class ShapeOnlyMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _empty_grouped_mm(*args[:3])
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs=kwargs)
         return _attach_result(args, out) if func.namespace == "c10d" else out
 
 

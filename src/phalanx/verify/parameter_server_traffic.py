@@ -17,7 +17,8 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
     """Workers send each server the gradients that it owns, and all sums; it broadcasts its weights to them. The first
     tells beside them what the step came to; servers sum the gradient's norm among themselves."""
     servers = parallel_dims(run.layout, world_size).servers
-    element_bytes, workers = STATE_BYTES[run.training.precision], tuple(range(servers, world_size))
+    element_bytes = STATE_BYTES[run.training.precision]
+    workers = tuple(range(servers, world_size))
     owned_bytes = [element_bytes * load for load in server_loads(parameter_shapes(run.model), servers)]
     biases = (
         num_reduced_scalars(run) - NUM_SCALARS if run.model.moe is not None and run.model.moe.bias_update_rate else 0
@@ -25,14 +26,19 @@ def parameter_server_collectives(run: RunSpec, world_size: int, rank: int) -> di
     scalar_bytes = 8 * (2 + num_reduced_scalars(run) + biases)
     traffic: dict[tuple[str, Group], list[Traffic]] = {}
     for server in range(servers) if rank in workers else (rank,):
-        rows = [Traffic("broadcast", owned_bytes[server], "weights", "servers")]
-        rows += [Traffic("broadcast", scalar_bytes, REDUCTION_PURPOSE, "servers")] if server == 0 else []
+        rows = [Traffic("broadcast", owned_bytes[server], "weights", group_kind="servers")]
+        rows += [Traffic("broadcast", scalar_bytes, REDUCTION_PURPOSE, group_kind="servers")] if server == 0 else []
         traffic["broadcast", (server, *workers)] = rows
     if rank in workers:
-        messages = Traffic("send", 8 * (num_reduced_scalars(run) + 1) * servers, REDUCTION_PURPOSE, "servers", servers)
+        messages = Traffic(
+            "send", 8 * (num_reduced_scalars(run) + 1) * servers, REDUCTION_PURPOSE, group_kind="servers", calls=servers
+        )
         all_ranks = tuple(range(world_size))
-        traffic["send", all_ranks] = [Traffic("send", sum(owned_bytes), "gradients", "servers", servers), messages]
+        traffic["send", all_ranks] = [
+            Traffic("send", sum(owned_bytes), "gradients", group_kind="servers", calls=servers),
+            messages,
+        ]
     elif servers > 1:
-        squared_norm = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, REDUCTION_PURPOSE, "servers")
+        squared_norm = Traffic("all_reduce", 2 * (servers - 1) / servers * 8, REDUCTION_PURPOSE, group_kind="servers")
         traffic["all_reduce", tuple(range(servers))] = [squared_norm]
     return traffic

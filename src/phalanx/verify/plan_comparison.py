@@ -67,14 +67,25 @@ def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) 
     lines = []
     for key in sorted({*planned, *executed}, key=lambda key: (len(key[1]), key)):
         operation, group = key
-        rows, (size, calls) = planned.get(key, []), executed.get(key, (0.0, 0))
-        expected, expected_calls = sum(row.bytes for row in rows), sum(row.calls for row in rows)
+        rows = planned.get(key, [])
+        (size, calls) = executed.get(key, (0.0, 0))
+        expected = sum(row.bytes for row in rows)
+        expected_calls = sum(row.calls for row in rows)
         agrees = abs(expected - size) <= 1e-9 * max(expected, size) and expected_calls == calls
         names = ", ".join(sorted({row.group_kind for row in rows})) or "?"
         explanation = "" if agrees else _explain_difference(run, operation)
         lines.append(
             PlanCheck(
-                "collective", operation, names, len(group), expected, size, expected_calls, calls, agrees, explanation
+                "collective",
+                operation,
+                names,
+                ranks=len(group),
+                planned=expected,
+                traced=size,
+                planned_calls=expected_calls,
+                traced_calls=calls,
+                agrees=agrees,
+                why=explanation,
             )
         )
     return lines
@@ -82,13 +93,14 @@ def _compare_collectives(run: RunSpec, world_size: int, traced: dict[str, Any]) 
 
 def planned_collectives(run: RunSpec, world_size: int, rank: int) -> dict[tuple[str, Group], list[Traffic]]:
     """What the plan has a rank send, by operation and the ranks that take part."""
-    sizes, rows_by_group = parallel_dims(run.layout, world_size), defaultdict[tuple[str, Group], list[Traffic]](list)
+    sizes = parallel_dims(run.layout, world_size)
+    rows_by_group = defaultdict[tuple[str, Group], list[Traffic]](list)
     if sizes.servers:
         return parameter_server_collectives(run, world_size, rank)
     stage = sizes.coordinates(rank)["pp"]
     traffic = list(traffic_by_group(run, world_size, rank).values())[stage]
     for row in [*traffic, *scalar_reduction_traffic(run, world_size, stage)]:
-        rows_by_group[row.operation, group_ranks(run, sizes, row.group_kind, rank)].append(row)
+        rows_by_group[row.operation, group_ranks(run, sizes, row.group_kind, rank=rank)].append(row)
     return dict(rows_by_group)
 
 
@@ -108,17 +120,21 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> li
     a CPU, whose kernels save other tensors than CUDA's."""
     if run.cluster.uses_cuda:
         run = run.on_device("cpu")
-    sizes, rank = parallel_dims(run.layout, world_size), traced["rank"]
+    sizes = parallel_dims(run.layout, world_size)
+    rank = traced["rank"]
     stage_memory = list(rank_memory(run, world_size).values())
     stage = sizes.coordinates(rank)["pp"]
-    planned, is_fullest = stage_memory[stage], rank == pipeline_stage_groups(sizes)[stage][0]
+    planned = stage_memory[stage]
+    is_fullest = rank == pipeline_stage_groups(sizes)[stage][0]
     if sizes.servers:
         loads = [*server_loads(parameter_shapes(run.model), sizes.servers), 0]
-        planned, is_fullest = stage_memory[rank >= sizes.servers], loads[min(rank, sizes.servers)] in (0, max(loads))
+        planned = stage_memory[rank >= sizes.servers]
+        is_fullest = loads[min(rank, sizes.servers)] in (0, max(loads))
     lines = []
     for part in (*STATE, "total"):
         kind = "peak_bytes" if part == "total" else "held_bytes"
-        expected, actual = getattr(planned, part), traced[kind].get(part, 0)
+        expected = getattr(planned, part)
+        actual = traced[kind].get(part, 0)
         expected += planned.offloaded if part == "total" else 0  # ranks are traced as on a CPU, whose memory is one
         tolerance = RELATIVE_TOLERANCE if part == "total" else 0.0
         agrees = actual <= (1 + tolerance) * expected and (actual >= (1 - tolerance) * expected or not is_fullest)
@@ -126,12 +142,21 @@ def _compare_memory(run: RunSpec, world_size: int, traced: dict[str, Any]) -> li
             "" if is_fullest or actual >= expected else "a smaller share than the fullest rank's, which is planned"
         )
         if expected or actual:
-            lines.append(PlanCheck("memory", part, "", 1, expected, actual, agrees=agrees, why=explanation))
+            lines.append(
+                PlanCheck("memory", part, "", ranks=1, planned=expected, traced=actual, agrees=agrees, why=explanation)
+            )
     return lines
 
 
 def _compare_flops(run: RunSpec, world_size: int, traced: dict[str, Any]) -> PlanCheck:
-    expected, actual = rank_flops(run, world_size, traced["rank"]), traced["flops"]
+    expected = rank_flops(run, world_size, traced["rank"])
+    actual = traced["flops"]
     return PlanCheck(
-        "flops", "step", "", 1, expected, actual, agrees=abs(actual - expected) <= RELATIVE_TOLERANCE * expected
+        "flops",
+        "step",
+        "",
+        ranks=1,
+        planned=expected,
+        traced=actual,
+        agrees=abs(actual - expected) <= RELATIVE_TOLERANCE * expected,
     )

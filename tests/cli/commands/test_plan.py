@@ -78,7 +78,7 @@ def test_plan_notes_cluster_fields_that_topology_does_not_determine(run, capsys)
 
 def test_plan_states_every_assumption_in_one_line(run):
     """Under the table, under comparisons and explanations, and in JSON; what is given is not in it."""
-    machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=131072")
+    machine = ("--machine", "rtx4090", "--set", "training.tokens_per_step=32768")
     found = plan_json(run, *machine, "--top", 1)
     text = plan_output(run, *machine, "--top", 1)
     assert text.splitlines()[-1] == f"assumed: {'; '.join(found['assumed'])}"
@@ -98,7 +98,7 @@ def test_plan_states_every_assumption_in_one_line(run):
 
 def test_plan_names_much_faster_layout_that_lacks_memory(run):
     """Two cards with a slow network: only tp = 2 fits, and pp = 2 sends far less; the named commands show it."""
-    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=131072")
+    slow = ("--set", "cluster.network_bytes_per_second=1.25e8", "--set", "training.tokens_per_step=32768")
     cards = ("--machine", "rtx4090", "--nodes", 2, "--nproc", 1, *slow)
     found = plan_json(run, *cards)
     faster = found["faster_but_too_large"]

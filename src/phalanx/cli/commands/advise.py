@@ -50,9 +50,9 @@ def advise(
     """
     wants_oom, path = _parse_arguments(first, second)
     if wants_oom:
-        _show_oom_advice(path, machine, nodes, nproc, set_ or [], json_)
+        _show_oom_advice(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
     else:
-        _show_rules(path, machine, nodes, nproc, set_ or [], json_)
+        _show_rules(path, machine, nodes, nproc=nproc, overrides=set_ or [], as_json=json_)
 
 
 def _show_rules(
@@ -62,7 +62,7 @@ def _show_rules(
     from phalanx.cli.views import advise as views
     from phalanx.plan.advice.compare_rules import advise as advised_for
 
-    run, world_size = run_on_cluster(path, machine, nodes, nproc, overrides)
+    run, world_size = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
     advised = advised_for(run, world_size)
     if as_json:
         print(json.dumps(views.advice_to_json(run, advised), indent=2))
@@ -80,7 +80,7 @@ def _show_oom_advice(
     from phalanx.spec.files.load import load_run
 
     require_resolved_layout(load_run(path, overrides))
-    run, _ = run_on_cluster(path, machine, nodes, nproc, overrides)
+    run, _ = run_on_cluster(path, machine, nodes, nproc=nproc, overrides=overrides)
     diagnosis = diagnose(run)
     if as_json:
         print(json.dumps(views.oom_to_json(run, diagnosis), indent=2))
@@ -94,9 +94,9 @@ def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[
 
     fix = "write: phalanx advise run.toml, or phalanx advise oom run.toml"
     if second_argument is not None and first_argument != OOM:
-        raise UserError("advise", f"{first_argument} {second_argument}", "is not [oom] RUN.toml", fix)
+        raise UserError("advise", f"{first_argument} {second_argument}", "is not [oom] RUN.toml", fix=fix)
     if second_argument is None and first_argument == OOM and not Path(first_argument).exists():
-        raise UserError("advise", OOM, "needs a run file", fix)
+        raise UserError("advise", OOM, "needs a run file", fix=fix)
     return second_argument is not None, Path(second_argument or first_argument)
 
 

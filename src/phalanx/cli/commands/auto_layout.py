@@ -18,7 +18,8 @@ def choose_layout(run: RunSpec) -> tuple[RunSpec, str]:
     from phalanx.cli.views.plan import plan_to_json
     from phalanx.plan.search.explain import plan_or_raise
 
-    described, ranks = run.model_copy(update={"auto_layout": False}), run.cluster.ranks
+    described = run.model_copy(update={"auto_layout": False})
+    ranks = run.cluster.ranks
     with search_progress(ranks) as report:
         plan = plan_or_raise(described, ranks, report=report)
     best = plan.chosen
@@ -35,7 +36,7 @@ def choose_layout_for(run: RunSpec, ranks: int | None) -> tuple[RunSpec, str]:
     """
     if ranks is None:
         fix = "set cluster.nproc_per_node, or give --nproc"
-        raise UserError("layout", "auto", "needs to know how many ranks there are", fix)
+        raise UserError("layout", "auto", "needs to know how many ranks there are", fix=fix)
     return choose_layout(run.model_copy(update={"cluster": run.cluster.model_copy(update={"nproc_per_node": ranks})}))
 
 

@@ -69,14 +69,14 @@ def bench(
     parts, path = _parse_arguments(first, second)
     sizes = parse_size_sweep(sweep) if sweep is not None else []
     if sizes and "collectives" not in parts:
-        raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", "remove it, or measure collectives")
+        raise UserError("--sweep", sweep, f"has no meaning for {parts[0]}", fix="remove it, or measure collectives")
     if out is not None:
         check_replaceable("--out", out)
     run = load_run(path, set_ or [])
     if nproc == 1 and parts == ["collectives"]:
-        raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
+        raise UserError("--nproc", 1, "leaves nobody to send to", fix="start 2 ranks or more")
     options = ["--parts", *parts, "--iterations", str(iterations), "--sweep", *map(str, sizes)]
-    results = _measure(run, nproc, max(sizes, default=0), options)
+    results = _measure(run, nproc, max(sizes, default=0), options=options)
     if out is not None:
         write_file("--out", out, json.dumps({"comment": WRITTEN_BY, **results}, indent=1))
     if json_:
@@ -93,9 +93,9 @@ def _parse_arguments(first_argument: str, second_argument: str | None) -> tuple[
     """What is measured, and the run file. A lone word is a file, whatever its name, if there is one."""
     fix = f"write: phalanx bench run.toml, or one of {', '.join(PARTS)} before it"
     if second_argument is not None and first_argument not in PARTS:
-        raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix)
+        raise UserError("bench", f"{first_argument} {second_argument}", "is not [PART] RUN.toml", fix=fix)
     if second_argument is None and first_argument in PARTS and not Path(first_argument).exists():
-        raise UserError("bench", first_argument, "needs a run file", fix)
+        raise UserError("bench", first_argument, "needs a run file", fix=fix)
     return (list(PARTS), Path(first_argument)) if second_argument is None else ([first_argument], Path(second_argument))
 
 
@@ -105,9 +105,10 @@ def parse_size_sweep(text: str) -> list[int]:
     Raises UserError if it is no such range.
     """
     start, colon, end = text.partition(":")
-    smallest, largest = _parse_size(start), _parse_size(end)
+    smallest = _parse_size(start)
+    largest = _parse_size(end)
     if not colon or not smallest or not largest or smallest > largest:
-        raise UserError("--sweep", text, "is no range of sizes", "write, for example, 4KiB:16MiB")
+        raise UserError("--sweep", text, "is no range of sizes", fix="write, for example, 4KiB:16MiB")
     return [smallest << doublings for doublings in range((largest // smallest).bit_length())]
 
 
@@ -128,7 +129,7 @@ def _measure(run: RunSpec, nproc: int | None, largest: int, options: list[str]) 
             "cluster.nodes",
             run.cluster.nodes,
             "phalanx bench starts the ranks of one node",
-            "start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
+            fix="start each node with torchrun -m phalanx.bench.ranks, or set cluster.nodes = 1",
         )
     known_nproc = nproc or run.cluster.nproc_per_node
     if run.auto_layout:
@@ -158,7 +159,7 @@ def _refuse_too_large(size_bytes: int, ranks: int, device_type: str) -> None:
     needed_bytes = 2 * size_bytes * (1 if device_type == "cuda" else ranks)
     if needed_bytes > memory_bytes / 2:
         problem = f"takes {needed_bytes / 1e9:.3g} GB of memory, more than half of {memory_bytes / 1e9:.3g} GB"
-        raise UserError("--sweep", f"...:{size_bytes}", problem, "end at a smaller size")
+        raise UserError("--sweep", f"...:{size_bytes}", problem, fix="end at a smaller size")
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

@@ -65,7 +65,7 @@ def calibrate(
     from phalanx.spec.errors import UserError
 
     if out.suffix != ".toml":
-        raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", "name a .toml file")
+        raise UserError("--out", str(out), "does not end in .toml, as --machine wants it", fix="name a .toml file")
     check_replaceable("--out", out)
 
     from phalanx.plan.calibrate.calibrate import calibrate as fit
@@ -77,14 +77,16 @@ def calibrate(
     runs, files = ([path for path in found_by if (path.suffix == ".json") is kind] for kind in (False, True))
     if not runs:
         fix = "name the directory of a run of phalanx train, too: a short one does"
-        raise UserError("RUN_DIR", None, "is needed: only runs tell how all that adds up to a step", fix)
+        raise UserError("RUN_DIR", None, "is needed: only runs tell how all that adds up to a step", fix=fix)
     for directory in runs:
         if sum(other.resolve() == directory.resolve() for other in runs) > 1:
-            raise UserError("RUN_DIR", str(directory), "is given twice, and would count for two", "name each run once")
+            raise UserError(
+                "RUN_DIR", str(directory), "is given twice, and would count for two", fix="name each run once"
+            )
     measured = [with_measured_parts(read_measured_run(directory), directory) for directory in runs]
     sweeps = [read_benchmark_file(file) for file in files]
     if machine is None and any(run.run.cluster.device == "cuda" for run in measured):
-        raise UserError("--machine", None, "is needed for runs on GPUs", "name theirs, such as --machine h100")
+        raise UserError("--machine", None, "is needed for runs on GPUs", fix="name theirs, such as --machine h100")
     with Console(stderr=True).status(f"constants of {len(runs)} runs, with each left out in turn"):
         calibration = fit(measured, load_machine(machine) if machine else detect_cpu(), sweeps)
     write_machine(out, calibration.machine, [*(run.name for run in measured), *(sweep.name for sweep in sweeps)])
@@ -147,7 +149,8 @@ def print_calibration(runs: list[MeasuredRun], calibration: Calibration, out: Pa
     if calibration.operations:
         console.print()
         console.print(_operations_table(calibration))
-    measured, published = calibration.machine.calibration, time_constants()
+    measured = calibration.machine.calibration
+    published = time_constants()
     assert measured is not None
     console.print()
     decided = [

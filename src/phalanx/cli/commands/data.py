@@ -150,7 +150,7 @@ def inspect(
 def _refuse_existing(paths: list[Path], force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
-            raise UserError("--out", str(path), "is there already", "name another, or overwrite it with --force")
+            raise UserError("--out", str(path), "is there already", fix="name another, or overwrite it with --force")
 
 
 def _load_tokenizer(name: str) -> Tokenizer:
@@ -189,7 +189,8 @@ class _ProgressLines:
     """Prints the counts every SECONDS_BETWEEN_LINES."""
 
     def __init__(self, show: Any) -> None:
-        self.print_line, self.next_print_at = show, time.monotonic() + SECONDS_BETWEEN_LINES
+        self.print_line = show
+        self.next_print_at = time.monotonic() + SECONDS_BETWEEN_LINES
 
     def __call__(self, counts: TokenizationCounts) -> None:
         if time.monotonic() >= self.next_print_at:

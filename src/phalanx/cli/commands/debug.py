@@ -34,7 +34,7 @@ def debug(
     from phalanx.runs.create import RUN_FILE
 
     if not (run / RUN_FILE).is_file():
-        raise UserError("run directory", str(run), f"has no {RUN_FILE}", "give the directory of a run")
+        raise UserError("run directory", str(run), f"has no {RUN_FILE}", fix="give the directory of a run")
     explanation = explain_run(run)
     print(json.dumps(asdict(explanation), indent=2)) if json_ else _show(explanation)
 

@@ -86,7 +86,7 @@ def doctor(
         {"--compare-reports": compare_reports, "--collectives": collectives or None},
     )
     if nccl_log is not None and from_snapshot is None and _is_missing(nccl_log):
-        raise UserError("--nccl-log", str(nccl_log), "is no file", "name what NCCL_DEBUG_FILE named")
+        raise UserError("--nccl-log", str(nccl_log), "is no file", fix="name what NCCL_DEBUG_FILE named")
     if (
         save_snapshot is not None
         and save_snapshot.exists()
@@ -96,7 +96,7 @@ def doctor(
             "--save-snapshot",
             str(save_snapshot),
             "is there already",
-            "name a new directory: a snapshot is of one moment",
+            fix="name a new directory: a snapshot is of one moment",
         )
     expected = replace(
         _load_expectations(run, nproc, set_ or []), quick=quick, nccl_log=str(nccl_log) if nccl_log else None
@@ -106,16 +106,16 @@ def doctor(
     elif collectives:
         findings = _check_collectives(run, nproc, set_ or [])
     else:
-        findings = _examine(expected, from_snapshot, save_snapshot, save_report, topology)
+        findings = _examine(expected, from_snapshot, save_snapshot, save_report=save_report, topology=topology)
     _report_findings(findings, out, json_)
 
 
 def _check_options(run: Path | None, machine_options: dict[str, object], exclusive_options: dict[str, object]) -> None:
     given = [option for option, value in {**exclusive_options, **machine_options}.items() if value is not None]
     if (len(given) > 1 and given[0] in exclusive_options) or {"--from-snapshot", "--save-snapshot"} <= set(given):
-        raise UserError(" ".join(given), None, "do not go together", "give one of them")
+        raise UserError(" ".join(given), None, "do not go together", fix="give one of them")
     if given == ["--collectives"] and run is None:
-        raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", "name it")
+        raise UserError("--collectives", None, "needs a run file, whose layout says what is sent", fix="name it")
 
 
 def _is_missing(file: Path) -> bool:
@@ -148,7 +148,7 @@ def _examine(
             "--from-snapshot",
             str(from_snapshot),
             "is no directory",
-            "give one that phalanx doctor --save-snapshot wrote",
+            fix="give one that phalanx doctor --save-snapshot wrote",
         )
     machine = Machine(from_snapshot, save_snapshot)
     if topology is not None:
@@ -172,7 +172,7 @@ def _write_topology(machine: Machine, file: Path) -> None:
     try:
         file.write_text(matrix(machine))
     except CheckSkipped as skipped:
-        raise UserError("--topology", str(file), f"there is nothing to write: {skipped}", "leave it out") from None
+        raise UserError("--topology", str(file), f"there is nothing to write: {skipped}", fix="leave it out") from None
     print(f"wrote {file}, for phalanx placement RUN.toml --topology {file}", file=sys.stderr)
 
 
@@ -206,7 +206,7 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
             "cluster.nodes",
             described.cluster.nodes,
             "--collectives starts the ranks of one node",
-            "start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1",
+            fix="start each node with torchrun -m phalanx.doctor.multi_node_benchmark, or set cluster.nodes = 1",
         )
     if described.auto_layout:
         described, _ = choose_layout_for(described, nproc or described.cluster.nproc_per_node)
@@ -215,7 +215,7 @@ def _check_collectives(run: Path | None, nproc: int | None, overrides: list[str]
 
     ranks = select_nproc(described, nproc)
     if ranks == 1:
-        raise UserError("--nproc", 1, "leaves nobody to send to", "start 2 ranks or more")
+        raise UserError("--nproc", 1, "leaves nobody to send to", fix="start 2 ranks or more")
     check_layout(described, ranks)
     return launch_check(described, ranks)
 

@@ -62,7 +62,7 @@ def dryrun(
     traced_ranks = _parse_ranks(ranks, world_size, lambda: corner_ranks(described, world_size))
     results = []
     with _tracing_progress(len(traced_ranks), jobs) as done:
-        for traced in dry_run(described, world_size, traced_ranks, jobs):
+        for traced in dry_run(described, world_size, traced_ranks, max_workers=jobs):
             results.append((traced, compare_with_plan(described, world_size, traced)))
             done()
     if json_:
@@ -78,7 +78,8 @@ def dryrun(
 
 def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     """The run and how many ranks it has; a layout that is the planner's to choose is chosen for so many."""
-    nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
+    nodes = run.cluster.nodes
+    nproc = run.cluster.nproc_per_node
     world_size = world or nodes * (nproc or 1)
     if not run.auto_layout:
         return run, world_size
@@ -87,7 +88,7 @@ def _resolve_layout(run: RunSpec, world: int | None) -> tuple[RunSpec, int]:
     per_node = min(nproc or world_size, world_size)
     if world_size % per_node:
         fix = f"use a multiple of cluster.nproc_per_node ({per_node})"
-        raise UserError("--world", world_size, "does not fill nodes, for which the planner chooses", fix)
+        raise UserError("--world", world_size, "does not fill nodes, for which the planner chooses", fix=fix)
     cluster = run.cluster.model_copy(update={"nodes": world_size // per_node, "nproc_per_node": per_node})
     return choose_layout(run.model_copy(update={"cluster": cluster}))[0], world_size
 
@@ -101,10 +102,10 @@ def _parse_ranks(text: str, world_size: int, corners: Callable[[], list[int]]) -
     entries = [entry.strip() for entry in text.split(",")]
     allowed = f"write all, corners, or numbers from 0 to {world_size - 1} with commas between"
     if not all(entry.isdecimal() for entry in entries):
-        raise UserError("--ranks", text, "is no list of ranks", allowed)
+        raise UserError("--ranks", text, "is no list of ranks", fix=allowed)
     ranks = sorted({int(entry) for entry in entries})
     if ranks[-1] >= world_size:
-        raise UserError("--ranks", text, f"names rank {ranks[-1]} of {world_size}", allowed)
+        raise UserError("--ranks", text, f"names rank {ranks[-1]} of {world_size}", fix=allowed)
     return ranks
 
 

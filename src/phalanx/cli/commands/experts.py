@@ -52,7 +52,9 @@ def experts(
 
         echo '{"0": [3, 1, 0, 2]}' > order.json; phalanx experts runs/moe --ep 2 --order order.json
     """
-    require(not (balance and order), "--order", str(order), "does not go with --balance", "remove one of them")
+    require(
+        not (balance and order), "--order", str(order), problem="does not go with --balance", fix="remove one of them"
+    )
     described = load_run(run / RUN_FILE, environment={})
     ranks = ep or described.layout.ep
     layers = _moe_layers(run, described.model, ranks)
@@ -80,23 +82,25 @@ def experts(
     if json_:
         print(json.dumps({"ep": ranks, "layers": rows, "before": before and str(before)}, indent=2))
     else:
-        _show(rows, ranks, before, "in that order" if order else "balanced")
+        _show(rows, ranks, before, order_label="in that order" if order else "balanced")
 
 
 def _moe_layers(run: Path, spec: ModelSpec, ranks: int) -> list[int]:
     """Those with experts, which so many ranks can share."""
     if spec.moe is None:
-        raise UserError("run directory", str(run), "is of a model without experts", "give one with model.moe")
+        raise UserError("run directory", str(run), "is of a model without experts", fix="give one with model.moe")
     fix = f"use one of {', '.join(map(str, divisors(spec.moe.num_experts)))}"
     problem = f"does not divide model.moe.num_experts ({spec.moe.num_experts})"
-    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem, fix)
+    require(spec.moe.num_experts % ranks == 0, "--ep", ranks, problem=problem, fix=fix)
     return [layer for layer in range(spec.num_layers) if spec.is_moe_layer(layer)]
 
 
 def _read_loads(checkpoint: Path, layers: list[int]) -> Loads:
     """Tokens that chose each expert between the last two evaluations, or where there were none yet, until now."""
     if "expert_tokens" not in (manifest := read_manifest(checkpoint)):
-        raise UserError("checkpoint", str(checkpoint), "counts no tokens of experts", "resume the run, and save again")
+        raise UserError(
+            "checkpoint", str(checkpoint), "counts no tokens of experts", fix="resume the run, and save again"
+        )
     until_now, before = manifest["expert_tokens"]
     return dict(zip(layers, before if any(map(sum, before)) else until_now, strict=True))
 
@@ -107,18 +111,24 @@ def _read_order(file: Path, loads: Loads) -> Loads:
     try:
         table = json.loads(file.read_text())
     except OSError as error:
-        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", "name a JSON file") from None
+        raise UserError("--order", str(file), f"cannot be read: {error.strerror}", fix="name a JSON file") from None
     except ValueError:
-        raise UserError("--order", str(file), "is not JSON", fix) from None
-    require(isinstance(table, dict), "--order", str(file), "is not a JSON object of lists of experts", fix)
+        raise UserError("--order", str(file), "is not JSON", fix=fix) from None
+    require(isinstance(table, dict), "--order", str(file), problem="is not a JSON object of lists of experts", fix=fix)
     names = {str(layer): layer for layer in loads}
     for layer, order in table.items():
-        require(layer in names, "--order", str(file), f"{layer} is no layer with experts", f"use {', '.join(names)}")
+        require(
+            layer in names,
+            "--order",
+            str(file),
+            problem=f"{layer} is no layer with experts",
+            fix=f"use {', '.join(names)}",
+        )
         is_int_list = isinstance(order, list) and all(type(expert) is int for expert in order)
         is_permutation = is_int_list and sorted(order) == list(range(len(loads[names[layer]])))
         last = len(loads[names[layer]]) - 1
         problem = f"the order of layer {layer}, {order}, does not name each expert once"
-        require(is_permutation, "--order", str(file), problem, f"name 0 to {last}")
+        require(is_permutation, "--order", str(file), problem=problem, fix=f"name 0 to {last}")
     return {names[layer]: order for layer, order in table.items()}
 
 
@@ -128,7 +138,8 @@ def _show(rows: list[dict[str, Any]], ep: int, before: Path | None, order_label:
     for column in ("layer", "busiest expert", "busiest rank", order_label, "order"):
         table.add_column(column, justify="left" if column == "order" else "right", no_wrap=column != "order")
     for row in rows:
-        tokens, size = row["tokens"], len(row["order"]) // ep
+        tokens = row["tokens"]
+        size = len(row["order"]) // ep
         expert_ranges = [row["order"][first : first + size] for first in range(0, len(row["order"]), size)]
         table.add_row(
             str(row["layer"]),

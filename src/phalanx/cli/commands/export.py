@@ -30,7 +30,7 @@ def export(
 
         python -c "from transformers import pipeline; print(pipeline('text-generation', 'demo-hf')('def '))"
     """
-    require(to == "hf", "--to", to, "is not a known format", "use --to hf")
+    require(to == "hf", "--to", to, problem="is not a known format", fix="use --to hf")
     from phalanx.data.tokenize import disk_error
     from phalanx.data.tokenizer import load_tokenizer
     from phalanx.model.huggingface.export import export_hf
@@ -42,7 +42,9 @@ def export(
     source = run / FROM_HF_DIR if (run / FROM_HF_DIR).is_dir() else None
     end = load_tokenizer(tokenizer_file).end
     try:
-        dropped = export_hf(spec.model, parameters, directory, tokenizer_file, end, dtype, source=source)
+        dropped = export_hf(
+            spec.model, parameters, directory, tokenizer=tokenizer_file, eos_id=end, dtype=dtype, source=source
+        )
     except OSError as error:
         raise disk_error("directory", directory, error) from None
     if dropped:

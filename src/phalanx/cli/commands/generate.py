@@ -45,8 +45,11 @@ def generate(
     tokenizer = load_tokenizer(path)
     start = torch.tensor(tokenizer.encode_batch([prompt])[0].tolist() or [tokenizer.end])
     generator = torch.Generator().manual_seed(seed)
-    context, vocab = spec.training.seq_len, tokenizer.vocab
-    new = islice(stream_tokens(model, start, temperature, top_k, generator, context, vocab), tokens)
+    context = spec.training.seq_len
+    vocab = tokenizer.vocab
+    new = islice(
+        stream_tokens(model, start, temperature, top_k=top_k, generator=generator, context=context, vocab=vocab), tokens
+    )
     print(prompt, end="", flush=True)
     for text in pieces(tokenizer, start.tolist(), takewhile(lambda token: token != tokenizer.end, new)):
         print(text, end="", flush=True)

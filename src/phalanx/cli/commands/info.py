@@ -66,7 +66,7 @@ def info(
             Console().print(_model_list(models), _machine_list(machines), sep="\n\n")
         return
     if model is None:
-        raise UserError("MODEL", None, "is missing", "name a model, such as phalanx info llama3-8b, or use --list")
+        raise UserError("MODEL", None, "is missing", fix="name a model, such as phalanx info llama3-8b, or use --list")
     spec = load_model(model)
     tokens = _resolve_sequence(spec, sequence)
     if json_:
@@ -103,14 +103,15 @@ def _resolve_sequence(spec: ModelSpec, sequence: int | None) -> int:
             sequence <= spec.max_seq_len,
             "--sequence",
             sequence,
-            f"is longer than the model's learned positions ({spec.max_seq_len})",
-            f"use at most {spec.max_seq_len}",
+            problem=f"is longer than the model's learned positions ({spec.max_seq_len})",
+            fix=f"use at most {spec.max_seq_len}",
         )
     return sequence or min(spec.max_seq_len, spec.sliding_window or spec.max_seq_len)
 
 
 def _show(name: str, spec: ModelSpec, sequence: int) -> None:
-    console, facts = Console(), model_info(spec, sequence)
+    console = Console()
+    facts = model_info(spec, sequence)
     console.print(name, style="bold", end="  ", highlight=False, markup=False)
     console.print(describe(spec), highlight=False, soft_wrap=True)
     tables = (

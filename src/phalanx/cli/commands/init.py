@@ -31,16 +31,16 @@ def init(
         phalanx init experiments/wide.toml --schema
     """
     if path.exists() and not force:
-        raise UserError("PATH", str(path), "exists already", "choose another name, or overwrite it with --force")
+        raise UserError("PATH", str(path), "exists already", fix="choose another name, or overwrite it with --force")
     schema_file = path.with_name(SCHEMA_FILE.name)
     if schema and not force and schema_file.exists() and schema_file.read_text(encoding="utf-8") != schema_text():
         raise UserError(
-            "--schema", str(schema_file), "exists already", "overwrite it with --force, or leave --schema out"
+            "--schema", str(schema_file), "exists already", fix="overwrite it with --force, or leave --schema out"
         )
     try:
         if schema:
             schema_file.write_text(schema_text())
         path.write_text(run_file_template(str(path), f"./{SCHEMA_FILE.name}" if schema else SCHEMA_FILE.as_uri()))
     except OSError as error:
-        raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", "choose another place") from None
+        raise UserError("PATH", str(path), f"cannot be written: {error.strerror}", fix="choose another place") from None
     print(f"wrote {path}; train it with: phalanx train {path}")

@@ -80,7 +80,7 @@ def launch(
         phalanx launch run.toml --to skypilot --nproc 8 --accelerator H100 --image REGISTRY/phalanx:1 --volume shared
     """
     if to not in WRITERS:
-        raise UserError("--to", to, "is not known", f"use one of {', '.join(WRITERS)}")
+        raise UserError("--to", to, "is not known", fix=f"use one of {', '.join(WRITERS)}")
     write, allowed = WRITERS[to]
     special = {
         "time": time,
@@ -94,7 +94,7 @@ def launch(
     for name, value in target_options.items():
         if name not in allowed:
             targets = " and ".join(other for other, (_, names) in WRITERS.items() if name in names)
-            raise UserError(f"--{name}", value, f"means nothing to {to}", f"leave it out: it is for {targets}")
+            raise UserError(f"--{name}", value, f"means nothing to {to}", fix=f"leave it out: it is for {targets}")
     described = load_run(run, set_ or [])
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
     given = {"to": to, "nodes": nodes, "nproc": nproc, "cpus": cpus, "memory": memory, **target_options}
@@ -103,7 +103,16 @@ def launch(
     command = shell_join(["phalanx", "launch", str(run), *options, *override_args, *(() if check else ("--no-check",))])
     ranks = ranks_per_node(described, nproc)
     job = ClusterJob(
-        described, run, " ".join(command.splitlines()), min_nodes, max_nodes, ranks, override_args, check, cpus, memory
+        described,
+        run,
+        " ".join(command.splitlines()),
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        nproc=ranks,
+        overrides=override_args,
+        check=check,
+        cpus=cpus,
+        memory=memory,
     )
     check_job(job)
     _write(write(job, **target_options), out)

@@ -107,7 +107,7 @@ def memory(
     if json_:
         print(json.dumps(memory_to_json(described, world_size, rows), indent=2))
     else:
-        _show(described, world_size, ranks_source, rows if all_ else fullest_ranks(rows))
+        _show(described, world_size, ranks_source, rows=rows if all_ else fullest_ranks(rows))
 
 
 def memory_rows(run: RunSpec, world_size: int) -> list[MemoryRow]:
@@ -151,9 +151,11 @@ def _layout_with_strategy(layout: Layout, data: Strategy, world_size: int) -> La
 
 
 def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]:
-    data, cluster = run.layout.data_parallel, run.cluster
+    data = run.layout.data_parallel
+    cluster = run.cluster
     try:
-        memory_by_role, micro_batch = rank_memory(run, world_size), plan_batch(run, world_size).micro_batch_size
+        memory_by_role = rank_memory(run, world_size)
+        micro_batch = plan_batch(run, world_size).micro_batch_size
     except UserError as error:
         return [MemoryRow(data, is_own, problem=str(error).partition("\n")[0])]
     is_known = {role: cluster.rank_memory_bytes is not None and role != "server" for role in memory_by_role}
@@ -166,10 +168,10 @@ def _layout_rows(run: RunSpec, world_size: int, is_own: bool) -> list[MemoryRow]
             data,
             is_own,
             role,
-            micro_batch,
-            memory_by_role[role],
-            None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY,
-            p_oom,
+            micro_batch=micro_batch,
+            memory=memory_by_role[role],
+            fits=None if p_oom is None else p_oom < SAFE_OOM_PROBABILITY,
+            p_oom=p_oom,
         )
         for role, p_oom in risks.items()
     ]
@@ -196,7 +198,7 @@ def _show(run: RunSpec, world_size: int, ranks_source: str, rows: list[MemoryRow
     console = Console(width=max(Console().width, WIDTH))
     console.print(run.model.preset or run.model.from_hf or "model", style="bold", end="  ", highlight=False)
     console.print(describe(run.model), highlight=False, soft_wrap=True)
-    console.print(_format_summary(run, world_size, ranks_source, rows), highlight=False, soft_wrap=True)
+    console.print(_format_summary(run, world_size, ranks_source, rows=rows), highlight=False, soft_wrap=True)
     console.print()
     console.print(_table(run, world_size, rows), soft_wrap=True)
     for row in rows:

@@ -78,18 +78,18 @@ def show(
     """
     for file in out or []:
         if file.suffix not in OUTPUT_SUFFIXES:
-            raise UserError("--out", str(file), "has an unknown ending", f"use one of {', '.join(OUTPUT_SUFFIXES)}")
+            raise UserError("--out", str(file), "has an unknown ending", fix=f"use one of {', '.join(OUTPUT_SUFFIXES)}")
     durations = _parse_times(times)
-    _check_options(schedule, stages, microbatches, virtual_stages, memory)
+    _check_options(schedule, stages, microbatches, virtual_stages=virtual_stages, memory=memory)
     built: Schedule | None = None
     if schedule == IDEALIZED:
         timeline = book_overlap(*_require_sizes(stages, microbatches))
     else:
-        built = _load_schedule(schedule, stages, microbatches, virtual_stages, memory, durations)
+        built = _load_schedule(schedule, stages, microbatches, v=virtual_stages, memory=memory, times=durations)
         timeline = simulate(built, _stage_times(durations, built))
     facts = _schedule_facts(schedule, timeline, built)
     for file in out or []:
-        _write(file, facts["schedule"], timeline, built)
+        _write(file, facts["schedule"], timeline, schedule=built)
     if json_:
         print(json.dumps(facts, indent=2))
     else:
@@ -103,17 +103,21 @@ def _check_options(
     has_none = f"has no meaning with {name}"
     if name.endswith(".csv"):
         for option, value in (("--stages", stages), ("--microbatches", microbatches)):
-            require(value is None, option, value, f"{has_none}, which says it itself", "leave it out")
+            require(value is None, option, value, problem=f"{has_none}, which says it itself", fix="leave it out")
     require(
-        virtual_stages is None or name == "interleaved", "--virtual-stages", virtual_stages, has_none, "leave it out"
+        virtual_stages is None or name == "interleaved",
+        "--virtual-stages",
+        virtual_stages,
+        problem=has_none,
+        fix="leave it out",
     )
-    require(memory is None or name == "searched", "--memory", memory, has_none, "leave it out")
+    require(memory is None or name == "searched", "--memory", memory, problem=has_none, fix="leave it out")
 
 
 def _require_sizes(stages: int | None, microbatches: int | None) -> tuple[int, int]:
     for option, value in (("--stages", stages), ("--microbatches", microbatches)):
         if value is None:
-            raise UserError(option, None, "is missing", f"add {option}, such as {option} 4")
+            raise UserError(option, None, "is missing", fix=f"add {option}, such as {option} 4")
     return stages or 0, microbatches or 0
 
 
@@ -123,7 +127,9 @@ def _parse_times(text: str) -> list[Fraction]:
     except (ValueError, ZeroDivisionError):
         values = []
     if not 3 <= len(values) <= 4 or min(values) < 0 or not any(values[:3]):
-        raise UserError("--times", text, "is not three or four times", "give F,B,W or F,B,W,COMM, such as 1,1,1,0.2")
+        raise UserError(
+            "--times", text, "is not three or four times", fix="give F,B,W or F,B,W,COMM, such as 1,1,1,0.2"
+        )
     return [*values, Fraction(0)][:4]
 
 
@@ -131,7 +137,7 @@ def _stage_times(times: list[Fraction], schedule: Schedule) -> ActionTimes:
     """A rank's times shared among its stages."""
     stages = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     forward, input, weight = (time / stages for time in times[:3])
-    return ActionTimes(forward, input, weight, times[3])
+    return ActionTimes(forward, input, weight, transfer=times[3])
 
 
 def _load_schedule(
@@ -140,20 +146,20 @@ def _load_schedule(
     if name.endswith(".csv"):
         return Schedule.from_rows(_read(Path(name)))
     if name not in (known := [*PUBLISHED, "searched", IDEALIZED]):
-        raise UserError("SCHEDULE", name, "is not known", f"use one of {', '.join(known)}, or a .csv file")
+        raise UserError("SCHEDULE", name, "is not known", fix=f"use one of {', '.join(known)}, or a .csv file")
     p, m = _require_sizes(stages, microbatches)
     if name == "searched":
         forward, input, weight, transfer = map(float, times)
-        half = ActionTimes(forward / 2, input / 2, weight / 2, transfer)
-        return search_schedule(p, m, half, Fraction(p if memory is None else memory))
-    return build_schedule(name, p, m, v or 2)
+        half = ActionTimes(forward / 2, input / 2, weight / 2, transfer=transfer)
+        return search_schedule(p, m, half, limit=Fraction(p if memory is None else memory))
+    return build_schedule(name, p, m, v=v or 2)
 
 
 def _read(file: Path) -> list[list[Any]]:
     try:
         return read_csv(file.read_text(encoding="utf-8"), file.name)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("FILE", str(file), f"cannot be read: {error}", "give a CSV file, a row per rank") from None
+        raise UserError("FILE", str(file), f"cannot be read: {error}", fix="give a CSV file, a row per rank") from None
 
 
 def _schedule_facts(name: str, timeline: Timeline, schedule: Schedule | None) -> dict[str, Any]:
@@ -179,7 +185,7 @@ def _check_schedule_file(file: Path) -> None:
         try:
             read_csv(file.read_text(encoding="utf-8"), str(file))
         except (UserError, UnicodeDecodeError, OSError):
-            raise UserError("--out", str(file), "exists, and holds no schedule", "choose another name") from None
+            raise UserError("--out", str(file), "exists, and holds no schedule", fix="choose another name") from None
 
 
 def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None) -> None:
@@ -193,12 +199,12 @@ def _write(file: Path, name: str, timeline: Timeline, schedule: Schedule | None)
         elif file.suffix != ".csv":
             draw(timeline, name, file)
         elif schedule is None:
-            raise UserError("--out", str(file), "cannot hold an idealised timeline", "write .svg, .png or .json")
+            raise UserError("--out", str(file), "cannot hold an idealised timeline", fix="write .svg, .png or .json")
         else:
             file.write_text(to_csv(schedule), encoding="utf-8")
     except OSError as error:
         raise UserError(
-            "--out", str(file), f"cannot be written: {error}", "name a file in an existing directory"
+            "--out", str(file), f"cannot be written: {error}", fix="name a file in an existing directory"
         ) from None
 
 

@@ -76,7 +76,8 @@ def _explain(facts: dict[str, Any], costs: Sequence[float]) -> None:
         table.add_row(str(stage), ", ".join(names), f"{cost / 1e9:.4g}", f"{cost / mean:.3f}")
     console = Console()
     console.print(table)
-    alone, block = facts["by_layers_alone"], costs[1]
+    alone = facts["by_layers_alone"]
+    block = costs[1]
     lines = [
         f"a pipeline is as fast as its slowest stage: {1 / facts['slowest_over_mean']:.1%} of an even cut",
         f"the head costs {costs[-1] / block:.2g} of a block",

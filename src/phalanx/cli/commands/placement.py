@@ -80,13 +80,16 @@ def placement(
     """
     described = load_run(run, set_ or [])
     node = read_topology(topology) if topology else None
-    world_size, per_node = _rank_counts(described, ranks, nproc, node)
+    world_size, per_node = _rank_counts(described, ranks, nproc, node=node)
     site = node_layout(described.cluster, per_node, node)
     parts = traffic_matrices(described, world_size, site.ranks_per_island)
     if pxn:
         parts = {axis: with_pxn(part, site) for axis, part in parts.items()}
-    heat = traffic_heatmap(described, world_size, parts, site)
-    facts = placement_to_json(described, world_size, parts, site, node) | {"pxn": pxn, "sent": _heatmap_to_json(heat)}
+    heat = traffic_heatmap(described, world_size, parts, site=site)
+    facts = placement_to_json(described, world_size, parts, site=site, node=node) | {
+        "pxn": pxn,
+        "sent": _heatmap_to_json(heat),
+    }
     if out is not None:
         check_replaceable("--out", out)
         save_picture(heat, out)
@@ -108,10 +111,13 @@ def placement_to_json(
     run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout, node: NodeTopology | None
 ) -> dict[str, Any]:
     """What `phalanx placement --json` prints, but for the matrix; bytes are those of one optimizer update."""
-    sizes, total_traffic = parallel_dims(run.layout, world_size), merge_matrices(world_size, list(parts.values()))
+    sizes = parallel_dims(run.layout, world_size)
+    total_traffic = merge_matrices(world_size, list(parts.values()))
     links = bytes_by_link(total_traffic, site)
     network = links["rail"] + links["spine"]
-    loads, speed, cluster = nic_loads(total_traffic, site), _network_speed(run, node), run.cluster
+    loads = nic_loads(total_traffic, site)
+    speed = _network_speed(run, node)
+    cluster = run.cluster
     return {
         "run": _run_label(run, world_size),
         "ranks": world_size,
@@ -127,9 +133,9 @@ def placement_to_json(
         "cross_rail_share_of_network": links["spine"] / network if network else 0.0,
         "nics": [asdict(load) for load in loads],
         "busiest_nic_seconds": _min_nic_seconds(speed, site, max(max(n.sent_bytes, n.received_bytes) for n in loads)),
-        "fabric_loads": fabric_loads(world_size, site, speed, cluster.oversubscription),
+        "fabric_loads": fabric_loads(world_size, site, speed, oversubscription=cluster.oversubscription),
         "nccl_latencies": {} if cluster.uses_cpu else nccl_latencies(world_size, site),
-        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster)],
+        "findings": [asdict(finding) for finding in placement_findings(sizes, parts, site, cluster=cluster)],
     }
 
 
@@ -144,7 +150,8 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
         descriptions = [plural(num_servers, "server")] if num_servers else []
         for axis, coordinates in zip(sizes.axes, np.unravel_index(node_ranks, shape), strict=True):
             if getattr(sizes, axis) > 1 and len(node_ranks):
-                low, high = coordinates.min(), coordinates.max()
+                low = coordinates.min()
+                high = coordinates.max()
                 descriptions.append(f"{axis} {low}" + (f"-{high}" if high > low else ""))
         seats.append(", ".join(descriptions))
     return seats
@@ -152,7 +159,8 @@ def seating_by_node(run: RunSpec, world_size: int, nproc: int) -> list[str]:
 
 def traffic_heatmap(run: RunSpec, world_size: int, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Heatmap:
     """The matrix of all traffic, of ranks, nodes or groups of nodes."""
-    total_traffic, nodes = merge_matrices(world_size, list(parts.values())), -(-world_size // site.nproc)
+    total_traffic = merge_matrices(world_size, list(parts.values()))
+    nodes = -(-world_size // site.nproc)
     name = f"{_run_label(run, world_size)}, on {nodes} x {site.nproc}"
     if world_size <= MAX_HEATMAP_CELLS:
         return Heatmap(name, total_traffic.to_dense(), node=site.nproc if nodes > 1 else 0)

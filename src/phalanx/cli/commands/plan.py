@@ -84,7 +84,7 @@ def plan(
 
         phalanx plan --batch runs.csv --json
     """
-    check_options(run, batch, out, given_options(context))
+    check_options(run, batch, out, given=given_options(context))
     if picture is not None:
         explain = explain or 1
         check_picture(picture, {"--diff": diff, "--why-not": why_not, "--export": export, "--json": json_ or None})
@@ -97,27 +97,29 @@ def plan(
         _predict(batch, json_)
         return
     assert run is not None
-    described, world_size = run_on_cluster(run, machine, nodes, nproc, set_ or [], topology)
+    described, world_size = run_on_cluster(run, machine, nodes, nproc=nproc, overrides=set_ or [], topology=topology)
     if export is not None:
         check_export(described, export)
     if diff is not None:
-        _show_diff(described, world_size, diff, all_)
+        _show_diff(described, world_size, diff, all_schedules=all_)
         return
     user_layout = _evaluate_user_layout(described, world_size, why_not) if why_not is not None else None
-    search_result = _search(described, world_size, max(top, explain or 1, MIN_SEARCHED), all_, export)
+    search_result = _search(
+        described, world_size, max(top, explain or 1, MIN_SEARCHED), all_schedules=all_, trainer=export
+    )
     best = search_result.options[0]
     if out is not None:  # before anything is printed, which a pager may cut off
         _write(described, search_result.chosen, out)
     if export is not None:
-        _export(described, world_size, search_result.chosen, export)
+        _export(described, world_size, search_result.chosen, trainer=export)
     elif user_layout is not None:
-        _show_why_not(described, world_size, user_layout, best)
+        _show_why_not(described, world_size, user_layout, best=best)
     elif explain is not None:
-        _explain(described, world_size, search_result, explain, picture)
+        _explain(described, world_size, search_result, number=explain, picture=picture)
     elif json_:
-        _print_json(described, world_size, search_result, top, tokens)
+        _print_json(described, world_size, search_result, top=top, tokens=tokens)
     else:
-        _show(described, world_size, search_result, top, tokens)
+        _show(described, world_size, search_result, top=top, tokens=tokens)
 
 
 def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
@@ -128,7 +130,8 @@ def _write(run: RunSpec, option: EvaluatedLayout, file: Path) -> None:
 
     described = to_toml(run.model_copy(update={"layout": option.candidate.layout()}))
     write_file("--out", file, f"# {WRITTEN_BY} plan\n{described}")
-    nodes, nproc = run.cluster.nodes, run.cluster.nproc_per_node
+    nodes = run.cluster.nodes
+    nproc = run.cluster.nproc_per_node
     start = f"torchrun --nnodes {nodes} --nproc-per-node {nproc} ... -m phalanx.train" if nodes > 1 else "phalanx train"
     print(f"wrote {file} ({option.candidate}, P(OOM) {option.p_oom:.1%}): {start} {file}", file=sys.stderr)
 
@@ -183,8 +186,8 @@ def _search(run: RunSpec, world_size: int, num_layouts: int, all_schedules: bool
 
     with search_progress(world_size) as report:
         if trainer is not None:
-            return search_exportable(run, world_size, trainer, num_layouts, report)  # type: ignore[arg-type]
-        return plan_or_raise(run, world_size, num_layouts, report, group_schedules=not all_schedules)
+            return search_exportable(run, world_size, trainer, keep=num_layouts, report=report)  # type: ignore[arg-type]
+        return plan_or_raise(run, world_size, num_layouts, report=report, group_schedules=not all_schedules)
 
 
 def _predict(file: Path, as_json: bool) -> None:
@@ -209,13 +212,13 @@ def _print_json(run: RunSpec, world_size: int, search_result: Plan, top: int, to
 
     from phalanx.cli.views.plan import plan_to_json
 
-    print(json.dumps(plan_to_json(run, world_size, search_result, top, tokens), indent=2))
+    print(json.dumps(plan_to_json(run, world_size, search_result, top=top, tokens=tokens), indent=2))
 
 
 def _show(run: RunSpec, world_size: int, search_result: Plan, top: int, tokens: float | None) -> None:
     from phalanx.cli.views.plan import print_layout_table
 
-    print_layout_table(run, world_size, search_result, top, tokens)
+    print_layout_table(run, world_size, search_result, top=top, tokens=tokens)
 
 
 def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, picture: Path | None) -> None:
@@ -225,9 +228,9 @@ def _explain(run: RunSpec, world_size: int, search_result: Plan, number: int, pi
     if picture is not None:
         from phalanx.report.drawing.step_breakdown import save_picture
 
-        save_picture(breakdown(run, world_size, search_result, number - 1), picture)
+        save_picture(breakdown(run, world_size, search_result, index=number - 1), picture)
         print(f"wrote {picture}", file=sys.stderr)
-    print_explanation(run, world_size, search_result, number - 1)
+    print_explanation(run, world_size, search_result, index=number - 1)
 
 
 def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> EvaluatedLayout:
@@ -240,7 +243,7 @@ def _evaluate_user_layout(run: RunSpec, world_size: int, text: str) -> Evaluated
 def _show_why_not(run: RunSpec, world_size: int, user_layout: EvaluatedLayout, best: EvaluatedLayout) -> None:
     from phalanx.cli.views.plan import print_comparison
 
-    print_comparison(run, world_size, user_layout, best, ("yours", "best"))
+    print_comparison(run, world_size, user_layout, second=best, names=("yours", "best"))
 
 
 def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedules: bool) -> None:
@@ -251,12 +254,12 @@ def _show_diff(run: RunSpec, world_size: int, texts: tuple[str, str], all_schedu
     for number in numbers:
         check_number("--diff", number)
     written = {text: _evaluate_user_layout(run, world_size, text) for text in texts if not text.isdecimal()}
-    ranked = _search(run, world_size, max(numbers), all_schedules).options if numbers else []
+    ranked = _search(run, world_size, max(numbers), all_schedules=all_schedules).options if numbers else []
     for number in numbers:
         check_number("--diff", number, ranked)
     first, second = (written[text] if text in written else ranked[int(text) - 1] for text in texts)
     names = [f"layout {text}" if text.isdecimal() else name for text, name in zip(texts, "AB", strict=True)]
-    print_comparison(run, world_size, first, second, (names[0], names[1]))
+    print_comparison(run, world_size, first, second=second, names=(names[0], names[1]))
 
 
 def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str) -> None:
@@ -268,10 +271,10 @@ def _export(run: RunSpec, world_size: int, option: EvaluatedLayout, trainer: str
         exported = export(exported_run, world_size, trainer)  # type: ignore[arg-type]
     except UserError as error:
         problem = f"takes no layout of this run that fits; of the fastest, {error.field} {error.problem}"
-        raise UserError("--export", trainer, problem, error.fix) from None
+        raise UserError("--export", trainer, problem, fix=error.fix) from None
     print(exported.text)
     print(f"{option.candidate}: {option.step_seconds:.3f} s a step, P(OOM) {option.p_oom:.1%}", file=sys.stderr)
-    for note in (*exported.notes, *_why_not_best(run, world_size, option, trainer)):
+    for note in (*exported.notes, *_why_not_best(run, world_size, option, trainer=trainer)):
         print(f"note: {note}", file=sys.stderr)
 
 

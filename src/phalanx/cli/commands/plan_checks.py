@@ -35,18 +35,20 @@ def check_options(run: Path | None, batch: Path | None, out: Path | None, given:
     views = [option for option in given if option in VIEWS]
     conflicting = ", ".join(option for option in given if option not in ("--batch", "--json"))
     if (run is None) == (batch is None):
-        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", "give one of them")
+        raise UserError("plan", None, "needs a run file or --batch FILE.csv, and not both", fix="give one of them")
     if len(views) > 1:
-        raise UserError(" ".join(views), None, "cannot be shown at once", "give one of them")
+        raise UserError(" ".join(views), None, "cannot be shown at once", fix="give one of them")
     if batch is not None and conflicting:
         fix = "leave them out: each row of the table names its own machine, ranks, layout and batch"
-        raise UserError("--batch", str(batch), f"does not go with {conflicting}", fix)
+        raise UserError("--batch", str(batch), f"does not go with {conflicting}", fix=fix)
     if "--json" in given and views:
-        raise UserError("--json", None, f"is not what {views[0]} prints", f"leave {views[0]} out: JSON has every part")
+        raise UserError(
+            "--json", None, f"is not what {views[0]} prints", fix=f"leave {views[0]} out: JSON has every part"
+        )
     if out is not None and run is not None and out.resolve() == run.resolve():
-        raise UserError("--out", str(out), "is the run file itself", "name another file")
+        raise UserError("--out", str(out), "is the run file itself", fix="name another file")
     if out is not None and "--diff" in views:
-        raise UserError("--out", str(out), "has no layout to write", "leave --diff out")
+        raise UserError("--out", str(out), "has no layout to write", fix="leave --diff out")
 
 
 def check_export(run: RunSpec, trainer: str) -> None:
@@ -67,7 +69,7 @@ def check_writable(option: str, file: Path) -> None:
     elif not os.access(file if file.exists() else file.parent, os.W_OK):
         problem = "permission denied"
     if problem:
-        raise UserError(option, str(file), f"cannot be written: {problem}", "name another file")
+        raise UserError(option, str(file), f"cannot be written: {problem}", fix="name another file")
     check_replaceable(option, file)
 
 
@@ -78,7 +80,9 @@ def check_picture(file: Path, other_options: dict[str, object]) -> None:
     check_picture_file(file, "--picture")
     for option, value in other_options.items():
         if value is not None:
-            raise UserError("--picture", str(file), f"draws what --explain says, and not {option}", f"omit {option}")
+            raise UserError(
+                "--picture", str(file), f"draws what --explain says, and not {option}", fix=f"omit {option}"
+            )
 
 
 def check_number(option: str, number: int, layouts: list[EvaluatedLayout] | None = None) -> None:
@@ -87,4 +91,4 @@ def check_number(option: str, number: int, layouts: list[EvaluatedLayout] | None
 
     last = MAX_EXACT_EVALUATIONS if layouts is None else len(layouts)
     if not 1 <= number <= last:
-        raise UserError(option, number, "is no layout of the table", f"use a number from 1 to {last:,}")
+        raise UserError(option, number, "is no layout of the table", fix=f"use a number from 1 to {last:,}")

@@ -65,7 +65,9 @@ def report(
     data = report_data([report_facts(run) for run in recorded])
     file = html or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     if not json_ and html is None and len(runs) == 1 and not is_run_directory(runs[0]):
-        raise UserError("run directory", str(runs[0]), "was not made by phalanx train", "name the page: --html FILE")
+        raise UserError(
+            "run directory", str(runs[0]), "was not made by phalanx train", fix="name the page: --html FILE"
+        )
     if html or not json_:  # before anything is printed, which a pager may cut off
         write_file("--html", file, page(data))
     if json_:
@@ -80,8 +82,8 @@ def _write_trace(recorded: list[RunData], file: Path) -> None:
     from phalanx.report.export.chrome_trace import chrome_trace
 
     if len(recorded) > 1:
-        raise UserError("--trace", str(file), f"is of one run, not of {len(recorded)}", "give one RUN_DIR")
+        raise UserError("--trace", str(file), f"is of one run, not of {len(recorded)}", fix="give one RUN_DIR")
     if not recorded[0].ranks:
         fix = "train with metrics.per_rank_records = true, and with --profile-steps for passes and collectives"
-        raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix)
+        raise UserError("--trace", str(file), "needs what ranks noted, and none of them did", fix=fix)
     write_file("--trace", file, json.dumps(chrome_trace(recorded[0])))

@@ -63,9 +63,9 @@ def certs(
         create_certificate_authority(folder)
         print(f"{folder}/ca.key: keep it to yourself")
     elif not members:
-        raise UserError("NAME", None, "is missing", f"say for whom: phalanx swarm certs {folder} ann bob")
+        raise UserError("NAME", None, "is missing", fix=f"say for whom: phalanx swarm certs {folder} ann bob")
     for member in members or []:
-        print(f"{issue_certificate(folder, member, host or [], days)}: for {member}")
+        print(f"{issue_certificate(folder, member, host or [], days=days)}: for {member}")
 
 
 @app.command()
@@ -99,7 +99,7 @@ def serve(
     from phalanx.swarm.serve import serve_swarm
 
     certificate_member(certificates)
-    raise typer.Exit(serve_swarm(described, listen, certificates, lambda message: print(message, flush=True)))
+    raise typer.Exit(serve_swarm(described, listen, certificates, log=lambda message: print(message, flush=True)))
 
 
 @app.command()
@@ -129,7 +129,9 @@ def join(
     from phalanx.swarm.join import join_swarm as take_part
 
     raise typer.Exit(
-        take_part(address, certificates, nproc, out, set_ or [], lambda message: print(message, flush=True))
+        take_part(
+            address, certificates, nproc, out=out, overrides=set_ or [], log=lambda message: print(message, flush=True)
+        )
     )
 
 
@@ -191,7 +193,7 @@ def plan(
 
     described = load_run(run, set_ or [])
     swarm = _require_swarm(described)
-    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, _parse_link(link), step_seconds))
+    rows = list(_plan_rows(described, swarm, nodes or swarm.nodes, link=_parse_link(link), step_seconds=step_seconds))
     if json_:
         print(json.dumps(rows, indent=2))
         return
@@ -202,7 +204,7 @@ def plan(
 
 def _require_swarm(run: RunSpec) -> SwarmSpec:
     if run.swarm is None:
-        raise UserError("swarm", None, "is missing", "add a table [swarm] to the run file (phalanx init shows it)")
+        raise UserError("swarm", None, "is missing", fix="add a table [swarm] to the run file (phalanx init shows it)")
     return run.swarm
 
 
@@ -214,7 +216,7 @@ def _parse_link(text: str) -> tuple[float, float]:
     except ValueError:
         speeds = 0.0, 0.0
     if not 0 < min(speeds) <= max(speeds) < inf:
-        raise UserError("--link", text, "is no speed", "write Mbit/s up, and down if that differs: 20:100")
+        raise UserError("--link", text, "is no speed", fix="write Mbit/s up, and down if that differs: 20:100")
     return speeds
 
 
@@ -232,7 +234,7 @@ def _plan_rows(
             continue
         owned = min(experts, -(-experts * swarm.replication // nodes))
         node = node_share(run.model, method, owned)
-        exchange = round_bytes(node, method, codec, swarm.replication)
+        exchange = round_bytes(node, method, codec, replication=swarm.replication)
         exchanges, delay = (swarm.steps_per_round, 0) if method == "ddp" else (1 / swarm.fragments, swarm.delay)
         sent = RoundBytes(exchange.up * exchanges, exchange.down * exchanges)
         time = round_time(sent, *link, swarm.steps_per_round, step_seconds or 0.0, delay)
@@ -296,4 +298,4 @@ def _check_installed() -> None:
 def _check_address(address: str, field: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(field, address, "is no address", "write host and port: 203.0.113.7:7077")
+        raise UserError(field, address, "is no address", fix="write host and port: 203.0.113.7:7077")

@@ -115,7 +115,7 @@ def train(
     described = _load(run, set_ or [], machine)
     if described.swarm is not None:
         fix = "lead it with phalanx swarm serve; to train it here alone: --set swarm="
-        raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix)
+        raise UserError("swarm", described.swarm.method, "is for several sites, and not for phalanx train", fix=fix)
     if profile_steps is not None:
         check_profiled_steps(described, profile_steps)
     min_nodes, max_nodes = parse_nodes(nodes) if nodes else (described.cluster.nodes,) * 2
@@ -143,7 +143,7 @@ def train(
         with _exit_code_of_nodes():
             endpoint = resolve_rendezvous(rendezvous, described.recovery.rendezvous_timeout_seconds)
             raise typer.Exit(_run_on_nodes(described, resume, force, options, min_nodes, *endpoint))
-    raise typer.Exit(_run(described, resume, force, options))
+    raise typer.Exit(_run(described, resume, force, options=options))
 
 
 @contextmanager
@@ -160,10 +160,12 @@ def check_profiled_steps(run: RunSpec, steps: str) -> None:
     """Raise UserError for no window of steps, or one in which nothing would be noted."""
     window = parse_step_range(steps)
     if window[0] > run.training.steps:
-        raise UserError("--profile-steps", steps, f"begins after the last step, {run.training.steps}", "begin earlier")
+        raise UserError(
+            "--profile-steps", steps, f"begins after the last step, {run.training.steps}", fix="begin earlier"
+        )
     if not run.metrics.per_rank_records:
         raise UserError(
-            "--profile-steps", steps, "has no effect with metrics.per_rank_records = false", "set it to true"
+            "--profile-steps", steps, "has no effect with metrics.per_rank_records = false", fix="set it to true"
         )
 
 
@@ -173,15 +175,17 @@ def _load(path: Path, overrides: list[str], machine: str | None) -> RunSpec:
     from phalanx.runs.create import RUN_FILE, is_run_directory
 
     if not is_run_directory(path):
-        run_file, problem, fix = path / RUN_FILE, "is not a run directory", "give a run file"
+        run_file = path / RUN_FILE
+        problem = "is not a run directory"
+        fix = "give a run file"
         if run_file.is_file():
             problem = f"holds a {RUN_FILE}, but is not a run directory: phalanx train did not make it"
             fix = f"to train as that file says: phalanx train {shlex.quote(str(run_file))}"
-        raise UserError("run directory", str(path), problem, fix)
+        raise UserError("run directory", str(path), problem, fix=fix)
     for override in overrides:
         if override.startswith("training.seconds=") and override != "training.seconds=":
             fix = "set training.steps in its place, if it should have others"
-            raise UserError("--set", override, "is for new runs: this one has its steps since it began", fix)
+            raise UserError("--set", override, "is for new runs: this one has its steps since it began", fix=fix)
     directory = path.resolve()  # it may have been moved since it was made
     return load_run(
         path / RUN_FILE, [*overrides, f"output_dir='{directory.parent}'", f"name={directory.name}"], machine=machine
@@ -201,7 +205,7 @@ def _format_config(run: RunSpec, resume: bool, force: bool) -> str:
     run = _decide_choices(run, resume)
     if run.auto_layout:
         run, _ = choose_layout_for(run, run.cluster.nproc_per_node if run.cluster.nodes == 1 else ranks)
-    _check_on_machine(run, ranks, resume, force)
+    _check_on_machine(run, ranks, resume, force=force)
     with offer_recorded_tokens(run, resume):
         check_sources(run.data)
     batch_plan = plan_batch(run, ranks * run.cluster.nodes)
@@ -231,18 +235,21 @@ def resolve_rendezvous(rendezvous: str | None, patience_seconds: float) -> tuple
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         fix = "give one of the nodes and a free port there, the same on all: node0:29500 (docs/launching.md)"
-        raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix)
-    is_waiting, deadline = False, time.monotonic() + patience_seconds
+        raise UserError("--rendezvous", rendezvous, "says no place where nodes could meet", fix=fix)
+    is_waiting = False
+    deadline = time.monotonic() + patience_seconds
     while isinstance(ip_address := _resolve_host(host), OSError):
         if time.monotonic() > deadline:
             fix = "give a name that all nodes know, or an address"
-            raise LocalNodeError("--rendezvous", rendezvous, f"{host} is not known here: {ip_address.strerror}", fix)
+            raise LocalNodeError(
+                "--rendezvous", rendezvous, f"{host} is not known here: {ip_address.strerror}", fix=fix
+            )
         if not is_waiting:
             print(f"phalanx: {host} is not known here, waiting for it: {ip_address.strerror}", file=sys.stderr)
         is_waiting = True
         time.sleep(RETRY_SECONDS)
     if ip_address.is_unspecified:
-        raise UserError("--rendezvous", rendezvous, "is any address", "give that of one of the nodes")
+        raise UserError("--rendezvous", rendezvous, "is any address", fix="give that of one of the nodes")
     return host, int(port)
 
 
@@ -271,11 +278,13 @@ def _run(run: RunSpec, resume: bool, force: bool, options: list[str]) -> int:
 
         ranks = select_nproc(run)
         run = _decide_choices(run, resume)
-        _check_on_machine(run, ranks, resume, force)
-        directory, lock = _set_up(run, ranks, resume, plan)
+        _check_on_machine(run, ranks, resume, force=force)
+        directory, lock = _set_up(run, ranks, resume, plan=plan)
         choose_layout = partial(replan_layout, run, None)
         with lock or nullcontext():
-            return supervise_training(directory, run, ranks, choose_layout, options, warm_process=warm)
+            return supervise_training(
+                directory, run, ranks, choose_layout=choose_layout, options=options, warm_process=warm
+            )
 
 
 def _run_on_nodes(
@@ -290,22 +299,40 @@ def _run_on_nodes(
         from phalanx.launch.supervisor import supervise_training
         from phalanx.runs.create import run_directory
 
-        ranks, max_nodes = select_nproc(run), run.cluster.nodes
+        ranks = select_nproc(run)
+        max_nodes = run.cluster.nodes
         run = _decide_choices(run, resume)
         plan = None
         if run.auto_layout:
             run, plan = choose_layout_for(run, ranks)
-        _check_on_machine(run, ranks, resume, force)
+        _check_on_machine(run, ranks, resume, force=force)
         seconds = run.recovery.rendezvous_timeout_seconds
         last_call_seconds = run.recovery.last_call_timeout_seconds
-        rendezvous = Rendezvous(run.name, host, port, min_nodes, max_nodes, seconds, last_call_seconds)
+        rendezvous = Rendezvous(
+            run.name,
+            host,
+            port,
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            join_seconds=seconds,
+            last_call_seconds=last_call_seconds,
+        )
         if rendezvous.is_host:  # the others find no place to meet before the run directory is there
-            directory, lock = _set_up(run, ranks * max_nodes, resume, plan)
+            directory, lock = _set_up(run, ranks * max_nodes, resume, plan=plan)
         else:
-            directory, lock = run_directory(run), None
+            directory = run_directory(run)
+            lock = None
         choose_layout = partial(replan_layout, run, ranks)
         with lock or nullcontext():
-            return supervise_training(directory, run, ranks, choose_layout, options, rendezvous, warm)
+            return supervise_training(
+                directory,
+                run,
+                ranks,
+                choose_layout=choose_layout,
+                options=options,
+                rendezvous=rendezvous,
+                warm_process=warm,
+            )
 
 
 def _decide_choices(run: RunSpec, resume: bool) -> RunSpec:
@@ -322,7 +349,7 @@ def _set_up(run: RunSpec, ranks: int, resume: bool, plan: str | None) -> tuple[P
     from phalanx.train.create_run import check_and_prepare
 
     with tokenization_progress() as progress:
-        prepared = check_and_prepare(run, ranks, resume, progress)
+        prepared = check_and_prepare(run, ranks, resume, progress=progress)
     lock = lock_run_directory(run, resume)
     directory = write_run_directory(run, prepared)
     if plan is not None:

@@ -55,7 +55,7 @@ def watch(
     from phalanx.report.run_data import read_run
 
     if web and prometheus is not None:
-        raise UserError("--prometheus", prometheus, "goes without --web", "start one command for each")
+        raise UserError("--prometheus", prometheus, "goes without --web", fix="start one command for each")
     read_run(run)  # what is no run directory is refused before anything is shown
     with suppress(KeyboardInterrupt):
         if prometheus is not None:

@@ -43,7 +43,9 @@ def make_http_server(option: str, host: str, port: int, answer: Callable[[str, s
             try:
                 code, kind, text = answer(self.path.partition("?")[0], self.headers.get("Host", "").partition(":")[0])
             except UserError as error:
-                code, kind, text = 500, "text/plain", str(error)
+                code = 500
+                kind = "text/plain"
+                text = str(error)
             body = text.encode()
             self.send_response(code)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -64,7 +66,7 @@ def make_http_server(option: str, host: str, port: int, answer: Callable[[str, s
         return Server((host, port), Handler)
     except OSError as error:
         problem = f"cannot be served: {error.strerror}"
-        raise UserError(option, port, problem, "name another, or 0 for any") from None
+        raise UserError(option, port, problem, fix="name another, or 0 for any") from None
 
 
 def serve_page(directory: Path, port: int, every_seconds: float) -> None:
@@ -86,7 +88,7 @@ def serve_page(directory: Path, port: int, every_seconds: float) -> None:
                 return 200, "application/json", json.dumps(_current_facts(directory))
         return 404, "text/plain", "there is nothing of this name"
 
-    with make_http_server("--port", LOCAL_ADDRESS, port, answer) as server:
+    with make_http_server("--port", LOCAL_ADDRESS, port, answer=answer) as server:
         print(f"http://{LOCAL_ADDRESS}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
         server.serve_forever()
 
@@ -100,7 +102,8 @@ def serve_metrics(directory: Path, port: int) -> None:
 
     Raises UserError if the port is taken.
     """
-    metrics, lock = RunMetrics(directory), Lock()
+    metrics = RunMetrics(directory)
+    lock = Lock()
 
     def answer(path: str, host: str) -> Answer:
         if path != "/metrics":
@@ -108,6 +111,6 @@ def serve_metrics(directory: Path, port: int) -> None:
         with lock:
             return 200, METRICS_TYPE, metrics.exposition_text(checkpoints(directory / CHECKPOINTS_DIR))
 
-    with make_http_server("--prometheus", ANY_ADDRESS, port, answer) as server:
+    with make_http_server("--prometheus", ANY_ADDRESS, port, answer=answer) as server:
         print(f"http://{ANY_ADDRESS}:{server.server_port}/metrics  (Ctrl-C ends it)", flush=True)
         server.serve_forever()

@@ -20,7 +20,9 @@ def check_replaceable(option: str, file: Path) -> None:
     except OSError:
         return
     if head and WRITTEN_BY.encode() not in head:
-        raise UserError(option, str(file), "exists, and phalanx did not write it", "choose another name, or remove it")
+        raise UserError(
+            option, str(file), "exists, and phalanx did not write it", fix="choose another name, or remove it"
+        )
 
 
 def write_file(option: str, file: Path, text: str) -> None:
@@ -32,4 +34,4 @@ def write_file(option: str, file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(option, str(file), f"cannot be written: {error.strerror}", "choose another name") from None
+        raise UserError(option, str(file), f"cannot be written: {error.strerror}", fix="choose another name") from None

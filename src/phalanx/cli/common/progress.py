@@ -33,7 +33,8 @@ def search_progress(devices: int) -> Iterator[ProgressCallback]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    console = Console(stderr=True)
+    hidden = not sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(f"layouts of {devices:,} devices", total=None)
         yield lambda description, completed, total: progress.update(

@@ -35,25 +35,26 @@ def to_user_error(error: Any) -> UserError:
         return _unknown_name_error("option", error.option_name, names)
     if hasattr(error, "option_name"):
         return UserError(
-            error.option_name, None, _describe_problem(error.message, f"Option {error.option_name!r}"), hint
+            error.option_name, None, _describe_problem(error.message, f"Option {error.option_name!r}"), fix=hint
         )
     if getattr(error, "param", None) is not None:
         name = _parameter_label(error.param)
         if type(error).__name__ == "MissingParameter":
             usage = error.ctx.get_usage().partition(" ")[2].strip()
             option = f" {name} {error.param.metavar or ''}".rstrip() if name.startswith("-") else ""
-            return UserError(name, None, "is missing", f"write: {usage}{option}")
-        return UserError(name, _offending_value(error), _describe_problem(error.message), hint)
-    requested, known = error.message.partition("'")[2].partition("'")[0], getattr(error.ctx.command, "commands", None)
+            return UserError(name, None, "is missing", fix=f"write: {usage}{option}")
+        return UserError(name, _offending_value(error), _describe_problem(error.message), fix=hint)
+    requested = error.message.partition("'")[2].partition("'")[0]
+    known = getattr(error.ctx.command, "commands", None)
     if known and requested:
         return _unknown_name_error("command", requested, list(known))
-    return UserError(command, None, _describe_problem(error.message), hint)
+    return UserError(command, None, _describe_problem(error.message), fix=hint)
 
 
 def _unknown_name_error(kind: str, requested: str, known: list[str]) -> UserError:
     from phalanx.spec.base import did_you_mean  # with pydantic, which a command's help does not need
 
-    return UserError(kind, requested, "is not known", did_you_mean(requested, known))
+    return UserError(kind, requested, "is not known", fix=did_you_mean(requested, known))
 
 
 def _parameter_label(parameter: Any) -> str:

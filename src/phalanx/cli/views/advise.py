@@ -26,8 +26,10 @@ WIDTH = 120
 def print_advice(run: RunSpec, advised: AdviceReport) -> None:
     """The planner's best layout, then every rule that applies, beside it."""
     console = Console(width=max(Console().width, WIDTH))
-    situation, best = advised.situation, advised.best
-    name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "device"
+    situation = advised.situation
+    best = advised.best
+    name = run.model.preset or run.model.from_hf or "model"
+    machine = run.cluster.preset or "device"
     console.print(
         f"{name}, {situation.parameters / 1e9:.3g}B parameters, on {situation.ranks:,} x {machine}: "
         f"{advised.num_agreeing} of {len(advised.advice)} rules that apply agree with the planner",
@@ -52,7 +54,8 @@ def print_advice(run: RunSpec, advised: AdviceReport) -> None:
 
 
 def _show(console: Console, advice: Advice, best: EvaluatedLayout) -> None:
-    rule, verdict = advice.rule, advice.verdict
+    rule = advice.rule
+    verdict = advice.verdict
     label = f"{verdict} {advice.slower:.1%}" if verdict == "costs" else verdict
     console.print(f"  {label:13}", style=STYLES[verdict], end="", highlight=False)
     partial_note = f" [{rule.requirements_text}]" if rule.requirements_text else ""

@@ -61,7 +61,8 @@ def _bandwidth_table(results: Facts) -> Table:
     grid = _grid("memory", "read and written", "in", "a rank", "all ranks")
     for row in results["bandwidth"]:
         speeds = row["bytes_per_second"], results["world_size"] * row["bytes_per_second"]
-        moved, time = f"{format_si(row['moved_bytes'])}B", f"{1e3 * row['seconds']:.3g} ms"
+        moved = f"{format_si(row['moved_bytes'])}B"
+        time = f"{1e3 * row['seconds']:.3g} ms"
         grid.add_row(row["what"], moved, time, *(f"{format_si(speed)}B/s" for speed in speeds))
     return grid
 
@@ -86,7 +87,8 @@ def collectives(results: Facts) -> str:
 
 
 def _format_collective(collective: Facts) -> str:
-    ranks, groups = collective["ranks"], collective["groups"]
+    ranks = collective["ranks"]
+    groups = collective["groups"]
     where = ", ".join("-".join(map(str, group)) for group in groups[:4]) + (", ..." if len(groups) > 4 else "")
     sent = ", ".join(f"{size['calls']} x {size['size_bytes']:,} B" for size in collective["sizes"] if size["calls"])
     lines = [
@@ -100,7 +102,8 @@ def _format_fit(fit: Facts | None, ranks: int) -> list[str]:
         return ["# one size says nothing of latency and bandwidth: see --sweep"]
     pieces = [_format_piece(piece) for piece in fit["pieces"]]
     time = pieces[0] if len(pieces) == 1 else f"{fit['joined']}({', '.join(pieces)})"
-    sizes, times = f"{fit['from_bytes']:,.0f} to {fit['to_bytes']:,.0f} B", fit["times"].replace("_", "-")
+    sizes = f"{fit['from_bytes']:,.0f} to {fit['to_bytes']:,.0f} B"
+    times = fit["times"].replace("_", "-")
     lines = [
         f"# t = {time}: medians of {times} times, {fit['mean_error']:.0%} off, {fit['max_error']:.0%} at most",
         f"# for {sizes} among {ranks} ranks; nothing is said of other sizes, or of other numbers of ranks",

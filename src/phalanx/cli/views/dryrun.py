@@ -77,7 +77,8 @@ def _overview(run: RunSpec, world_size: int, results: TracedResults) -> Table:
         collectives = [check for check in checks if check.kind == "collective"]
         total = next(check for check in checks if check.what == "total")
         flops = next(check for check in checks if check.kind == "flops")
-        calls, all_agree = sum(check.traced_calls for check in collectives), all(check.agrees for check in collectives)
+        calls = sum(check.traced_calls for check in collectives)
+        all_agree = all(check.agrees for check in collectives)
         table.add_row(
             Text(f"{traced['rank']}") + Text(_format_coordinates(run, world_size, traced["rank"]), "dim"),
             f"{calls:,} {'as planned' if all_agree else 'not as planned'}",

@@ -53,8 +53,10 @@ def print_oom_advice(run: RunSpec, diagnosis: Diagnosis) -> None:
 
 
 def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
-    memory, cluster = diagnosis.current_footprint.memory, run.cluster
-    name, machine = run.model.preset or run.model.from_hf or "model", cluster.preset or "device"
+    memory = diagnosis.current_footprint.memory
+    cluster = run.cluster
+    name = run.model.preset or run.model.from_hf or "model"
+    machine = cluster.preset or "device"
     verdict = describe_fit(diagnosis.current_footprint.p_oom)
     console.print(
         f"{name} on {cluster.ranks:,} x {machine}: the fullest rank holds {format_gib(memory.device)} of "
@@ -75,7 +77,8 @@ def _print_head(console: Console, run: RunSpec, diagnosis: Diagnosis) -> None:
 def _print_steps(console: Console, diagnosis: Diagnosis) -> None:
     console.print("\none after the other, until it fits", style="bold")
     if diagnosis.steps:
-        table, before = _table("change", "frees GiB", "most in", "GiB then", "step s", ""), diagnosis.current_footprint
+        table = _table("change", "frees GiB", "most in", "GiB then", "step s", "")
+        before = diagnosis.current_footprint
         for effect in diagnosis.steps:
             before = _add_step(table, effect, before)
         console.print(table)

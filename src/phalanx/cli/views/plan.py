@@ -52,7 +52,7 @@ MAX_OTHER_LAYOUTS = 4
 def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: float | None) -> None:
     """The table of the fastest layouts, the front of time and memory, and what a whole training takes with the best."""
     console = _console()
-    _print_head(console, run, world_size, plan)
+    _print_head(console, run, world_size, plan=plan)
     table = _table("", "layout", "step s", "80 % of steps", "tokens/s", "MFU", "GiB", "P(OOM)", "exposed", "bubble")
     front = plan.pareto_front
     for number, option in enumerate(plan.options[:top], 1):
@@ -77,15 +77,16 @@ def print_layout_table(run: RunSpec, world_size: int, plan: Plan, top: int, toke
         console.print(note, style="dim", highlight=False, soft_wrap=True)
     console.print("exposed: communication that nothing hides. --explain K says where time and memory go.", style="dim")
     console.print()
-    for line in format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens)):
+    for line in format_training(run, estimate_training_cost(run, world_size, plan.options[0], tokens=tokens)):
         console.print(line, highlight=False, soft_wrap=True)
-    print_assumptions(console, run, world_size, plan.options[:top])
+    print_assumptions(console, run, world_size, options=plan.options[:top])
 
 
 def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> None:
     """Where a layout's time and memory go, why others lose, and what would help."""
-    console, option = _console(), plan.options[index]
-    _print_head(console, run, world_size, plan)
+    console = _console()
+    option = plan.options[index]
+    _print_head(console, run, world_size, plan=plan)
     console.print(f"{index + 1}. {option.candidate}", style="bold", highlight=False)
     console.print(
         f"step {option.step_seconds:.3f} s, 80 % between {option.low_seconds:.3f} and {option.high_seconds:.3f}; "
@@ -102,7 +103,7 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         table.add_row(PART_DESCRIPTIONS[part], f"{seconds:.3f}", f"{share:.1%}", "█" * round(40 * share))
     console.print(table)
     if option.candidate.pp > 1 and run.cluster.ranks_per_core <= 1:  # the simulation gives each rank a core
-        _print_simulated(console, run, world_size, option)
+        _print_simulated(console, run, world_size, option=option)
     console.print()
     _print_memory_parts(console, run.cluster, option)
     if host_need := describe_host_need(run.cluster, option.host_bytes):
@@ -121,13 +122,14 @@ def print_explanation(run: RunSpec, world_size: int, plan: Plan, index: int) -> 
         then = f"{idea.speedup - 1:+.1%} tokens/s with {idea.option.candidate}" if idea.option else "nothing fits"
         console.print(f"  {idea.change}: {then}", highlight=False, soft_wrap=True)
     console.print()
-    print_assumptions(console, run, world_size, [option, *other_options])
+    print_assumptions(console, run, world_size, options=[option, *other_options])
 
 
 def _print_memory_parts(console: Console, cluster: ClusterSpec, option: EvaluatedLayout) -> None:
     """Print the estimated parts of the first and the last stage, and what the count of tensors adds to their sum."""
     table = _table("memory, GiB", *option.stages, "")
-    stages, totals = option.stages.items(), option.stage_bytes.values()
+    stages = option.stages.items()
+    totals = option.stage_bytes.values()
     rows = {part: [parts[part] for _, parts in stages] for part in option.stages["last"]}
     rows["count - estimate"] = [option.stage_bytes[name] - sum(parts.values()) for name, parts in stages]
     for part, sizes in rows.items():
@@ -156,14 +158,14 @@ def breakdown(run: RunSpec, world_size: int, plan: Plan, index: int) -> Breakdow
         f"{_describe_setup(run, world_size)}, layout {index + 1}",
         str(option.candidate),
         PART_DESCRIPTIONS,
-        option.parts,
-        {
+        seconds=option.parts,
+        other_layouts={
             other_index + 1: Bar(str(plan.options[other_index].candidate), plan.options[other_index].parts)
             for other_index in other_indices
         },
-        [Bar(name, parts) for name, parts in stages.items()],
-        option.memory_bytes,
-        float(run.cluster.rank_memory_bytes or 0),
+        bytes=[Bar(name, parts) for name, parts in stages.items()],
+        counted_bytes=option.memory_bytes,
+        memory_bytes=float(run.cluster.rank_memory_bytes or 0),
     )
 
 
@@ -212,7 +214,7 @@ def print_comparison(
         table.add_row("CPU memory of a node", *cells)
     table.add_row("P(OOM)", f"{first.p_oom:.1%}", f"{second.p_oom:.1%}", "")
     console.print(table)
-    print_assumptions(console, run, world_size, [first, second])
+    print_assumptions(console, run, world_size, options=[first, second])
     console.print()
     for name, option in zip(names, (first, second), strict=True):
         if option.p_oom >= MAX_OOM_PROBABILITY:
@@ -267,7 +269,7 @@ def plan_to_json(run: RunSpec, world_size: int, plan: Plan, top: int, tokens: fl
         ],
         "faster_but_too_large": faster and {**asdict(faster), "option": _option_to_json(faster.option)},
         "taken": str(plan.chosen.candidate),
-        "training": asdict(estimate_training_cost(run, world_size, plan.options[0], tokens)),
+        "training": asdict(estimate_training_cost(run, world_size, plan.options[0], tokens=tokens)),
     }
 
 
@@ -299,12 +301,14 @@ def calibration_note(cluster: ClusterSpec) -> str:
 
 def _describe_setup(run: RunSpec, world_size: int) -> str:
     """The model and the machine."""
-    name, machine = run.model.preset or run.model.from_hf or "model", run.cluster.preset or "the cluster"
+    name = run.model.preset or run.model.from_hf or "model"
+    machine = run.cluster.preset or "the cluster"
     return f"{name} on {world_size:,} x {machine}"
 
 
 def _format_figures(cluster: ClusterSpec, option: EvaluatedLayout) -> list[str]:
-    step, host_bytes = option.step_seconds, node_host_bytes(cluster, option.host_bytes)
+    step = option.step_seconds
+    host_bytes = node_host_bytes(cluster, option.host_bytes)
     return [
         f"{step:.3f}",
         f"{option.low_seconds:.3g} to {option.high_seconds:.3g}",

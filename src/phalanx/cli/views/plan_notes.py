@@ -22,7 +22,7 @@ def list_assumptions(run: RunSpec, world_size: int, options: Sequence[EvaluatedL
     """What these predictions take for granted."""
     offload_targets = {option.candidate.offload for option in options}
     balanced = ["evenly loaded experts"] if run.model.moe else []
-    return describe_assumptions(run.cluster, world_size, offload_targets, run.training.precision) + balanced
+    return describe_assumptions(run.cluster, world_size, offload_targets, precision=run.training.precision) + balanced
 
 
 def print_assumptions(console: Console, run: RunSpec, world_size: int, options: Sequence[EvaluatedLayout]) -> None:
@@ -32,10 +32,12 @@ def print_assumptions(console: Console, run: RunSpec, world_size: int, options: 
 
 def describe_safer_layout(plan: Plan, first: EvaluatedLayout) -> str:
     """That the fastest layout may not fit, and what to take instead."""
-    warning, safe = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%}).", plan.first_safe
+    warning = f"Layout 1 may not fit (P(OOM) {first.p_oom:.0%})."
+    safe = plan.first_safe
     if safe is None:
         return f"{warning} None shown is below {SAFE_OOM_PROBABILITY:.0%}."
-    number, slower = plan.options.index(safe) + 1, safe.step_seconds / first.step_seconds - 1
+    number = plan.options.index(safe) + 1
+    slower = safe.step_seconds / first.step_seconds - 1
     longer = "equally fast"
     if not equally_fast(safe, first):
         longer = f"with steps {abs(slower):.1%} {'longer' if slower > 0 else 'shorter'}"
@@ -73,7 +75,8 @@ def format_training(run: RunSpec, cost: TrainingCost) -> list[str]:
     lines = [f"{cost.tokens:.3g} tokens with layout 1: {days} {goodput_text}"]
     lines.append(f"a failure every {cost.mtbf_seconds / 3600:,.1f} hours")
     if cost.interval_seconds and cost.young_interval_seconds and cost.daly_interval_seconds:
-        young, daly = cost.young_interval_seconds / 60, cost.daly_interval_seconds / 60
+        young = cost.young_interval_seconds / 60
+        daly = cost.daly_interval_seconds / 60
         written = f"{cost.checkpoint_bytes / 1e9:,.0f} GB in {cost.write_seconds:,.1f} s"
         lines[-1] += f"; a checkpoint ({written}) is best written every {cost.interval_seconds / 60:,.1f} minutes"
         lines[-1] += f" (Young's formula: {young:,.1f}; Daly's: {daly:,.1f})"

@@ -49,7 +49,8 @@ def print_report(data: Facts, file: Path) -> None:
 
 def render_live(facts: Facts) -> Group:
     """The essentials of a run that goes on."""
-    run, curves = facts["run"], facts["curves"]
+    run = facts["run"]
+    curves = facts["curves"]
     parts: list[RenderableType] = [
         Text.assemble((run["name"], "bold"), f"  {'  '.join(formatting.run_summary(run)[:2])}"),
         _bar(run["step"] / run.get("steps", run["step"] or 1)),
@@ -73,7 +74,8 @@ def _bar(share: float) -> Text:
 
 def format_latest_step(facts: Facts, index: int = -1) -> str:
     """A step in a line, by default the newest: its loss, speed and time, and the time that is left."""
-    curves, run = facts["curves"], facts["run"]
+    curves = facts["curves"]
+    run = facts["run"]
     if not curves["step"]:
         return formatting.format_progress(run) if "swarm" in facts else "no step is done yet"
     steps = f"/{run['steps']}" if "steps" in run else ""
@@ -119,7 +121,8 @@ def format_round_totals(facts: Facts) -> Text:
 
 def format_header(facts: Facts) -> Text:
     """The run in two lines, and below them what is missing of it."""
-    about, run = formatting.run_summary(facts["run"]), facts["run"]
+    about = formatting.run_summary(facts["run"])
+    run = facts["run"]
     problems = "".join(f"\n! {problem}" for problem in facts["problems"])
     return Text.assemble((run["name"], "bold"), f"  {about[0]}\n", "  ".join(about[1:]), (problems, "yellow"))
 
@@ -185,7 +188,8 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     count = min(width, len(known))
     boundaries = [len(known) * index // count for index in range(count + 1)]
     means = [sum(known[a:b]) / (b - a) for a, b in pairwise(boundaries)]
-    minimum, span = min(means), (max(means) - min(means)) or 1.0
+    minimum = min(means)
+    span = (max(means) - min(means)) or 1.0
     return "".join(
         SPARKLINE_CHARACTERS[round((value - minimum) / span * (len(SPARKLINE_CHARACTERS) - 1))] for value in means
     )

@@ -68,14 +68,26 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, 
     tokens = jobs.tokens
     attention = _attention_times(constants, jobs, tokens)
     dense = _block_time(
-        constants, jobs, tokens, attention, _mlp_times(constants, jobs, tokens), np.zeros(1), extra_operations=0
+        constants,
+        jobs,
+        tokens,
+        attention=attention,
+        mlp=_mlp_times(constants, jobs, tokens),
+        exchange_seconds=np.zeros(1),
+        extra_operations=0,
     )
     has_experts = jobs.experts > 0
     sent_bytes = jobs.compute_dtype_bytes * tokens * jobs.width * jobs.top_k / jobs.tp
     exposed_fraction = np.where(jobs.overlap_ep > 0, constants.overlap_leak, 1.0)
     exchange = np.where(has_experts, 2 * expert_all_to_all_seconds(constants, jobs, sent_bytes) * exposed_fraction, 0.0)
     return dense, _block_time(
-        constants, jobs, tokens, attention, _expert_times(constants, jobs, tokens), exchange, extra_operations=20
+        constants,
+        jobs,
+        tokens,
+        attention=attention,
+        mlp=_expert_times(constants, jobs, tokens),
+        exchange_seconds=exchange,
+        extra_operations=20,
     )
 
 
@@ -91,11 +103,12 @@ class _SublayerTimes:
 
 
 def _attention_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
-    D, inner_width = jobs.width, jobs.heads * jobs.value_dim / jobs.tp
+    D = jobs.width
+    inner_width = jobs.heads * jobs.value_dim / jobs.tp
     input_projection = linear_seconds(
-        constants, jobs, tokens, np.maximum(jobs.attention_parameters / D / jobs.tp - inner_width, 64), D
+        constants, jobs, tokens, n=np.maximum(jobs.attention_parameters / D / jobs.tp - inner_width, 64), k=D
     )
-    output_projection = linear_seconds(constants, jobs, tokens, D, inner_width)
+    output_projection = linear_seconds(constants, jobs, tokens, n=D, k=inner_width)
     forward, inputs, weights = (a + b for a, b in zip(input_projection, output_projection, strict=True))
     separate_norms = (jobs.mlp_matrices > 2) & (jobs.fused_elementwise == 0) & (jobs.compiled == 0)
     sequence_shards = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
@@ -108,7 +121,7 @@ def _attention_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -
         jobs,
         jobs.compute_dtype_bytes * tokens * D * (width_passes + constants.shared_passes * compile_factor / jobs.tp),
     )
-    return _SublayerTimes(forward, inputs, weights, pass_seconds, attention_seconds(constants, jobs))
+    return _SublayerTimes(forward, inputs, weights, passes=pass_seconds, core=attention_seconds(constants, jobs))
 
 
 def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
@@ -118,29 +131,34 @@ def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
 
 
 def _mlp_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
-    up = linear_seconds(constants, jobs, tokens, jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, jobs.width)
-    down = linear_seconds(constants, jobs, tokens, jobs.width, jobs.ffn / jobs.tp)
+    up = linear_seconds(constants, jobs, tokens, n=jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp, k=jobs.width)
+    down = linear_seconds(constants, jobs, tokens, n=jobs.width, k=jobs.ffn / jobs.tp)
     compile_factor = _compile_factor(constants, jobs)
     inner_passes = jobs.ffn * (jobs.mlp_matrices - 1) / jobs.tp * constants.inner_passes * compile_factor
     forward, inputs, weights = (a + b for a, b in zip(up, down, strict=True))
     return _SublayerTimes(
-        forward, inputs, weights, memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * tokens * inner_passes)
+        forward,
+        inputs,
+        weights,
+        passes=memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * tokens * inner_passes),
     )
 
 
 def _expert_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
     """Whole experts; tensor-parallel ranks share the tokens that go to them."""
-    num_experts, D = np.maximum(jobs.experts, 1), jobs.width
+    num_experts = np.maximum(jobs.experts, 1)
+    D = jobs.width
     local_experts = num_experts / jobs.ep
     ffn = np.maximum(jobs.expert_ffn, 1)
     shared_ffn = np.maximum(jobs.shared_ffn, 1) / jobs.tp
     token_copies = tokens * jobs.top_k / jobs.tp
     tokens_per_expert = token_copies * jobs.ep / num_experts
-    up = linear_seconds(constants, jobs, tokens_per_expert, 2 * ffn, D, local_experts)
-    down = linear_seconds(constants, jobs, tokens_per_expert, D, ffn, local_experts)
-    shared_up = linear_seconds(constants, jobs, tokens, 2 * shared_ffn, D)
-    shared_down = linear_seconds(constants, jobs, tokens, D, shared_ffn)
-    has_experts, has_shared = jobs.experts > 0, jobs.shared_ffn > 0
+    up = linear_seconds(constants, jobs, tokens_per_expert, n=2 * ffn, k=D, batch=local_experts)
+    down = linear_seconds(constants, jobs, tokens_per_expert, n=D, k=ffn, batch=local_experts)
+    shared_up = linear_seconds(constants, jobs, tokens, n=2 * shared_ffn, k=D)
+    shared_down = linear_seconds(constants, jobs, tokens, n=D, k=shared_ffn)
+    has_experts = jobs.experts > 0
+    has_shared = jobs.shared_ffn > 0
     forward, inputs, weights = (
         np.where(has_experts, a + b, 0.0) + np.where(has_shared, p + q, 0.0)
         for a, b, p, q in zip(up, down, shared_up, shared_down, strict=True)
@@ -155,7 +173,7 @@ def _expert_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _
     pass_seconds = memory_pass_seconds(
         constants, jobs, jobs.compute_dtype_bytes * (inner_passes + token_copies * D * constants.route_passes)
     )
-    return _SublayerTimes(forward, inputs, weights, pass_seconds)
+    return _SublayerTimes(forward, inputs, weights, passes=pass_seconds)
 
 
 def _block_time(
@@ -173,7 +191,8 @@ def _block_time(
     )
     operations = operations + 4 * (jobs.tp > 1)
     gap_seconds = operations * constants.gap_seconds / 2
-    pass_seconds, weights = attention.passes + mlp.passes, attention.weights + mlp.weights
+    pass_seconds = attention.passes + mlp.passes
+    weights = attention.weights + mlp.weights
     forward = attention.forward + mlp.forward + core + pass_seconds + gap_seconds
     backward = (
         attention.inputs
@@ -184,7 +203,9 @@ def _block_time(
         + 2 * gap_seconds
     )
 
-    forward_exchange, backward_exchange = _exchange_seconds(constants, jobs, tokens, core, weights, exchange_seconds)
+    forward_exchange, backward_exchange = _exchange_seconds(
+        constants, jobs, tokens, core=core, weights=weights, expert_seconds=exchange_seconds
+    )
 
     is_flash = jobs.attention >= AttentionKernel.FLASH_1
     recomputed_products = SELECTIVE_MATMUL_FRACTION * (attention.forward + mlp.forward)
@@ -197,7 +218,7 @@ def _block_time(
     host_seconds = (
         (operations + extra_operations)
         * constants.launch_seconds
-        * by_generation(jobs, 1.0, constants.launch_1, constants.launch_2)
+        * by_generation(jobs, 1.0, constants.launch_1, third=constants.launch_2)
     )
     host_backward_ratio = 1.5 + (jobs.recompute == ActivationCheckpointing.FULL)
     backward = backward + recompute_seconds
@@ -212,7 +233,7 @@ def _exchange_seconds(
     constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column, weights: Column, expert_seconds: Column
 ) -> tuple[Column, Column]:
     """Return the exposed communication of the forward pass, and of the backward pass with what it computes again."""
-    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core)
+    cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core=core)
     tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
     hidden_seconds = np.where(
         (jobs.overlap_tp_with_weight_grads > 0) & (jobs.comm_uses_compute_cores == 0),
@@ -238,7 +259,7 @@ def _tensor_parallel_seconds(constants: TimeConstants, jobs: JobTable, tokens: C
     a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
     size_bytes = jobs.compute_dtype_bytes * tokens * jobs.width
     reduction_seconds = ring_seconds(
-        constants, jobs, size_bytes, jobs.tp, 1.0, reduces=True, calls=1.0 + jobs.sequence_parallel
+        constants, jobs, size_bytes, ranks=jobs.tp, stride=1.0, reduces=True, calls=1.0 + jobs.sequence_parallel
     )
     return jobs.tp_reductions_per_block * reduction_seconds * np.where(jobs.overlap_tp > 0, constants.overlap_leak, 1.0)
 
@@ -252,12 +273,15 @@ def _context_parallel_seconds(
     these."""
     kv_heads = np.maximum(jobs.kv_heads / jobs.tp, np.where(jobs.ulysses > 0, jobs.cp, 1))
     head_bytes = jobs.compute_dtype_bytes * tokens * (jobs.head_dim + jobs.value_dim)
-    kv_bytes, query_bytes = head_bytes * kv_heads, head_bytes * jobs.heads / jobs.tp
+    kv_bytes = head_bytes * kv_heads
+    query_bytes = head_bytes * jobs.heads / jobs.tp
     hidden_seconds = np.where(jobs.comm_uses_compute_cores > 0, 0.0, 0.8 * core)
-    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, jobs.cp, jobs.tp, sends=True)
+    kv_seconds = ring_seconds(constants, jobs, kv_bytes * jobs.cp, ranks=jobs.cp, stride=jobs.tp, sends=True)
     gradient_seconds = kv_seconds * jobs.ring_gradient_bytes / jobs.compute_dtype_bytes
     ring_forward = np.maximum(kv_seconds - hidden_seconds, 0.0)
     ring_backward = np.maximum(kv_seconds + gradient_seconds - 2 * hidden_seconds, 0.0)
-    ulysses_seconds = all_to_all_seconds(constants, jobs, kv_bytes + query_bytes, jobs.cp, jobs.tp, calls=2.0)
+    ulysses_seconds = all_to_all_seconds(
+        constants, jobs, kv_bytes + query_bytes, ranks=jobs.cp, stride=jobs.tp, calls=2.0
+    )
     is_ulysses = jobs.ulysses > 0
     return np.where(is_ulysses, ulysses_seconds, ring_forward), np.where(is_ulysses, ulysses_seconds, ring_backward)

@@ -99,7 +99,7 @@ def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_byt
     top_k = np.maximum(jobs.top_k, 1)
     distinct_fraction = np.minimum(num_domains * (1 - (1 - 1 / num_domains) ** top_k) / top_k, 1.0)
     relayed_fraction = np.where(jobs.dedup_node_dispatch > 0, distinct_fraction, 1.0)
-    return all_to_all_seconds(constants, jobs, size_bytes, jobs.ep, relayed_fraction=relayed_fraction)
+    return all_to_all_seconds(constants, jobs, size_bytes, ranks=jobs.ep, relayed_fraction=relayed_fraction)
 
 
 def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:

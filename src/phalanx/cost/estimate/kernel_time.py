@@ -21,7 +21,7 @@ def by_generation(jobs: JobTable, first: float, second: float, third: float) -> 
 def memory_pass_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
     """Seconds to read or write so many bytes of device memory."""
     return size_bytes / (
-        jobs.hbm_bytes_per_second * by_generation(jobs, constants.hbm_0, constants.hbm_1, constants.hbm_2)
+        jobs.hbm_bytes_per_second * by_generation(jobs, constants.hbm_0, constants.hbm_1, third=constants.hbm_2)
     )
 
 
@@ -41,7 +41,7 @@ def matmul_seconds(
     that is fastest; a last wave that is not full costs `c.tail` of a full one.
     """
     is_8bit = jobs.low_precision * linear
-    flops_16bit = jobs.matmul_flops * by_generation(jobs, constants.gemm_0, constants.gemm_1, constants.gemm_2)
+    flops_16bit = jobs.matmul_flops * by_generation(jobs, constants.gemm_0, constants.gemm_1, third=constants.gemm_2)
     flops_per_second = np.where(is_8bit > 0, jobs.low_matmul_flops * constants.low_precision, flops_16bit)
     is_tiled = jobs.num_sms > 0
     num_units = np.where(is_tiled, jobs.num_sms, 1.0)
@@ -77,9 +77,9 @@ def linear_seconds(
     later_fraction = 1 - 1 / jobs.micro_batches
     accumulate_seconds = later_fraction * memory_pass_seconds(constants, jobs, 2 * jobs.gradient_bytes * n * k * batch)
     return (
-        matmul_seconds(constants, jobs, m, n, k, batch),
-        matmul_seconds(constants, jobs, m, k, n, batch),
-        matmul_seconds(constants, jobs, k, n, m, batch) + accumulate_seconds,
+        matmul_seconds(constants, jobs, m, n=n, k=k, batch=batch),
+        matmul_seconds(constants, jobs, m, n=k, k=n, batch=batch),
+        matmul_seconds(constants, jobs, k, n=n, k=m, batch=batch) + accumulate_seconds,
     )
 
 
@@ -89,7 +89,8 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
     Flash kernels do half of the T x T pairs (causal) and 2.5 times the FLOPs in the backward pass (arXiv 2307.08691,
     section 3.1); the others do all of them and pass over the scores.
     """
-    T, heads = jobs.sequence, jobs.heads / jobs.tp
+    T = jobs.sequence
+    heads = jobs.heads / jobs.tp
     pairs = jobs.micro_batch * heads * T * T / jobs.cp
     flops = 2 * pairs * (jobs.head_dim + jobs.value_dim)
     peak_fraction = np.select(
@@ -108,10 +109,13 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
         + constants.gap_seconds
     )
 
-    rows, is_aligned = T / jobs.cp, jobs.head_dim % 8 == 0
-    product_seconds = matmul_seconds(constants, jobs, rows, T, jobs.head_dim, jobs.micro_batch * heads, linear=False)
+    rows = T / jobs.cp
+    is_aligned = jobs.head_dim % 8 == 0
+    product_seconds = matmul_seconds(
+        constants, jobs, rows, n=T, k=jobs.head_dim, batch=jobs.micro_batch * heads, linear=False
+    )
     product_seconds = product_seconds + matmul_seconds(
-        constants, jobs, rows, jobs.value_dim, T, jobs.micro_batch * heads, linear=False
+        constants, jobs, rows, n=jobs.value_dim, k=T, batch=jobs.micro_batch * heads, linear=False
     )
     product_seconds = np.where(is_aligned, product_seconds, product_seconds / constants.misaligned)
     separate_factor = np.where(
@@ -125,7 +129,8 @@ def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column,
 
     unfused_forward = product_seconds + score_seconds
     unfused_backward = 2 * product_seconds + score_seconds * constants.score_backward
-    is_flash, is_ring = jobs.attention >= AttentionKernel.FLASH_1, jobs.attention == AttentionKernel.RING_PLAIN
+    is_flash = jobs.attention >= AttentionKernel.FLASH_1
+    is_ring = jobs.attention == AttentionKernel.RING_PLAIN
     forward = np.where(is_ring, unfused_forward / 2, np.where(is_flash, flash_seconds, unfused_forward))
     flash_backward = np.where(
         is_ring, (unfused_forward + unfused_backward) / 2, 2.5 * constants.flash_backward * flash_seconds

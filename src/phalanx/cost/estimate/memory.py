@@ -63,7 +63,8 @@ class StageMemoryTable:
 def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTable:
     """Bytes of the first, the second and the last stage. DeepSpeed's pipeline engine keeps what a stage sends beside
     what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers)."""
-    has_no_pipeline, shares_rank = jobs.pp == 1, jobs.embedding_and_head_share_rank
+    has_no_pipeline = jobs.pp == 1
+    shares_rank = jobs.embedding_and_head_share_rank
     saved_bytes, recomputed_bytes = _activation_bytes(constants, jobs)
     tokens = jobs.tokens
     logits = _logit_bytes(constants, jobs, tokens)
@@ -79,20 +80,27 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
     def estimate_stage(
         blocks: Column, moe_blocks: Column, num_tables: Column | float, in_flight: Column, logits: Column | float
     ) -> StageMemory:
-        state, host = _state_bytes(constants, jobs, blocks, moe_blocks, num_tables)
+        state, host = _state_bytes(constants, jobs, blocks, moe_blocks=moe_blocks, num_tables=num_tables)
         fragmented = np.where((in_flight > 1) & (in_flight < jobs.micro_batches), blocks * saved_bytes, 0.0)
         activations = in_flight * (blocks * saved_bytes + sent_bytes) + recomputed_bytes
-        return StageMemory(state, activations, fragmented, np.zeros(1) + logits, buffers, host)
+        return StageMemory(state, activations, fragmented, logits=np.zeros(1) + logits, buffers=buffers, host=host)
 
     first = estimate_stage(
-        jobs.first_blocks, jobs.first_moe_blocks, num_tables, first_in_flight, np.where(shares_rank, logits, 0.0)
+        jobs.first_blocks,
+        jobs.first_moe_blocks,
+        num_tables,
+        in_flight=first_in_flight,
+        logits=np.where(shares_rank, logits, 0.0),
     )
     middle = estimate_stage(
-        np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0), jobs.middle_moe_blocks, 0.0, middle_in_flight, 0.0
+        np.where(jobs.has_middle_stages, jobs.middle_blocks, 0.0),
+        jobs.middle_moe_blocks,
+        num_tables=0.0,
+        in_flight=middle_in_flight,
+        logits=0.0,
     )
-    return StageMemoryTable(
-        first, middle, estimate_stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, last_in_flight, logits)
-    )
+    last = estimate_stage(jobs.last_blocks, jobs.last_moe_blocks, num_tables, in_flight=last_in_flight, logits=logits)
+    return StageMemoryTable(first, middle, last)
 
 
 def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -> Column:
@@ -134,7 +142,9 @@ def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
     1F1B: stage s of p holds p - s. Interleaved: the first holds p + (p-1)/v (arXiv 2205.05198, section 4.2.3), each
     further one 2/v less. ZB-H1: p on all, as 1F1B's first; ZB-H2: 2p - 1; ZB-V: p (arXiv 2401.10241 and 2405.15362).
     """
-    p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual_stages, 1)
+    p = jobs.pp
+    m = jobs.micro_batches
+    v = np.maximum(jobs.virtual_stages, 1)
     conditions = [
         jobs.schedule == ScheduleKind.NONE,
         jobs.schedule == ScheduleKind.INTERLEAVED,
@@ -188,11 +198,14 @@ def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Colum
     """Bytes that a block keeps for the backward pass, and those of the block that is computed again. Values are a view
     of what one product makes with queries and keys: where these are rotated, as in models with gated MLPs, all of its
     output stays beside them."""
-    tokens, tp = jobs.tokens, jobs.tp
+    tokens = jobs.tokens
+    tp = jobs.tp
     sequence_shards = np.where(jobs.sequence_parallel > 0, tp, 1.0)
-    is_gated, is_fused = jobs.mlp_matrices > 2, (jobs.fused_elementwise > 0) | (jobs.compiled > 0)
+    is_gated = jobs.mlp_matrices > 2
+    is_fused = (jobs.fused_elementwise > 0) | (jobs.compiled > 0)
     is_gated_unfused = is_gated & ~is_fused
-    queries, values = jobs.heads * jobs.head_dim, jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
+    queries = jobs.heads * jobs.head_dim
+    values = jobs.kv_heads * (jobs.head_dim + jobs.value_dim)
     width_bytes = np.where(is_gated, constants.wide_gated_bytes, constants.wide_bytes) + np.where(
         is_gated_unfused, constants.norm_bytes, 0.0
     )

@@ -62,21 +62,23 @@ class LayerTimes:
 def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
     """Seconds of a step by its parts."""
     dense, routed = _block_times(constants, jobs)
-    layer_times = _make_layer_times(constants, jobs, dense, routed)
+    layer_times = _make_layer_times(constants, jobs, dense, routed=routed)
     slowest, middle = _slowest_and_middle_stages(jobs, layer_times)
     all_layers = layer_times.dense.scaled(jobs.dense_layers) + layer_times.routed.scaled(
         jobs.layers - jobs.dense_layers
     )
     all_layers = all_layers + layer_times.embedding + layer_times.head
-    p, m, v = jobs.pp, jobs.micro_batches, np.maximum(jobs.virtual_stages, 1)
+    p = jobs.pp
+    m = jobs.micro_batches
+    v = np.maximum(jobs.virtual_stages, 1)
     engine_factor = np.where((jobs.deepspeed > 0) & (jobs.pp > 1), constants.deepspeed, 1.0)
     busy, bubble = _adjust_for_shared_cores(
         jobs,
         slowest.scaled(m * engine_factor),
         all_layers.scaled(m * engine_factor / p),
-        _bubble_seconds(jobs, all_layers - slowest),
+        bubble=_bubble_seconds(jobs, all_layers - slowest),
     )
-    send = _pipeline_send_seconds(constants, jobs, m, v)
+    send = _pipeline_send_seconds(constants, jobs, m, v=v)
     data_parallel = data_parallel_seconds(constants, jobs, middle) + busy.sharding
     update = update_seconds(constants, jobs) + constants.step_seconds
     offload = offload_seconds(constants, jobs, owned_parameters(jobs)) + busy.upload
@@ -85,7 +87,16 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
         * constants.straggler_factor
         * np.log2(np.maximum(jobs.ranks / jobs.pp / jobs.fast_link_ranks_per_stage, 1))
     )
-    return StepTime(busy.compute, busy.exchange, bubble, send, data_parallel, update, offload, waiting)
+    return StepTime(
+        busy.compute,
+        busy.exchange,
+        bubble,
+        send=send,
+        data_parallel=data_parallel,
+        update=update,
+        offload=offload,
+        waiting=waiting,
+    )
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
@@ -96,8 +107,8 @@ def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
 def _block_times(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
     dense, routed = block_seconds(constants, jobs)
     experts = jobs.expert_parameters / np.maximum(jobs.layers - jobs.dense_layers, 1) / jobs.expert_shards
-    return _add_zero3_communication(constants, jobs, dense, np.zeros(1)), _add_zero3_communication(
-        constants, jobs, routed, experts
+    return _add_zero3_communication(constants, jobs, dense, experts=np.zeros(1)), _add_zero3_communication(
+        constants, jobs, routed, experts=experts
     )
 
 
@@ -125,12 +136,12 @@ def _sharding_seconds(
     calls = np.sign(parameters)
 
     def ring_exchange_seconds(size_bytes: Column) -> Column:
-        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks, stride, calls=calls)
+        grouped_seconds = ring_seconds(constants, jobs, size_bytes, ranks=ranks, stride=stride, calls=calls)
         return np.where(_gathers_singly(jobs), size_bytes / network_bandwidth(constants, jobs), grouped_seconds)
 
     gradient_bytes = jobs.gradient_wire_bytes * parameters
     replica_reduce = ring_seconds(
-        constants, jobs, gradient_bytes / ranks, copies, stride * ranks, reduces=True, calls=calls
+        constants, jobs, gradient_bytes / ranks, ranks=copies, stride=stride * ranks, reduces=True, calls=calls
     )
     return _ShardingTime(
         ring_exchange_seconds(jobs.compute_dtype_bytes * parameters),
@@ -150,12 +161,21 @@ def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: St
     DeepSpeed gathers few parameters ahead of their use: they hide worse than a block's gathered at once.
     """
     parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
-    ranks, copies = jobs.shard_group_size, jobs.dp * jobs.cp / jobs.shard_group_size
+    ranks = jobs.shard_group_size
+    copies = jobs.dp * jobs.cp / jobs.shard_group_size
     expert_ranks = np.clip(ranks * jobs.tp / jobs.expert_shards, 1, jobs.expert_replicas)
-    sharding = _sharding_seconds(constants, jobs, parameters, ranks, copies, jobs.tp) + _sharding_seconds(
-        constants, jobs, experts, expert_ranks, jobs.expert_replicas / expert_ranks, jobs.expert_shards
+    sharding = _sharding_seconds(
+        constants, jobs, parameters, ranks=ranks, copies=copies, stride=jobs.tp
+    ) + _sharding_seconds(
+        constants,
+        jobs,
+        experts,
+        ranks=expert_ranks,
+        copies=jobs.expert_replicas / expert_ranks,
+        stride=jobs.expert_shards,
     )
-    gather, upload = sharding.gather + sharding.upload, sharding.upload
+    gather = sharding.gather + sharding.upload
+    upload = sharding.upload
     backward_exchange = gather + sharding.scatter
 
     def exposed_seconds(pass_seconds: Column, exchange_seconds: Column) -> Column:
@@ -185,7 +205,7 @@ def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: St
 
 def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: StageTime, routed: StageTime) -> LayerTimes:
     tokens = jobs.tokens
-    head = matmul_seconds(constants, jobs, tokens, jobs.vocab / jobs.tp, jobs.width, linear=False)
+    head = matmul_seconds(constants, jobs, tokens, n=jobs.vocab / jobs.tp, k=jobs.width, linear=False)
     loss = _loss_seconds(constants, jobs, tokens)
     embedding = memory_pass_seconds(constants, jobs, jobs.compute_dtype_bytes * 6 * tokens * jobs.width)
     zero = np.zeros(1)
@@ -193,7 +213,7 @@ def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: StageTime
         StageTime(embedding / 2, embedding / 2, zero),
         dense,
         routed,
-        StageTime(head + 0.4 * loss, 2 * head + 0.6 * loss, zero),
+        head=StageTime(head + 0.4 * loss, 2 * head + 0.6 * loss, zero),
     )
 
 
@@ -224,7 +244,7 @@ def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> C
     """Of both passes: over a rank's share of the logits, or over all of them where ranks gather the vocabulary."""
     gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
     logits = jobs.compute_dtype_bytes * tokens * jobs.vocab
-    gather = np.where(gathers_vocab, ring_seconds(constants, jobs, logits, jobs.tp, 1.0), 0.0)
+    gather = np.where(gathers_vocab, ring_seconds(constants, jobs, logits, ranks=jobs.tp, stride=1.0), 0.0)
     return gather + memory_pass_seconds(
         constants, jobs, np.where(gathers_vocab, logits, logits / jobs.tp) * constants.head_passes
     )
@@ -240,8 +260,10 @@ def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
     step begins in the ramp of the last one, and ZB-H2's 2p - 1 forward passes at the start fill what is left of it but
     B - F, where gradients of weights do not.
     """
-    v, is_post_validated = np.maximum(jobs.virtual_stages, 1), jobs.optimizer_post_validation > 0
-    F, W = others.forward, others.weight_grad
+    v = np.maximum(jobs.virtual_stages, 1)
+    is_post_validated = jobs.optimizer_post_validation > 0
+    F = others.forward
+    W = others.weight_grad
     B = others.backward - W
     idle: Column = np.select(
         [

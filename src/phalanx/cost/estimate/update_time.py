@@ -18,19 +18,23 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
     dense, experts = parameters_per_rank(jobs)
     ranks = jobs.dp * jobs.cp
     bucket = np.where(jobs.overlap_grad_reduce > 0, constants.bucket_bytes / 2, np.inf)
-    num_calls, num_expert_calls = np.maximum(1, dense / bucket), np.maximum(1, experts / bucket)
-    is_zero12, shards_over_all_ranks = (jobs.zero_stage >= 1) & (jobs.zero_stage < 3), jobs.shard_group_size >= ranks
-    scatter_seconds = ring_seconds(constants, jobs, jobs.gradient_wire_bytes * dense, ranks, jobs.tp, calls=num_calls)
+    num_calls = np.maximum(1, dense / bucket)
+    num_expert_calls = np.maximum(1, experts / bucket)
+    is_zero12 = (jobs.zero_stage >= 1) & (jobs.zero_stage < 3)
+    shards_over_all_ranks = jobs.shard_group_size >= ranks
+    scatter_seconds = ring_seconds(
+        constants, jobs, jobs.gradient_wire_bytes * dense, ranks=ranks, stride=jobs.tp, calls=num_calls
+    )
     reduce_seconds = ring_seconds(
-        constants, jobs, jobs.gradient_wire_bytes * dense, ranks, jobs.tp, reduces=True, calls=num_calls
+        constants, jobs, jobs.gradient_wire_bytes * dense, ranks=ranks, stride=jobs.tp, reduces=True, calls=num_calls
     )
     gather_seconds = ring_seconds(
-        constants, jobs, jobs.compute_dtype_bytes * dense, jobs.shard_group_size, jobs.tp, calls=num_calls
+        constants, jobs, jobs.compute_dtype_bytes * dense, ranks=jobs.shard_group_size, stride=jobs.tp, calls=num_calls
     )
     expert_replicas = jobs.expert_replicas
     expert_bytes = (jobs.gradient_wire_bytes + jobs.compute_dtype_bytes) * experts
     expert_seconds = ring_seconds(
-        constants, jobs, expert_bytes, expert_replicas, jobs.expert_shards, calls=num_expert_calls
+        constants, jobs, expert_bytes, ranks=expert_replicas, stride=jobs.expert_shards, calls=num_expert_calls
     )
     total_seconds = np.where(is_zero12 & shards_over_all_ranks, scatter_seconds, reduce_seconds) + np.where(
         is_zero12, gather_seconds, 0.0

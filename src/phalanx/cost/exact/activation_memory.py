@@ -124,7 +124,7 @@ def pipeline_stages(layers: Sequence[range], schedule: Schedule) -> list[StageBl
     """Of a pipeline with these layers in each."""
     last_index = len(layers) - 1
     return [
-        StageBlocks(stage_layers, index == 0, index == last_index, schedule.splits_backward)
+        StageBlocks(stage_layers, index == 0, index == last_index, splits_backward=schedule.splits_backward)
         for index, stage_layers in enumerate(layers)
     ]
 
@@ -156,14 +156,23 @@ def activation_bytes(
     before it keep, what it drops itself, and nothing of those after it or of the loss.
     """
     layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
-    shape = ForwardShape(batch, seq_len, precision, layout, autocast and precision == "bf16", masked, on_cuda)
+    shape = ForwardShape(
+        batch,
+        seq_len,
+        precision,
+        layout=layout,
+        autocast=autocast and precision == "bf16",
+        masked=masked,
+        on_cuda=on_cuda,
+    )
     stream_bytes = _stream_bytes(spec, shape)
     inputs = Counter(inputs=saved_by_inputs(spec, shape, stage.first)) + _saved_at_stage_boundaries(spec, shape, stage)
-    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs)
+    saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs=inputs)
     deferred = _deferred_weight_grads(spec, shape, stage) if stage.splits_backward else []
     # What later layers, and the head, have put off.
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
-    mlp_gradients, loss_gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, stage.splits_backward), 0
+    mlp_gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
+    loss_gradients = 0
     if stage.last:
         saved += Counter(norms=saved_by_norm(spec, shape)) + saved_by_head(spec, shape)
         mlp_gradients += stream_bytes  # elsewhere the stream's gradient is a message
@@ -207,7 +216,8 @@ def _saved_by_blocks(
 
     The list is empty without activation checkpointing.
     """
-    saved, recompute_peaks = inputs.copy(), list[int]()
+    saved = inputs.copy()
+    recompute_peaks = list[int]()
     stream_bytes = _stream_bytes(spec, shape)
     checkpoint = Counter(checkpoints=stream_bytes)
     norm_saved = Counter(norms=saved_by_norm(spec, shape))
@@ -278,7 +288,9 @@ def peak_in_flight_bytes(
         )
         for stage, activations in stage_activations.items()
     }
-    live, has_gradients, peaks = 0, False, [0, 0]
+    live = 0
+    has_gradients = False
+    peaks = [0, 0]
     for stage, kind, _ in schedule.actions(rank):
         total, peak, deferred, end_peak = sizes[stage]
         current = live + (total if kind == "F" else 0 if kind == "W" else peak - total)

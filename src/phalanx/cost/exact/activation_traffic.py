@@ -48,10 +48,14 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
     if stage.last:
         traffic += _tp_gather(shape, x) + _tp_gather(shape, x) + _tp_reduce(shape, x)
         traffic += _collective_traffic(
-            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp"
+            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, purpose=SCALARS_PURPOSE, group_kind="tp"
         )
         traffic += _collective_traffic(
-            "all_reduce", 2 * shape.tokens * shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp"
+            "all_reduce",
+            2 * shape.tokens * shape.high_precision_bytes,
+            shape.tp,
+            purpose=SCALARS_PURPOSE,
+            group_kind="tp",
         )
     return [row for row in traffic if row.bytes]
 
@@ -69,11 +73,15 @@ def _attention_traffic(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
     forward, _, backward = _tp_pair_traffic(spec, shape)
     if shape.layout.tp_attention == "gathered":
         qk_bytes = 2 * shape.tokens * spec.num_heads * spec.head_dim * shape.compute_bytes
-        forward = forward + _collective_traffic("all_gather", qk_bytes, shape.tp, TENSOR_PARALLEL_PURPOSE, "tp")
-        backward = backward + _collective_traffic("reduce_scatter", qk_bytes, shape.tp, TENSOR_PARALLEL_PURPOSE, "tp")
+        forward = forward + _collective_traffic(
+            "all_gather", qk_bytes, shape.tp, purpose=TENSOR_PARALLEL_PURPOSE, group_kind="tp"
+        )
+        backward = backward + _collective_traffic(
+            "reduce_scatter", qk_bytes, shape.tp, purpose=TENSOR_PARALLEL_PURPOSE, group_kind="tp"
+        )
     elif spec.qk_norm == "full":
         norms = 2 * _collective_traffic(
-            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, SCALARS_PURPOSE, "tp"
+            "all_reduce", shape.tokens * shape.high_precision_bytes, shape.tp, purpose=SCALARS_PURPOSE, group_kind="tp"
         )
         forward, backward = forward + norms, backward + norms
     cp_forward, cp_backward = (
@@ -85,40 +93,51 @@ def _attention_traffic(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
 def _ring_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
     """Keys and values go on to all other ranks; backward once more, and their gradients one further, home
     (arXiv 2310.01889)."""
-    cp, kv_elements = shape.layout.cp, 2 * shape.tokens * shape.max_local_count(spec.num_kv_heads) * spec.head_dim
+    cp = shape.layout.cp
+    kv_elements = 2 * shape.tokens * shape.max_local_count(spec.num_kv_heads) * spec.head_dim
     kv_bytes = (cp - 1) * kv_elements * shape.compute_bytes
     gradient_bytes = cp * kv_elements * shape.high_precision_bytes if cp > 1 else 0
-    forward = Traffic("send", kv_bytes, CONTEXT_PARALLEL_PURPOSE, "cp", calls=cp - 1)
-    return [forward], [Traffic("send", kv_bytes + gradient_bytes, CONTEXT_PARALLEL_PURPOSE, "cp", calls=2 * cp - 1)]
+    forward = Traffic("send", kv_bytes, CONTEXT_PARALLEL_PURPOSE, group_kind="cp", calls=cp - 1)
+    return [forward], [
+        Traffic("send", kv_bytes + gradient_bytes, CONTEXT_PARALLEL_PURPOSE, group_kind="cp", calls=2 * cp - 1)
+    ]
 
 
 def _ulysses_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
     """Queries, keys and values are exchanged, and what comes of them; backward the same (arXiv 2309.14509). Ranks that
     are more than key/value heads get copies of these."""
-    cp, heads = shape.layout.cp, shape.max_local_count(spec.num_heads)
+    cp = shape.layout.cp
+    heads = shape.max_local_count(spec.num_heads)
     head_bytes = shape.tokens * spec.head_dim * shape.compute_bytes
     kv = max(shape.max_local_count(spec.num_kv_heads), cp)
-    to_heads = _collective_traffic("all_to_all", head_bytes * (heads + 2 * kv), cp, CONTEXT_PARALLEL_PURPOSE, "cp")
-    to_tokens = _collective_traffic("all_to_all", head_bytes * heads, cp, CONTEXT_PARALLEL_PURPOSE, "cp")
+    to_heads = _collective_traffic(
+        "all_to_all", head_bytes * (heads + 2 * kv), cp, purpose=CONTEXT_PARALLEL_PURPOSE, group_kind="cp"
+    )
+    to_tokens = _collective_traffic(
+        "all_to_all", head_bytes * heads, cp, purpose=CONTEXT_PARALLEL_PURPOSE, group_kind="cp"
+    )
     return to_heads + to_tokens, to_heads + to_tokens
 
 
 def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassTraffic:
     """A layer of experts. Over ranks with different ones two all-to-alls each way, and one of counts (GShard,
     arXiv 2006.16668, section 3.2); where ranks share each expert's columns, tokens, choices and their weights enter."""
-    layout, x = shape.layout, shape.tokens * spec.hidden_size * shape.compute_bytes
+    layout = shape.layout
+    x = shape.tokens * spec.hidden_size * shape.compute_bytes
     counts = shape.batch * moe.num_experts * shape.high_precision_bytes
     forward = _collective_traffic(
-        "all_reduce", counts, shape.tp if layout.sequence_parallel else 1, SCALARS_PURPOSE, "tp"
+        "all_reduce", counts, shape.tp if layout.sequence_parallel else 1, purpose=SCALARS_PURPOSE, group_kind="tp"
     )
-    forward = forward + _collective_traffic("all_reduce", counts, layout.cp, SCALARS_PURPOSE, "cp")
+    forward = forward + _collective_traffic("all_reduce", counts, layout.cp, purpose=SCALARS_PURPOSE, group_kind="cp")
     combine: TrafficRows = []
     if layout.ep > 1:
         row_bytes = moe.top_k * shape.residual_tokens * spec.hidden_size * shape.compute_bytes
         forward = forward + _collective_traffic(
-            "all_to_all", moe.num_experts * INDEX_BYTES, layout.ep, SCALARS_PURPOSE, "ep"
+            "all_to_all", moe.num_experts * INDEX_BYTES, layout.ep, purpose=SCALARS_PURPOSE, group_kind="ep"
         )
-        backward = 2 * _collective_traffic("all_to_all", row_bytes, layout.ep, EXPERT_PARALLEL_PURPOSE, "ep")
+        backward = 2 * _collective_traffic(
+            "all_to_all", row_bytes, layout.ep, purpose=EXPERT_PARALLEL_PURPOSE, group_kind="ep"
+        )
         forward = forward + backward
     else:
         weight_bytes = shape.tokens * moe.top_k * shape.high_precision_bytes
@@ -136,7 +155,7 @@ def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassT
 def _tp_gather(shape: ForwardShape, size: int) -> TrafficRows:
     """What ranks have between pairs of products, for all tokens: they are gathered, or there already."""
     return (
-        _collective_traffic("all_gather", size, shape.tp, TENSOR_PARALLEL_PURPOSE, "tp")
+        _collective_traffic("all_gather", size, shape.tp, purpose=TENSOR_PARALLEL_PURPOSE, group_kind="tp")
         if shape.layout.sequence_parallel
         else []
     )
@@ -148,12 +167,12 @@ def _tp_reduce(shape: ForwardShape, size: int) -> TrafficRows:
         "reduce_scatter" if shape.layout.sequence_parallel else "all_reduce",
         size,
         shape.tp,
-        TENSOR_PARALLEL_PURPOSE,
-        "tp",
+        purpose=TENSOR_PARALLEL_PURPOSE,
+        group_kind="tp",
     )
 
 
 def _collective_traffic(
     operation: Collective, size: int, ranks: int, purpose: str, group_kind: GroupKind
 ) -> TrafficRows:
-    return [Traffic(operation, sent_bytes(operation, size, ranks), purpose, group_kind)]
+    return [Traffic(operation, sent_bytes(operation, size, ranks), purpose, group_kind=group_kind)]

@@ -26,7 +26,8 @@ class CollectiveCounts(NamedTuple):
 
 def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts: bool = False) -> CollectiveCounts:
     """For what is dense on a rank, or for the experts that are apart; `shards` ranks share the former."""
-    layout, names = run.layout, rank.expert if for_experts else rank.dense
+    layout = run.layout
+    names = rank.expert if for_experts else rank.dense
     if not names:
         return CollectiveCounts(0)
     match effective_strategy(layout, shards):
@@ -51,7 +52,8 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts:
 def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:
     """DDP's buckets: full when they have reached a limit, in the order in which gradients come, the reverse of the
     model's (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
-    layout, bytes_per_element = run.layout, STATE_BYTES[run.training.precision]
+    layout = run.layout
+    bytes_per_element = STATE_BYTES[run.training.precision]
     bucket_bytes = int(layout.bucket_mb * MIB)
     count = 0
     filled_bytes = 0

@@ -28,7 +28,9 @@ def comm_buffer_peaks(
     """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
     tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
     its gradients and parameters, or on a GPU in CPU memory."""
-    layout, precision, on_gpu = run.layout, run.training.precision, run.cluster.uses_cuda
+    layout = run.layout
+    precision = run.training.precision
+    on_gpu = run.cluster.uses_cuda
     num_full_buffers = 1 if on_gpu else 2
     match strategy:
         case "ddp":
@@ -41,7 +43,13 @@ def comm_buffer_peaks(
             end_peak = CommBufferPeak(1.0, STATE_BYTES[precision] * _bucket_elements(list(other_shapes.values())))
             return [*peaks, end_peak] if other_shapes and (dims.dp_size > 1 or rank.expert) else peaks
         case "zero1" | "zero2":
-            peaks = zero_buffers(rank, layout, COMPUTE_BYTES[precision], strategy == "zero1", num_full_buffers)
+            peaks = zero_buffers(
+                rank,
+                layout,
+                COMPUTE_BYTES[precision],
+                full_gradients=strategy == "zero1",
+                num_full_buffers=num_full_buffers,
+            )
             return [replace(peak, backward_fraction=1.0) for peak in peaks] if layout.pp > 1 else peaks
         case "zero3" | "hsdp":
             return fsdp_buffer_peaks(rank, run, accumulation, has_replicas=dims.dp_replicate > 1)
@@ -57,9 +65,11 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     parallelism a sum and the copy that it is made in; around a ring go keys and values and their gradients, two of each
     (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
     """
-    spec, layout = run.model, run.layout
+    spec = run.model
+    layout = run.layout
     tokens, residual_tokens = _token_counts(run, batch)
-    elements, ring_elements = 0, 0
+    elements = 0
+    ring_elements = 0
     if layout.tp > 1:
         elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
         # Queries and keys as they come, side by side, and with their gradients on the way.
@@ -123,7 +133,9 @@ def zero_buffers(
     ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
     the one before it, each of an N-th and the whole. Buckets are as `parallel.data.zero` cuts them, with padded rows;
     those of offload may be smaller."""
-    shapes, ranks, owned = rank.all, list[int](), list[int]()
+    shapes = rank.all
+    ranks = list[int]()
+    owned = list[int]()
     buckets = bucket_names(shapes, layout.bucket_mb * MIB / bytes_per_element, rank.expert)
     for bucket in buckets:
         ranks.append(rank.expert_shards if bucket[0] in rank.expert else rank.shards)

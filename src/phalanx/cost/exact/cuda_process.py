@@ -57,7 +57,8 @@ def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> 
         largest_sum: Bytes of the largest buffer whose gradients are summed.
     """
     has_head = "norm.weight" in rank.dense
-    precision, vocab = run.training.precision, -(-run.model.vocab_size // run.layout.tp)
+    precision = run.training.precision
+    vocab = -(-run.model.vocab_size // run.layout.tp)
     logits_bytes = max(4, COMPUTE_BYTES[precision]) * batch * run.training.seq_len // run.layout.cp * vocab
     return round(LOST_SHARE * max(largest_sum, logits_bytes if has_head else 0))
 
@@ -77,9 +78,11 @@ def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
     A reduce-scatter of bf16 is an all-to-all (`parallel.comm.collectives.ReduceScatter`), and Muon exchanges its
     matrices by all-to-alls.
     """
-    layout, domain = run.layout, run.cluster.fast_link_domain_size
+    layout = run.layout
+    domain = run.cluster.fast_link_domain_size
     in_stage = _stage_ranks_in_domain(dims, domain)
-    is_bf16, has_muon = run.training.precision == "bf16", run.optimizer.name == "muon"
+    is_bf16 = run.training.precision == "bf16"
+    has_muon = run.optimizer.name == "muon"
     reduces_bf16 = is_bf16 and layout.data_parallel in ("zero1", "zero2")
     data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     cp_peers = _peers(dims.cp, domain // dims.tp)

@@ -52,9 +52,10 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
         for name, shape in parameter_shapes(spec).items()
         if ".attention." in name and len(shape) > 1
     )
-    projections, head = 2.0 * attention_parameters, 2.0 * spec.vocab_size * spec.hidden_size
+    projections = 2.0 * attention_parameters
+    head = 2.0 * spec.vocab_size * spec.hidden_size
     core_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim * seq_len * (0.5 if causal else 1.0)
-    return ForwardFlops(projections, core_flops, 2 * count_parameters(spec).matmul - projections - head, head)
+    return ForwardFlops(projections, core_flops, 2 * count_parameters(spec).matmul - projections - head, head=head)
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
@@ -115,7 +116,8 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
     tokens = rows * run.training.seq_len / dims.cp
     tensors = rank_tensors(run, world_size, coordinates["tp"])[coordinates["pp"]]
     layers = layers_per_rank(run)[coordinates["pp"]] if dims.pp > 1 else range(spec.num_layers)
-    product_flops, attention_flops = 0.0, 0.0
+    product_flops = 0.0
+    attention_flops = 0.0
     for name, shape in tensors.all.items():
         if name.startswith("blocks.") and len(shape) > 1:
             flops = (
@@ -141,7 +143,8 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
 def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
     """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given,
     balanced."""
-    layout, moe = run.layout, run.model.moe
+    layout = run.layout
+    moe = run.model.moe
     local_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
     if moe is not None and ".experts." in name:
         return (local_tokens if layout.ep > 1 else tokens) * moe.top_k * min(1.0, moe.capacity_factor or 1.0)

@@ -36,15 +36,16 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
         accumulation: Micro-batches of a step.
         has_replicas: Whether other ranks have a copy of the same shards (hsdp).
     """
-    layout, precision = run.layout, run.training.precision
+    layout = run.layout
+    precision = run.training.precision
     if layout.pp > 1:  # parameters stay gathered for the step
         layout = layout.model_copy(update={"reshard_after_forward": False})
     if run.cluster.uses_cuda:
-        peaks = _cuda_peaks(rank, layout, precision, accumulation > 1 and layout.pp == 1)
+        peaks = _cuda_peaks(rank, layout, precision, accumulates=accumulation > 1 and layout.pp == 1)
     else:
         deferred = not has_replicas
         summed_twice = deferred and accumulation > 1 and layout.offload == "none"
-        peaks = _cpu_peaks(rank, layout, precision, summed_twice)
+        peaks = _cpu_peaks(rank, layout, precision, summed_twice=summed_twice)
     return [replace(peak, backward_fraction=ceil(peak.backward_fraction)) for peak in peaks] if layout.pp > 1 else peaks
 
 
@@ -52,7 +53,9 @@ def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_t
     """Where experts have ranks of their own, one gradient is on its way at a time."""
 
     def unit_peaks(shapes: Shapes, ranks: int, num_full_buffers: int = 2) -> list[CommBufferPeak]:
-        return _cpu_unit_peaks(shapes, layout, ranks, precision, num_full_buffers, summed_twice)
+        return _cpu_unit_peaks(
+            shapes, layout, ranks, precision=precision, num_full_buffers=num_full_buffers, summed_twice=summed_twice
+        )
 
     if not rank.expert:
         return unit_peaks(rank.dense, rank.shards)
@@ -147,7 +150,8 @@ def _cuda_buffers(
     between         = c (block + ahead) + sum of experts, or without experts of the block
     sum of a unit   = s (unit + unit / ranks): what is sent, and the share that comes back
     """
-    compute, state = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    compute = COMPUTE_BYTES[precision]
+    state = STATE_BYTES[precision]
     ahead = units.gathered_ahead(layout)
     gathered = units.block + ahead + units.expert
     block_sum = _sum_bytes(units.block, rank.shards, precision)
@@ -182,14 +186,16 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
     blocks.
     """
     units = _cuda_units(rank, layout)
-    buffers = _cuda_buffers(rank, units, layout, precision, accumulates)
+    buffers = _cuda_buffers(rank, units, layout, precision=precision, accumulates=accumulates)
 
     def computes(fraction: float, sums: int) -> CommBufferPeak:
         size = buffers.root + buffers.copied_out + sums
-        return CommBufferPeak(fraction, size, False, buffers.ahead + buffers.expert_copy)
+        return CommBufferPeak(fraction, size, False, gather_stream_bytes=buffers.ahead + buffers.expert_copy)
 
     def is_done(fraction: float, sums: int) -> CommBufferPeak:
-        return CommBufferPeak(fraction, buffers.root + buffers.gradients_ready + sums, True, buffers.ahead)
+        return CommBufferPeak(
+            fraction, buffers.root + buffers.gradients_ready + sums, True, gather_stream_bytes=buffers.ahead
+        )
 
     block = 1 / max(1, units.num_blocks)  # of the backward pass
     until_done = block / 2 if units.expert else block
@@ -199,7 +205,7 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
         CommBufferPeak(0.0, buffers.before + buffers.earlier_root_sum),
         computes(FIRST_BLOCK, buffers.earlier_root_sum),
         is_done(until_done, buffers.earlier_root_sum),
-        CommBufferPeak(block, buffers.root + buffers.between, True, buffers.ahead),
+        CommBufferPeak(block, buffers.root + buffers.between, True, gather_stream_bytes=buffers.ahead),
         computes(block, buffers.block_sum),
         second_done,
         computes(1 - block, buffers.block_sum),
@@ -221,14 +227,18 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     """Return the most on each stream: on one the buffers of gathers, the root's and the first block's, or those of
     experts of two blocks, and a shard copied into one; on another the gradients of a step, and of one unit those that
     are added to them, or go to CPU memory."""
-    layout, precision = run.layout, run.training.precision
+    layout = run.layout
+    precision = run.training.precision
     owned, owned_experts = (
         fsdp_unit_sizes(shapes, layout, ranks)
         for shapes, ranks in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards))
     )
     root, *blocks = owned
-    block, expert = max(blocks, default=0), max(owned_experts)
-    root_full, block_full, expert_full = root * rank.shards, block * rank.shards, expert * rank.expert_shards
+    block = max(blocks, default=0)
+    expert = max(owned_experts)
+    root_full = root * rank.shards
+    block_full = block * rank.shards
+    expert_full = expert * rank.expert_shards
     offloads = layout.offload != "none"
     summed = 0 if offloads else sum(owned) + sum(owned_experts)
     summed += max(root, block, expert) if accumulation > 1 or offloads else 0
@@ -261,7 +271,8 @@ def _cpu_unit_peaks(
     copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: a micro-
     batch's sums come beside those of the micro-batches before it (`parallel.data.fsdp`).
     """
-    compute_bytes, state_bytes = COMPUTE_BYTES[precision] * ranks, STATE_BYTES[precision] * ranks
+    compute_bytes = COMPUTE_BYTES[precision] * ranks
+    state_bytes = STATE_BYTES[precision] * ranks
     root, *blocks = fsdp_unit_sizes(shapes, layout, ranks)
     block = max(blocks, default=0)
     num_ahead = min(max(1, layout.fsdp_prefetch), len(blocks))

@@ -21,8 +21,8 @@ def require_resolved_layout(run: RunSpec) -> None:
         not run.auto_layout,
         "layout",
         "auto",
-        "is the planner's to choose, which is not asked here",
-        "use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
+        problem="is the planner's to choose, which is not asked here",
+        fix="use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
     )
 
 
@@ -49,7 +49,7 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             raise
         problem = f"cannot run a step of {batch_plan.gradient_accumulation_steps} micro-batches: that {error.problem}"
         fix = "change layout.micro_batch_size or training.tokens_per_step"
-        raise UserError("layout.schedule", layout.schedule, problem, fix) from None
+        raise UserError("layout.schedule", layout.schedule, problem, fix=fix) from None
     name = layout.schedule_file or layout.schedule
     if name not in SCHEDULES_WITH_UNEVEN_MICRO_BATCHES and batch_plan.global_batch_size % (
         batch_plan.dp_size * batch_plan.micro_batch_size
@@ -58,7 +58,7 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             "training.tokens_per_step",
             run.training.tokens_per_step,
             f'gives ranks different numbers of micro-batches, which "{name}" does not take',
-            "make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
+            fix="make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
         )
     first, last = schedule.end_ranks
     if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
@@ -66,12 +66,13 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
             "model.tie_embeddings",
             True,
             f'with layout.data_parallel = "{layout.data_parallel}" embedding and head must be on one rank',
-            'use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data_parallel = "zero1"',
+            fix='use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data_parallel = '
+            '"zero1"',
         )
     if run.training.compile and schedule.splits_backward:
         raise UserError(
             "training.compile",
             True,
             f'cannot split backward passes as "{name}" does',
-            'set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
+            fix='set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
         )

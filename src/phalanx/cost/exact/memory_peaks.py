@@ -88,7 +88,8 @@ def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) ->
     on a CPU two of the group, and five of one matrix in fp32. Fused AdamW needs nothing."""
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
-    state_bytes, owned_elements = STATE_BYTES[run.training.precision], dict[str, int]()
+    state_bytes = STATE_BYTES[run.training.precision]
+    owned_elements = dict[str, int]()
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         ranks = 1 if strategy == "ddp" else shards
         owned_elements |= {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}

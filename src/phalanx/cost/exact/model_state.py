@@ -100,7 +100,8 @@ def sharded_state_bytes(
     state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
     the model's own. Where micro-batches are many, both add up bf16 gradients in fp32: 2 bytes more of each.
     """
-    compute_size, state_size = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    compute_size = COMPUTE_BYTES[precision]
+    state_size = STATE_BYTES[precision]
     gradient_size = state_size if micro_batches > MAX_BF16_SUMS else compute_size
     master_row_bytes = state_size * owned if precision == "bf16" else 0
     match strategy:

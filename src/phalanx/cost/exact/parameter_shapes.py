@@ -16,7 +16,8 @@ Shapes = dict[str, Shape]
 
 def parameter_shapes(spec: ModelSpec) -> Shapes:
     """Shapes by the names, and in the order, of the transformer's `named_parameters`."""
-    V, D = spec.vocab_size, spec.hidden_size
+    V = spec.vocab_size
+    D = spec.hidden_size
     blocks = {str(layer): _block_shapes(spec, layer) for layer in range(spec.num_layers)}
     return {
         **_prefix_names(embedding=_linear_shapes(V, D)),
@@ -61,7 +62,9 @@ def _block_shapes(spec: ModelSpec, layer: int) -> Shapes:
 
 
 def _attention_shapes(spec: ModelSpec) -> Shapes:
-    D, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    D = spec.hidden_size
+    q = spec.num_heads * spec.head_dim
+    kv = spec.num_kv_heads * spec.head_dim
     rows = {"wq": q, "wk": kv, "wv": kv}
     shapes = _prefix_names(
         **{name: _linear_shapes(count, D, spec.bias) for name, count in rows.items()},
@@ -87,7 +90,9 @@ def _swiglu_shapes(D: int, F: int) -> Shapes:
 
 
 def _moe_shapes(spec: ModelSpec, moe: MoESpec) -> Shapes:
-    D, F, E = spec.hidden_size, moe.expert_ffn_size, moe.num_experts
+    D = spec.hidden_size
+    F = moe.expert_ffn_size
+    E = moe.num_experts
     return {
         **_prefix_names(router=_prefix_names(gate=_linear_shapes(E, D))),
         **_prefix_names(experts={"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}),

@@ -25,7 +25,7 @@ def layers_per_stage(run: RunSpec) -> list[range]:
         return contiguous_ranges(_balanced_counts(run.model, run.training.seq_len, stages))
     except UserError as error:
         problem = f"makes {stages} stages, which {error.problem}"
-        raise UserError("layout.pp", run.layout.pp, problem, error.fix) from None
+        raise UserError("layout.pp", run.layout.pp, problem, fix=error.fix) from None
 
 
 def layers_per_rank(run: RunSpec) -> list[list[int]]:
@@ -85,7 +85,8 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
             "stages",
             stages,
             f"are too many for a model of {layers} layers; each needs one at least",
-            f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched schedules), "
+            fix=f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched "
+            f"schedules), "
             "or a deeper model",
         )
     embedding_cost, *blocks, head_cost = costs

@@ -144,7 +144,8 @@ def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
 
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
     """Ranks that compute, one of each place of the pipeline."""
-    layout, dims = run.layout, parallel_dims(run.layout, world_size)
+    layout = run.layout
+    dims = parallel_dims(run.layout, world_size)
     data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     batch_plan = plan_batch(run, world_size)
     strategy = effective_strategy(layout, data_dims.dp_shard)
@@ -156,12 +157,19 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
         signature = rank.signature
         if signature not in cache:
             cache[signature] = (
-                resident_and_offloaded(run, rank, strategy, batch_plan.gradient_accumulation_steps),
-                comm_buffer_peaks(rank, run, strategy, data_dims, batch_plan.gradient_accumulation_steps),
+                resident_and_offloaded(run, rank, strategy, micro_batches=batch_plan.gradient_accumulation_steps),
+                comm_buffer_peaks(
+                    rank, run, strategy, dims=data_dims, accumulation=batch_plan.gradient_accumulation_steps
+                ),
             )
         (state, offloaded, on_disk), buffer_peaks = cache[signature]
         persistent = _split_persistent_memory(
-            run, rank, strategy, state, batch_plan.gradient_accumulation_steps, has_no_replicas=data_dims.dp_size == 1
+            run,
+            rank,
+            strategy,
+            state=state,
+            accumulation=batch_plan.gradient_accumulation_steps,
+            has_no_replicas=data_dims.dp_size == 1,
         )
         if layout.pp == 1:
             activations = _stage_activations(run, batch_plan, strategy)
@@ -176,22 +184,23 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
             state.parameters,
             state.gradients,
             state.optimizer,
-            activation_peak,
-            comm_bytes + max((peak.bytes for peak in buffer_peaks), default=0),
-            offloaded,
-            on_disk,
+            activations=activation_peak,
+            communication=comm_bytes + max((peak.bytes for peak in buffer_peaks), default=0),
+            offloaded=offloaded,
+            on_disk=on_disk,
         )
         peak_bytes = max(peaks(persistent, buffer_peaks))
         memory = replace(memory, non_concurrent_bytes=memory.total - peak_bytes)
         if run.cluster.uses_cuda:
-            reserved, largest_sum = peak_bytes, 0
+            reserved = peak_bytes
+            largest_sum = 0
             if strategy in ("zero3", "hsdp"):
                 buffers = fsdp_stream_buffers(rank, run, batch_plan.gradient_accumulation_steps)
                 reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + buffers.side_streams
                 largest_sum = buffers.largest_sum
             elif strategy == "ddp" and data_dims.dp_size > 1 and layout.pp == 1:
                 reserved += state.gradients  # DDP makes its buckets anew in the second step, beside the first ones
-            reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum)
+            reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum=largest_sum)
             memory = replace(
                 memory,
                 unused=max(0, reserved - peak_bytes),
@@ -208,7 +217,8 @@ def _split_persistent_memory(
     """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
     up in place; others drop gradients when they were used. What DDP drops for parts that a step leaves unused, the
     micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
-    layout, gradients = run.layout, state.gradients
+    layout = run.layout
+    gradients = state.gradients
     has_buckets = strategy == "ddp" and not has_no_replicas and layout.pp == 1
     num_gradient_sets = max(has_buckets, accumulation > 1) + (
         has_buckets and layout.ddp_find_unused_parameters and accumulation > 1
@@ -225,19 +235,23 @@ def _split_persistent_memory(
         state.parameters + state.optimizer,
         gradients,
         before_bytes,
-        summed_bytes,
-        optimizer_step_bytes(run, rank, strategy),
+        pipeline_gradients=summed_bytes,
+        optimizer_workspace=optimizer_step_bytes(run, rank, strategy),
     )
 
 
 def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
     """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
-    layout, dims = run.layout, parallel_dims(run.layout, world_size)
+    layout = run.layout
+    dims = parallel_dims(run.layout, world_size)
     strategy = effective_strategy(
         layout, dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
     micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
-    return max(resident_and_offloaded(run, rank, strategy, micro_batches)[2] for rank in rank_tensors(run, world_size))
+    return max(
+        resident_and_offloaded(run, rank, strategy, micro_batches=micro_batches)[2]
+        for rank in rank_tensors(run, world_size)
+    )
 
 
 def _stage_activations(
@@ -264,15 +278,18 @@ def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) ->
     for stage in pipeline_stages(layers_per_stage(run), schedule):
         signature = tuple(map(run.model.is_moe_layer, stage.layers)), stage.first, stage.last
         if signature not in cache:
-            cache[signature] = _stage_activations(run, batch_plan, strategy, stage)
+            cache[signature] = _stage_activations(run, batch_plan, strategy, stage=stage)
         stage_activations.append(cache[signature])
     exchange = activation_exchange_bytes(run, batch_plan.micro_batch_size)
-    return [peak_in_flight_bytes(schedule, pp_rank, stage_activations, exchange) for pp_rank in range(run.layout.pp)]
+    return [
+        peak_in_flight_bytes(schedule, pp_rank, stage_activations, inside=exchange) for pp_rank in range(run.layout.pp)
+    ]
 
 
 def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
     """The server that holds most. A server is in CPU memory, whatever computes."""
-    layout, shapes = run.layout, parameter_shapes(run.model)
+    layout = run.layout
+    shapes = parameter_shapes(run.model)
     workers = plan_batch(run, world_size).dp_size
     owner = assign_parameters_to_servers(
         {name: num_elements(shape) for name, shape in shapes.items()}, layout.num_servers
@@ -280,7 +297,7 @@ def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
     servers = []
     for server in range(layout.num_servers):
         owned, states = owned_counts({name: shape for name, shape in shapes.items() if owner[name] == server}, run, 1)
-        state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned, states)
+        state = sharded_state_bytes("parameter_server", run.training.precision, owned, owned=owned, states=states)
         buffers = parameter_server_buffers(state.parameters, workers, layout.max_staleness)
         servers.append(RankMemory(state.parameters, state.gradients, state.optimizer, communication=buffers))
     return max(servers, key=lambda server: server.total)

@@ -19,14 +19,20 @@ from phalanx.spec.run import RunSpec
 
 def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> StateBytes:
     """Return the bytes that a rank holds from step to step, before anything is offloaded."""
-    precision, strategy = run.training.precision, effective_strategy(run.layout, rank.shards)
+    precision = run.training.precision
+    strategy = effective_strategy(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
         # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
         full_count, _ = owned_counts(shapes, run, 1)
         owned, states = owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
         total += sharded_state_bytes(
-            strategy, precision, full_count, owned, 0 if strategy == "parameter_server" else states, micro_batches
+            strategy,
+            precision,
+            full_count,
+            owned=owned,
+            states=0 if strategy == "parameter_server" else states,
+            micro_batches=micro_batches,
         )
     bytes_per_element = (STATE_BYTES if strategy == "ddp" else COMPUTE_BYTES)[precision]  # ddp computes by autocast
     copied_bytes = 0 if rank.tied_embedding_copy is None else bytes_per_element * num_elements(rank.tied_embedding_copy)
@@ -37,7 +43,8 @@ def resident_and_offloaded(
     run: RunSpec, rank: RankTensors, strategy: Strategy, micro_batches: int
 ) -> tuple[StateBytes, int, int]:
     """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
-    layout, state = run.layout, rank_model_state(run, rank, micro_batches)
+    layout = run.layout
+    state = rank_model_state(run, rank, micro_batches)
     if layout.offload == "none":
         return state, 0, 0
     owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]

@@ -54,7 +54,8 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
 
     Raises UserError if the ranks cannot be divided so.
     """
-    spec, layout = run.model, run.layout
+    spec = run.model
+    layout = run.layout
     dims = parallel_dims(layout, world_size)
     data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     num_copies = dims.dp_replicate if layout.data_parallel == "hsdp" else 1
@@ -62,7 +63,9 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
     full_shapes = parameter_shapes(spec)
     sharding_of = cache(partial(tensor_sharding, spec, layout))
     shardings = {name: sharding_of(strip_block_index(name)) for name in full_shapes}
-    shapes = {name: _local_shape(layout, sharding, full_shapes[name], tp_rank) for name, sharding in shardings.items()}
+    shapes = {
+        name: _local_shape(layout, sharding, full_shapes[name], tp_rank=tp_rank) for name, sharding in shardings.items()
+    }
     expert_names = {name for name, sharding in shardings.items() if sharding.mesh_axis == "ep"}
     expert_shards = expert_replicas if layout.data_parallel in SHARDED_STRATEGIES else 1
     return [
@@ -70,9 +73,9 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
             {name: shapes[name] for name in names if name not in expert_names},
             data_dims.dp_shard,
             {name: shapes[name] for name in names if name in expert_names},
-            expert_shards,
-            tuple(names),
-            shapes["embedding.weight"] if has_copy else None,
+            expert_shards=expert_shards,
+            names=tuple(names),
+            tied_embedding_copy=shapes["embedding.weight"] if has_copy else None,
         )
         for names, has_copy in _stage_tensor_names(run, list(shapes))
     ]
@@ -96,7 +99,8 @@ def _stage_tensor_names(run: RunSpec, names: list[str]) -> list[tuple[list[str],
     """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
     if run.layout.pp == 1:
         return [(names, False)]
-    schedule, layers = representative_schedule(run.layout), layers_per_stage(run)
+    schedule = representative_schedule(run.layout)
+    layers = layers_per_stage(run)
     first, last = schedule.end_ranks
     end_rank_of_part = {"embedding": first, "positions": first, "norm": last, "head": last}
     rank_of = {str(layer): schedule.rank_of[stage] for stage, members in enumerate(layers) for layer in members}

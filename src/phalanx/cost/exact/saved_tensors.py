@@ -104,7 +104,7 @@ def saved_by_norm(spec: ModelSpec, shape: ForwardShape) -> int:
     if spec.norm == "layernorm":  # x, its mean and 1 / std
         statistic_bytes = STATISTIC_BYTES if shape.on_cuda else shape.residual_bytes
         return shape.residual_tokens * (spec.hidden_size * shape.residual_bytes + 2 * statistic_bytes)
-    return _rms_norm_bytes(shape, shape.residual_tokens, spec.hidden_size, shape.residual_bytes)
+    return _rms_norm_bytes(shape, shape.residual_tokens, spec.hidden_size, input_bytes=shape.residual_bytes)
 
 
 def _rms_norm_bytes(shape: ForwardShape, vectors: int, width: int, input_bytes: int) -> int:
@@ -128,16 +128,18 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     H = shape.max_local_count(spec.num_heads)
     K = spec.head_dim
     kv_heads = shape.max_local_count(spec.num_kv_heads)
-    q, kv = H * K, kv_heads * K
+    q = H * K
+    kv = kv_heads * K
     saved_bytes = shape.linear_input_bytes(D, readers=3)  # wq, wk, wv
     weights = 2 * D * (q + kv)
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm_bytes(shape, shape.tokens * (H + kv_heads), K, shape.compute_bytes)
+        saved_bytes += _rms_norm_bytes(shape, shape.tokens * (H + kv_heads), K, input_bytes=shape.compute_bytes)
         weights += 2 * K
     elif spec.qk_norm == "full":
         saved_bytes += _full_qk_norm_bytes(shape, q) + _full_qk_norm_bytes(shape, kv)
         weights += q + kv
-    cp, is_ring = shape.layout.cp, shape.layout.cp_method == "ring"
+    cp = shape.layout.cp
+    is_ring = shape.layout.cp_method == "ring"
     kv_inner = kv if cp == 1 or is_ring else max(kv_heads, cp) * K
     saved_bytes += shape.tokens * (2 * q + 2 * kv_inner + (q if cp > 1 else 0)) * shape.compute_bytes
     saved_bytes += shape.tokens * H * shape.high_precision_bytes
@@ -148,15 +150,18 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
 def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
     """The same where ranks have columns of heads: queries and keys are there whole, and of the heads that its columns
     belong to a rank has values, output and logsumexp."""
-    D, K, full_width = spec.hidden_size, spec.head_dim, spec.num_heads * spec.head_dim
+    D = spec.hidden_size
+    K = spec.head_dim
+    full_width = spec.num_heads * spec.head_dim
     columns = full_width // shape.tp
     local_heads = max(-(-(start + columns) // K) - start // K for start in range(0, full_width, columns))
-    saved_bytes, weights = shape.linear_input_bytes(D, readers=3), 3 * D * columns
+    saved_bytes = shape.linear_input_bytes(D, readers=3)
+    weights = 3 * D * columns
     if spec.qk_norm == "head":
-        saved_bytes += _rms_norm_bytes(shape, 2 * shape.tokens * spec.num_heads, K, shape.compute_bytes)
+        saved_bytes += _rms_norm_bytes(shape, 2 * shape.tokens * spec.num_heads, K, input_bytes=shape.compute_bytes)
         weights += 2 * K
     elif spec.qk_norm == "full":
-        saved_bytes += 2 * _rms_norm_bytes(shape, shape.tokens, full_width, shape.compute_bytes)
+        saved_bytes += 2 * _rms_norm_bytes(shape, shape.tokens, full_width, input_bytes=shape.compute_bytes)
         weights += 2 * full_width
     saved_bytes += (
         shape.tokens * (2 * full_width + 2 * local_heads * K) * shape.compute_bytes
@@ -175,7 +180,7 @@ def _mask_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
 def _full_qk_norm_bytes(shape: ForwardShape, width: int) -> int:
     """Over all heads; where ranks share these it is made of single operations."""
     if shape.tp == 1:
-        return _rms_norm_bytes(shape, shape.tokens, width, shape.compute_bytes)
+        return _rms_norm_bytes(shape, shape.tokens, width, input_bytes=shape.compute_bytes)
     return shape.tokens * (width * (shape.high_precision_bytes + shape.compute_bytes) + shape.high_precision_bytes)
 
 
@@ -202,7 +207,10 @@ def _swiglu_bytes(shape: ForwardShape, width: int, ffn: int) -> int:
 def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Counter[str]:
     """Routers, routed and shared experts. No expert drops a token, so that which one it went to does not matter; of
     ranks that have different experts each is given as many rows as it sends (they are balanced)."""
-    D, E, k, ep = spec.hidden_size, moe.num_experts, moe.top_k, shape.layout.ep
+    D = spec.hidden_size
+    E = moe.num_experts
+    k = moe.top_k
+    ep = shape.layout.ep
     rows, F = _expert_rows(moe, shape)
     shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     saved_bytes = shape.linear_input_bytes(D, readers=1)  # the router
@@ -293,13 +301,15 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
     saved_bytes += saved_by_attention(spec, shape)["weight_copies"]
     if spec.moe is None or not spec.is_moe_layer(layer):
         saved_bytes += saved_by_mlp(spec, shape)["weight_copies"]
-        ffn, num_up_layers = shape.max_local_count(spec.ffn_hidden_size), 2 if spec.activation == "swiglu" else 1
+        ffn = shape.max_local_count(spec.ffn_hidden_size)
+        num_up_layers = 2 if spec.activation == "swiglu" else 1
         return (
             saved_bytes
             + shape.linear_input_bytes(D, readers=num_up_layers)
             + shape.tokens * ((1 + num_up_layers) * ffn + D) * shape.compute_bytes
         )
-    moe, (rows, F) = spec.moe, _expert_rows(spec.moe, shape)
+    moe = spec.moe
+    (rows, F) = _expert_rows(spec.moe, shape)
     shared = shape.max_local_count(moe.expert_ffn_size * moe.num_shared_experts) if moe.num_shared_experts else 0
     saved_bytes += saved_by_experts(spec, moe, shape)["weight_copies"]
     saved_bytes += (

@@ -27,8 +27,11 @@ def num_reduced_scalars(run: RunSpec) -> int:
 def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> list[Traffic]:
     """What a rank at this place of the pipeline sends for them in one update. (What parameter servers are
     told comes with gradients: `verify.parameter_server_traffic`.)"""
-    layout, dims, batch_plan = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
-    scalar_bytes, bytes_per_element = 8 * num_reduced_scalars(run), max(4, COMPUTE_BYTES[run.training.precision])
+    layout = run.layout
+    dims = parallel_dims(run.layout, world_size)
+    batch_plan = plan_batch(run, world_size)
+    scalar_bytes = 8 * num_reduced_scalars(run)
+    bytes_per_element = max(4, COMPUTE_BYTES[run.training.precision])
     rows = [
         _all_reduce_traffic("losses", scalar_bytes, dims.dp_size * dims.cp * dims.pp),
         _all_reduce_traffic("tp", scalar_bytes, dims.tp),
@@ -47,7 +50,7 @@ def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> lis
 
 
 def _all_reduce_traffic(group_kind: GroupKind, size: int, ranks: int) -> Traffic:
-    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), REDUCTION_PURPOSE, group_kind)
+    return Traffic("all_reduce", sent_bytes("all_reduce", size, ranks), REDUCTION_PURPOSE, group_kind=group_kind)
 
 
 def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
@@ -57,7 +60,8 @@ def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupK
     sharded = layout.data_parallel in SHARDED_STRATEGIES
     group_sets: set[tuple[tuple[GroupKind, int], ...]] = set()
     for name in rank.names:
-        sharding, split = tensor_sharding(run.model, layout, name), list[tuple[GroupKind, int]]()
+        sharding = tensor_sharding(run.model, layout, name)
+        split = list[tuple[GroupKind, int]]()
         if sharding.dim is not None:
             ranks = layout.ep if sharding.mesh_axis == "ep" else layout.tp // sharding.replication
             split.append(("parts" if sharding.replication > 1 else sharding.mesh_axis, ranks))

@@ -47,14 +47,20 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
     """The same, with what goes among different ranks in different rows; by default of the first rank of each role, the
     fullest, or of ranks that share tensors as `rank` does."""
     check_layout(run, world_size)
-    layout, dims, shapes = run.layout, parallel_dims(run.layout, world_size), parameter_shapes(run.model)
+    layout = run.layout
+    dims = parallel_dims(run.layout, world_size)
+    shapes = parameter_shapes(run.model)
     if layout.data_parallel == "parameter_server":
-        return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], dims.dp_size)
+        return _parameter_server_traffic(shapes, layout, STATE_BYTES[run.training.precision], workers=dims.dp_size)
     coordinates = dims.coordinates(rank)
     stage_tensors = rank_tensors(run, world_size, coordinates["tp"])
     shard_index = coordinates["dp_shard"] * dims.cp + coordinates["cp"]
     traffic = [
-        [row for row in [*_data_parallel_traffic(run, world_size, tensors, shard_index), *model_parallel] if row.bytes]
+        [
+            row
+            for row in [*_data_parallel_traffic(run, world_size, tensors, shard_index=shard_index), *model_parallel]
+            if row.bytes
+        ]
         for tensors, model_parallel in zip(
             stage_tensors, _model_parallel_traffic(run, world_size, stage_tensors), strict=True
         )
@@ -65,7 +71,8 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
 def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, shard_index: int) -> list[Traffic]:
     """What ranks with the same part of a model and other data send, of parameters and gradients; of those that share
     rows, the one with this number."""
-    layout, dims = run.layout, parallel_dims(run.layout, world_size)
+    layout = run.layout
+    dims = parallel_dims(run.layout, world_size)
     data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     batch_plan = plan_batch(run, world_size)
     # In a pipeline gradients are summed once a step.
@@ -77,13 +84,23 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
     )
     ranks = data_dims.dp_shard if layout.data_parallel in SHARDED_STRATEGIES else data_dims.dp_size
     dense = _sharded_traffic(
-        rank.dense, run, ranks, data_dims.dp_replicate, num_reductions, count_collectives(run, rank, data_dims.dp_shard)
+        rank.dense,
+        run,
+        ranks,
+        replicas=data_dims.dp_replicate,
+        num_reductions=num_reductions,
+        calls=count_collectives(run, rank, data_dims.dp_shard),
     )
     expert_calls = count_collectives(run, rank, data_dims.dp_shard, for_experts=True)
     experts = [
         replace(row, group_kind="same_experts" if row.group_kind == "data" else "expert_replicas")
         for row in _sharded_traffic(
-            rank.expert, run, expert_shards, data_dims.dp_replicate, num_reductions, expert_calls
+            rank.expert,
+            run,
+            expert_shards,
+            replicas=data_dims.dp_replicate,
+            num_reductions=num_reductions,
+            calls=expert_calls,
         )
     ]
     return [*dense, *experts, *_partial_gradient_traffic(rank, run, shard_index)]
@@ -93,8 +110,10 @@ def _sharded_traffic(
     shapes: Shapes, run: RunSpec, ranks: int, replicas: int, num_reductions: int, calls: CollectiveCounts
 ) -> list[Traffic]:
     """Among `ranks` that share a copy of these tensors (ddp: each have one), of which there are so many replicas."""
-    layout, precision = run.layout, run.training.precision
-    compute_bytes, state_bytes = COMPUTE_BYTES[precision], STATE_BYTES[precision]
+    layout = run.layout
+    precision = run.training.precision
+    compute_bytes = COMPUTE_BYTES[precision]
+    state_bytes = STATE_BYTES[precision]
     total = _padded_elements(shapes, ranks if layout.data_parallel in SHARDED_STRATEGIES else 1)
     if layout.data_parallel == "ddp":
         sent_by_compression = {
@@ -104,12 +123,12 @@ def _sharded_traffic(
         }
         return _multiply_calls(
             calls.blocks,
-            step_traffic("ddp", state_bytes * total, sent_by_compression[layout.gradient_compression], ranks),
+            step_traffic("ddp", state_bytes * total, sent_by_compression[layout.gradient_compression], ranks=ranks),
         )
     muon = [] if uses_model_parallelism(layout) else _muon_traffic(shapes, run, ranks)
     if layout.data_parallel in ("zero1", "zero2"):
         traffic = step_traffic(
-            layout.data_parallel, compute_bytes * total, compute_bytes * total, ranks, num_reductions
+            layout.data_parallel, compute_bytes * total, compute_bytes * total, ranks=ranks, accumulation=num_reductions
         )
         return [*_multiply_calls(calls.blocks, traffic), *muon]
     blocks = {name: shape for name, shape in shapes.items() if name.startswith("blocks.") and calls.blocks}
@@ -128,8 +147,8 @@ def _sharded_traffic(
                 layout.data_parallel,
                 compute_bytes * count,
                 state_bytes * count,
-                ranks,
-                num_reductions,
+                ranks=ranks,
+                accumulation=num_reductions,
                 replicas=replicas,
                 reshard_after_forward=is_resharded,
             ),
@@ -144,7 +163,9 @@ def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
 
 def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int) -> list[Traffic]:
     """Gradients of which each of the ranks that share products has a term: of one group of ranks at once."""
-    layout, precision, bytes_by_group = run.layout, run.training.precision, dict[tuple[int, GroupKind], int]()
+    layout = run.layout
+    precision = run.training.precision
+    bytes_by_group = dict[tuple[int, GroupKind], int]()
     bytes_per_element = (
         COMPUTE_BYTES[precision] if layout.data_parallel in ("zero1", "zero2") else STATE_BYTES[precision]
     )
@@ -156,14 +177,16 @@ def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int)
             bytes_by_group[group] = bytes_by_group.get(group, 0) + bytes_per_element * num_elements((rows, *shape[1:]))
     purpose = "gradients of which ranks that share products have terms"
     return [
-        Traffic("all_reduce", sent_bytes("all_reduce", size, n), purpose, group_kind)
+        Traffic("all_reduce", sent_bytes("all_reduce", size, n), purpose, group_kind=group_kind)
         for (n, group_kind), size in bytes_by_group.items()
     ]
 
 
 def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
     """What ranks that share a model send at each place of the pipeline, of activations and their gradients."""
-    layout, spec, batch_plan = run.layout, run.model, plan_batch(run, world_size)
+    layout = run.layout
+    spec = run.model
+    batch_plan = plan_batch(run, world_size)
     data_dims = parallel_dims(layout, world_size).with_cp_as_data_parallel(
         sharded=layout.data_parallel in SHARDED_STRATEGIES
     )
@@ -171,9 +194,9 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
         batch_plan.micro_batch_size,
         run.training.seq_len,
         run.training.precision,
-        layout,
-        effective_strategy(layout, data_dims.dp_shard) == "ddp",
-        run.data.mask_documents,
+        layout=layout,
+        autocast=effective_strategy(layout, data_dims.dp_shard) == "ddp",
+        masked=run.data.mask_documents,
     )
     if layout.pp == 1:
         return [
@@ -198,13 +221,13 @@ def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[R
                 "send",
                 num_sends * message_bytes,
                 "activations and their gradients, from stage to stage",
-                "pp",
-                num_sends,
+                group_kind="pp",
+                calls=num_sends,
             ),
         ]
         if sends_tied_embedding and (0 in local_stages or schedule.stages - 1 in local_stages):
             size = num_elements(stage_tensors[first].dense["embedding.weight"]) * shape.residual_bytes
-            rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients", "ends"))
+            rows.append(Traffic("send", size, "the tied embedding's weights, or their gradients", group_kind="ends"))
         stage_traffic.append(rows)
     return stage_traffic
 
@@ -218,7 +241,8 @@ def _powersgd_elements(shapes: Shapes, rank: int) -> int:
     have less than half of its numbers; of others all (arXiv 1905.13727, algorithm 1; PyTorch's powerSGD_hook)."""
     total = 0
     for shape in shapes.values():
-        n, m = shape[0], num_elements(shape) // shape[0]
+        n = shape[0]
+        m = num_elements(shape) // shape[0]
         thin_elements = (n + m) * min(n, m, rank)
         total += thin_elements if len(shape) > 1 and 2 * (n + m) * rank < n * m else n * m
     return total
@@ -243,22 +267,24 @@ def _parameter_server_traffic(
     shapes: Shapes, layout: Layout, bytes_per_element: int, workers: int
 ) -> dict[str, list[Traffic]]:
     """Servers broadcast what they own (asynchronously they send it to each worker), workers send gradients back."""
-    servers, total_bytes = layout.num_servers, bytes_per_element * sum(map(num_elements, shapes.values()))
+    servers = layout.num_servers
+    total_bytes = bytes_per_element * sum(map(num_elements, shapes.values()))
     owned_bytes = bytes_per_element * max(server_loads(shapes, servers))
-    down = Traffic("broadcast", owned_bytes, "weights", "servers")
-    up = Traffic("broadcast", total_bytes, "weights", "servers", servers)
+    down = Traffic("broadcast", owned_bytes, "weights", group_kind="servers")
+    up = Traffic("broadcast", total_bytes, "weights", group_kind="servers", calls=servers)
     if layout.max_staleness is not None:
-        down = Traffic("send", workers * owned_bytes, "weights", "servers", workers)
-        up = Traffic("recv", total_bytes, "weights", "servers", servers)
+        down = Traffic("send", workers * owned_bytes, "weights", group_kind="servers", calls=workers)
+        up = Traffic("recv", total_bytes, "weights", group_kind="servers", calls=servers)
     return {
-        "server": [down, Traffic("recv", workers * owned_bytes, "gradients", "servers", workers)],
-        "worker": [up, Traffic("send", total_bytes, "gradients", "servers", servers)],
+        "server": [down, Traffic("recv", workers * owned_bytes, "gradients", group_kind="servers", calls=workers)],
+        "worker": [up, Traffic("send", total_bytes, "gradients", group_kind="servers", calls=servers)],
     }
 
 
 def server_loads(shapes: Shapes, num_servers: int) -> list[int]:
     """Numbers that each server owns."""
-    sizes, loads = {name: num_elements(shape) for name, shape in shapes.items()}, [0] * num_servers
+    sizes = {name: num_elements(shape) for name, shape in shapes.items()}
+    loads = [0] * num_servers
     for name, server in assign_parameters_to_servers(sizes, num_servers).items():
         loads[server] += sizes[name]
     return loads

@@ -84,25 +84,37 @@ def step_traffic(
 
     match strategy:
         case "ddp":
-            return [traffic_row("all_reduce", gradient_bytes, 1, "gradients, summed once per update")]
+            return [traffic_row("all_reduce", gradient_bytes, 1, purpose="gradients, summed once per update")]
         case "zero1" | "zero2":
             num_calls = 1 if strategy == "zero1" else accumulation
             return [
-                traffic_row("reduce_scatter", gradient_bytes, num_calls, "gradients, to the rank that updates them"),
-                traffic_row("all_gather", parameter_bytes, 1, "updated parameters"),
+                traffic_row(
+                    "reduce_scatter", gradient_bytes, num_calls, purpose="gradients, to the rank that updates them"
+                ),
+                traffic_row("all_gather", parameter_bytes, 1, purpose="updated parameters"),
             ]
         case "zero3" | "hsdp":
-            traffic = [traffic_row("all_gather", parameter_bytes, accumulation, "parameters, for the forward pass")]
+            traffic = [
+                traffic_row("all_gather", parameter_bytes, accumulation, purpose="parameters, for the forward pass")
+            ]
             if reshard_after_forward:
                 traffic += [
-                    traffic_row("all_gather", parameter_bytes, accumulation, "parameters, for the backward pass")
+                    traffic_row(
+                        "all_gather", parameter_bytes, accumulation, purpose="parameters, for the backward pass"
+                    )
                 ]
             traffic += [
-                traffic_row("reduce_scatter", gradient_bytes, accumulation, "gradients, to the rank that keeps them")
+                traffic_row(
+                    "reduce_scatter", gradient_bytes, accumulation, purpose="gradients, to the rank that keeps them"
+                )
             ]
             if strategy == "hsdp":
                 replica_bytes = sent_bytes("all_reduce", gradient_bytes / ranks, replicas)
-                traffic += [Traffic("all_reduce", replica_bytes, "this rank's gradients, between replicas", "replicas")]
+                traffic += [
+                    Traffic(
+                        "all_reduce", replica_bytes, "this rank's gradients, between replicas", group_kind="replicas"
+                    )
+                ]
             return traffic
         case "parameter_server":
             return [

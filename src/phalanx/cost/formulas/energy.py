@@ -16,14 +16,16 @@ def energy_kwh(watts_per_device: float, devices: int, hours: float, pue: float =
     """
     require_non_negative(watts_per_device=watts_per_device, devices=devices, hours=hours)
     if not 1 <= pue < inf:
-        raise UserError("pue", pue, "cannot be below 1, the machines alone", "give whole energy / the machines' energy")
+        raise UserError(
+            "pue", pue, "cannot be below 1, the machines alone", fix="give whole energy / the machines' energy"
+        )
     return watts_per_device * devices * hours * pue / 1000
 
 
 def energy_cost(watts_per_device: float, devices: int, hours: float, price_per_kwh: float, pue: float = 1.0) -> float:
     """Money for the electricity of `energy_kwh`, in the currency of `price_per_kwh`."""
     require_non_negative(price_per_kwh=price_per_kwh)
-    return energy_kwh(watts_per_device, devices, hours, pue) * price_per_kwh
+    return energy_kwh(watts_per_device, devices, hours, pue=pue) * price_per_kwh
 
 
 def rental_cost(devices: int, hours: float, price_per_device_hour: float) -> float:

@@ -9,7 +9,8 @@ def balanced_expert_order(tokens_E: Sequence[float], ranks: int) -> list[int]:
     """An order in which ranks have about equally many tokens: the busiest experts first, each to the rank that has
     least to do and still has room (Graham's rule, SIAM J. Appl. Math. 17, 1969, with equally many experts for each);
     or the experts as they are, where that does not help."""
-    identity_order, experts_per_rank = list(range(len(tokens_E))), len(tokens_E) // ranks
+    identity_order = list(range(len(tokens_E)))
+    experts_per_rank = len(tokens_E) // ranks
     rank_experts: list[list[int]] = [[] for _ in range(ranks)]
     for expert in sorted(identity_order, key=lambda expert: -tokens_E[expert]):
         target = min(

@@ -84,9 +84,11 @@ def oversubscription_slowdown(spine_share: float, oversubscription: float) -> fl
     max(1, o x share): the spine is the bottleneck as soon as it needs longer than the NICs.
     """
     if not oversubscription >= 1:
-        raise UserError("oversubscription", oversubscription, "is o in o:1", "give 1 for a spine as fast as all NICs")
+        raise UserError(
+            "oversubscription", oversubscription, "is o in o:1", fix="give 1 for a spine as fast as all NICs"
+        )
     if not 0 <= spine_share <= 1:
-        raise UserError("spine_share", spine_share, "is a part of the bytes", "give a number from 0 to 1")
+        raise UserError("spine_share", spine_share, "is a part of the bytes", fix="give a number from 0 to 1")
     return max(1.0, oversubscription * spine_share)
 
 

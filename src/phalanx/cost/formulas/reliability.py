@@ -76,9 +76,11 @@ def optimal_interval_seconds(write_seconds: float, mtbf_seconds: float) -> float
     """
     require_positive(write_seconds=write_seconds, mtbf_seconds=mtbf_seconds)
     write = write_seconds / mtbf_seconds
-    root, previous = min(1.0, sqrt(2 * write)), inf
+    root = min(1.0, sqrt(2 * write))
+    previous = inf
     while root < previous:
-        previous, slope = root, -expm1(-(root + write))
+        previous = root
+        slope = -expm1(-(root + write))
         root = previous - (previous - slope) / slope
     return previous * mtbf_seconds
 
@@ -113,7 +115,7 @@ def reliability(
     """How often the job fails, its best checkpoint interval, and its goodput with that."""
     mtbf = mtbf_seconds(failures_per_device_hour, devices)
     interval = optimal_interval_seconds(write_seconds, mtbf)
-    return Reliability(mtbf, interval, goodput(interval, write_seconds, mtbf, restart_seconds))
+    return Reliability(mtbf, interval, goodput(interval, write_seconds, mtbf, restart_seconds=restart_seconds))
 
 
 def days_to(tokens: float, tokens_per_second: float, goodput: float = 1.0) -> float:
@@ -121,5 +123,5 @@ def days_to(tokens: float, tokens_per_second: float, goodput: float = 1.0) -> fl
     require_positive(tokens_per_second=tokens_per_second, goodput=goodput)
     require_non_negative(tokens=tokens)
     if goodput > 1:
-        raise UserError("goodput", goodput, "is a part of the time", "give at most 1")
+        raise UserError("goodput", goodput, "is a part of the time", fix="give at most 1")
     return tokens / (tokens_per_second * goodput) / 86_400

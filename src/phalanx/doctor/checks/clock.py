@@ -13,21 +13,21 @@ SYNCHRONISED = CheckRule(
     "clock.synchronised",
     "whether the clock follows a server's",
     "WARN",
-    "yes",
-    "",
-    "Primus (clock skew 30 s)",
-    "start chronyd or systemd-timesyncd, and let it reach its server",
-    "systemctl enable --now chronyd; chronyc sources",
+    threshold="yes",
+    unit="",
+    source="Primus (clock skew 30 s)",
+    remedy="start chronyd or systemd-timesyncd, and let it reach its server",
+    command="systemctl enable --now chronyd; chronyc sources",
 )
 OFFSET = CheckRule(
     "clock.offset",
     "how far the clock is from the server's",
     "FAIL",
-    f"at most {MAX_OFFSET_SECONDS}",
-    "s",
-    "Primus (clock skew 30 s)",
-    "set the clock",
-    "chronyc makestep",
+    threshold=f"at most {MAX_OFFSET_SECONDS}",
+    unit="s",
+    source="Primus (clock skew 30 s)",
+    remedy="set the clock",
+    command="chronyc makestep",
 )
 RULES = (SYNCHRONISED, OFFSET)
 UNKNOWN = [OFFSET.skip("only chronyc says: gather several nodes (--save-report, --compare-reports)")]

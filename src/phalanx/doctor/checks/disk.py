@@ -15,60 +15,62 @@ from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes.nvidia_smi import first_line
 from phalanx.spec.formatting import GB
 
-FULL_WARN, FULL_FAIL = 80, 95
+FULL_WARN = 80
+FULL_FAIL = 95
 WRITE_MB_PER_SECOND = 100
 MB = 1e6
-WRITE_MIB, QUICK_WRITE_MIB = 256, 64
+WRITE_MIB = 256
+QUICK_WRITE_MIB = 64
 WRITE_SECONDS = 20
 FULL = CheckRule(
     "disk.full",
     "share of the disk that is in use",
     "WARN",
-    f"less than {FULL_WARN}",
-    "%",
-    "GCM (80 %)",
-    "make room on {device}",
-    "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+    threshold=f"less than {FULL_WARN}",
+    unit="%",
+    source="GCM (80 %)",
+    remedy="make room on {device}",
+    command="df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )
 VERY_FULL = CheckRule(
     "disk.very_full",
     "share of the disk that is in use",
     "FAIL",
-    f"less than {FULL_FAIL}",
-    "%",
-    "Imbue (disk >= 95 %)",
-    "make room on {device} before the run: it will die of it",
-    "df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
+    threshold=f"less than {FULL_FAIL}",
+    unit="%",
+    source="Imbue (disk >= 95 %)",
+    remedy="make room on {device} before the run: it will die of it",
+    command="df -h {device}; du -xh --max-depth=2 {device} | sort -h | tail",
 )
 ROOM = CheckRule(
     "disk.room",
     "free space",
     "FAIL",
-    "at least the checkpoints that the run keeps, and one more",
-    "GB",
-    "the run (checkpoint.keep)",
-    "make room on {device}, set output_dir to a larger disk, or keep fewer (checkpoint.keep)",
-    "df -h {device}",
+    threshold="at least the checkpoints that the run keeps, and one more",
+    unit="GB",
+    source="the run (checkpoint.keep)",
+    remedy="make room on {device}, set output_dir to a larger disk, or keep fewer (checkpoint.keep)",
+    command="df -h {device}",
 )
 WRITE = CheckRule(
     "disk.write",
     "speed of a file that is written and synced",
     "WARN",
-    f"at least {WRITE_MB_PER_SECOND}",
-    "MB/s",
-    "ours: a rank that saves 1 GB waits for 10 s",
-    "write to a faster disk (`output_dir` in the run file); look who else writes there",
-    "python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
+    threshold=f"at least {WRITE_MB_PER_SECOND}",
+    unit="MB/s",
+    source="ours: a rank that saves 1 GB waits for 10 s",
+    remedy="write to a faster disk (`output_dir` in the run file); look who else writes there",
+    command="python -m phalanx.doctor.disk_write_probe {device} 256; iostat -x 1",
 )
 WRITABLE = CheckRule(
     "disk.writable",
     "whether files can be written",
     "FAIL",
-    "yes",
-    "",
-    "ours",
-    "mount it for writing, or set `output_dir` to another",
-    "findmnt -T {device}; ls -ld {device}",
+    threshold="yes",
+    unit="",
+    source="ours",
+    remedy="mount it for writing, or set `output_dir` to another",
+    command="findmnt -T {device}; ls -ld {device}",
 )
 RULES = (FULL, VERY_FULL, ROOM, WRITABLE, WRITE)
 
@@ -123,11 +125,12 @@ def _check_space(disk_space: Space, directory: str, needed_bytes: int) -> list[D
     full = check_values(VERY_FULL, {directory: disk_space.percent}, lambda percent: percent >= FULL_FAIL)
     if full[0].severity == "OK":
         full += check_values(FULL, {directory: disk_space.percent}, lambda percent: percent >= FULL_WARN)
-    free, threshold = {directory: round(disk_space.free_bytes / GB, 3)}, f"at least {needed_bytes / GB:.3g}"
+    free = {directory: round(disk_space.free_bytes / GB, 3)}
+    threshold = f"at least {needed_bytes / GB:.3g}"
     return [
         *full,
         *(
-            check_values(ROOM, free, lambda gb: gb < needed_bytes / GB, threshold)
+            check_values(ROOM, free, lambda gb: gb < needed_bytes / GB, threshold=threshold)
             if needed_bytes
             else [ROOM.skip("no run was given")]
         ),

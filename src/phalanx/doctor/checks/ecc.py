@@ -13,41 +13,41 @@ UNCORRECTED_RULE = CheckRule(
     "ecc.uncorrected",
     "uncorrectable ECC errors since the driver was loaded",
     "FAIL",
-    "0",
-    "errors",
-    "Imbue, GCM (volatile uncorrected > 0)",
-    "drain the node and reset {device}; replace it if they come back",
-    "nvidia-smi -q -d ECC,ROW_REMAPPER",
+    threshold="0",
+    unit="errors",
+    source="Imbue, GCM (volatile uncorrected > 0)",
+    remedy="drain the node and reset {device}; replace it if they come back",
+    command="nvidia-smi -q -d ECC,ROW_REMAPPER",
 )
 CORRECTED_RULE = CheckRule(
     "ecc.corrected",
     "corrected ECC errors since the driver was loaded",
     "WARN",
-    f"at most {MAX_CORRECTED_ERRORS:,}",
-    "errors",
-    "GCM (corrected > 50 M)",
-    "have {device} tested at the next maintenance",
-    "dcgmi diag -r 3",
+    threshold=f"at most {MAX_CORRECTED_ERRORS:,}",
+    unit="errors",
+    source="GCM (corrected > 50 M)",
+    remedy="have {device} tested at the next maintenance",
+    command="dcgmi diag -r 3",
 )
 PENDING = CheckRule(
     "ecc.remap_pending",
     "rows that wait to be remapped",
     "FAIL",
-    "none",
-    "",
-    "NVIDIA, GPU Memory Error Management; OCI (row remap)",
-    "reset the GPU when no process uses it: rows are remapped then",
-    "nvidia-smi --gpu-reset -i {device}",
+    threshold="none",
+    unit="",
+    source="NVIDIA, GPU Memory Error Management; OCI (row remap)",
+    remedy="reset the GPU when no process uses it: rows are remapped then",
+    command="nvidia-smi --gpu-reset -i {device}",
 )
 FAILED = CheckRule(
     "ecc.remap_failed",
     "rows that could not be remapped",
     "FAIL",
-    "none",
-    "",
-    "NVIDIA, GPU Memory Error Management (RMA criterion)",
-    "replace the GPU: it has no spare rows left",
-    "nvidia-smi -q -d ROW_REMAPPER -i {device}",
+    threshold="none",
+    unit="",
+    source="NVIDIA, GPU Memory Error Management (RMA criterion)",
+    remedy="replace the GPU: it has no spare rows left",
+    command="nvidia-smi -q -d ROW_REMAPPER -i {device}",
 )
 RULES = (UNCORRECTED_RULE, CORRECTED_RULE, PENDING, FAILED)
 
@@ -71,7 +71,8 @@ def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
 
 def _check_row_remapping(machine: Machine) -> list[DoctorFinding]:
     """Of drivers and GPUs that remap rows (since Ampere)."""
-    pending, failure = "remapped_rows.pending", "remapped_rows.failure"
+    pending = "remapped_rows.pending"
+    failure = "remapped_rows.failure"
     try:
         rows = nvidia_smi.query_gpus(machine, "smi_remapped", "remapped-rows", "gpu_bus_id", pending, failure)
     except CheckSkipped as skipped:

@@ -25,111 +25,111 @@ ANSWERS = CheckRule(
     "gpu.answers",
     "nvidia-smi",
     "FAIL",
-    f"answers within {COMMAND_SECONDS} s",
-    "",
-    "Primus (smi latency > 5 s fails)",
-    "drain the node and reboot it; if nvidia-smi still hangs or fails, reinstall the driver or replace the GPU",
-    "nvidia-smi; dmesg | grep -i -e nvrm -e xid",
+    threshold=f"answers within {COMMAND_SECONDS} s",
+    unit="",
+    source="Primus (smi latency > 5 s fails)",
+    remedy="drain the node and reboot it; if nvidia-smi still hangs or fails, reinstall the driver or replace the GPU",
+    command="nvidia-smi; dmesg | grep -i -e nvrm -e xid",
 )
 COUNT = CheckRule(
     "gpu.count",
     "GPUs that nvidia-smi lists",
     "FAIL",
-    "as many as the run asks for, and as this process has of the bus",
-    "GPUs",
-    "AZNHC, GCM (manifest)",
-    "drain the node: a GPU is lost; reboot, then have it reseated or replaced",
-    "nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
+    threshold="as many as the run asks for, and as this process has of the bus",
+    unit="GPUs",
+    source="AZNHC, GCM (manifest)",
+    remedy="drain the node: a GPU is lost; reboot, then have it reseated or replaced",
+    command="nvidia-smi -L; lspci -d 10de:; dmesg | grep -i 'fallen off the bus'",
 )
 MODEL = CheckRule(
     "gpu.model",
     "name of each GPU",
     "WARN",
-    "the same as the others'",
-    "",
-    "Primus (drift against the majority)",
-    "use nodes with GPUs of one kind: the slowest decides",
-    "nvidia-smi -L",
+    threshold="the same as the others'",
+    unit="",
+    source="Primus (drift against the majority)",
+    remedy="use nodes with GPUs of one kind: the slowest decides",
+    command="nvidia-smi -L",
 )
 BUSY = CheckRule(
     "gpu.busy",
     "memory in use",
     "WARN",
-    f"less than {BUSY_MIB}",
-    "MiB",
-    "Primus (HBM busy >= 2 GiB)",
-    "end the processes that an earlier job left on {device}",
-    "nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
+    threshold=f"less than {BUSY_MIB}",
+    unit="MiB",
+    source="Primus (HBM busy >= 2 GiB)",
+    remedy="end the processes that an earlier job left on {device}",
+    command="nvidia-smi --query-compute-apps=gpu_bus_id,pid,name,used_memory --format=csv",
 )
 HEADROOM = CheckRule(
     "gpu.headroom",
     "free memory",
     "FAIL",
-    "at least what the run's fullest rank needs",
-    "MiB",
-    "the run (`phalanx memory`)",
-    "free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
-    "phalanx memory RUN.toml; nvidia-smi",
+    threshold="at least what the run's fullest rank needs",
+    unit="MiB",
+    source="the run (`phalanx memory`)",
+    remedy="free {device}, or take a layout that needs less: phalanx advise oom RUN.toml",
+    command="phalanx memory RUN.toml; nvidia-smi",
 )
 PERSISTENCE = CheckRule(
     "gpu.persistence",
     "persistence mode",
     "WARN",
-    "Enabled",
-    "",
-    "NVIDIA, Driver Persistence",
-    "keep the driver loaded: each first use takes seconds without it",
-    "systemctl enable --now nvidia-persistenced",
+    threshold="Enabled",
+    unit="",
+    source="NVIDIA, Driver Persistence",
+    remedy="keep the driver loaded: each first use takes seconds without it",
+    command="systemctl enable --now nvidia-persistenced",
 )
 MIG = CheckRule(
     "gpu.mig",
     "MIG mode",
     "FAIL",
-    "Disabled",
-    "",
-    "NVIDIA, MIG User Guide (no P2P between instances)",
-    "switch MIG off on {device}, once nobody uses its instances",
-    "nvidia-smi -i {gpu} -mig 0",
+    threshold="Disabled",
+    unit="",
+    source="NVIDIA, MIG User Guide (no P2P between instances)",
+    remedy="switch MIG off on {device}, once nobody uses its instances",
+    command="nvidia-smi -i {gpu} -mig 0",
 )
 COMPUTE = CheckRule(
     "gpu.compute_mode",
     "compute mode",
     "FAIL",
-    "not Prohibited",
-    "",
-    "nvidia-smi manual (no process may use it)",
-    "allow processes on {device}",
-    "nvidia-smi -i {gpu} -c DEFAULT",
+    threshold="not Prohibited",
+    unit="",
+    source="nvidia-smi manual (no process may use it)",
+    remedy="allow processes on {device}",
+    command="nvidia-smi -i {gpu} -c DEFAULT",
 )
 POWER = CheckRule(
     "gpu.power_limit",
     "power limit",
     "WARN",
-    "at least the default",
-    "W",
-    "DCGM diag (target_power, H100 700 W)",
-    "lift the power limit of {device}",
-    "nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
+    threshold="at least the default",
+    unit="W",
+    source="DCGM diag (target_power, H100 700 W)",
+    remedy="lift the power limit of {device}",
+    command="nvidia-smi -i {gpu} -pl DEFAULT_WATTS",
 )
 SLOWDOWN = CheckRule(
     "gpu.slowdown",
     "slowed down by heat or by the power supply",
     "FAIL",
-    "Not Active",
-    "",
-    "NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
-    "mend cooling or power of {device}, and drain the node until then",
-    "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
+    threshold="Not Active",
+    unit="",
+    source="NVML, clocks event reasons (HW thermal slowdown, HW power brake)",
+    remedy="mend cooling or power of {device}, and drain the node until then",
+    command="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
 )
 INFOROM = CheckRule(
     "gpu.inforom",
     "infoROM of each GPU",
     "WARN",
-    "not corrupted",
-    "",
-    "nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",
-    "have {device} looked at at the next maintenance: its ECC history is lost, and settings do not last",
-    "nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
+    threshold="not corrupted",
+    unit="",
+    source="nvidia-smi manual (return code 14); DCGM (health watch of the infoROM)",
+    remedy="have {device} looked at at the next maintenance: its ECC history is lost, and settings do not last",
+    command="nvidia-smi -q -i {gpu}; nvidia-bug-report.sh",
 )
 RULES = (ANSWERS, COUNT, MODEL, BUSY, HEADROOM, INFOROM, PERSISTENCE, MIG, COMPUTE, POWER, SLOWDOWN)
 SLOWDOWN_FIELDS = ("clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown")
@@ -149,7 +149,8 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     rows = {gpu: row for gpu, row in all_rows.items() if _is_visible(machine, gpu)}
     expected_count = max(expected.gpus or 0, _expected_gpu_count(machine, devices))
     needed_mib = 0 if expected.gpus == 0 else (expected.rank_bytes or 0) / MIB
-    total, used = nvidia_smi.numeric_field(rows, "memory.total"), nvidia_smi.numeric_field(rows, "memory.used")
+    total = nvidia_smi.numeric_field(rows, "memory.total")
+    used = nvidia_smi.numeric_field(rows, "memory.used")
     free = {gpu: total[gpu] - used[gpu] for gpu in total if gpu in used}
     models = nvidia_smi.text_field(rows, "name")
     return [
@@ -157,13 +158,16 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
             [ANSWERS.violation(gpu, value) for gpu, value in nvidia_smi.unresponsive_gpus(rows).items()]
             or [ANSWERS.ok("it answers")]
         ),
-        *check_values(COUNT, {"": len(all_rows)}, lambda count: count < expected_count, f"{expected_count}"),
+        *check_values(COUNT, {"": len(all_rows)}, lambda count: count < expected_count, threshold=f"{expected_count}"),
         *check_values(
-            MODEL, models, lambda name: name != most_common(models.values()), most_common(models.values()) or ""
+            MODEL,
+            models,
+            lambda name: name != most_common(models.values()),
+            threshold=most_common(models.values()) or "",
         ),
         *check_values(BUSY, used, lambda mib: mib >= BUSY_MIB),
         *(
-            check_values(HEADROOM, free, lambda mib: mib < needed_mib, f"at least {needed_mib:.0f}")
+            check_values(HEADROOM, free, lambda mib: mib < needed_mib, threshold=f"at least {needed_mib:.0f}")
             if needed_mib
             else ()
         ),

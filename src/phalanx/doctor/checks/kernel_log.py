@@ -30,97 +30,98 @@ HARDWARE_XIDS = frozenset(
 )
 """Xids that OCI takes for the hardware's, and NVIDIA's of later GPUs: an unrecovered ECC error (140), and NVLink's of
 Blackwell (144 to 150). Others mostly follow from a program's mistake."""
-RECOVERY_XID, HARMLESS_ACTIONS = 154, ("None", "Drain P2P")
+RECOVERY_XID = 154
+HARMLESS_ACTIONS = ("None", "Drain P2P")
 """The Xid that says what the GPU needs now, and what of that is no reset and no reboot."""
 XID = CheckRule(
     "kernel.xid",
     "Xids of hardware in the kernel's log",
     "FAIL",
-    "none",
-    "Xid",
-    "OCI (its set of Xids); NVIDIA, XID Errors",
-    "drain the node, reset {device} or reboot; replace the GPU if it comes back",
-    "dmesg | grep -i xid; nvidia-bug-report.sh",
+    threshold="none",
+    unit="Xid",
+    source="OCI (its set of Xids); NVIDIA, XID Errors",
+    remedy="drain the node, reset {device} or reboot; replace the GPU if it comes back",
+    command="dmesg | grep -i xid; nvidia-bug-report.sh",
 )
 SOFTWARE_XID = CheckRule(
     "kernel.xid_software",
     "other Xids in the kernel's log",
     "WARN",
-    "none",
-    "Xid",
-    "NVIDIA, XID Errors",
-    "most follow from a program's mistake; if other programs on {device} have them too, have it tested",
-    "dmesg | grep -i xid",
+    threshold="none",
+    unit="Xid",
+    source="NVIDIA, XID Errors",
+    remedy="most follow from a program's mistake; if other programs on {device} have them too, have it tested",
+    command="dmesg | grep -i xid",
 )
 SWITCH = CheckRule(
     "kernel.sxid",
     "fatal errors of NVSwitches in the kernel's log",
     "FAIL",
-    "none",
-    "SXid",
-    "NVIDIA, Fabric Manager User Guide (SXid)",
-    "drain the node; reset all GPUs and switches",
-    "dmesg | grep -i sxid; nvidia-smi --gpu-reset",
+    threshold="none",
+    unit="SXid",
+    source="NVIDIA, Fabric Manager User Guide (SXid)",
+    remedy="drain the node; reset all GPUs and switches",
+    command="dmesg | grep -i sxid; nvidia-smi --gpu-reset",
 )
 GPU_LOST = CheckRule(
     "kernel.gpu_lost",
     "GPUs that fell off the bus",
     "FAIL",
-    "none",
-    "",
-    "NVIDIA, XID Errors (79)",
-    "drain the node, power it off and on; have {device} reseated",
-    "dmesg | grep 'fallen off the bus'",
+    threshold="none",
+    unit="",
+    source="NVIDIA, XID Errors (79)",
+    remedy="drain the node, power it off and on; have {device} reseated",
+    command="dmesg | grep 'fallen off the bus'",
 )
 PCIE_LIMITED = CheckRule(
     "kernel.pcie_limited",
     "GPUs and RDMA cards that the kernel says are limited",
     "WARN",
-    "none",
-    "",
-    "Imbue (available PCIe bandwidth, limited by)",
-    "have {device} reseated, or put it into another slot",
-    "dmesg | grep 'limited by'",
+    threshold="none",
+    unit="",
+    source="Imbue (available PCIe bandwidth, limited by)",
+    remedy="have {device} reseated, or put it into another slot",
+    command="dmesg | grep 'limited by'",
 )
 AER = CheckRule(
     "kernel.aer",
     "uncorrected PCIe errors in the kernel's log",
     "FAIL",
-    "none",
-    "",
-    "Linux, PCIe AER; DCGM",
-    "have {device} reseated",
-    "dmesg | grep -i aer; lspci -s {device} -vv",
+    threshold="none",
+    unit="",
+    source="Linux, PCIe AER; DCGM",
+    remedy="have {device} reseated",
+    command="dmesg | grep -i aer; lspci -s {device} -vv",
 )
 MACHINE_CHECK = CheckRule(
     "kernel.machine_check",
     "errors of CPU or memory",
     "WARN",
-    "none",
-    "",
-    "Linux, machine check",
-    "have memory and CPU tested",
-    "dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
+    threshold="none",
+    unit="",
+    source="Linux, machine check",
+    remedy="have memory and CPU tested",
+    command="dmesg | grep -i 'hardware error'; ras-mc-ctl --summary",
 )
 OUT_OF_MEMORY = CheckRule(
     "kernel.out_of_memory",
     "programs that the kernel killed for memory",
     "WARN",
-    "none",
-    "",
-    "Linux (oom-killer)",
-    "see whose memory it was, and whether that job is gone",
-    "dmesg | grep -i 'killed process'",
+    threshold="none",
+    unit="",
+    source="Linux (oom-killer)",
+    remedy="see whose memory it was, and whether that job is gone",
+    command="dmesg | grep -i 'killed process'",
 )
 DISK = CheckRule(
     "kernel.disk",
     "errors of disks, or file systems made read-only",
     "FAIL",
-    "none",
-    "",
-    "Linux (blk, ext4, xfs)",
-    "replace {device}; check its file system",
-    "dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
+    threshold="none",
+    unit="",
+    source="Linux (blk, ext4, xfs)",
+    remedy="replace {device}; check its file system",
+    command="dmesg | grep -i -e 'I/O error' -e read-only; smartctl -a /dev/{device}",
 )
 RULES = (XID, SOFTWARE_XID, SWITCH, GPU_LOST, PCIE_LIMITED, AER, MACHINE_CHECK, OUT_OF_MEMORY, DISK)
 XID_PATTERN = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)[^)]*\): (\d+)(.*)")
@@ -150,7 +151,8 @@ SOURCES = (
 def check(machine: Machine, _: Expectations) -> list[DoctorFinding]:
     """One finding for each kind of trouble of each device, with what was said last."""
     text = _read_logs(machine)
-    gpus, cards = pci.pci_devices(machine, pci.GPU, pci.NVIDIA), pcie.rdma_cards(machine)
+    gpus = pci.pci_devices(machine, pci.GPU, pci.NVIDIA)
+    cards = pcie.rdma_cards(machine)
     pattern_findings = [
         finding
         for finding in _pattern_findings(text)
@@ -197,7 +199,9 @@ def _xid_findings(text: str) -> list[DoctorFinding]:
     lost = sorted({pci.normalize_pci_address(address.rstrip(":")) for address in GPU_LOST_PATTERN.findall(text)})
     latest: dict[tuple[str, str], DoctorFinding] = {}
     for bus_address, number, message in XID_PATTERN.findall(text):
-        address, xid, action = pci.normalize_pci_address(bus_address), int(number), ACTION_PATTERN.search(message)
+        address = pci.normalize_pci_address(bus_address)
+        xid = int(number)
+        action = ACTION_PATTERN.search(message)
         if xid != RECOVERY_XID or action is None:
             rule = XID if xid in HARDWARE_XIDS else SOFTWARE_XID
             latest[address, rule.id] = rule.violation(address, xid)

@@ -12,36 +12,37 @@ from phalanx.doctor.machine import Machine
 from phalanx.spec.formatting import GIB
 
 MEMLOCK_GIB = 32
-SHM_GIB, SHM_SHARE = 8, 0.4
+SHM_GIB = 8
+SHM_SHARE = 0.4
 MEMLOCK = CheckRule(
     "host.memlock",
     "memory that a process may lock, for RDMA",
     "FAIL",
-    f"at least {MEMLOCK_GIB}, or unlimited",
-    "GiB",
-    "Primus (memlock >= 32 GiB)",
-    "lift the limit, and start the job anew",
-    "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in slurmd.service",
+    threshold=f"at least {MEMLOCK_GIB}, or unlimited",
+    unit="GiB",
+    source="Primus (memlock >= 32 GiB)",
+    remedy="lift the limit, and start the job anew",
+    command="ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in slurmd.service",
 )
 SHM = CheckRule(
     "host.shm",
     "size of /dev/shm",
     "FAIL",
-    f"at least {SHM_GIB}, or {SHM_SHARE:g} of a smaller memory",
-    "GiB",
-    "Primus (/dev/shm >= 8 GiB)",
-    "make it larger: ranks of a node, and loaders, share memory there",
-    "mount -o remount,size=16G /dev/shm; docker run --shm-size=16g",
+    threshold=f"at least {SHM_GIB}, or {SHM_SHARE:g} of a smaller memory",
+    unit="GiB",
+    source="Primus (/dev/shm >= 8 GiB)",
+    remedy="make it larger: ranks of a node, and loaders, share memory there",
+    command="mount -o remount,size=16G /dev/shm; docker run --shm-size=16g",
 )
 SHM_FREE = CheckRule(
     "host.shm_free",
     "free space of /dev/shm",
     "WARN",
-    "as much",
-    "GiB",
-    "Primus (/dev/shm >= 8 GiB)",
-    "remove what earlier jobs left there",
-    "ls -la /dev/shm",
+    threshold="as much",
+    unit="GiB",
+    source="Primus (/dev/shm >= 8 GiB)",
+    remedy="remove what earlier jobs left there",
+    command="ls -la /dev/shm",
 )
 RULES = (MEMLOCK, SHM, SHM_FREE)
 
@@ -50,7 +51,8 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     """Of this process, as ranks started beside it would have them."""
     limits = machine.read("/proc/self/limits") or ""
     locked = re.search(r"^Max locked memory\s+(\d+|unlimited)", limits, re.MULTILINE)
-    shm_space, min_gib = space(machine, "df_shm", "/dev/shm"), _min_shm_gib(machine)
+    shm_space = space(machine, "df_shm", "/dev/shm")
+    min_gib = _min_shm_gib(machine)
     if not rdma_ports.rdma_devices(machine):
         memlock = [MEMLOCK.skip(rdma_ports.NO_DEVICE)]
     elif expected.gpus == 0:
@@ -64,14 +66,16 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     if shm_space is None:
         return [*memlock, SHM.skip("df says nothing of /dev/shm"), SHM_FREE.skip("df says nothing of /dev/shm")]
     threshold = f"at least {min_gib:.3g}"
-    size = check_values(SHM, {"/dev/shm": round(shm_space.size_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold)
+    size = check_values(
+        SHM, {"/dev/shm": round(shm_space.size_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold=threshold
+    )
     if size[0].severity != "OK":
         return [*memlock, *size]
     return [
         *memlock,
         *size,
         *check_values(
-            SHM_FREE, {"/dev/shm": round(shm_space.free_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold
+            SHM_FREE, {"/dev/shm": round(shm_space.free_bytes / GIB, 3)}, lambda gib: gib < min_gib, threshold=threshold
         ),
     ]
 

@@ -17,21 +17,21 @@ AVAILABLE = CheckRule(
     "memory.available",
     "share of memory that is available",
     "WARN",
-    f"at least {100 * MIN_FREE_SHARE:g}",
-    "%",
-    "ours: below that the kernel reclaims while it works",
-    "end what earlier jobs left behind",
-    "ps aux --sort=-rss | head",
+    threshold=f"at least {100 * MIN_FREE_SHARE:g}",
+    unit="%",
+    source="ours: below that the kernel reclaims while it works",
+    remedy="end what earlier jobs left behind",
+    command="ps aux --sort=-rss | head",
 )
 HEADROOM = CheckRule(
     "memory.headroom",
     "memory that is available, where CPUs compute",
     "FAIL",
-    "at least what the run's ranks need",
-    "GiB",
-    "the run (`phalanx memory`)",
-    "free memory, start fewer ranks, or take a layout that needs less",
-    "phalanx memory RUN.toml; free -h",
+    threshold="at least what the run's ranks need",
+    unit="GiB",
+    source="the run (`phalanx memory`)",
+    remedy="free memory, start fewer ranks, or take a layout that needs less",
+    command="phalanx memory RUN.toml; free -h",
 )
 RULES = (AVAILABLE, HEADROOM)
 CGROUP_V2 = "/sys/fs/cgroup", ("memory.max", "memory.current", "memory.stat"), "(?:in)?active_file"
@@ -49,18 +49,20 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     meminfo = sizes(machine)
     if not meminfo.get("MemTotal") or "MemAvailable" not in meminfo:
         raise CheckSkipped("/proc/meminfo does not say")
-    total, available = meminfo["MemTotal"], meminfo["MemAvailable"]
+    total = meminfo["MemTotal"]
+    available = meminfo["MemAvailable"]
     for limit, used in _cgroup_usage(machine):
         total, available = min(total, limit), max(0, min(available, limit - used))
     on_cpus = pci.runs_on_cpu(machine, expected)
     needed_bytes = (expected.rank_bytes or 0) * (expected.ranks or 1) if on_cpus else 0
     is_run = on_cpus and expected.precision is not None
     reason = "the layout, or how many ranks, is not said: --nproc" if is_run else "no run for CPUs"
-    free, threshold = {"": round(available / GIB, 2)}, f"at least {needed_bytes / GIB:.2f}"
+    free = {"": round(available / GIB, 2)}
+    threshold = f"at least {needed_bytes / GIB:.2f}"
     return [
         *check_values(AVAILABLE, {"": round(100 * available / total)}, lambda percent: percent < 100 * MIN_FREE_SHARE),
         *(
-            check_values(HEADROOM, free, lambda gib: gib < needed_bytes / GIB, threshold)
+            check_values(HEADROOM, free, lambda gib: gib < needed_bytes / GIB, threshold=threshold)
             if needed_bytes
             else [HEADROOM.skip(reason)]
         ),

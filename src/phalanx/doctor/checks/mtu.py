@@ -14,21 +14,21 @@ LARGE = CheckRule(
     "mtu.large",
     "MTU of the interfaces of RoCE ports",
     "WARN",
-    f"at least {MIN_MTU}",
-    "bytes",
-    "NVIDIA, RoCE (RDMA MTU 4096 needs 4200)",
-    "set the MTU of {device} to 9000, on its switch port too",
-    "ip link set {device} mtu 9000",
+    threshold=f"at least {MIN_MTU}",
+    unit="bytes",
+    source="NVIDIA, RoCE (RDMA MTU 4096 needs 4200)",
+    remedy="set the MTU of {device} to 9000, on its switch port too",
+    command="ip link set {device} mtu 9000",
 )
 SAME = CheckRule(
     "mtu.same",
     "MTU of the interfaces of RoCE ports",
     "FAIL",
-    "the same as the others'",
-    "bytes",
-    "Primus (MTU drift against the majority)",
-    "set the MTU of {device} to that of the others",
-    "ip link set {device} mtu 9000",
+    threshold="the same as the others'",
+    unit="bytes",
+    source="Primus (MTU drift against the majority)",
+    remedy="set the MTU of {device} to that of the others",
+    command="ip link set {device} mtu 9000",
 )
 RULES = (LARGE, SAME)
 
@@ -40,6 +40,6 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
         name: leading_number(machine.read(f"/sys/class/net/{name}/mtu") or "") or 0.0 for name in sorted(interfaces)
     }
     majority_mtu = most_common(sizes.values()) or 0.0
-    other = check_values(SAME, sizes, lambda size: size != majority_mtu, f"{majority_mtu:g}")
+    other = check_values(SAME, sizes, lambda size: size != majority_mtu, threshold=f"{majority_mtu:g}")
     common = {name: size for name, size in sizes.items() if size == majority_mtu}
     return [*check_values(LARGE, common, lambda size: size < MIN_MTU), *other]

@@ -15,34 +15,42 @@ SOCKETS = CheckRule(
     "nccl.fallback",
     "network that NCCL took",
     "FAIL",
-    "not sockets, where there are RDMA devices",
-    "",
-    "NCCL (NET/IB to NET/Socket)",
-    "find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before it in the log",
-    "grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
+    threshold="not sockets, where there are RDMA devices",
+    unit="",
+    source="NCCL (NET/IB to NET/Socket)",
+    remedy="find out why RDMA failed: NCCL_IB_HCA, memlock, /dev/infiniband in the container, the lines before "
+    "it in the log",
+    command="grep -e NET/ -e WARN LOG; NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET",
 )
 DIRECT = CheckRule(
     "nccl.gdr",
     "channels over the network without GPUDirect RDMA",
     "WARN",
-    "0",
-    "channels",
-    "NCCL (via NET/IB/0/GDRDMA)",
-    "load nvidia_peermem, or use a kernel and driver with dma-buf; see the way from GPU to card",
-    "modprobe nvidia_peermem; grep 'via NET' LOG",
+    threshold="0",
+    unit="channels",
+    source="NCCL (via NET/IB/0/GDRDMA)",
+    remedy="load nvidia_peermem, or use a kernel and driver with dma-buf; see the way from GPU to card",
+    command="modprobe nvidia_peermem; grep 'via NET' LOG",
 )
 WARNINGS = CheckRule(
-    "nccl.warnings", "warnings", "WARN", "none", "", "NCCL (NCCL WARN)", "read what NCCL says", "grep 'NCCL WARN' LOG"
+    "nccl.warnings",
+    "warnings",
+    "WARN",
+    threshold="none",
+    unit="",
+    source="NCCL (NCCL WARN)",
+    remedy="read what NCCL says",
+    command="grep 'NCCL WARN' LOG",
 )
 VERSION = CheckRule(
     "nccl.version",
     "NCCL of each host",
     "FAIL",
-    "the same",
-    "",
-    "NCCL (ranks of one communicator need one version)",
-    "install the same PyTorch on {device}",
-    "python -c 'import torch; print(torch.cuda.nccl.version())'",
+    threshold="the same",
+    unit="",
+    source="NCCL (ranks of one communicator need one version)",
+    remedy="install the same PyTorch on {device}",
+    command="python -c 'import torch; print(torch.cuda.nccl.version())'",
 )
 RULES = (SOCKETS, DIRECT, WARNINGS, VERSION)
 LINE_PATTERN = re.compile(r"^(?:.*?[\s:])??([\w.-]+):\d+:\d+ \[\d+\] (?:\S+:\d+ )?NCCL (INFO|WARN) (.*)$")
@@ -105,5 +113,7 @@ def _version_findings(lines: Sequence[str]) -> list[DoctorFinding]:
     versions = [(LINE_PATTERN.match(line), match[1]) for line in lines if (match := VERSION_PATTERN.search(line))]
     hosts = {(line[1] if line else "", version) for line, version in versions}
     majority = most_common(version for _, version in versions) or ""
-    other = [VERSION.violation(host, version, majority, host) for host, version in sorted(hosts) if version != majority]
+    other = [
+        VERSION.violation(host, version, majority, host=host) for host, version in sorted(hosts) if version != majority
+    ]
     return other or check_values(VERSION, dict(hosts), lambda _: False)

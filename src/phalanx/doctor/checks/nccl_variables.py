@@ -26,71 +26,71 @@ EXISTS = CheckRule(
     "nccl.interface",
     "interfaces that NCCL_SOCKET_IFNAME takes",
     "FAIL",
-    "at least one that is there",
-    "",
-    "NCCL (NCCL_SOCKET_IFNAME); Primus",
-    "name an interface of this node in {device}, or unset it",
-    "ip -br link; env | grep SOCKET_IFNAME",
+    threshold="at least one that is there",
+    unit="",
+    source="NCCL (NCCL_SOCKET_IFNAME); Primus",
+    remedy="name an interface of this node in {device}, or unset it",
+    command="ip -br link; env | grep SOCKET_IFNAME",
 )
 GLOO_EXISTS = CheckRule(
     "nccl.gloo_interface",
     "interfaces that GLOO_SOCKET_IFNAME names",
     "FAIL",
-    "all are there",
-    "",
-    "gloo (transport/tcp/device.cc): whole names; it knows no ^ and no =, and fails if one is missing",
-    "name whole interfaces of this node in {device}, separated by commas, or unset it",
-    "ip -br link",
+    threshold="all are there",
+    unit="",
+    source="gloo (transport/tcp/device.cc): whole names; it knows no ^ and no =, and fails if one is missing",
+    remedy="name whole interfaces of this node in {device}, separated by commas, or unset it",
+    command="ip -br link",
 )
 REACHED = CheckRule(
     "nccl.interface_local",
     "those of them that no other node reaches",
     "FAIL",
-    "none (lo, docker, veth, virbr)",
-    "",
-    "NCCL (its own default leaves lo and docker to the last)",
-    "name the interface in {device} by which other nodes are reached",
-    "ip -br addr",
+    threshold="none (lo, docker, veth, virbr)",
+    unit="",
+    source="NCCL (its own default leaves lo and docker to the last)",
+    remedy="name the interface in {device} by which other nodes are reached",
+    command="ip -br addr",
 )
 UP = CheckRule(
     "nccl.interface_up",
     "their state",
     "FAIL",
-    "one is up",
-    "",
-    "Linux (operstate)",
-    "bring the interface up, or name another in {device}",
-    "ip -br link",
+    threshold="one is up",
+    unit="",
+    source="Linux (operstate)",
+    remedy="bring the interface up, or name another in {device}",
+    command="ip -br link",
 )
 ROUTE = CheckRule(
     "nccl.route",
     "interface of the route to MASTER_ADDR",
     "WARN",
-    "one of NCCL_SOCKET_IFNAME's",
-    "",
-    "PyTorch and NCCL meet at MASTER_ADDR first",
-    "let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR",
-    "ip route get $MASTER_ADDR",
+    threshold="one of NCCL_SOCKET_IFNAME's",
+    unit="",
+    source="PyTorch and NCCL meet at MASTER_ADDR first",
+    remedy="let both use one network: NCCL_SOCKET_IFNAME, or another MASTER_ADDR",
+    command="ip route get $MASTER_ADDR",
 )
 CARDS = CheckRule(
     "nccl.hca",
     "RDMA devices that NCCL_IB_HCA names",
     "FAIL",
-    "are there",
-    "",
-    "NCCL (NCCL_IB_HCA)",
-    "name devices of this node in NCCL_IB_HCA, or unset it: NCCL falls back to sockets",
-    "ls /sys/class/infiniband; echo $NCCL_IB_HCA",
+    threshold="are there",
+    unit="",
+    source="NCCL (NCCL_IB_HCA)",
+    remedy="name devices of this node in NCCL_IB_HCA, or unset it: NCCL falls back to sockets",
+    command="ls /sys/class/infiniband; echo $NCCL_IB_HCA",
 )
 FORCED = CheckRule(
     "nccl.left_over",
     "variables that switch transports or algorithms off",
     "WARN",
-    "not set",
-    "",
-    "NCCL, environment variables (meant for debugging)",
-    "unset {device}: it costs bandwidth",
-    "unset {device}",
+    threshold="not set",
+    unit="",
+    source="NCCL, environment variables (meant for debugging)",
+    remedy="unset {device}: it costs bandwidth",
+    command="unset {device}",
 )
 RULES = (EXISTS, GLOO_EXISTS, REACHED, UP, ROUTE, CARDS, FORCED)
 
@@ -107,7 +107,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     }
     leftover = {name: machine.environment[name] for name in LEFTOVER_VARIABLES if _is_forced(machine, name)}
     return [
-        *_check_interfaces(machine, values, selected, interfaces, expected.nodes == 1),
+        *_check_interfaces(machine, values, selected, interfaces=interfaces, is_single_node=expected.nodes == 1),
         _check_route(
             machine, [name for name in selected.get(INTERFACE_VARIABLES[0], []) if not name.startswith(LOCAL_PREFIXES)]
         ),
@@ -231,7 +231,8 @@ def _resolve_address(machine: Machine, name: str) -> str | None:
 
 
 def _check_cards(machine: Machine) -> list[DoctorFinding]:
-    hca_filter, ports = machine.environment.get("NCCL_IB_HCA", ""), rdma_ports.rdma_ports(machine)
+    hca_filter = machine.environment.get("NCCL_IB_HCA", "")
+    ports = rdma_ports.rdma_ports(machine)
     if not hca_filter:
         return [CARDS.skip("NCCL_IB_HCA is not set")]
     if hca_filter.startswith("^"):  # to leave out what is not there does no harm

@@ -14,21 +14,21 @@ SPEED = CheckRule(
     "network.speed",
     "link of the interface that sockets use",
     "WARN",
-    f"at least {MIN_MBPS}, and without RDMA what the run counts on",
-    "Mb/s",
-    "ours: cables of today carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
-    "look at cable and switch port of {device}: with a broken pair of wires a link falls to 100 Mb/s",
-    "ethtool {device}",
+    threshold=f"at least {MIN_MBPS}, and without RDMA what the run counts on",
+    unit="Mb/s",
+    source="ours: cables of today carry that (1000BASE-T); the run (cluster.network_bytes_per_second)",
+    remedy="look at cable and switch port of {device}: with a broken pair of wires a link falls to 100 Mb/s",
+    command="ethtool {device}",
 )
 DUPLEX = CheckRule(
     "network.duplex",
     "duplex of that link",
     "WARN",
-    "full",
-    "",
-    "Linux (duplex of interfaces)",
-    "let both ends of {device} negotiate: one whose other end does not falls to half",
-    "ethtool {device}",
+    threshold="full",
+    unit="",
+    source="Linux (duplex of interfaces)",
+    remedy="let both ends of {device} negotiate: one whose other end does not falls to half",
+    command="ethtool {device}",
 )
 RULES = (SPEED, DUPLEX)
 
@@ -46,7 +46,7 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     duplex = {name: machine.read(f"/sys/class/net/{name}/duplex") or "" for name in speeds}
     min_mbps = max(MIN_MBPS, _required_mbps(machine, expected))
     return [
-        *check_values(SPEED, speeds, lambda speed: speed < min_mbps, f"at least {min_mbps:g}"),
+        *check_values(SPEED, speeds, lambda speed: speed < min_mbps, threshold=f"at least {min_mbps:g}"),
         *check_values(DUPLEX, duplex, "half".__eq__),
     ]
 
@@ -58,6 +58,7 @@ def _default_route_interfaces(machine: Machine) -> list[str]:
 
 
 def _required_mbps(machine: Machine, expected: Expectations) -> float:
-    speed, ranks = expected.network_bytes_per_second, expected.ranks
+    speed = expected.network_bytes_per_second
+    ranks = expected.ranks
     uses_rdma = rdma_ports.rdma_devices(machine) and expected.gpus != 0
     return 8e-6 * speed * ranks if speed and ranks and not uses_rdma else 0.0

@@ -17,51 +17,51 @@ ACTIVE = CheckRule(
     "nvlink.active",
     "inactive links",
     "FAIL",
-    "none where the GPU has active ones, or there are NVSwitches",
-    "links",
-    "Imbue (inactive is an error)",
-    "drain the node; reset the GPUs, restart the fabric manager, then have {device} reseated",
-    "nvidia-smi nvlink --status",
+    threshold="none where the GPU has active ones, or there are NVSwitches",
+    unit="links",
+    source="Imbue (inactive is an error)",
+    remedy="drain the node; reset the GPUs, restart the fabric manager, then have {device} reseated",
+    command="nvidia-smi nvlink --status",
 )
 COUNT = CheckRule(
     "nvlink.count",
     "links of each GPU",
     "FAIL",
-    "as many as the others'",
-    "links",
-    "OCI (count and speed)",
-    "drain the node and have {device} and its baseboard tested",
-    "nvidia-smi nvlink --status; nvidia-smi topo -m",
+    threshold="as many as the others'",
+    unit="links",
+    source="OCI (count and speed)",
+    remedy="drain the node and have {device} and its baseboard tested",
+    command="nvidia-smi nvlink --status; nvidia-smi topo -m",
 )
 SPEED = CheckRule(
     "nvlink.speed",
     "slowest link of each GPU",
     "FAIL",
-    "as fast as the others",
-    "GB/s",
-    "OCI (count and speed)",
-    "reset {device}; if the link stays slow, have it replaced",
-    "nvidia-smi nvlink --status",
+    threshold="as fast as the others",
+    unit="GB/s",
+    source="OCI (count and speed)",
+    remedy="reset {device}; if the link stays slow, have it replaced",
+    command="nvidia-smi nvlink --status",
 )
 ERRORS_RULE = CheckRule(
     "nvlink.errors",
     "replay, recovery and CRC errors of its worst link since the driver was loaded",
     "WARN",
-    f"less than {ERROR_THRESHOLD}",
-    "errors",
-    "Imbue (>= 5 errors warn)",
-    "watch whether they grow in a benchmark; if so, have {device} reseated",
-    "nvidia-smi nvlink -e",
+    threshold=f"less than {ERROR_THRESHOLD}",
+    unit="errors",
+    source="Imbue (>= 5 errors warn)",
+    remedy="watch whether they grow in a benchmark; if so, have {device} reseated",
+    command="nvidia-smi nvlink -e",
 )
 FABRIC = CheckRule(
     "nvlink.fabric_manager",
     "nvidia-fabricmanager, where there are NVSwitches",
     "FAIL",
-    "active",
-    "",
-    "NVIDIA, Fabric Manager User Guide",
-    "start it, of the driver's very version: without it CUDA fails on this machine",
-    "systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
+    threshold="active",
+    unit="",
+    source="NVIDIA, Fabric Manager User Guide",
+    remedy="start it, of the driver's very version: without it CUDA fails on this machine",
+    command="systemctl restart nvidia-fabricmanager; journalctl -u nvidia-fabricmanager",
 )
 RULES = (ACTIVE, COUNT, SPEED, ERRORS_RULE, FABRIC)
 LINK_PATTERN = re.compile(r"Link (\d+): (?:(<?inactive>?)|([\d.]+) GB/s)", re.IGNORECASE)
@@ -94,11 +94,14 @@ def _check_links(machine: Machine) -> list[DoctorFinding]:
     down = {gpu: sum(bool(off) for _, off, _ in links) for gpu, links in status.items() if speeds[gpu]}
     counts = {gpu: len(links) for gpu, links in status.items()}
     slowest = {gpu: min(link_speeds) for gpu, link_speeds in speeds.items() if link_speeds}
-    usual_count, usual_speed = most_common(counts.values()), most_common(slowest.values()) or 0.0
+    usual_count = most_common(counts.values())
+    usual_speed = most_common(slowest.values()) or 0.0
     return [
         *check_values(ACTIVE, down, lambda count: count > 0),
-        *check_values(COUNT, counts, lambda count: count != usual_count, f"{usual_count}"),
-        *check_values(SPEED, slowest, lambda speed: speed < MIN_SPEED_RATIO * usual_speed, f"{usual_speed:g}"),
+        *check_values(COUNT, counts, lambda count: count != usual_count, threshold=f"{usual_count}"),
+        *check_values(
+            SPEED, slowest, lambda speed: speed < MIN_SPEED_RATIO * usual_speed, threshold=f"{usual_speed:g}"
+        ),
         *_check_errors(machine),
     ]
 

@@ -10,7 +10,8 @@ from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check
 from phalanx.doctor.machine import Machine
 from phalanx.doctor.probes.nvidia_smi import leading_number
 
-NO_DEVICE, NOT_USED = "no RDMA device", "a run for CPUs uses no RDMA"
+NO_DEVICE = "no RDMA device"
+NOT_USED = "a run for CPUs uses no RDMA"
 ROOT = "/sys/class/infiniband"
 MAX_FLAPS = 5
 """AZNHC: more than 5 link flaps in 24 h."""
@@ -20,41 +21,41 @@ STATE = CheckRule(
     "rdma.state",
     "state of each port",
     "FAIL",
-    "4: ACTIVE, 5: LinkUp",
-    "",
-    "GCM, OCI",
-    "check cable and transceiver of {device}, and its switch port; leave it out with NCCL_IB_HCA until then",
-    "cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
+    threshold="4: ACTIVE, 5: LinkUp",
+    unit="",
+    source="GCM, OCI",
+    remedy="check cable and transceiver of {device}, and its switch port; leave it out with NCCL_IB_HCA until then",
+    command="cat /sys/class/infiniband/*/ports/*/{state,phys_state}; mlxlink -d {device}",
 )
 RATE = CheckRule(
     "rdma.rate",
     "rate of each port",
     "FAIL",
-    "as fast as the others, and as the run counts on",
-    "Gb/s",
-    "AZNHC (rate 400), OCI",
-    "check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
-    "cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
+    threshold="as fast as the others, and as the run counts on",
+    unit="Gb/s",
+    source="AZNHC (rate 400), OCI",
+    remedy="check cable, transceiver and switch port of {device}; a card for storage is left out by NCCL_IB_HCA",
+    command="cat /sys/class/infiniband/*/ports/*/rate; mlxlink -d {device}",
 )
 FLAPPING = CheckRule(
     "rdma.flaps",
     "times that a link went down, in 24 h since boot",
     "WARN",
-    f"at most {MAX_FLAPS}",
-    "flaps",
-    "AZNHC (> 5 flaps in 24 h)",
-    "clean or replace cable and transceiver of {device}",
-    "cat /sys/class/infiniband/*/ports/*/counters/link_downed",
+    threshold=f"at most {MAX_FLAPS}",
+    unit="flaps",
+    source="AZNHC (> 5 flaps in 24 h)",
+    remedy="clean or replace cable and transceiver of {device}",
+    command="cat /sys/class/infiniband/*/ports/*/counters/link_downed",
 )
 FIRMWARE = CheckRule(
     "rdma.firmware",
     "firmware of cards of one kind",
     "WARN",
-    "the same",
-    "",
-    "Primus, GCM (manifest)",
-    "update {device} to the firmware of the others",
-    "mlxfwmanager --query",
+    threshold="the same",
+    unit="",
+    source="Primus, GCM (manifest)",
+    remedy="update {device} to the firmware of the others",
+    command="mlxfwmanager --query",
 )
 RULES = (STATE, RATE, FLAPPING, FIRMWARE)
 
@@ -90,7 +91,7 @@ def rdma_ports(machine: Machine) -> dict[str, Port]:
             number = path.rpartition("/")[2]
             roce = machine.read(f"{path}/link_layer") == "Ethernet"
             name = device if number == "1" else f"{device}:{number}"
-            ports[name] = Port(device, number, roce, interfaces[0] if interfaces else None)
+            ports[name] = Port(device, number, roce, interface=interfaces[0] if interfaces else None)
     return ports
 
 
@@ -157,7 +158,9 @@ def check(machine: Machine, expected: Expectations) -> list[DoctorFinding]:
     return [
         *_skipped_ports(machine, ports),
         *check_values(STATE, states, lambda state: not re.match(r"4:.*5:", state)),
-        *check_values(RATE, rates, lambda rate: rate < MIN_RATE_RATIO * expected_gbps, f"at least {expected_gbps:g}"),
+        *check_values(
+            RATE, rates, lambda rate: rate < MIN_RATE_RATIO * expected_gbps, threshold=f"at least {expected_gbps:g}"
+        ),
         *check_values(FLAPPING, flaps_per_day, lambda count: count > MAX_FLAPS),
         *_check_firmware(machine, ports),
     ]
@@ -175,7 +178,8 @@ def _read_joined(machine: Machine, port: Port, *names: str) -> str:
 
 def _required_gbps(expected: Expectations, cards: int) -> float:
     """What each card must carry for the network that the run's cluster is said to have."""
-    speed, ranks = expected.network_bytes_per_second, expected.ranks
+    speed = expected.network_bytes_per_second
+    ranks = expected.ranks
     return 8e-9 * speed * ranks / cards if speed and ranks and cards else 0.0
 
 

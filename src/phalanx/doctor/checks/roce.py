@@ -16,61 +16,62 @@ READABLE = CheckRule(
     "roce.readable",
     "what mlnx_qos says of each interface",
     "WARN",
-    "trust, mapping and PFC",
-    "",
-    "mlnx_qos (MLNX_OFED)",
-    "run it as root; whether {device} is lossless is not known",
-    "mlnx_qos -i {device}",
+    threshold="trust, mapping and PFC",
+    unit="",
+    source="mlnx_qos (MLNX_OFED)",
+    remedy="run it as root; whether {device} is lossless is not known",
+    command="mlnx_qos -i {device}",
 )
 TRUST = CheckRule(
     "roce.trust",
     "what decides a packet's priority",
     "FAIL",
-    "dscp",
-    "",
-    "NVIDIA, RoCE configuration (trust state)",
-    "trust DSCP: RoCE v2 carries no VLAN priority over routers",
-    "mlnx_qos -i {device} --trust dscp",
+    threshold="dscp",
+    unit="",
+    source="NVIDIA, RoCE configuration (trust state)",
+    remedy="trust DSCP: RoCE v2 carries no VLAN priority over routers",
+    command="mlnx_qos -i {device} --trust dscp",
 )
 PFC = CheckRule(
     "roce.pfc",
     "priorities that PFC keeps from loss",
     "FAIL",
-    "one",
-    "",
-    "NVIDIA, RoCE configuration (priority 3 by default)",
-    "switch PFC on for one priority, on the switches too; each more takes buffers of that",
-    "mlnx_qos -i {device} --pfc 0,0,0,1,0,0,0,0",
+    threshold="one",
+    unit="",
+    source="NVIDIA, RoCE configuration (priority 3 by default)",
+    remedy="switch PFC on for one priority, on the switches too; each more takes buffers of that",
+    command="mlnx_qos -i {device} --pfc 0,0,0,1,0,0,0,0",
 )
 CLASS = CheckRule(
     "roce.traffic_class",
     f"priority of NCCL's packets ({TC_VARIABLE} = 4 x DSCP, and the DSCP's priority)",
     "FAIL",
-    "one that PFC keeps from loss",
-    "",
-    "NVIDIA, RoCE configuration; Primus sets the variable so",
-    f"set {TC_VARIABLE} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
-    "mlnx_qos -i {device}; export NCCL_IB_TC=106",
+    threshold="one that PFC keeps from loss",
+    unit="",
+    source="NVIDIA, RoCE configuration; Primus sets the variable so",
+    remedy=f"set {TC_VARIABLE} to 4 x a DSCP of the lossless priority (106 is DSCP 26, priority 3, and ECN-capable)",
+    command="mlnx_qos -i {device}; export NCCL_IB_TC=106",
 )
 ECN = CheckRule(
     "roce.ecn",
     "ECN for that priority, where packets are notified and where senders slow down",
     "FAIL",
-    "1, 1",
-    "",
-    "NVIDIA, DCQCN (roce_np and roce_rp)",
-    "switch ECN on for the lossless priority, on the switches too",
-    "echo 1 > /sys/class/net/{device}/ecn/roce_np/enable/3; echo 1 > /sys/class/net/{device}/ecn/roce_rp/enable/3",
+    threshold="1, 1",
+    unit="",
+    source="NVIDIA, DCQCN (roce_np and roce_rp)",
+    remedy="switch ECN on for the lossless priority, on the switches too",
+    command="echo 1 > /sys/class/net/{device}/ecn/roce_np/enable/3; echo 1 > "
+    "/sys/class/net/{device}/ecn/roce_rp/enable/3",
 )
 CNP = CheckRule(
     "roce.cnp",
     "priority of congestion notifications",
     "WARN",
-    "another than the lossless one",
-    "",
-    "NVIDIA, DCQCN (CNP priority 6 by default)",
-    "give CNPs a priority of their own: paused, they come too late",
-    "echo 6 > /sys/class/net/{device}/ecn/roce_np/cnp_802p_prio",
+    threshold="another than the lossless one",
+    unit="",
+    source="NVIDIA, DCQCN (CNP priority 6 by default)",
+    remedy="give CNPs a priority of their own: paused, they come too late",
+    command="echo 6 > /sys/class/net/{device}/ecn/roce_np/cnp_802p_prio",
 )
 RULES = (READABLE, TRUST, PFC, CLASS, ECN, CNP)
 PRIORITY_PATTERN = re.compile(r"prio:\s*(\d+) dscp:([\d,]+)")
@@ -90,7 +91,8 @@ class QosConfig:
 
 def parse_mlnx_qos(text: str) -> QosConfig | None:
     """The answer of mlnx_qos -i; None where it does not have all."""
-    trust, enabled = re.search(r"Priority trust state: (\w+)", text), PFC_PATTERN.search(text)
+    trust = re.search(r"Priority trust state: (\w+)", text)
+    enabled = PFC_PATTERN.search(text)
     if not trust or not enabled:
         return None
     priority = {int(dscp): int(prio) for prio, row in PRIORITY_PATTERN.findall(text) for dscp in row.split(",") if dscp}

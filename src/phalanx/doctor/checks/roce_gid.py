@@ -7,7 +7,8 @@ from phalanx.doctor.expectations import Expectations
 from phalanx.doctor.finding import CheckRule, CheckSkipped, DoctorFinding, check_values
 from phalanx.doctor.machine import Machine
 
-ROCE_V2, LINK_LOCAL_ROCE_V2 = "RoCE v2", "link-local RoCE v2"
+ROCE_V2 = "RoCE v2"
+LINK_LOCAL_ROCE_V2 = "link-local RoCE v2"
 LINK_LOCAL_PREFIX = "fe80:0000:0000:0000:"
 """Every port that is up has such a GID; no router forwards it, and NCCL never takes one by itself (validGid in its
 transport/net_ib.cc)."""
@@ -16,22 +17,23 @@ ROUTABLE = CheckRule(
     "roce.gid",
     "RoCE v2 GIDs of each port, but link-local ones",
     "FAIL",
-    "at least 1",
-    "GIDs",
-    "Primus (0 RoCE-v2 GIDs fail)",
-    "give the interface of {device} an IP address, and the card RoCE v2 as its mode",
-    "show_gids {device}; cma_roce_mode -d {device}",
+    threshold="at least 1",
+    unit="GIDs",
+    source="Primus (0 RoCE-v2 GIDs fail)",
+    remedy="give the interface of {device} an IP address, and the card RoCE v2 as its mode",
+    command="show_gids {device}; cma_roce_mode -d {device}",
 )
 CHOSEN = CheckRule(
     "roce.gid_index",
     f"the GID that {INDEX_VARIABLE} names",
     "FAIL",
-    ROCE_V2,
-    "",
-    "NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
-    f"set {INDEX_VARIABLE} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 and newer find "
+    threshold=ROCE_V2,
+    unit="",
+    source="NCCL (NCCL_IB_GID_INDEX); RoCE v1 is not routed",
+    remedy=f"set {INDEX_VARIABLE} to the index of a RoCE v2 GID with an IPv4 address, or unset it: NCCL 2.21 "
+    f"and newer find "
     "it",
-    "show_gids {device}",
+    command="show_gids {device}",
 )
 RULES = (ROUTABLE, CHOSEN)
 
@@ -65,7 +67,8 @@ def _gid_kinds(machine: Machine, port: rdma_ports.Port) -> dict[str, str]:
     """The kind of each GID that is not zero, by index."""
     kinds = {}
     for path in machine.glob(f"{port.path}/gids/*"):
-        index, gid = path.rpartition("/")[2], machine.read(path) or ""
+        index = path.rpartition("/")[2]
+        gid = machine.read(path) or ""
         if gid.replace(":", "").strip("0"):
             kind = machine.read(f"{port.path}/gid_attrs/types/{index}") or "unknown"
             kinds[index] = LINK_LOCAL_ROCE_V2 if kind == ROCE_V2 and gid.startswith(LINK_LOCAL_PREFIX) else kind

@@ -21,41 +21,41 @@ IMPORTS = CheckRule(
     "software.torch",
     "PyTorch",
     "FAIL",
-    f"is imported within {TORCH_SECONDS} s",
-    "",
-    "ours",
-    "install it, or move the environment to a faster disk",
-    "python -X importtime -c 'import torch'",
+    threshold=f"is imported within {TORCH_SECONDS} s",
+    unit="",
+    source="ours",
+    remedy="install it, or move the environment to a faster disk",
+    command="python -X importtime -c 'import torch'",
 )
 CUDA = CheckRule(
     "software.cuda",
     "GPUs that PyTorch can use",
     "FAIL",
-    "all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
-    "GPUs",
-    "Primus (torch count = smi count)",
-    "install a PyTorch for this driver's CUDA, or a newer driver",
-    "python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
+    threshold="all that nvidia-smi lists, or CUDA_VISIBLE_DEVICES names",
+    unit="GPUs",
+    source="Primus (torch count = smi count)",
+    remedy="install a PyTorch for this driver's CUDA, or a newer driver",
+    command="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'",
 )
 CUDA_STARTS = CheckRule(
     "software.cuda_starts",
     "a number on a GPU, by PyTorch",
     "FAIL",
-    "is there",
-    "",
-    "CUDA (errors of its initialization: driver too old, system not yet initialized)",
-    "install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
-    "python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
+    threshold="is there",
+    unit="",
+    source="CUDA (errors of its initialization: driver too old, system not yet initialized)",
+    remedy="install a PyTorch for this driver's CUDA, or a newer driver; at error 802 start the fabric manager",
+    command="python -c 'import torch; torch.zeros(1).cuda()'; nvidia-smi; systemctl status nvidia-fabricmanager",
 )
 PEER = CheckRule(
     "software.peer_memory",
     "nvidia_peermem, or dma-buf by the open kernel module",
     "WARN",
-    "one of them is there",
-    "",
-    "NVIDIA, GPUDirect RDMA",
-    "load it: RDMA goes through the host's memory else",
-    "modprobe nvidia_peermem",
+    threshold="one of them is there",
+    unit="",
+    source="NVIDIA, GPUDirect RDMA",
+    remedy="load it: RDMA goes through the host's memory else",
+    command="modprobe nvidia_peermem",
 )
 RULES = (IMPORTS, CUDA, CUDA_STARTS, PEER)
 GPU_ID_PATTERN = re.compile(r"\d+|(GPU|MIG)-\S+")
@@ -116,7 +116,9 @@ def _check_cuda(machine: Machine, facts: dict[str, Any]) -> list[DoctorFinding]:
     except CheckSkipped as skipped:
         return [CUDA.skip(str(skipped))]
     expected_gpus = num_gpus if visible is None else min(num_gpus, _count_visible(visible))
-    return check_values(CUDA, {"torch": int(facts["gpus"])}, lambda count: count < expected_gpus, f"{expected_gpus}")
+    return check_values(
+        CUDA, {"torch": int(facts["gpus"])}, lambda count: count < expected_gpus, threshold=f"{expected_gpus}"
+    )
 
 
 def _check_cuda_starts(facts: dict[str, Any]) -> DoctorFinding:

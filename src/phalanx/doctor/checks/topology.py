@@ -17,31 +17,32 @@ READABLE = CheckRule(
     "topology.readable",
     "the matrix of nvidia-smi topo -m",
     "WARN",
-    "can be read",
-    "",
-    "phalanx.spec.topology.nvidia_smi",
-    "look at it: `phalanx placement` cannot use it",
-    "nvidia-smi topo -m",
+    threshold="can be read",
+    unit="",
+    source="phalanx.spec.topology.nvidia_smi",
+    remedy="look at it: `phalanx placement` cannot use it",
+    command="nvidia-smi topo -m",
 )
 ISLANDS = CheckRule(
     "topology.nvlink",
     "GPUs that NVLinks join",
     "FAIL",
-    "groups of one size, each GPU with as many links",
-    "",
-    "NVIDIA, NVSwitch (every pair joined)",
-    "drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
-    "nvidia-smi topo -m",
+    threshold="groups of one size, each GPU with as many links",
+    unit="",
+    source="NVIDIA, NVSwitch (every pair joined)",
+    remedy="drain the node: some GPUs talk over PCIe; reset GPUs and fabric manager",
+    command="nvidia-smi topo -m",
 )
 LOCALITY = CheckRule(
     "topology.nic",
     "way from each GPU to its nearest network card",
     "WARN",
-    f"PIX or {MAX_GDR_DISTANCE}",
-    "",
-    "NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
-    "give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes through the CPU",
-    "nvidia-smi topo -m; phalanx placement RUN.toml --topology FILE",
+    threshold=f"PIX or {MAX_GDR_DISTANCE}",
+    unit="",
+    source="NCCL (NCCL_NET_GDR_LEVEL, default PXB)",
+    remedy="give each GPU a card below its own PCIe switch, or have it moved there: data of {device} goes "
+    "through the CPU",
+    command="nvidia-smi topo -m; phalanx placement RUN.toml --topology FILE",
 )
 RULES = (READABLE, ISLANDS, LOCALITY)
 

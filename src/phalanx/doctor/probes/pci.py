@@ -7,7 +7,8 @@ from phalanx.doctor.machine import Machine
 
 DEVICES = "/sys/bus/pci/devices"
 NVIDIA = "0x10de"
-GPU, BRIDGE = ("0x0300", "0x0302"), ("0x0680",)
+GPU = ("0x0300", "0x0302")
+BRIDGE = ("0x0680",)
 """Beginnings of class codes (PCI Code and ID Assignment Specification); an NVSwitch is a bridge."""
 
 

@@ -95,16 +95,16 @@ def check_job(job: ClusterJob) -> None:
         run.swarm is None,
         "swarm",
         run.swarm and run.swarm.method,
-        "is for several sites, not for the nodes of one",
-        "lead it with phalanx swarm serve; to train it on one site alone: --set swarm=",
+        problem="is for several sites, not for the nodes of one",
+        fix="lead it with phalanx swarm serve; to train it on one site alone: --set swarm=",
     )
     if run.auto_layout:  # chosen where it starts, for the ranks that are there
         require(
             run.cluster.preset is not None,
             "layout",
             "auto",
-            "needs to know the machine, and nobody names it",
-            "set cluster.preset, or write a layout down with phalanx plan RUN.toml --out FILE",
+            problem="needs to know the machine, and nobody names it",
+            fix="set cluster.preset, or write a layout down with phalanx plan RUN.toml --out FILE",
         )
         return
     for nodes in sorted({job.min_nodes, job.max_nodes}):
@@ -114,7 +114,7 @@ def check_job(job: ClusterJob) -> None:
         except UserError as error:
             size_text = f"{plural(nodes, 'node')} of {plural(job.nproc, 'rank')}"
             fix = f"{error.fix}; or ask for other --nodes or --nproc".removeprefix("; or ")
-            raise UserError(error.field, error.value, f"on {size_text}: {error.problem}", fix) from None
+            raise UserError(error.field, error.value, f"on {size_text}: {error.problem}", fix=fix) from None
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -128,8 +128,8 @@ def parse_nodes(text: str) -> tuple[int, int]:
         0 < min_nodes <= max_nodes,
         "--nodes",
         text,
-        "is no number of nodes",
-        "write how many (4), or the fewest and the most (2:4)",
+        problem="is no number of nodes",
+        fix="write how many (4), or the fewest and the most (2:4)",
     )
     return min_nodes, max_nodes
 
@@ -145,7 +145,7 @@ def ranks_per_node(run: RunSpec, requested: int | None) -> int:
             "--nproc",
             None,
             "is needed: the GPUs of a node cannot be counted from here",
-            'give --nproc, or set cluster.nproc_per_node (or cluster.device = "cpu")',
+            fix='give --nproc, or set cluster.nproc_per_node (or cluster.device = "cpu")',
         )
     return nproc
 

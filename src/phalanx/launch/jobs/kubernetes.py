@@ -10,7 +10,8 @@ from phalanx.launch.jobs.volume import WORK, job_environment, require_options
 from phalanx.spec.base import require
 from phalanx.spec.errors import EXIT_STOPPED
 
-RUN_FOLDER, RUN_FILE = "/etc/phalanx", "run.toml"
+RUN_FOLDER = "/etc/phalanx"
+RUN_FILE = "run.toml"
 MAX_NAME_LENGTH = 52
 """Of a Job, so that its pods' host names, which have an index behind it, have at most 63 characters."""
 FAILURES_PER_NODE = 6
@@ -199,7 +200,7 @@ def _job_name(run_name: str) -> str:
         len(name) <= MAX_NAME_LENGTH and name[0].isalpha(),
         "name",
         run_name,
-        f"is no name for Kubernetes, whose services begin with a letter and have at most {MAX_NAME_LENGTH}",
-        "take another with --set name=...",
+        problem=f"is no name for Kubernetes, whose services begin with a letter and have at most {MAX_NAME_LENGTH}",
+        fix="take another with --set name=...",
     )
     return name

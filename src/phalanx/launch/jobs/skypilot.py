@@ -63,8 +63,8 @@ def skypilot(
         bool(job.gpus) or not accelerator,
         "--accelerator",
         accelerator,
-        'has no meaning with cluster.device = "cpu"',
-        "leave it out, or set another device",
+        problem='has no meaning with cluster.device = "cpu"',
+        fix="leave it out, or set another device",
     )
     resources = {
         **({"accelerators": f"{accelerator}:{job.gpus}"} if job.gpus else {}),

@@ -89,9 +89,9 @@ def slurm(job: ClusterJob, time: str | None = None, partition: str | None = None
             parse_time_limit(time) > STARTING_SECONDS + SAVING_SECONDS,
             "--time",
             time,
-            f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
+            problem=f"leaves nothing to train: the first {STARTING_SECONDS // 60} minutes are for starting, the last "
             f"{SAVING_SECONDS // 60} for saving",
-            "give more",
+            fix="give more",
         )
     settings = [  # without --ntasks-per-node, with which Slurm gives the fewest nodes of a range rather than the most
         f"--job-name={job.run.name}",
@@ -139,7 +139,7 @@ def parse_time_limit(time: str) -> int:
     Raises UserError for anything else.
     """
     match = re.fullmatch(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})", time)
-    require(match is not None, "--time", time, "is no time limit", "write it as HH:MM:SS, or as D-HH:MM:SS")
+    require(match is not None, "--time", time, problem="is no time limit", fix="write it as HH:MM:SS, or as D-HH:MM:SS")
     assert match is not None
     parts = [int(part) for part in match["rest"].split(":")]
     if match["days"]:

@@ -23,7 +23,7 @@ def require_options(options: Mapping[str, tuple[str | None, str]]) -> list[str]:
     missing = [name for name, (value, _) in options.items() if not value]
     if missing:
         raise UserErrorGroup(
-            [UserError(name, None, f"is needed: {options[name][1]}", f"give {name}") for name in missing]
+            [UserError(name, None, f"is needed: {options[name][1]}", fix=f"give {name}") for name in missing]
         )
     return [value for value, _ in options.values() if value]
 
@@ -38,8 +38,8 @@ def job_environment(job: ClusterJob) -> dict[str, tuple[str, str]]:
         out.is_relative_to(WORK) and ".." not in out.parts and not job.run.output_dir.startswith("~"),
         "output_dir",
         job.run.output_dir,
-        f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
-        'write it without / in front, as "runs"',
+        problem=f"is not on the volume, which is {WORK} there: checkpoints would be lost with their machines",
+        fix='write it without / in front, as "runs"',
     )
     variables = job.environment(str(out / job.run.name))
     for name, text in sorted(os.environ.items()):

@@ -21,7 +21,8 @@ from phalanx.spec.files.hf_families import require_known_fields
 from phalanx.spec.files.load import hf_config_file
 from phalanx.spec.model import ModelSpec
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"
 HEAD = "lm_head.weight"
 IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|(^|\.)h\.\d+\.attn\.(masked_)?bias$")
@@ -52,12 +53,12 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
     config = read_json(config_file)
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        raise UserError("config.json model_type", kind, "is not supported", f"known: {', '.join(FAMILIES)}")
+        raise UserError("config.json model_type", kind, "is not supported", fix=f"known: {', '.join(FAMILIES)}")
     if config.get("quantization_config"):
-        raise UserError(FIELD, str(directory), "holds quantized weights", "give the checkpoint in bf16 or fp32")
+        raise UserError(FIELD, str(directory), "holds quantized weights", fix="give the checkpoint in bf16 or fp32")
     require_known_fields(config)
     files = _tensor_files(directory)
-    names = _stored_names(kind, spec, files, directory)
+    names = _stored_names(kind, spec, files, directory=directory)
     opened = cache(_open_safetensors)
 
     def read_weight(name: str, shape: torch.Size) -> Tensor:
@@ -77,7 +78,7 @@ def open_hf_weights(directory: str | Path, spec: ModelSpec) -> Callable[[str, to
         embedding = hf_location(kind, "embedding.weight").name
         if not torch.equal(_read_tensor(opened(files[HEAD]), HEAD), read_tensor(embedding)):
             problem = f"differs from {embedding}, to which tie_word_embeddings ties it; transformers keeps both"
-            raise UserError(FIELD, HEAD, problem, "set model.tie_embeddings = false")
+            raise UserError(FIELD, HEAD, problem, fix="set model.tie_embeddings = false")
     return read_weight
 
 
@@ -92,13 +93,13 @@ def _stored_names(kind: str, spec: ModelSpec, files: Mapping[str, Path], directo
     for hf_name in hf_sources(kind, parameter_shapes(spec)):
         names[hf_name] = hf_name if hf_name in files else hf_name.removeprefix(prefix)
         if names[hf_name] not in files:
-            raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", SHAPE_FIX)
+            raise UserError(FIELD, str(directory), f"has no tensor {hf_name}", fix=SHAPE_FIX)
     tied = {HEAD} if spec.tie_embeddings else set()
     unread = sorted(name for name in files.keys() - set(names.values()) - tied if not IGNORED_TENSORS.search(name))
     if unread:
         more = f", as are {len(unread) - 1} more" if len(unread) > 1 else ""
         note = " (transformers drops it too: without a bias in config.json there is none)" * unread[0].endswith(".bias")
-        raise UserError(FIELD, unread[0], f"is a tensor that the model would not use{note}{more}", SHAPE_FIX)
+        raise UserError(FIELD, unread[0], f"is a tensor that the model would not use{note}{more}", fix=SHAPE_FIX)
     return names
 
 
@@ -106,16 +107,16 @@ def _read_tensor(file: Any, name: str) -> Tensor:
     try:
         tensor: Tensor = file.get_tensor(name)
     except SafetensorError as error:
-        raise UserError(FIELD, name, f"cannot be read: {error}", DOWNLOAD_FIX) from None
+        raise UserError(FIELD, name, f"cannot be read: {error}", fix=DOWNLOAD_FIX) from None
     if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise UserError(FIELD, name, f"is quantized ({tensor.dtype})", "give the checkpoint in bf16 or fp32")
+        raise UserError(FIELD, name, f"is quantized ({tensor.dtype})", fix="give the checkpoint in bf16 or fp32")
     return tensor
 
 
 def _check_shape(tensor: Tensor, hf_name: str, shape: torch.Size) -> Tensor:
     if tensor.shape != shape:
         problem = f"has shape {list(tensor.shape)} where the model has {list(shape)}"
-        raise UserError(FIELD, hf_name, problem, SHAPE_FIX)
+        raise UserError(FIELD, hf_name, problem, fix=SHAPE_FIX)
     return tensor
 
 
@@ -124,7 +125,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if (directory / ADAPTER_FILE).is_file():
         problem = f"holds an adapter ({ADAPTER_FILE}) over the weights of another model"
         raise UserError(
-            FIELD, str(directory), problem, "merge it into the model: merge_and_unload(), save_pretrained()"
+            FIELD, str(directory), problem, fix="merge it into the model: merge_and_unload(), save_pretrained()"
         )
     single_file = directory / SINGLE_FILE
     if single_file.is_file():
@@ -134,19 +135,19 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         # Only the last part: an index from outside must not point out of its directory.
         files = {tensor: directory / Path(str(file)).name for tensor, file in weight_map.items()}
         if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", "download the whole checkpoint")
+            raise UserError(FIELD, str(directory), f"lacks {', '.join(missing)}", fix="download the whole checkpoint")
         return files
     if any(directory.glob("*.bin")):
         problem = "has its weights as pickled .bin only, which may run code when they are read"
-        raise UserError(FIELD, str(directory), problem, "save it again as safetensors")
-    raise UserError(FIELD, str(directory), f"has no {SINGLE_FILE}", DIRECTORY_FIX)
+        raise UserError(FIELD, str(directory), problem, fix="save it again as safetensors")
+    raise UserError(FIELD, str(directory), f"has no {SINGLE_FILE}", fix=DIRECTORY_FIX)
 
 
 def _open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(FIELD, str(file), f"cannot be read: {error}", DOWNLOAD_FIX) from None
+        raise UserError(FIELD, str(file), f"cannot be read: {error}", fix=DOWNLOAD_FIX) from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -154,6 +155,6 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except OSError:
-        raise UserError(FIELD, str(file), "no such file", DIRECTORY_FIX) from None
+        raise UserError(FIELD, str(file), "no such file", fix=DIRECTORY_FIX) from None
     except (ValueError, TypeError) as error:
-        raise UserError(FIELD, str(file), f"is not valid JSON: {error}", DOWNLOAD_FIX) from None
+        raise UserError(FIELD, str(file), f"is not valid JSON: {error}", fix=DOWNLOAD_FIX) from None

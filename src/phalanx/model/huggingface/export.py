@@ -62,18 +62,18 @@ def export_hf(
     """
     directory = Path(directory).expanduser()
     if dtype not in PRECISIONS:
-        raise UserError("dtype", dtype, "is not supported", f"use one of {', '.join(PRECISIONS)}")
+        raise UserError("dtype", dtype, "is not supported", fix=f"use one of {', '.join(PRECISIONS)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError("directory", str(directory), "exists and is not empty", "give a new one")
+        raise UserError("directory", str(directory), "exists and is not empty", fix="give a new one")
     config = hf_config(spec) if source is None else merge_hf_config(spec, read_json(source / "config.json"))
     dtype_fields = [field for field in ("torch_dtype", "dtype") if field in config]
     config |= dict.fromkeys(dtype_fields or ["torch_dtype"], str(TORCH_DTYPES[dtype]).removeprefix("torch."))
     source_files = {} if source is None else _list_files(source)
-    texts, kept_names = _settle_files(config, spec, tokenizer, eos_id, source, source_files)
+    texts, kept_names = _settle_files(config, spec, tokenizer, eos_id=eos_id, source=source, source_files=source_files)
     shapes = parameter_shapes(spec)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tensors[name].shape != shape]
     if wrong:
-        raise UserError("weights", wrong[0], "is missing or of another shape", "export a whole checkpoint")
+        raise UserError("weights", wrong[0], "is missing or of another shape", fix="export a whole checkpoint")
     sources = hf_sources(config["model_type"], shapes)
     partial_directory = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial_directory.mkdir(parents=True)
@@ -81,7 +81,9 @@ def export_hf(
         _copy_files({name: source_files[name] for name in kept_names}, partial_directory)
         for name, text in texts.items():
             (partial_directory / name).write_text(text, encoding="utf-8")
-        _write_tensors(sources, shapes, tensors, partial_directory, TORCH_DTYPES[dtype], shard_bytes)
+        _write_tensors(
+            sources, shapes, tensors, directory=partial_directory, dtype=TORCH_DTYPES[dtype], shard_bytes=shard_bytes
+        )
         for file in partial_directory.glob("*.safetensors"):  # which safetensors makes for their owner alone
             shutil.copymode(partial_directory / "config.json", file)
         partial_directory.rename(directory)

@@ -121,7 +121,7 @@ def hf_location(kind: str, name: str) -> TensorLocation:
     location = FAMILIES[kind].get(re.sub(r"^blocks\.\d+\.", "blocks.{i}.", name))
     if location is None:
         problem = f"has no counterpart in a checkpoint of type {kind}"
-        raise UserError("model.from_hf", name, problem, "leave the model's shape as its config.json has it")
+        raise UserError("model.from_hf", name, problem, fix="leave the model's shape as its config.json has it")
     return location._replace(name=location.name.replace("{i}", layer[1])) if layer else location
 
 

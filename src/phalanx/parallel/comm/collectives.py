@@ -68,7 +68,9 @@ class ReduceScatter:
 
     def __init__(self, sent: Tensor, out: Tensor, group: dist.ProcessGroup, exposed: WaitTimer) -> None:
         """`sent` [N x n] holds a part for each of the N ranks, `out` [n] takes this rank's."""
-        self.sent, self.out, self.exposed = sent, out, exposed
+        self.sent = sent
+        self.out = out
+        self.exposed = exposed
         self.received: Tensor | None = None
         if sent.device.type == "cpu" or sent.dtype == torch.bfloat16:
             self.received = torch.empty_like(sent)

@@ -46,7 +46,8 @@ class TimedWork(dist.Work):
 
     def __init__(self, work: dist.Work, exposed: WaitTimer) -> None:
         super().__init__()
-        self.work, self.exposed = work, exposed
+        self.work = work
+        self.exposed = exposed
 
     def wait(self, *timeout: timedelta) -> bool:
         with self.exposed.measure():

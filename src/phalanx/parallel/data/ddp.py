@@ -38,7 +38,8 @@ class OverlappingReplica(Strategy):
     ) -> None:
         """`excluded` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.excluded_names, self.bucket_bytes = excluded, int(layout.bucket_mb * 2**20)
+        self.excluded_names = excluded
+        self.bucket_bytes = int(layout.bucket_mb * 2**20)
 
     def finalize_gradients(self) -> None:
         for parameter in self.trainable_parameters.values():
@@ -61,11 +62,9 @@ class DDP(Strategy):
     ) -> None:
         """`excluded` are parameters whose gradients these ranks do not sum."""
         super().__init__(module, group)
-        self.loss_scale, self.excluded_names, self.finds_unused_parameters = (
-            float(group.size()),
-            excluded,
-            layout.ddp_find_unused_parameters,
-        )
+        self.loss_scale = float(group.size())
+        self.excluded_names = excluded
+        self.finds_unused_parameters = layout.ddp_find_unused_parameters
         # The routers' buffers are kept equal by summing their loads; DDP need not broadcast them at every forward pass.
         ignored = [name for name, _ in module.named_buffers()]
         ignored += [

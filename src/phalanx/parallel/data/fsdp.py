@@ -151,7 +151,7 @@ class FSDP(Strategy):
         gradients = [[parameter.grad for parameter in piece] for piece in pieces]
         self.zero_grad()
         for index, (piece, piece_gradients) in enumerate(zip(pieces, gradients, strict=True)):
-            with self.offload.stepping(index, optimizers, piece, []):
+            with self.offload.stepping(index, optimizers, piece, gradients=[]):
                 step_parameters(optimizers, piece, piece_gradients)
 
     def _largest_bytes(self, named_parameter: tuple[str, nn.Parameter]) -> int:
@@ -219,14 +219,15 @@ class DeferredReduceScatter(DefaultReduceScatter):
     """
 
     def __init__(self, exposed: WaitTimer, deferred: bool) -> None:
-        self.exposed, self.deferred = exposed, deferred
+        self.exposed = exposed
+        self.deferred = deferred
         self._pending: ReduceScatter | None = None
 
     def __call__(  # type: ignore[override]  # FSDP2 drops what comes back
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         self.finish()
-        self._pending = ReduceScatter(input_tensor, output_tensor, group, self.exposed)
+        self._pending = ReduceScatter(input_tensor, output_tensor, group, exposed=self.exposed)
         if not self.deferred:
             self.finish()
 

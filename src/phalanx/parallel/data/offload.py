@@ -82,7 +82,8 @@ class DiskOffload(CpuOffload):
         self.files: dict[int, MappedFile] = {}
         """By the address of their tensor."""
         self.pieces: dict[int, list[MappedFile]] = {}
-        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(NUM_WRITERS)
+        self._reader = ThreadPoolExecutor(1)
+        self._writer = ThreadPoolExecutor(NUM_WRITERS)
         self._pending_writes: list[Future[None]] = []
         # What the launcher has for speed is undone: memory is what is short here.
         tune_malloc(MMAP_THRESHOLD_BYTES, mmap_threshold_bytes=MMAP_THRESHOLD_BYTES)
@@ -160,7 +161,8 @@ class MappedFile:
 
     def read(self) -> None:
         """Read all of it, so that nobody waits for a page of it."""
-        address, size = ctypes.c_void_p(self.tensor.data_ptr()), ctypes.c_size_t(len(self.memory))
+        address = ctypes.c_void_p(self.tensor.data_ptr())
+        size = ctypes.c_size_t(len(self.memory))
         if ctypes.CDLL(None).madvise(address, size, MADV_POPULATE_READ):  # the mmap module's would hold the GIL
             self.memory.madvise(mmap.MADV_WILLNEED)
 
@@ -194,4 +196,4 @@ def _wrap_like(tensor: Tensor, local: Tensor) -> Tensor:
     """`local` as this rank's part of a tensor that is split as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return local
-    return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+    return as_dtensor(local, tensor.device_mesh, tensor.placements, shape=tensor.shape)

@@ -62,7 +62,7 @@ def build_parameter_server(module: nn.Module, layout: Layout, device: torch.devi
             "layout.data_parallel",
             layout.data_parallel,
             f"sends parameters as one vector, of one dtype: there is {description}",
-            "convert the module to one dtype, or use another layout.data_parallel",
+            fix="convert the module to one dtype, or use another layout.data_parallel",
         )
     servers = list(range(layout.num_servers))
     workers = list(range(layout.num_servers, dist.get_world_size()))
@@ -100,7 +100,8 @@ class ParameterServerWorker(Strategy):
                 replace_parameter(module, parameters[name], parameter)
         place_buffers(module, device)
         super().__init__(module)
-        self.trainable_parameters, self.roles = {}, roles
+        self.trainable_parameters = {}
+        self.roles = roles
         self.biases = router_biases(module)
         self.steps_sent = 0
         """Steps whose gradients were sent."""
@@ -198,11 +199,13 @@ class ParameterServer(Strategy):
     runs_model = False
 
     def __init__(self, module: nn.Module, roles: ServerTopology) -> None:
-        parameters, cpu = dict(named_parameters(module)), torch.device("cpu")
+        parameters = dict(named_parameters(module))
+        cpu = torch.device("cpu")
         shapes = roles.owned[dist.get_rank()]
         self.weights = flatten_parameters(parameters, shapes, cpu)
         self.sum = torch.zeros_like(self.weights)
-        gradients, trained = parameter_views(self.sum, shapes), {}
+        gradients = parameter_views(self.sum, shapes)
+        trained = {}
         for name, view in parameter_views(self.weights, shapes).items():
             if parameters[name].requires_grad:
                 trained[name] = nn.Parameter(view)
@@ -211,7 +214,8 @@ class ParameterServer(Strategy):
             replace_parameter(module, parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
         place_buffers(module, cpu)
         super().__init__(module)
-        self.trainable_parameters, self.roles = trained, roles
+        self.trainable_parameters = trained
+        self.roles = roles
         self.biases = router_biases(module)
         self.steps_done = 0
         """Updates."""
@@ -225,7 +229,8 @@ class ParameterServer(Strategy):
 
     def reduce(self, sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         """Add up what the workers send, to this server's own `sums`, which are 0 but for what it has to announce."""
-        total, oldest_version = sums.double().cpu(), self.steps_done
+        total = sums.double().cpu()
+        oldest_version = self.steps_done
         for worker in self.roles.workers:
             message, gradients = self._receive(worker, len(sums) + 1)
             total += message[:-1]
@@ -281,7 +286,7 @@ class ParameterServer(Strategy):
         elif not self._posted_receives[worker]:
             for steps_ahead in range(1 + self.roles.staleness):
                 self._post_receive(
-                    worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), steps_ahead
+                    worker, torch.empty(size, dtype=torch.float64), torch.empty_like(self.sum), steps_ahead=steps_ahead
                 )
         works, message, gradients = self._posted_receives[worker].popleft()
         with self.comm_wait.measure():
@@ -310,7 +315,8 @@ class ParameterServer(Strategy):
         self._finish_sending(
             max_pending=self.roles.staleness or 0
         )  # a worker further behind would have been waited for
-        message, weights = self._build_message(), self.weights.clone()
+        message = self._build_message()
+        weights = self.weights.clone()
         works = []
         for worker in self.roles.workers:
             works += [isend(message, worker, 2 * self.steps_done), isend(weights, worker, 2 * self.steps_done + 1)]

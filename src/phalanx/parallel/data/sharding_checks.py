@@ -27,20 +27,22 @@ def check_shardable_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> N
             if isinstance(optimizer, kind):
                 problem = f"{reason}: it cannot train what ZeRO splits over ranks"
                 fix = 'use one that steps every number by itself, such as AdamW, or layout.data_parallel = "ddp"'
-                raise UserError("optimizer", type(optimizer).__name__, problem, fix)
+                raise UserError("optimizer", type(optimizer).__name__, problem, fix=fix)
 
 
 def check_shardable_module(module: nn.Module, layout: Layout, blocks: Sequence[nn.Module] = ()) -> None:
     """Raise UserError for a parameter whose rows cannot be given to ranks, or for a module that is its own block."""
     if any(block is module for block in blocks):
-        raise UserError("blocks", type(module).__name__, "is the module itself", "name its parts, or none")
+        raise UserError("blocks", type(module).__name__, "is the module itself", fix="name its parts, or none")
     for name, parameter in named_parameters(module) if layout.data_parallel in SHARDED_STRATEGIES else ():
         if parameter.ndim == 0:
-            problem, fix = f"{name} is a scalar and has no rows to split", "give it the shape [1]"
+            problem = f"{name} is a scalar and has no rows to split"
+            fix = "give it the shape [1]"
         elif not parameter.is_contiguous():
-            problem, fix = f"the rows of {name} do not lie one after another", "make it contiguous()"
+            problem = f"the rows of {name} do not lie one after another"
+            fix = "make it contiguous()"
         else:
             continue
         raise UserError(
-            "layout.data_parallel", layout.data_parallel, problem, f'{fix}, or use layout.data_parallel = "ddp"'
+            "layout.data_parallel", layout.data_parallel, problem, fix=f'{fix}, or use layout.data_parallel = "ddp"'
         )

@@ -63,7 +63,8 @@ class ZeRO(Strategy):
         """`mesh` has one axis; None for a single rank. Without `compute_dtype` the model computes as it is. `offload`
         keeps what is trained, and its state, elsewhere. The parameters `expert_parameters` are split
         over `expert_mesh`. `model_sharding` says how ranks share the model itself, if they do."""
-        sharding, expert_sharding = RowSharding(mesh), RowSharding(expert_mesh)
+        sharding = RowSharding(mesh)
+        expert_sharding = RowSharding(expert_mesh)
         shardings = {
             name: expert_sharding if name in expert_parameters else sharding for name, _ in named_parameters(module)
         }
@@ -86,9 +87,9 @@ class ZeRO(Strategy):
                 name,
                 p,
                 shardings[name],
-                master_rows.get(name),
-                offload,
-                p.shape if model_sharding is None else model_sharding.largest_shape(name),
+                master_rows=master_rows.get(name),
+                offload=offload,
+                largest_shape=p.shape if model_sharding is None else model_sharding.largest_shape(name),
             )
             for name, p in trainable_parameters_of(self.trainable_parameters.items())
         }
@@ -171,7 +172,11 @@ class ZeRO(Strategy):
             parts = [part for bucket in piece for part in bucket.parts]
             masters = [part.master for part in parts]
             gradients = [part.gradient for part in parts]
-            with self.offload.stepping(index, optimizers, masters, gradients) if self.offload else nullcontext():
+            with (
+                self.offload.stepping(index, optimizers, masters, gradients=gradients)
+                if self.offload
+                else nullcontext()
+            ):
                 step_parameters(optimizers, masters, self._master_gradients(parts))
             for bucket in piece:
                 bucket.drop_gradients()

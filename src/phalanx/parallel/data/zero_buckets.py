@@ -46,7 +46,7 @@ class RowSharding:
 
     def as_dtensor(self, rows: Tensor, full: Tensor) -> Tensor:
         """This rank's rows as part of a tensor like `full`."""
-        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], full.shape)
+        return rows if self.mesh is None else as_dtensor(rows, self.mesh, [Shard(0)], shape=full.shape)
 
 
 class OwnedParameter:
@@ -63,7 +63,10 @@ class OwnedParameter:
     ) -> None:
         """`master_rows` are the rows where they are not those of the parameter itself. `largest_shape` is that of the
         largest share that a rank has of the parameter."""
-        self.name, self.parameter, self.split, self.offload = name, parameter, sharding, offload
+        self.name = name
+        self.parameter = parameter
+        self.split = sharding
+        self.offload = offload
         self.matrix = (len(parameter), parameter[0].numel())
         self.size = sharding.rows_per_rank(parameter) * self.matrix[1]
         """Elements of a rank, with padding."""
@@ -101,7 +104,8 @@ class OwnedParameter:
     def drop_gradient(self) -> None:
         """Forget the step's gradients."""
         self.drop_full_gradient()
-        self.gradient, self._num_added = None, 0
+        self.gradient = None
+        self._num_added = 0
 
     def accumulate(self, received: Tensor, keep_full: bool) -> None:
         """Keep what came of the gradient: in the whole one's rows, or added to what came of micro-batches before."""
@@ -116,7 +120,8 @@ class OwnedParameter:
             self.offload.write_back([self.gradient])
             self.drop_full_gradient()
         elif self.gradient is None:
-            self.gradient, self._num_added = received, 1
+            self.gradient = received
+            self._num_added = 1
         else:
             self._num_added += 1
             if needs_fp32_sum(self.gradient.dtype, self._num_added):
@@ -153,7 +158,9 @@ class Bucket:
     """
 
     def __init__(self, parts: list[OwnedParameter], sharding: RowSharding, exposed: WaitTimer) -> None:
-        self.parts, self.exposed, self.group = parts, exposed, sharding.group
+        self.parts = parts
+        self.exposed = exposed
+        self.group = sharding.group
         self.sizes = [part.size for part in parts]
         self.num_missing = len(parts)
         """Gradients of the micro-batch under way that have not come yet."""
@@ -177,7 +184,7 @@ class Bucket:
         if not keep_full:
             for part in self.parts:
                 part.drop_full_gradient()
-        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, self.exposed)
+        self._reducing = ReduceScatter(sent, sent.new_empty(sum(self.sizes)), self.group, exposed=self.exposed)
 
     def _full_matrices(self) -> list[Tensor]:
         """Return the whole gradients as matrices, in one dtype."""
@@ -192,7 +199,8 @@ class Bucket:
             received = [part.full_gradient for part in parts if part.full_gradient is not None]
         else:
             self._reducing.wait()
-            parts, summed = self.parts, self._reducing.out.split(self.sizes)
+            parts = self.parts
+            summed = self._reducing.out.split(self.sizes)
             self._reducing = None
             received = [flat[: part.rows.numel()].view_as(part.rows) for part, flat in zip(parts, summed, strict=True)]
         if self.parts[0].offload is not None and not keep_full:

@@ -36,7 +36,9 @@ class ExpertParallelGroup:
 
     def __init__(self, group: dist.ProcessGroup, permutation: Tensor | None = None) -> None:
         """The first rank has the first experts, and so on; or experts are ordered by `permutation`, [E + 1]."""
-        self.group, self.size, self.expert_permutation = group, group.size(), permutation
+        self.group = group
+        self.size = group.size()
+        self.expert_permutation = permutation
         self.exposed = WaitTimer()
         self.waits = WaitTimer()
         """Of what `exposed` counts, that for all-to-alls."""
@@ -167,7 +169,9 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, ranks: ExpertParallelGroup, send_counts: list[int], recv_counts: list[int]
     ) -> Tensor:
-        ctx.ranks, ctx.send_counts, ctx.recv_counts = ranks, send_counts, recv_counts
+        ctx.ranks = ranks
+        ctx.send_counts = send_counts
+        ctx.recv_counts = recv_counts
         back, work = ranks.start_all_to_all(rows, send_counts, recv_counts)
         ranks.wait(work)
         return back

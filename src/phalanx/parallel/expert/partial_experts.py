@@ -70,7 +70,8 @@ class PartiallyTrainedExperts(Experts):
         """See Experts.forward: rows of its own experts go through these, the rest through the others."""
         counts = torch.diff(offsets_E, prepend=offsets_E.new_zeros(1))
         is_trained = self.is_trained_mask.repeat_interleave(counts, output_size=len(x_ND))
-        trained_rows, frozen_rows = is_trained.nonzero().squeeze(1), (~is_trained).nonzero().squeeze(1)
+        trained_rows = is_trained.nonzero().squeeze(1)
+        frozen_rows = (~is_trained).nonzero().squeeze(1)
         if self.trained_on_rank:
             y = super().forward(x_ND[trained_rows], counts[self.is_trained_mask].cumsum(0))
         else:  # no rows; but parameters, if empty, that gradients are asked of
@@ -98,7 +99,8 @@ class FrozenExpertWeights(nn.Module):
 
     def __init__(self, count: int, like: Tensor, codec: Codec) -> None:
         super().__init__()
-        self.shape, self.storage_codec = torch.Size((count, *like.shape[1:])), codec
+        self.shape = torch.Size((count, *like.shape[1:]))
+        self.storage_codec = codec
         if codec == "int8":
             codes, scale = quantize_blocks(like.new_empty(count, self.shape[1:].numel()), MAX_CODE)
             self.register_buffer("numbers", codes, persistent=False)
@@ -145,7 +147,8 @@ def assign_experts_to_ranks(trained: Sequence[int], experts: int, ranks: int) ->
     """Which experts each of the ranks that have different ones has: of those that are trained its rows of their stack,
     and as many others as it has room for."""
     remaining = iter([expert for expert in range(experts) if expert not in trained])
-    assignment, first = [], 0
+    assignment = []
+    first = 0
     for count in rows_per_rank(len(trained), ranks):
         assignment.append(
             tuple(sorted([*trained[first : first + count], *islice(remaining, experts // ranks - count)]))
@@ -169,7 +172,7 @@ def freeze_experts(
     """Leave of each layer's experts that are here parameters for its own alone."""
     for part in model.modules():
         if isinstance(part, MoE):
-            part.experts = PartiallyTrainedExperts(part.experts, trained_experts, local_experts, sharding)
+            part.experts = PartiallyTrainedExperts(part.experts, trained_experts, local_experts, sharding=sharding)
     if sharding is not None:
         for key in (f"{name}.{kind}" for name, _ in partially_trained_layers(model) for kind in KINDS):
             sharding.shapes[key] = torch.Size((len(trained_experts.experts), *sharding.shapes[key][1:]))

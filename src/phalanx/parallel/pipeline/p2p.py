@@ -32,8 +32,12 @@ class PipelineP2P:
     ) -> None:
         """`groups` are for messages to later ranks and to earlier ones; `shapes` are those of each micro-batch's
         activation; `like` has their dtype and device."""
-        self.schedule, self.rank, self.groups, self.waits = schedule, rank, groups, waits
-        self.shapes, self.like = shapes, like
+        self.schedule = schedule
+        self.rank = rank
+        self.groups = groups
+        self.waits = waits
+        self.shapes = shapes
+        self.like = like
         self._inbox: dict[Action, Tensor] = {}
         self._sends: dict[int, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)
         self._num_released: Counter[int] = Counter()
@@ -84,7 +88,8 @@ class PipelineP2P:
                 work.wait()
 
     def _post_receives(self, sender: int) -> None:
-        expected, posted = self._expected_messages[sender], self._posted_receives[sender]
+        expected = self._expected_messages[sender]
+        posted = self._posted_receives[sender]
         while expected and len(posted) < MAX_POSTED_RECEIVES:
             message = expected.popleft()
             tensor = self.like.new_empty(self.shapes[message.micro])
@@ -124,7 +129,8 @@ def count_delivered_before(schedule: Schedule, rank: int) -> dict[Action, int]:
         if sender == rank:
             continue
         sent = [message for message, receiver in schedule.messages(rank) if receiver == sender]
-        position, num_received = {message: index for index, message in enumerate(sent)}, 0
+        position = {message: index for index, message in enumerate(sent)}
+        num_received = 0
         for step in schedule.orders[sender]:
             needed = [schedule.input_message(action) for action in actions(step)]
             num_received = max([num_received, *(position[message] + 1 for message in needed if message in position)])

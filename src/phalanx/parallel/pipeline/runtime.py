@@ -73,8 +73,13 @@ class PipelineStrategy(Strategy):
         and their data-parallel replicas. `forward_context` is entered around forward passes. `like` has the dtype and
         device of the activations that stages send; a micro-batch has a `cp_size`-th of the tokens of its rows."""
         super().__init__(inner.module, world_group)
-        self.inner, self.stages, self.schedule_of, self.computing = inner, stage_module, make_schedule, forward_context
-        self.groups, self.pipe, self.activation_template = groups, groups[0], like
+        self.inner = inner
+        self.stages = stage_module
+        self.schedule_of = make_schedule
+        self.computing = forward_context
+        self.groups = groups
+        self.pipe = groups[0]
+        self.activation_template = like
         self.trainable_parameters = inner.trainable_parameters
         self.loss_scale = inner.loss_scale
         self.autocast = inner.autocast
@@ -95,7 +100,7 @@ class PipelineStrategy(Strategy):
         self.cp_size = cp_size
         self._loaded_cases: set[tuple[object, ...]] = set()
         if like.device.type != "cpu":
-            connect_peers(representative, self.rank, groups, like.new_zeros(1))
+            connect_peers(representative, self.rank, groups, token=like.new_zeros(1))
         if any(action.kind == "W" for action in representative.actions(self.rank)):
             split_backward(stage_module, stage_module.deferred_weight_grads)
 
@@ -106,7 +111,8 @@ class PipelineStrategy(Strategy):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run the schedule; gives each micro-batch's loss (0 where this rank has not the last stage) and auxiliary loss
         of this rank's stages."""
-        schedule, state = self.schedule_of(len(micros)), PipelineStepState(micros, losses)
+        schedule = self.schedule_of(len(micros))
+        state = PipelineStepState(micros, losses)
         self.timeline = []
         self.pipeline_wait.pop_seconds()  # those of an evaluation
         with self.inner.backward(last=False):
@@ -127,12 +133,15 @@ class PipelineStrategy(Strategy):
             yield loss, auxiliary
 
     def evaluate_micro_batch(self, micro: MicroBatchProtocol, losses: LossFunction) -> Tensor:
-        schedule, loss = self.forward_only, self.activation_template.new_zeros((), dtype=torch.float32)
+        schedule = self.forward_only
+        loss = self.activation_template.new_zeros((), dtype=torch.float32)
         self._load_kernels([micro], losses)
         links = self._make_p2p(schedule, [micro])
         for action in schedule.actions(self.rank):
             received = self._receive_input(schedule, links, action)
-            out = self._forward(action.stage, micro.tokens if received is None else received, micro, losses).output
+            out = self._forward(
+                action.stage, micro.tokens if received is None else received, micro, losses=losses
+            ).output
             if action.stage < self.stages.last:
                 links.send(action, out)
             else:
@@ -185,11 +194,12 @@ class PipelineStrategy(Strategy):
     def _rehearse(self, micro: MicroBatchProtocol, shape: torch.Size, losses: LossFunction) -> None:
         """Compute this rank's stages on made-up activations of this shape: all forth and then, if gradients are wanted,
         all back. (At the end of any backward pass FSDP2 visits all stages, and needs them gathered before.)"""
-        template, state = self.activation_template, PipelineStepState([micro], losses)
+        template = self.activation_template
+        state = PipelineStepState([micro], losses)
         activation = torch.arange(shape.numel(), device=template.device).sin().view(shape).to(template.dtype)
         if not torch.is_grad_enabled():
             for stage in self.stages.layers:
-                self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses)
+                self._forward(stage, micro.tokens if stage == 0 else activation, micro, losses=losses)
             return
         halves: tuple[ActionKind, ...] = ("I", "W") if self.splits_backward else ("B",)
         for _ in range(2):  # the second time gradients are added to others, which is a kernel of its own
@@ -208,12 +218,13 @@ class PipelineStrategy(Strategy):
     def _execute(self, action: Action, received: Tensor | None, state: PipelineStepState) -> Tensor | None:
         """Do an action; returns what another stage may need of it."""
         stage, kind, index = action
-        saved, last = state.saved_activations, stage == self.stages.last
+        saved = state.saved_activations
+        last = stage == self.stages.last
         key = stage, index
         if kind == "F":
             micro = state.micros[index]
             x = micro.tokens if received is None else received.requires_grad_()
-            activation = saved[key] = self._forward(stage, x, micro, state.losses)
+            activation = saved[key] = self._forward(stage, x, micro, losses=state.losses)
             auxiliary = activation.auxiliary.detach()
             state.losses_by_micro_batch[index].append(
                 torch.stack([activation.output.detach() if last else 0 * auxiliary, auxiliary])
@@ -249,13 +260,16 @@ class PipelineStrategy(Strategy):
 
     def _activation_shapes(self, micros: Sequence[MicroBatchProtocol]) -> list[torch.Size]:
         """The shapes of what stages send of each micro-batch."""
-        shared, width = self.inner.tensor, self.stages.spec.hidden_size
+        shared = self.inner.tensor
+        width = self.stages.spec.hidden_size
         tokens = [micro.tokens.shape for micro in micros]
         return [torch.Size([*(shared.residual_shape(shape) if shared else shape), width]) for shape in tokens]
 
     def _make_p2p(self, schedule: Schedule, micros: Sequence[MicroBatchProtocol]) -> PipelineP2P:
         shapes = self._activation_shapes(micros)
-        return PipelineP2P(schedule, self.rank, self.groups, shapes, self.activation_template, self.pipeline_wait)
+        return PipelineP2P(
+            schedule, self.rank, self.groups, shapes=shapes, like=self.activation_template, waits=self.pipeline_wait
+        )
 
     # -- what a trainer asks of any strategy ---------------------------------------------------------------------------
 

@@ -89,7 +89,8 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred_grads: DeferredWeightGrads
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.deferred_grads = weight, deferred_grads
+        ctx.weight = weight
+        ctx.deferred_grads = deferred_grads
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -128,16 +129,19 @@ class _GroupedLinear(torch.autograd.Function):
         deferred_grads: DeferredWeightGrads,
     ) -> Tensor:
         ctx.save_for_backward(x_ND, offsets_E)
-        ctx.weight, ctx.product, ctx.deferred_grads = weight_EOI, product, deferred_grads
+        ctx.weight = weight_EOI
+        ctx.product = product
+        ctx.deferred_grads = deferred_grads
         return product(x_ND, weight_EOI, offsets_E)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_ND, offsets_E = ctx.saved_tensors
-        weight, product = ctx.weight, ctx.product
+        weight = ctx.weight
+        product = ctx.product
 
         def compute_weight_grad() -> Tensor:
-            return _grouped_outer_product(grad.contiguous(), x_ND, weight, offsets_E)
+            return _grouped_outer_product(grad.contiguous(), x_ND, weight, offsets_E=offsets_E)
 
         grad_weight = (
             ctx.deferred_grads.defer_or_compute(weight, compute_weight_grad) if ctx.needs_input_grad[1] else None

@@ -28,7 +28,8 @@ class StageModule(Transformer):
     def __init__(self, spec: ModelSpec, layers: Mapping[int, range], stages: int) -> None:
         """`layers` are the blocks of each of this rank's stages, `stages` all stages of the pipeline."""
         super().__init__(spec)
-        self.layers, self.last = dict(layers), stages - 1
+        self.layers = dict(layers)
+        self.last = stages - 1
         local_blocks = {str(layer): self.blocks[layer] for stage_layers in layers.values() for layer in stage_layers}
         self.blocks = nn.ModuleDict(local_blocks)  # type: ignore[assignment]
         self.deferred_weight_grads = DeferredWeightGrads()

@@ -41,13 +41,16 @@ class ColumnParallelLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights_and_ranks: Any) -> TensorTuple:
         *weights, ranks = weights_and_ranks
         ctx.save_for_backward(x)
-        ctx.weights, ctx.ranks = weights, ranks
+        ctx.weights = weights
+        ctx.ranks = ranks
         gathered = ranks.gather_tokens(x)
         return tuple(F.linear(gathered, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        (x,), weights, ranks = ctx.saved_tensors, ctx.weights, ctx.ranks
+        (x,) = ctx.saved_tensors
+        weights = ctx.weights
+        ranks = ctx.ranks
         # A weight's gradient that is put off fetches its input when its time comes.
         gather_now = ranks.later.deferred is None and any(ctx.needs_input_grad[1:-1])
         finish_gather = ranks.start_gather_tokens(x) if gather_now else partial(ranks.gather_tokens, x)
@@ -71,12 +74,15 @@ class RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ranks: TensorParallelGroup) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.weight, ctx.ranks = weight, ranks
+        ctx.weight = weight
+        ctx.ranks = ranks
         return ranks.reduce_tokens(F.linear(hidden, weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        (hidden,), weight, ranks = ctx.saved_tensors, ctx.weight, ctx.ranks
+        (hidden,) = ctx.saved_tensors
+        weight = ctx.weight
+        ranks = ctx.ranks
         gradient = ranks.gather_tokens(gradient)
         needed = ctx.needs_input_grad[1]
         weight_grad = (

@@ -22,7 +22,9 @@ class ModelSharding:
     of which it may give ranks some rows."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, mesh: Mesh) -> None:
-        self.spec, self.layout, self.mesh = spec, layout, mesh
+        self.spec = spec
+        self.layout = layout
+        self.mesh = mesh
         self.shapes: dict[str, torch.Size] = {}
         """Of whole tensors."""
         self._placements: dict[tuple[str, DeviceMesh | None], tuple[DeviceMesh, list[Placement]]] = {}
@@ -52,7 +54,8 @@ class ModelSharding:
 
     def largest_shape(self, name: str) -> torch.Size:
         """Return the shape of the largest share that a rank has of the parameter `name`."""
-        sharding, shape = self.sharding_of(name), list(self.shapes[name])
+        sharding = self.sharding_of(name)
+        shape = list(self.shapes[name])
         if sharding.dim is not None:
             shape[sharding.dim] = rows_per_rank(shape[sharding.dim], self._num_parts(sharding))[0]
         return torch.Size(shape)
@@ -76,7 +79,7 @@ class ModelSharding:
         rows = tensor if isinstance(tensor, DTensor) else None
         mesh, placements = self._dtensor_placement(name, rows)
         local = tensor if rows is None else rows._local_tensor
-        return as_dtensor(local, mesh, placements, self.shapes[name])
+        return as_dtensor(local, mesh, placements, shape=self.shapes[name])
 
     def gradient_reduce_group(self, name: str) -> dist.ProcessGroup | None:
         """The ranks that each have a term of this parameter's gradient."""
@@ -106,7 +109,8 @@ class ModelSharding:
             placements: tuple[Placement, ...] = ()
             groups: list[dist.ProcessGroup] = []
             if rows is not None:
-                inner, groups = rows.device_mesh.mesh_dim_names or (), rows.device_mesh.get_all_groups()
+                inner = rows.device_mesh.mesh_dim_names or ()
+                groups = rows.device_mesh.get_all_groups()
                 placements = rows.placements
             ranks = (
                 self._mesh_for(sharding)[(*inner, sharding.mesh_axis)]

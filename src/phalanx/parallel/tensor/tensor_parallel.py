@@ -55,8 +55,11 @@ class TensorParallelGroup:
         self, group: dist.ProcessGroup, sequence: bool, vocab: int, deferred_grads: DeferredWeightGrads
     ) -> None:
         """`deferred_grads` collects the weight gradients that a pipeline defers."""
-        self.group, self.sequence, self.later = group, sequence, deferred_grads
-        self.size, self.rank = group.size(), group.rank()
+        self.group = group
+        self.sequence = sequence
+        self.later = deferred_grads
+        self.size = group.size()
+        self.rank = group.rank()
         self.first_row = sum(rows_per_rank(vocab, self.size)[: self.rank])
         """Of the vocabulary, on this rank."""
         self.exposed = WaitTimer()
@@ -101,7 +104,7 @@ class TensorParallelGroup:
         """Starts to sum the ranks' terms, of which each gets its part along an axis."""
         parts = term.unflatten(axis, (self.size, -1)).movedim(axis, 0).contiguous()
         local_shard = torch.empty_like(parts[0])
-        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, self.exposed)
+        scatter = ReduceScatter(parts.view(self.size, -1), local_shard.view(-1), self.group, exposed=self.exposed)
 
         def finish() -> Tensor:
             scatter.wait()
@@ -152,14 +155,14 @@ def apply_tensor_parallel(
     unless these are gathered (`gathered_heads.py`)."""
     for part in model.modules():
         if isinstance(part, Attention):
-            _parallelize_pair(part, ranks, ("wq", "wk", "wv"), "wo")
+            _parallelize_pair(part, ranks, ("wq", "wk", "wv"), second="wo")
             if sharded_heads and part.qk_norm == "full":
                 part.q_norm.forward = partial(_norm_across_heads, part.q_norm, ranks)  # type: ignore[method-assign]
                 part.k_norm.forward = partial(_norm_across_heads, part.k_norm, ranks)  # type: ignore[method-assign]
         elif isinstance(part, SwiGLUMLP):
-            _parallelize_pair(part, ranks, ("gate", "up"), "down")
+            _parallelize_pair(part, ranks, ("gate", "up"), second="down")
         elif isinstance(part, GELUMLP):
-            _parallelize_pair(part, ranks, ("up",), "down")
+            _parallelize_pair(part, ranks, ("up",), second="down")
         elif isinstance(part, MoE) and not unsharded_experts:
             part.apply_experts = partial(_apply_expert_shards, part.apply_experts, ranks)  # type: ignore[method-assign]
         elif isinstance(part, Router) and ranks.sequence:

@@ -74,7 +74,7 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     """
     layouts = enumerate_layouts(run, world_size)
     layouts, ordered = with_offload_variants(run, world_size, layouts) if layouts else ([], [])
-    every = EvaluatedLayouts(run, world_size, layouts, ordered)
+    every = EvaluatedLayouts(run, world_size, layouts, fitting=ordered)
     fastest = every.best(lambda _: True)
     if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
@@ -83,14 +83,16 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
             if plan.closest_to_fitting
             else "change the layout's choices or the batch"
         )
-        raise UserError("layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix)
-    bands = TimeBands(run, world_size, ordered, fastest)
-    best = next(runnable_layouts(run, world_size, bands, bands.order))
+        raise UserError(
+            "layout", None, f"no layout of {plan.considered:,} fits; see also `phalanx advise oom`", fix=fix
+        )
+    bands = TimeBands(run, world_size, ordered, fastest=fastest)
+    best = next(runnable_layouts(run, world_size, bands, order=bands.order))
     situation = describe_situation(every)
     applying = [(rule, because) for rule in RULES if (because := rule.applies(situation))]
     spoken = [rule for rule, _ in applying]
-    advice = [compare_with_best(every, best, situation, rule, because) for rule, because in applying]
-    return AdviceReport(situation, best, advice, [rule for rule in RULES if rule not in spoken])
+    advice = [compare_with_best(every, best, situation, rule=rule, because=because) for rule, because in applying]
+    return AdviceReport(situation, best, advice, inapplicable_rules=[rule for rule in RULES if rule not in spoken])
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,30 @@ def compare_with_best(
         return rule.is_satisfied_by(candidate, situation.domain)
 
     if obeys_rule(best.candidate):
-        return Advice(rule, because, "agrees", best, 0.0, 0.0, _explain_agreement(every, best, obeys_rule))
+        return Advice(
+            rule,
+            because,
+            "agrees",
+            option=best,
+            slower=0.0,
+            more_bytes=0.0,
+            reason=_explain_agreement(every, best, obeys_rule),
+        )
     option = every.best(obeys_rule)
     if option is None:
-        return _impossible_advice(every, best, situation, rule, because)
-    slower, more = option.step_seconds / best.step_seconds - 1, option.memory_bytes - best.memory_bytes
+        return _impossible_advice(every, best, situation, rule=rule, because=because)
+    slower = option.step_seconds / best.step_seconds - 1
+    more = option.memory_bytes - best.memory_bytes
     verdict: Verdict = "agrees" if slower < AGREEMENT_TOLERANCE else "costs"
-    return Advice(rule, because, verdict, option, slower, more, explain_slowdown(every.run, option, best))
+    return Advice(
+        rule,
+        because,
+        verdict,
+        option=option,
+        slower=slower,
+        more_bytes=more,
+        reason=explain_slowdown(every.run, option, best),
+    )
 
 
 def _explain_agreement(
@@ -144,12 +163,13 @@ def _impossible_advice(
     obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
         reason = f"no layout of {situation.ranks} devices, this batch and this model has {rule.requirements_text}"
-        return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
+        return Advice(rule, because, "does not run", option=None, slower=0.0, more_bytes=0.0, reason=reason)
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
         reason = f"none of the {len(obeying):,} such layouts that fit can run"
-        return Advice(rule, because, "does not run", None, 0.0, 0.0, reason)
-    cluster, part_bytes = every.run.cluster, _fullest_stage_bytes(smallest)
+        return Advice(rule, because, "does not run", option=None, slower=0.0, more_bytes=0.0, reason=reason)
+    cluster = every.run.cluster
+    part_bytes = _fullest_stage_bytes(smallest)
     if libraries := 0.0 if cluster.calibration else process_bytes(cluster, 0):  # as describe_memory_use adds them
         part_bytes = part_bytes | {"driver and libraries": libraries}
     largest_parts = sorted(part_bytes.items(), key=lambda part: -part[1])
@@ -158,17 +178,29 @@ def _impossible_advice(
         f"the smallest such layout takes {describe_memory_use(cluster, smallest)}, "
         f"and {MAX_OOM_PROBABILITY:.0%} is too much; on the device {parts}"
     )
-    return Advice(rule, because, "does not fit", smallest, 0.0, smallest.memory_bytes - best.memory_bytes, reason)
+    return Advice(
+        rule,
+        because,
+        "does not fit",
+        option=smallest,
+        slower=0.0,
+        more_bytes=smallest.memory_bytes - best.memory_bytes,
+        reason=reason,
+    )
 
 
 def describe_situation(every: EvaluatedLayouts) -> RunSituation:
     """What the rules look at."""
-    run, model, training, cluster = every.run, every.run.model, every.run.training, every.run.cluster
+    run = every.run
+    model = every.run.model
+    training = every.run.training
+    cluster = every.run.cluster
     sequences = training.tokens_per_step // training.seq_len
     plain = candidate_from_run(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1)
     one = evaluate(run, 1, [plain, replace(plain, activation_checkpointing="full")])
     resident_bytes, recomputed_bytes = (_fullest_stage_bytes(option) for option in one)
-    optimizer, count = optimizer_kind(run.optimizer), count_parameters(model)
+    optimizer = optimizer_kind(run.optimizer)
+    count = count_parameters(model)
     state = model_state_bytes(count, optimizer, training.precision)
     bytes_per_parameter = state_bytes("adamw" if optimizer == "muon" else optimizer, training.precision).total
     return RunSituation(

@@ -81,14 +81,23 @@ def diagnose(run: RunSpec) -> Diagnosis:
 
     Raises UserError if its layout cannot run, or where the memory of its devices is not known.
     """
-    now, effects = run_footprint(run), evaluate_single_remedies(run)
+    now = run_footprint(run)
+    effects = evaluate_single_remedies(run)
     made, needed = cheapest_sequence(run, now, effects)
     try:
         best = next(iter(search_layouts(run, run.cluster.ranks, keep=1).options), None)
     except UserError:
         best = None
     micro_batch = plan_batch(run, run.cluster.ranks).micro_batch_size
-    return Diagnosis(now, limit_bytes(run), micro_batch, cheapest_first(effects, now), made, needed, best)
+    return Diagnosis(
+        now,
+        limit_bytes(run),
+        micro_batch,
+        single_remedies=cheapest_first(effects, now),
+        steps=made,
+        needed=needed,
+        best=best,
+    )
 
 
 def limit_bytes(run: RunSpec) -> float:
@@ -99,7 +108,7 @@ def limit_bytes(run: RunSpec) -> float:
     """
     if run.cluster.rank_memory_bytes is None:
         fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
-        raise UserError("cluster.memory_bytes", None, "is not known, and what fits depends on it", fix)
+        raise UserError("cluster.memory_bytes", None, "is not known, and what fits depends on it", fix=fix)
     return safe_capacity_bytes(run.cluster)
 
 
@@ -130,7 +139,7 @@ def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
 def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:
     """Every remedy on its own: as little of it as fits, or else what frees most."""
     run = with_explicit_micro_batch(run)
-    return [smallest_sufficient(remedy, run, run, run_footprint(run)) for remedy in REMEDIES]
+    return [smallest_sufficient(remedy, run, run, before=run_footprint(run)) for remedy in REMEDIES]
 
 
 def relative_slowdown(effect: RemedyEffect, now: RunFootprint) -> float:
@@ -192,18 +201,21 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
 
     The settings of each are all that changed so far; what it frees is beyond the one before it.
     """
-    current, footprint, effects = with_explicit_micro_batch(run), run_footprint(run), list[RemedyEffect]()
+    current = with_explicit_micro_batch(run)
+    footprint = run_footprint(run)
+    effects = list[RemedyEffect]()
     for remedy in REMEDIES if remedies is None else remedies:
         if footprint.fits:
             break
-        effect = smallest_sufficient(remedy, current, run, footprint)
+        effect = smallest_sufficient(remedy, current, run, before=footprint)
         if (
             effect.run is not None
             and effect.new_footprint
             and effect.freed_bytes > MIN_FREED_FRACTION * footprint.memory.device
         ):
             effects.append(effect)
-            current, footprint = effect.run, effect.new_footprint
+            current = effect.run
+            footprint = effect.new_footprint
     return effects
 
 
@@ -240,11 +252,17 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
             continue
         freed = {part: getattr(before.memory, part) - getattr(after.memory, part) for part in PARTS}
         total = before.memory.device - after.memory.device
-        tried.append(RemedyEffect(remedy, changed, changed_settings(since, changed), freed, total, after))
+        tried.append(
+            RemedyEffect(
+                remedy, changed, changed_settings(since, changed), freed=freed, freed_bytes=total, new_footprint=after
+            )
+        )
         if after.fits:
             return tried[-1]
     return max(
-        tried, key=lambda effect: effect.freed_bytes, default=RemedyEffect(remedy, None, (), {}, 0, None, problem)
+        tried,
+        key=lambda effect: effect.freed_bytes,
+        default=RemedyEffect(remedy, None, (), freed={}, freed_bytes=0, new_footprint=None, problem=problem),
     )
 
 
@@ -252,7 +270,8 @@ def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
     """What differs between two runs, as `--set` takes it."""
     settings = []
     for table in ("training", "optimizer", "layout", "cluster"):
-        old, new = getattr(before, table), getattr(after, table)
+        old = getattr(before, table)
+        new = getattr(after, table)
         for field in type(new).model_fields:
             if getattr(old, field) != getattr(new, field):
                 value = getattr(new, field)

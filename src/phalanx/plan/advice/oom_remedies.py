@@ -93,7 +93,8 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
     """Larger and larger degrees that divide the ranks."""
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
-        ranks, now = run.cluster.ranks, getattr(run.layout, axis)
+        ranks = run.cluster.ranks
+        now = getattr(run.layout, axis)
         max_degree = run.cluster.fast_link_domain_size if within_domain else ranks
         yield from (with_layout(run, **{axis: degree}) for degree in divisors(ranks) if now < degree <= max_degree)
 
@@ -103,9 +104,13 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
 def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
     """Their stages where the planner has them."""
     for changed in _increase_degree("pp")(run):
-        tp, pp, cp = changed.layout.tp, changed.layout.pp, changed.layout.cp
+        tp = changed.layout.tp
+        pp = changed.layout.pp
+        cp = changed.layout.cp
         dp = run.cluster.ranks // (tp * pp * cp)
-        yield with_layout(changed, rank_order=choose_rank_order(dp, tp, pp, cp, run.cluster.fast_link_domain_size))
+        yield with_layout(
+            changed, rank_order=choose_rank_order(dp, tp, pp, cp=cp, domain=run.cluster.fast_link_domain_size)
+        )
 
 
 def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
@@ -168,57 +173,81 @@ REMEDIES = (
         "smaller micro-batch",
         "more accumulation of smaller products",
         GPIPE,
-        _reduce_micro_batch,
-        "a micro-batch is one sequence",
+        changes=_reduce_micro_batch,
+        no_change_reason="a micro-batch is one sequence",
     ),
     Remedy(
         "recompute attention",
         "attention's forward pass once more",
         SEQUENCE_PARALLELISM,
-        _increase_recompute("selective"),
+        changes=_increase_recompute("selective"),
     ),
     Remedy(
         "recompute blocks",
         f"a forward pass more: about {recompute_overhead():+.0%} compute",
         CHECKPOINTING,
-        _increase_recompute("full"),
+        changes=_increase_recompute("full"),
     ),
-    Remedy("bf16", "less exact", BFLOAT16, _use_bf16, is_last_resort=True),
-    Remedy("ZeRO-1", "optimizer state shared: no more traffic", ZERO, _raise_zero_stage(1), NO_PEERS_REASON),
-    Remedy("ZeRO-2", "gradients sent for every micro-batch", ZERO, _raise_zero_stage(2), NO_PEERS_REASON),
-    Remedy("ZeRO-3", "parameters gathered for every pass", ZERO, _raise_zero_stage(3), NO_PEERS_REASON),
+    Remedy("bf16", "less exact", BFLOAT16, changes=_use_bf16, is_last_resort=True),
+    Remedy(
+        "ZeRO-1",
+        "optimizer state shared: no more traffic",
+        ZERO,
+        changes=_raise_zero_stage(1),
+        no_change_reason=NO_PEERS_REASON,
+    ),
+    Remedy(
+        "ZeRO-2",
+        "gradients sent for every micro-batch",
+        ZERO,
+        changes=_raise_zero_stage(2),
+        no_change_reason=NO_PEERS_REASON,
+    ),
+    Remedy(
+        "ZeRO-3",
+        "parameters gathered for every pass",
+        ZERO,
+        changes=_raise_zero_stage(3),
+        no_change_reason=NO_PEERS_REASON,
+    ),
     Remedy(
         "expert parallelism",
         "four all-to-alls per block",
         EXPERTS,
-        _increase_ep,
-        "the model has no experts, or no larger degree divides the devices",
+        changes=_increase_ep,
+        no_change_reason="the model has no experts, or no larger degree divides the devices",
     ),
     Remedy(
         "tensor parallelism",
         "exchanges in every block: fast links only",
         MEGATRON,
-        _increase_degree("tp", within_domain=True),
-        NO_LARGER_DEGREE_REASON,
+        changes=_increase_degree("tp", within_domain=True),
+        no_change_reason=NO_LARGER_DEGREE_REASON,
     ),
     Remedy(
-        "context parallelism", "exchanges in every attention", LONG_SEQUENCES, _increase_cp, NO_LARGER_DEGREE_REASON
+        "context parallelism",
+        "exchanges in every attention",
+        LONG_SEQUENCES,
+        changes=_increase_cp,
+        no_change_reason=NO_LARGER_DEGREE_REASON,
     ),
-    Remedy("pipeline", "stages wait for one another", GPIPE, _increase_pp, NO_LARGER_DEGREE_REASON),
+    Remedy(
+        "pipeline", "stages wait for one another", GPIPE, changes=_increase_pp, no_change_reason=NO_LARGER_DEGREE_REASON
+    ),
     Remedy(
         "offload to CPU memory",
         "state crosses PCIe every step",
         OFFLOAD,
-        _use_offload,
-        "done already, or CPU memory is what is short",
+        changes=_use_offload,
+        no_change_reason="done already, or CPU memory is what is short",
     ),
-    Remedy("SGD", "may converge slower; new learning rates", ZERO, _use_sgd, is_last_resort=True),
+    Remedy("SGD", "may converge slower; new learning rates", ZERO, changes=_use_sgd, is_last_resort=True),
     Remedy(
         "more devices",
         "their price",
         ZERO,
-        _add_devices,
-        "no more devices can share a step's sequences",
+        changes=_add_devices,
+        no_change_reason="no more devices can share a step's sequences",
         is_last_resort=True,
     ),
 )

@@ -76,7 +76,9 @@ Requirements = Mapping[str, DegreeRange | tuple[str, ...]]
 """A partial layout: of a field, or of a product such as "tp x cp", the degree or the names that are asked for."""
 
 
-ONE, AT_LEAST_TWO, WITHIN_DOMAIN = DegreeRange(1, 1), DegreeRange(2), DegreeRange(1, "domain")
+ONE = DegreeRange(1, 1)
+AT_LEAST_TWO = DegreeRange(2)
+WITHIN_DOMAIN = DegreeRange(1, "domain")
 
 
 DATA_ONLY: Requirements = {"tp": ONE, "pp": ONE, "cp": ONE, "ep": ONE}

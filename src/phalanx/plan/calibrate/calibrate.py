@@ -41,7 +41,9 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.files.load import cluster_overrides, load_machine
 from phalanx.spec.formatting import WRITTEN_BY
 
-SHARE_PRIOR, BUFFER_PRIOR, MEMORY_NOISE = 0.2, 2.0, 0.03
+SHARE_PRIOR = 0.2
+BUFFER_PRIOR = 2.0
+MEMORY_NOISE = 0.03
 """Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
 a process's memory."""
 Z_80_PERCENT = 1.2816
@@ -83,9 +85,11 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
     _check_same_device(runs, machine)
     precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
     if len(precisions) > 1:
-        problem, fix = "differs between the runs", "calibrate with runs of one precision"
-        raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix)
-    precision, published = precisions.pop(), asdict(time_constants())
+        problem = "differs between the runs"
+        fix = "calibrate with runs of one precision"
+        raise UserError("training.precision", ", ".join(sorted(precisions)), problem, fix=fix)
+    precision = precisions.pop()
+    published = asdict(time_constants())
     known = CalibrationSpec(
         runs=len(runs),
         precision=precision,
@@ -101,16 +105,17 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         machine = machine.model_copy(update={"peak_flops": peak, "matmul_flops": peak})
     machine = machine.model_copy(update={"calibration": known})
     jobs = job_table([job_row(run, machine) for run in runs])
-    operations = _collect_operations(runs, jobs, sweeps, machine)
+    operations = _collect_operations(runs, jobs, sweeps, machine=machine)
     truth = replace(measured_targets(runs, jobs), operations=tuple(operations))
     prior = Prior(time_constants_for(machine))
     z = map_estimate(prior, jobs, truth)
-    constants, errors = prior.constants(z), leave_one_out_errors(prior, jobs, truth, z)
+    constants = prior.constants(z)
+    errors = leave_one_out_errors(prior, jobs, truth, z=z)
     process, share, buffers, memory = _fit_memory(runs)
     measured = known.model_copy(
         update={
             "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
-            "identified_constants": identified_constants(prior, jobs, truth, z),
+            "identified_constants": identified_constants(prior, jobs, truth, z=z),
             "log_half_width": Z_80_PERCENT
             * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too much alike
             "baseline_process_bytes": round(process),
@@ -127,12 +132,19 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
             each.source,
             each.kind,
             len(each.seconds),
-            each.geometric_mean_error(prior.start),
-            each.geometric_mean_error(constants),
+            before=each.geometric_mean_error(prior.start),
+            after=each.geometric_mean_error(constants),
         )
         for each in operations
     ]
-    return Calibration(machine, before, after, truth.step_total * np.exp(errors), memory, operation_names)
+    return Calibration(
+        machine,
+        before,
+        after,
+        leave_one_out=truth.step_total * np.exp(errors),
+        memory=memory,
+        operations=operation_names,
+    )
 
 
 def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> None:
@@ -140,7 +152,7 @@ def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Non
     for run in runs:
         if run.device is not None and run.device != (machine.device if machine.device != "auto" else run.device):
             problem = f"was on a {run.device}, and the machine is {machine.preset or 'one'} with a {machine.device}"
-            raise UserError("RUN_DIR", run.name, problem, "name the machine that the runs were on")
+            raise UserError("RUN_DIR", run.name, problem, fix="name the machine that the runs were on")
 
 
 def _collect_operations(
@@ -150,7 +162,9 @@ def _collect_operations(
     benchmarked = [
         timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
     ]
-    seen = [collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), at) for at, run in enumerate(runs)]
+    seen = [
+        collective_timings(run.name, run.exchanges, jobs.select(np.array([at])), run=at) for at, run in enumerate(runs)
+    ]
     return [*benchmarked, *(timing for timing in seen if len(timing.seconds))]
 
 
@@ -181,7 +195,7 @@ def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> N
     try:
         file.write_text(head + tomli_w.dumps(cluster_overrides(machine)))
     except OSError as error:
-        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", "name another file") from None
+        raise UserError("--out", str(file), f"cannot be written: {error.strerror}", fix="name another file") from None
 
 
 def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFile) -> ClusterSpec:
@@ -198,7 +212,7 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
     try:
         jobs = candidate_jobs(run, measured.ranks, [candidate_from_run(run, measured.ranks)])
     except UserError as error:
-        raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, error.fix) from None
+        raise UserError(f"{measured.name}: {error.field}", error.value, error.problem, fix=error.fix) from None
     return {field.name: float(getattr(jobs, field.name)[0]) for field in fields(JobTable)}
 
 

@@ -93,27 +93,28 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
     """
     try:
         results = json.loads(file.read_text())
-        run, ranks = run_from_table(tomllib.loads(results["run_file"])), int(results["world_size"])
+        run = run_from_table(tomllib.loads(results["run_file"]))
+        ranks = int(results["world_size"])
         cluster = run.cluster.model_copy(update={"nproc_per_node": ranks})
         return BenchmarkFile(
             file.name,
             run.model_copy(update={"cluster": cluster}),
             ranks,
-            _parse_products(results.get("matmul", [])),
-            _parse_attention(results.get("attention", [])),
-            np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
-            tuple(
+            products=_parse_products(results.get("matmul", [])),
+            core=_parse_attention(results.get("attention", [])),
+            passes=np.array([(row["moved_bytes"], row["seconds"]) for row in results.get("bandwidth", [])], float),
+            exchanges=tuple(
                 exchange
                 for group_result in results.get("collectives", [])
                 for exchange in _parse_collective(group_result)
             ),
         )
     except OSError as error:
-        raise UserError("measured", str(file), f"cannot be read: {error.strerror}", "name another file") from None
+        raise UserError("measured", str(file), f"cannot be read: {error.strerror}", fix="name another file") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         problem = f"is not what phalanx bench writes ({type(error).__name__}: {error})"
         fix = "write it with phalanx bench RUN.toml --out FILE.json"
-        raise UserError("measured", str(file), problem, fix) from None
+        raise UserError("measured", str(file), problem, fix=fix) from None
 
 
 def _parse_products(rows: Sequence[dict[str, Any]]) -> Array:
@@ -145,8 +146,8 @@ def _parse_collective(group_result: dict[str, Any]) -> list[CollectiveTiming]:
             group_result["operation"],
             len(group),
             group[1] - group[0],
-            size_result["size_bytes"],
-            size_result["seconds"],
+            size_bytes=size_result["size_bytes"],
+            seconds=size_result["seconds"],
         )
         for size_result in group_result["sizes"]
     ]
@@ -167,7 +168,11 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
 
         timings.append(
             OperationTimings(
-                sweep.name, "matrix products", seconds, seconds * times / (seconds @ times), predict_products
+                sweep.name,
+                "matrix products",
+                seconds,
+                shares=seconds * times / (seconds @ times),
+                predicted=predict_products,
             )
         )
     if len(sweep.core):
@@ -175,7 +180,9 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
         def predict_attention(c: TimeConstants, which: OperationIndices) -> Column:
             return np.choose(which, attention_seconds(c, _repeat_job(jobs, which)))
 
-        timings.append(OperationTimings(sweep.name, "attention", sweep.core, np.full(2, 0.5), predict_attention))
+        timings.append(
+            OperationTimings(sweep.name, "attention", sweep.core, shares=np.full(2, 0.5), predicted=predict_attention)
+        )
     if len(sweep.passes):
         moved, pass_seconds = sweep.passes.T
 
@@ -183,7 +190,9 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
             return memory_pass_seconds(c, _repeat_job(jobs, which), moved[which])
 
         timings.append(
-            OperationTimings(sweep.name, "memory", pass_seconds, _equal_shares(len(moved)), predict_memory_passes)
+            OperationTimings(
+                sweep.name, "memory", pass_seconds, shares=_equal_shares(len(moved)), predicted=predict_memory_passes
+            )
         )
     return [columns for columns in timings if len(columns.seconds)]
 
@@ -201,16 +210,21 @@ def collective_timings(
     all_to_alls = np.array([exchange.operation == "all_to_all" for exchange in known])
 
     def predict_collectives(c: TimeConstants, which: OperationIndices) -> Column:
-        rows, n, strides, sent = _repeat_job(jobs, which), ranks[which], stride[which], size[which]
-        summed = ring_seconds(c, rows, sent, n, strides, reduces=True)
+        rows = _repeat_job(jobs, which)
+        n = ranks[which]
+        strides = stride[which]
+        sent = size[which]
+        summed = ring_seconds(c, rows, sent, ranks=n, stride=strides, reduces=True)
         return np.select(
             [reduces[which], sends[which], all_to_alls[which]],
-            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent, n, strides)],
-            ring_seconds(c, rows, sent, n, strides),
+            [summed, p2p_seconds(c, rows, sent), all_to_all_seconds(c, rows, sent, ranks=n, stride=strides)],
+            ring_seconds(c, rows, sent, ranks=n, stride=strides),
         )
 
     seconds = np.array([exchange.seconds for exchange in known], float)
-    return OperationTimings(source, "collectives", seconds, _equal_shares(len(known)), predict_collectives, run)
+    return OperationTimings(
+        source, "collectives", seconds, shares=_equal_shares(len(known)), predicted=predict_collectives, run=run
+    )
 
 
 def _repeat_job(jobs: JobTable, which: OperationIndices) -> JobTable:

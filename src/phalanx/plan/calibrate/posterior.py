@@ -19,7 +19,9 @@ from phalanx.plan.calibrate.microbenchmarks import OperationTimings
 
 PRIOR_STD = 1.0
 """Standard deviation of a constant's logarithm where only runs on other machines are known."""
-NOISE, COMPUTING_NOISE, WAITING_NOISE = 0.04, 0.1, 0.5
+NOISE = 0.04
+COMPUTING_NOISE = 0.1
+WAITING_NOISE = 0.5
 """Of a step time's logarithm about its prediction, and of parts of it: these are what is left of several things, and
 what a rank waits depends on chance as well."""
 MAX_ITERATIONS = 60
@@ -77,7 +79,8 @@ class Prior:
     def residuals(self, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
         """Of the logarithms of step times, then of their parts, and then of operations, in standard deviations:
         [..., 3 x run + operation] for z [..., constant], all in one pass of numpy; 0 for what was not measured."""
-        count, points = len(truth), np.atleast_2d(z)
+        count = len(truth)
+        points = np.atleast_2d(z)
         time = step_seconds(
             self._constants_per_prediction(points, count), jobs.select(np.tile(np.arange(count), len(points)))
         )
@@ -121,9 +124,11 @@ def _upper_bound(name: str, bound: float) -> float:
 def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:
     """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
     z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
-    now, slope = prior.residuals(jobs, truth, z), prior.jacobian(jobs, truth, z)
+    now = prior.residuals(jobs, truth, z)
+    slope = prior.jacobian(jobs, truth, z)
     for _ in range(MAX_ITERATIONS):
-        precision, gradient = _posterior_precision(slope), slope.T @ now + z
+        precision = _posterior_precision(slope)
+        gradient = slope.T @ now + z
         free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
         damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
         trial = z.copy()
@@ -152,8 +157,9 @@ def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z
     """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
     errors = np.zeros(len(truth))
     for index in range(len(truth)):
-        training_rows, held_out_row = np.arange(len(truth)) != index, np.array([index])
-        without = map_estimate(prior, jobs.select(training_rows), truth.take(training_rows), z)
+        training_rows = np.arange(len(truth)) != index
+        held_out_row = np.array([index])
+        without = map_estimate(prior, jobs.select(training_rows), truth.take(training_rows), z=z)
         errors[index] = NOISE * prior.residuals(jobs.select(held_out_row), truth.take(held_out_row), without)[0]
     return errors
 

@@ -68,7 +68,8 @@ class ExportJob:
     @property
     def decay_steps(self) -> int:
         """Steps in which the learning rate falls, the last ones (wsd: `lr_decay_fraction` of all)."""
-        training, optimizer = self.run.training, self.run.optimizer
+        training = self.run.training
+        optimizer = self.run.optimizer
         remaining = training.steps - self.warmup_steps
         return (
             min(round(optimizer.lr_decay_fraction * training.steps), remaining)
@@ -124,14 +125,14 @@ def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[Unsu
     for gap in sorted((*UNSUPPORTED_EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
         value, default = _value_and_default(job.run, gap.field)
         if value in gap.values if gap.values else value != default:
-            raise unsupported_error(trainer, gap.field, value, gap.fix)
+            raise unsupported_error(trainer, gap.field, value, fix=gap.fix)
 
 
 def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:
     """The error for a value that a trainer cannot express."""
     shown = value if isinstance(value, bool | int | float | str) else None
     return UserError(
-        field, shown, f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else ""), fix
+        field, shown, f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else ""), fix=fix
     )
 
 
@@ -165,10 +166,13 @@ def _describe_defaults(run: RunSpec) -> list[str]:
 
 def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
     """Raise UserError where tensor-parallel ranks would have copies of key/value heads."""
-    heads, tp = job.run.model.num_kv_heads, job.sizes.tp
+    heads = job.run.model.num_kv_heads
+    tp = job.sizes.tp
     if heads % tp:
         fix = "lower it to a divisor of the key/value heads"
-        raise unsupported_error(trainer, "layout.tp", tp, fix, f"it does not divide model.num_kv_heads ({heads})")
+        raise unsupported_error(
+            trainer, "layout.tp", tp, fix=fix, reason=f"it does not divide model.num_kv_heads ({heads})"
+        )
 
 
 def with_comment_header(exported: ExportedConfig, trainer: Trainer) -> ExportedConfig:

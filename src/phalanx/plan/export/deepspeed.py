@@ -30,7 +30,8 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what DeepSpeed cannot express."""
     check_export_supported(job, "deepspeed", GAPS)
     _check(job)
-    run, sizes = job.run, job.sizes
+    run = job.run
+    sizes = job.sizes
     table: Table = {
         "train_batch_size": job.batch_plan.global_batch_size,
         "train_micro_batch_size_per_gpu": job.batch_plan.micro_batch_size,
@@ -49,33 +50,38 @@ def deepspeed(job: ExportJob) -> ExportedConfig:
 
 
 def _check(job: ExportJob) -> None:
-    layout, sizes = job.run.layout, job.sizes
+    layout = job.run.layout
+    sizes = job.sizes
     stage = ZERO_STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
         reason = "its pipelines go with stages 0 and 1 of ZeRO"
         raise unsupported_error(
-            "deepspeed", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', reason
+            "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "ddp" or "zero1"', reason=reason
         )
     if sizes.tp > 1 and stage > 2:
         reason = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
-        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', reason)
+        raise unsupported_error(
+            "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "zero2"', reason=reason
+        )
     if sizes.tp > 1 and sizes.pp > 1:
         reason = "AutoTP takes no pipelines"
-        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, "use layout.pp = 1", reason)
+        raise unsupported_error("deepspeed", "layout.tp", sizes.tp, fix="use layout.pp = 1", reason=reason)
     if sizes.tp > 1 and layout.sequence_parallel:
         reason = "AutoTP does not share the tokens"
-        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, "set it to false", reason)
+        raise unsupported_error("deepspeed", "layout.sequence_parallel", True, fix="set it to false", reason=reason)
     if sizes.cp > 1 and layout.cp_method == "ring":
         raise unsupported_error(
-            "deepspeed", "layout.cp_method", "ring", 'use "ulysses"', "it exchanges tokens for heads"
+            "deepspeed", "layout.cp_method", "ring", fix='use "ulysses"', reason="it exchanges tokens for heads"
         )
     if job.run.model.moe and stage > 2:
         reason = "its experts go with stages up to 2 of ZeRO"
-        raise unsupported_error("deepspeed", "layout.data_parallel", layout.data_parallel, 'use "zero2"', reason)
+        raise unsupported_error(
+            "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "zero2"', reason=reason
+        )
     if layout.offload == "nvme" and stage < 3:
         reason = "its files go with stage 3 of ZeRO"
         raise unsupported_error(
-            "deepspeed", "layout.offload", "nvme", 'use "cpu", or layout.data_parallel = "zero3"', reason
+            "deepspeed", "layout.offload", "nvme", fix='use "cpu", or layout.data_parallel = "zero3"', reason=reason
         )
 
 
@@ -100,7 +106,8 @@ def _optimizer(job: ExportJob) -> Table:
 
 
 def _scheduler(job: ExportJob) -> Table:
-    spec, steps = job.run.optimizer, job.run.training.steps
+    spec = job.run.optimizer
+    steps = job.run.training.steps
     warmup: Table = {"warmup_num_steps": max(1, job.warmup_steps), "warmup_type": "linear"}
     if spec.lr_schedule == "cosine":
         ratios = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": spec.min_lr_ratio}
@@ -112,7 +119,10 @@ def _scheduler(job: ExportJob) -> Table:
 
 
 def _notes(job: ExportJob) -> list[str]:
-    run, layout, sizes, spec = job.run, job.run.layout, job.sizes, job.run.model
+    run = job.run
+    layout = job.run.layout
+    sizes = job.sizes
+    spec = job.run.model
     shape = (
         f"{spec.num_layers} layers, width {spec.hidden_size}, "
         f"{spec.num_heads} heads of {spec.head_dim} ({spec.num_kv_heads} key/value)"

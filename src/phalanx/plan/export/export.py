@@ -43,7 +43,7 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     except UserError as error:
         able = ", ".join(TRAINER_NAMES[other] for other in WRITERS if _can_express(job, other)) or "none of the four"
         raise UserError(
-            error.field, error.value, error.problem, f"{error.fix}; as it is the run goes to {able}"
+            error.field, error.value, error.problem, fix=f"{error.fix}; as it is the run goes to {able}"
         ) from None
 
 
@@ -67,8 +67,8 @@ def search_exportable(
         except UserError:
             return False
 
-    plan = search_layouts(run, world_size, keep, report, is_exportable, prefer_simple=True)
-    return plan if plan.options else plan_or_raise(run, world_size, 1, report)
+    plan = search_layouts(run, world_size, keep, report=report, is_wanted=is_exportable, prefer_simple=True)
+    return plan if plan.options else plan_or_raise(run, world_size, 1, report=report)
 
 
 def _can_express(job: ExportJob, trainer: Trainer) -> bool:
@@ -82,7 +82,7 @@ def _can_express(job: ExportJob, trainer: Trainer) -> bool:
 
 def require_known_trainer(name: str, field: str = "trainer") -> None:
     """Raise UserError for a trainer whose words are not known."""
-    require(name in WRITERS, field, name, "is not known", f"use one of {', '.join(WRITERS)}")
+    require(name in WRITERS, field, name, problem="is not known", fix=f"use one of {', '.join(WRITERS)}")
 
 
 def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
@@ -95,7 +95,8 @@ def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
             run.training.tokens_per_step,
             f"gives ranks unequal shares ({batch.global_batch_size} sequences a step), which {TRAINER_NAMES[trainer]} "
             "cannot",
-            f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another layout.micro_batch_size",
+            fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another "
+            f"layout.micro_batch_size",
         )
     stages = layers_per_stage(run) if run.layout.pp > 1 else [range(run.model.num_layers)]
-    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages)
+    return ExportJob(run, parallel_dims(run.layout, world_size), batch, stages=stages)

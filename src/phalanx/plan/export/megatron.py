@@ -36,13 +36,14 @@ LLAMA3_ROPE = (1.0, 4.0, 8192)
 
 def megatron(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what Megatron-LM cannot express."""
-    run, layout = job.run, job.run.layout
+    run = job.run
+    layout = job.run.layout
     check_export_supported(job, "megatron", GAPS)
     check_kv_heads(job, "megatron")
     if job.sizes.cp > 1 and run.training.seq_len % (2 * job.sizes.cp):
         fix = f"use a multiple of {2 * job.sizes.cp}"
         raise unsupported_error(
-            "megatron", "training.seq_len", run.training.seq_len, fix, f"with layout.cp = {job.sizes.cp}"
+            "megatron", "training.seq_len", run.training.seq_len, fix=fix, reason=f"with layout.cp = {job.sizes.cp}"
         )
     moe = _experts(job, run.model.moe) if run.model.moe else {}
     flags = _model(job) | _rope(job) | moe | _parallel(job) | _data_parallel(job) | _batch(job) | _optimizer(job)
@@ -76,15 +77,20 @@ def _script(job: ExportJob, flags: Flags) -> str:
 
 
 def _model(job: ExportJob) -> Flags:
-    spec, sequence = job.run.model, job.run.training.seq_len
+    spec = job.run.model
+    sequence = job.run.training.seq_len
     if spec.activation == "gelu_tanh" and not spec.bias:
         reason = "its GELU by tanh is fused with a bias"
         raise unsupported_error(
-            "megatron", "model.activation", spec.activation, 'set model.bias, or use "gelu"', reason
+            "megatron", "model.activation", spec.activation, fix='set model.bias, or use "gelu"', reason=reason
         )
     if spec.qk_norm == "head" and spec.norm == "layernorm":
         raise unsupported_error(
-            "megatron", "model.qk_norm", "head", 'use model.norm = "rmsnorm"', "its norms are all of one kind"
+            "megatron",
+            "model.qk_norm",
+            "head",
+            fix='use model.norm = "rmsnorm"',
+            reason="its norms are all of one kind",
         )
     return {
         "num-layers": spec.num_layers,
@@ -120,12 +126,14 @@ def _rope(job: ExportJob) -> Flags:
     )
     for field, value in options.items():
         if value != int(value):
-            raise unsupported_error("megatron", field, value, "round it", "it takes whole numbers")
+            raise unsupported_error("megatron", field, value, fix="round it", reason="it takes whole numbers")
     numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
     if rope.scaling == "llama3" and numbers != LLAMA3_ROPE:
         low, high, context = LLAMA3_ROPE
         fix = f"use low_freq_factor = {low}, high_freq_factor = {high} and original_context = {context}"
-        raise unsupported_error("megatron", "model.rope.scaling", "llama3", fix, "it has its other numbers fixed")
+        raise unsupported_error(
+            "megatron", "model.rope.scaling", "llama3", fix=fix, reason="it has its other numbers fixed"
+        )
     return {
         "position-embedding-type": "rope",
         "rotary-base": int(rope.theta),
@@ -136,7 +144,8 @@ def _rope(job: ExportJob) -> Flags:
 
 
 def _experts(job: ExportJob, moe: MoESpec) -> Flags:
-    spec, layout = job.run.model, job.run.layout
+    spec = job.run.model
+    layout = job.run.layout
     _check_experts(moe, layout)
     return {
         "num-experts": moe.num_experts,
@@ -175,17 +184,19 @@ def _check_experts(moe: MoESpec, layout: Layout) -> None:
     if moe.normalize_top_k != sums_to_one:
         reason = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
         fix = f"set it to {str(sums_to_one).lower()}"
-        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix, reason)
+        raise unsupported_error("megatron", "model.moe.normalize_top_k", moe.normalize_top_k, fix=fix, reason=reason)
     if moe.bias_update_rate and moe.router_score == "softmax":
-        reason, fix = "its bias needs sigmoid scores", 'set it to 0, or model.moe.router_score = "sigmoid"'
-        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix, reason)
+        reason = "its bias needs sigmoid scores"
+        fix = 'set it to 0, or model.moe.router_score = "sigmoid"'
+        raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix=fix, reason=reason)
     if layout.tp > 1 and not layout.sequence_parallel:
         reason = "with experts and tensor parallelism it needs it"
-        raise unsupported_error("megatron", "layout.sequence_parallel", False, "set it to true", reason)
+        raise unsupported_error("megatron", "layout.sequence_parallel", False, fix="set it to true", reason=reason)
 
 
 def _parallel(job: ExportJob) -> Flags:
-    layout, sizes = job.run.layout, job.sizes
+    layout = job.run.layout
+    sizes = job.sizes
     even = len({len(layers) for layers in job.stages}) == 1
     pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
     # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
@@ -217,10 +228,13 @@ def _cp_comm_type(job: ExportJob) -> str:
 
 
 def _data_parallel(job: ExportJob) -> Flags:
-    layout, sizes = job.run.layout, job.sizes
+    layout = job.run.layout
+    sizes = job.sizes
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
         reason = "it offloads optimizer state, and that of its distributed optimizer"
-        raise unsupported_error("megatron", "layout.offload", "cpu", 'use layout.data_parallel = "zero1"', reason)
+        raise unsupported_error(
+            "megatron", "layout.offload", "cpu", fix='use layout.data_parallel = "zero1"', reason=reason
+        )
     if layout.data_parallel not in FSDP_SHARDING:
         return {
             "use-distributed-optimizer": layout.data_parallel == "zero1",
@@ -232,7 +246,7 @@ def _data_parallel(job: ExportJob) -> Flags:
     if sizes.pp > 1:
         reason = "its FSDP is documented with tensor, context and expert parallelism, not with pipelines"
         raise unsupported_error(
-            "megatron", "layout.data_parallel", layout.data_parallel, 'use "ddp" or "zero1"', reason
+            "megatron", "layout.data_parallel", layout.data_parallel, fix='use "ddp" or "zero1"', reason=reason
         )
     return {
         "use-megatron-fsdp": True,
@@ -256,7 +270,8 @@ def _batch(job: ExportJob) -> Flags:
 
 
 def _optimizer(job: ExportJob) -> Flags:
-    spec, steps = job.run.optimizer, job.run.training.steps
+    spec = job.run.optimizer
+    steps = job.run.training.steps
     beta1, beta2 = spec.betas
     adam = {"adam-beta1": beta1, "adam-beta2": beta2, "adam-eps": spec.eps}
     wsd = {"lr-wsd-decay-style": "linear", "lr-wsd-decay-iters": job.decay_steps}

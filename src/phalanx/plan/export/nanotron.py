@@ -42,13 +42,18 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     """Raises UserError for what nanotron cannot express."""
     run = job.run
     if run.model.moe:
-        raise unsupported_error("nanotron", "model.moe", None, "use another model", "its Llama has no experts")
+        raise unsupported_error(
+            "nanotron", "model.moe", None, fix="use another model", reason="its Llama has no experts"
+        )
     if run.model.head_dim * run.model.num_heads != run.model.hidden_size:
         fix = f"use {run.model.hidden_size // run.model.num_heads}"
-        raise unsupported_error("nanotron", "model.head_dim", run.model.head_dim, fix, "its heads share the width")
+        raise unsupported_error(
+            "nanotron", "model.head_dim", run.model.head_dim, fix=fix, reason="its heads share the width"
+        )
     if run.model.rope.theta != ROPE_THETA:
-        reason, fix = f"its Llama always has {ROPE_THETA:g}", f"set it to {ROPE_THETA:g}, or use another model"
-        raise unsupported_error("nanotron", "model.rope.theta", run.model.rope.theta, fix, reason)
+        reason = f"its Llama always has {ROPE_THETA:g}"
+        fix = f"set it to {ROPE_THETA:g}, or use another model"
+        raise unsupported_error("nanotron", "model.rope.theta", run.model.rope.theta, fix=fix, reason=reason)
     check_export_supported(job, "nanotron", GAPS)
     check_kv_heads(job, "nanotron")
     tables: Table = {
@@ -70,7 +75,8 @@ def nanotron(job: ExportJob) -> ExportedConfig:
 
 
 def _parallelism(job: ExportJob) -> Table:
-    layout, sizes = job.run.layout, job.sizes
+    layout = job.run.layout
+    sizes = job.sizes
     shared = sizes.tp > 1 and layout.sequence_parallel
     return {
         "dp": sizes.dp_size,
@@ -120,7 +126,8 @@ def _interval(job: ExportJob) -> int:
 
 
 def _optimizer(job: ExportJob) -> Table:
-    spec, steps = job.run.optimizer, job.run.training.steps
+    spec = job.run.optimizer
+    steps = job.run.training.steps
     beta1, beta2 = spec.betas
     return {
         "zero_stage": 1 if job.run.layout.data_parallel == "zero1" else 0,

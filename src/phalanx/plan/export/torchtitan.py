@@ -71,29 +71,31 @@ def torchtitan(job: ExportJob) -> ExportedConfig:
 
 
 def _check(job: ExportJob) -> None:
-    layout, training, sizes = job.run.layout, job.run.training, job.sizes
+    layout = job.run.layout
+    training = job.run.training
+    sizes = job.sizes
     multiple = (sizes.tp if layout.sequence_parallel else 1) * (2 * sizes.cp if sizes.cp > 1 else 1)
     if training.seq_len % multiple:
         fix = f"use a multiple of {multiple}"
         reason = f"with layout.tp = {sizes.tp} and layout.cp = {sizes.cp}"
-        raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix, reason)
+        raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix=fix, reason=reason)
     sharing_ranks = sizes.dp_shard * sizes.cp * sizes.tp
     if sharing_ranks % sizes.ep:
         reason = f"experts are spread over the {sharing_ranks} ranks that shard the other parameters"
         raise unsupported_error(
-            "torchtitan", "layout.ep", sizes.ep, 'use layout.data_parallel = "zero3", or a divisor', reason
+            "torchtitan", "layout.ep", sizes.ep, fix='use layout.data_parallel = "zero3", or a divisor', reason=reason
         )
     if sizes.pp > 1 and job.run.model.tie_embeddings:
         reason = "its pipelines have no tied embeddings"
-        raise unsupported_error("torchtitan", "model.tie_embeddings", True, "set it to false", reason)
+        raise unsupported_error("torchtitan", "model.tie_embeddings", True, fix="set it to false", reason=reason)
     if job.run.model.rope.scaling == "llama3" and model_family(job.run.model).name == "qwen3":
         reason = "its models with experts or norms of queries and keys have none"
-        raise unsupported_error("torchtitan", "model.rope.scaling", "llama3", "use another model", reason)
+        raise unsupported_error("torchtitan", "model.rope.scaling", "llama3", fix="use another model", reason=reason)
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
         reason = "from a file it takes only schedules whose stage s is of rank s mod pp"
         raise unsupported_error(
-            "torchtitan", "layout.schedule_file", layout.schedule_file, 'use "zb-v" or "dualpipe-v"', reason
+            "torchtitan", "layout.schedule_file", layout.schedule_file, fix='use "zb-v" or "dualpipe-v"', reason=reason
         )
 
 
@@ -117,7 +119,9 @@ def _trainer_config(job: ExportJob) -> PythonSource:
 
 
 def _training(job: ExportJob) -> PythonSource:
-    training, batch, sizes = job.run.training, job.batch_plan, job.sizes
+    training = job.run.training
+    batch = job.batch_plan
+    sizes = job.sizes
     max_norm = job.run.optimizer.max_grad_norm
     return python_call(
         "TrainingConfig",
@@ -135,7 +139,8 @@ def _training(job: ExportJob) -> PythonSource:
 
 
 def _parallelism(job: ExportJob) -> PythonSource:
-    layout, sizes = job.run.layout, job.sizes
+    layout = job.run.layout
+    sizes = job.sizes
     keeps_gathered = layout.data_parallel == "zero2" or sizes.pp > 1 or not layout.reshard_after_forward
     return python_call(
         "ParallelismConfig",
@@ -189,7 +194,9 @@ def _lr_scheduler(job: ExportJob) -> PythonSource:
 
 
 def _notes(job: ExportJob) -> list[str]:
-    run, layout, sizes = job.run, job.run.layout, job.sizes
+    run = job.run
+    layout = job.run.layout
+    sizes = job.sizes
     nodes = run.cluster.nodes
     notes = [
         "Save this as phalanx_run.py. Start it from its folder: "

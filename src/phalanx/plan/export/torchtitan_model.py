@@ -31,8 +31,8 @@ class ModelFamily:
     rope: str
 
 
-LLAMA3 = ModelFamily("llama3", "Llama3", "parallelize_llama", "ComplexRoPE")
-QWEN3 = ModelFamily("qwen3", "Qwen3", "parallelize_qwen3", "CosSinRoPE")
+LLAMA3 = ModelFamily("llama3", "Llama3", "parallelize_llama", rope="ComplexRoPE")
+QWEN3 = ModelFamily("qwen3", "Qwen3", "parallelize_qwen3", rope="CosSinRoPE")
 
 
 def model_family(spec: ModelSpec) -> ModelFamily:
@@ -167,7 +167,8 @@ def _experts(spec: ModelSpec, moe: MoESpec) -> PythonSource:
         score_func=moe.router_score,
         route_norm=moe.normalize_top_k,
     )
-    matrix, output = PythonSource('MATRIX["weight"]'), PythonSource('OUTPUT["weight"]')
+    matrix = PythonSource('MATRIX["weight"]')
+    output = PythonSource('OUTPUT["weight"]')
     routed = python_call(
         "make_routed_experts_config",
         dim=spec.hidden_size,

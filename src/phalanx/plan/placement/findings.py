@@ -88,24 +88,31 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     """
     size = cluster.fast_link_domain or nproc
     beyond = size > nproc and (cluster.preset is None or size > MAX_NVLINK_GPUS_PER_NODE)
-    domain, span = tuple(device // size for device in range(nproc)), size // nproc if beyond else 1
+    domain = tuple(device // size for device in range(nproc))
+    span = size // nproc if beyond else 1
     rail = tuple(range(nproc))
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
     assumed = [] if cluster.fast_link_domain else [f"fast links join the {nproc} devices of a node"]
     if topology is None:
         return NodeLayout(
-            domain, rail, nics, span, (*assumed, "every device has a NIC of its own, on a rail of its number")
+            domain,
+            rail,
+            nics,
+            span=span,
+            assumed=(*assumed, "every device has a NIC of its own, on a rail of its number"),
         )
     if nproc > len(topology.gpus):
         problem = f"is more than the {len(topology.gpus)} GPUs of the topology"
-        raise UserError("--nproc", nproc, problem, f"use {len(topology.gpus)} or fewer, or leave --topology out")
+        raise UserError("--nproc", nproc, problem, fix=f"use {len(topology.gpus)} or fewer, or leave --topology out")
     if None not in topology.nvlinks and span == 1:
         assumed = []
         domain = tuple(next(i for i, d in enumerate(topology.nvlink_domains()) if gpu in d) for gpu in range(nproc))
     if not topology.nics:
-        return NodeLayout(domain, rail, nics, span, (*assumed, "the topology lists no NIC: every device has its own"))
+        return NodeLayout(
+            domain, rail, nics, span=span, assumed=(*assumed, "the topology lists no NIC: every device has its own")
+        )
     nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
-    return NodeLayout(domain, _assign_rails(topology, nics), nics, span, tuple(assumed))
+    return NodeLayout(domain, _assign_rails(topology, nics), nics, span=span, assumed=tuple(assumed))
 
 
 def _assign_rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
@@ -122,13 +129,14 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
     links to a neighbour on that rail, if there is one, and leaves from there. Each of the two ways is counted."""
     first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
     by = np.array([first[rail] for rail in site.rail])
-    source, target = matrix.source, matrix.target
+    source = matrix.source
+    target = matrix.target
     neighbour = source // site.nproc * site.nproc + by[target % site.nproc]
     hands = (site.links(source, target) == 3) & (neighbour < matrix.ranks)
     hands &= site.domain_of(source) == site.domain_of(neighbour)
-    after = TrafficMatrix(matrix.ranks, np.where(hands, neighbour, source), target, matrix.bytes)
+    after = TrafficMatrix(matrix.ranks, np.where(hands, neighbour, source), target, bytes=matrix.bytes)
     return merge_matrices(
-        matrix.ranks, [after, TrafficMatrix(matrix.ranks, source[hands], neighbour[hands], matrix.bytes[hands])]
+        matrix.ranks, [after, TrafficMatrix(matrix.ranks, source[hands], neighbour[hands], bytes=matrix.bytes[hands])]
     )
 
 
@@ -161,9 +169,10 @@ def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
         found: Sizes = rank_bytes.reshape(nodes, site.nproc) @ share
         return found
 
-    sent, received = bytes_per_nic(matrix.source), bytes_per_nic(matrix.target)
+    sent = bytes_per_nic(matrix.source)
+    received = bytes_per_nic(matrix.target)
     return [
-        NicLoad(node, name, float(sent[node, index]), float(received[node, index]))
+        NicLoad(node, name, float(sent[node, index]), received_bytes=float(received[node, index]))
         for node in range(nodes)
         for index, name in enumerate(names)
     ]
@@ -187,7 +196,7 @@ def placement_findings(
     if sizes.world_size % site.nproc:
         last = sizes.world_size % site.nproc
         message = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
-        findings.append(PlacementFinding("bad", "nodes", message, f"use a multiple of {site.nproc} ranks"))
+        findings.append(PlacementFinding("bad", "nodes", message, fix=f"use a multiple of {site.nproc} ranks"))
     return sorted(findings, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
 
 
@@ -210,7 +219,7 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
                 " ..." if len(found[0]) > MAX_SHOWN_RANKS else ""
             )
             message = f"{len(leaving)} of {len(found)} {axis} groups leave {where}, the first: ranks {first}"
-            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix)
+            yield PlacementFinding("bad" if axis == "tp" else "note", axis, message, fix=fix)
         else:
             yield PlacementFinding("good", axis, f"every {axis} group is inside {where}")
 
@@ -225,10 +234,11 @@ def _check_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: Nod
         if axis not in parts:
             continue
         links = site.links(parts[axis].source, parts[axis].target)
-        remote_pairs, crossing = int((links >= FIRST_NETWORK_LINK).sum()), int((links == 3).sum())
+        remote_pairs = int((links >= FIRST_NETWORK_LINK).sum())
+        crossing = int((links == 3).sum())
         if crossing:
             message = f"{crossing} of {remote_pairs} pairs of {pair} on different nodes are on different rails"
-            yield PlacementFinding("bad" if axis == "pp" else "note", axis, message, fix.format(site.nproc))
+            yield PlacementFinding("bad" if axis == "pp" else "note", axis, message, fix=fix.format(site.nproc))
         elif remote_pairs:
             yield PlacementFinding("good", axis, f"{pair} on different nodes are on the same rail")
 
@@ -241,5 +251,5 @@ def _check_spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: Clu
     if slower > 1:
         message = f"{spine / (rail + spine):.0%} of the network's bytes cross a spine of {cluster.oversubscription:g}:1"
         yield PlacementFinding(
-            "bad", "spine", f"{message}: the network is {slower:.2f} times slower", "keep traffic on its rail"
+            "bad", "spine", f"{message}: the network is {slower:.2f} times slower", fix="keep traffic on its rail"
         )

@@ -63,7 +63,8 @@ class TrafficMatrix:
     def aggregated(self, size: int) -> TrafficMatrix:
         """The same between blocks of `size` neighbours, such as nodes; what stays in a block is on the diagonal."""
         return merge_matrices(
-            -(-self.ranks // size), [TrafficMatrix(self.ranks, self.source // size, self.target // size, self.bytes)]
+            -(-self.ranks // size),
+            [TrafficMatrix(self.ranks, self.source // size, self.target // size, bytes=self.bytes)],
         )
 
 
@@ -71,12 +72,12 @@ def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
     """The sum, with one row for each pair."""
     if not parts:
         none = np.zeros(0, np.int64)
-        return TrafficMatrix(ranks, none, none, np.zeros(0))
+        return TrafficMatrix(ranks, none, none, bytes=np.zeros(0))
     pair = np.concatenate([part.source * ranks + part.target for part in parts])
     unique_pairs, row = np.unique(pair, return_inverse=True)
     sums = np.zeros(len(unique_pairs))
     np.add.at(sums, row, np.concatenate([part.bytes for part in parts]))
-    return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, sums)
+    return TrafficMatrix(ranks, unique_pairs // ranks, unique_pairs % ranks, bytes=sums)
 
 
 def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
@@ -86,7 +87,8 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `traffic_by_role`.
     Raises UserError if the layout cannot run on so many ranks.
     """
-    sizes, rows = parallel_dims(run.layout, world_size), traffic_by_group(run, world_size)
+    sizes = parallel_dims(run.layout, world_size)
+    rows = traffic_by_group(run, world_size)
     if sizes.servers:
         return {"servers": merge_matrices(world_size, list(_parameter_server_transfers(run, sizes, rows["worker"])))}
     matrices: dict[str, list[TrafficMatrix]] = {}
@@ -99,7 +101,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
     for role_index, role in enumerate(rows):
         for row in _merge_rows(rows[role]):
             if row.group_kind in ("pp", "ends"):
-                sent = _stage_transfers(run, group_members("pp"), role_index, row)
+                sent = _stage_transfers(run, group_members("pp"), role_index, row=row)
             else:
                 groups = group_members(row.group_kind)
                 sent = _row_transfers(groups[np.isin(groups[:, 0], stages[role_index])], row, island)
@@ -115,7 +117,7 @@ def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
     for row in rows:
         key = ("all_reduce" if row.operation in RING_OPERATIONS else row.operation), row.group_kind
         total[key] = total.get(key, 0.0) + row.bytes
-    return [Traffic(operation, size, "", group_kind) for (operation, group_kind), size in total.items()]
+    return [Traffic(operation, size, "", group_kind=group_kind) for (operation, group_kind), size in total.items()]
 
 
 Transfers = tuple[Ranks, Ranks, Sizes]
@@ -149,13 +151,15 @@ def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Trans
     on = members // island
     first = (on == on[:, :1]).sum(1)
     for width in np.unique(first):
-        rows, where = members[first == width], on[first == width]
+        rows = members[first == width]
+        where = on[first == width]
         if count % width or width == count:
             regular = np.zeros(len(rows), bool)
         else:
             blocks = where.reshape(len(rows), -1, width)
             regular = (blocks == blocks[:, :, :1]).all((1, 2)) & (np.diff(blocks[:, :, 0]) > 0).all(1)
-        one, several = rows[~regular], rows[regular].reshape(-1, count // width, width) if regular.any() else None
+        one = rows[~regular]
+        several = rows[regular].reshape(-1, count // width, width) if regular.any() else None
         parts.append((one.ravel(), np.roll(one, -1, axis=1).ravel(), np.full(one.size, bytes_per_rank)))
         if several is not None:
             far = np.full(several.size, bytes_per_rank / width)
@@ -186,12 +190,15 @@ def _parameter_server_transfers(run: RunSpec, sizes: ParallelDims, worker: list[
     """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
     total_bytes = next(row.bytes for row in worker if row.operation == "send")
     loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
-    ranks, parts = sizes.world_size, total_bytes * loads / loads.sum()
-    servers, workers = np.arange(sizes.servers), np.arange(sizes.servers, sizes.world_size)
-    all_workers, all_servers = np.repeat(workers, len(servers)), np.tile(servers, len(workers))
-    yield TrafficMatrix(ranks, all_workers, all_servers, np.tile(parts, len(workers)))
+    ranks = sizes.world_size
+    parts = total_bytes * loads / loads.sum()
+    servers = np.arange(sizes.servers)
+    workers = np.arange(sizes.servers, sizes.world_size)
+    all_workers = np.repeat(workers, len(servers))
+    all_servers = np.tile(servers, len(workers))
+    yield TrafficMatrix(ranks, all_workers, all_servers, bytes=np.tile(parts, len(workers)))
     if run.layout.max_staleness is not None:
-        yield TrafficMatrix(ranks, all_servers, all_workers, np.tile(parts, len(workers)))
+        yield TrafficMatrix(ranks, all_servers, all_workers, bytes=np.tile(parts, len(workers)))
     else:
-        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), parts)
-        yield TrafficMatrix(ranks, workers[:-1], workers[1:], np.full(len(workers) - 1, total_bytes))
+        yield TrafficMatrix(ranks, servers, np.full(len(servers), workers[0]), bytes=parts)
+        yield TrafficMatrix(ranks, workers[:-1], workers[1:], bytes=np.full(len(workers) - 1, total_bytes))

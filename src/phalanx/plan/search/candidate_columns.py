@@ -61,7 +61,9 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
 
     @cache
     def per_parameter(strategy: Strategy, micro_batches: int) -> StateBytes:
-        return sharded_state_bytes(strategy, run.training.precision, 1, 1, states, micro_batches)
+        return sharded_state_bytes(
+            strategy, run.training.precision, 1, owned=1, states=states, micro_batches=micro_batches
+        )
 
     state = [per_parameter(c.data_parallel, c.micro_batches) for c in layouts]
     pipelines = {(c.pp, c.schedule, c.virtual_stages): c for c in layouts}
@@ -101,7 +103,8 @@ def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[b
     """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
     and of the rank with the head."""
     candidate_run = run.model_copy(update={"layout": candidate.layout()})
-    ranks, (first, last) = layers_per_rank(candidate_run), representative_schedule(candidate_run.layout).end_ranks
+    ranks = layers_per_rank(candidate_run)
+    (first, last) = representative_schedule(candidate_run.layout).end_ranks
     costs = layer_flops(run.model, run.training.seq_len)[1:-1]
     between = [layers for rank, layers in enumerate(ranks) if rank not in (first, last)]
     middle = max(between or ranks, key=lambda layers: sum(costs[layer] for layer in layers))

@@ -117,11 +117,24 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
     domain = run.cluster.fast_link_domain_size
     return [
         CandidateLayout(
-            data, dp, shard, tp, pp, cp, context, ep, micro_batch, m, checkpointing, schedule, v, rank_order
+            data,
+            dp,
+            shard,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            cp_method=context,
+            ep=ep,
+            micro_batch_size=micro_batch,
+            micro_batches=m,
+            activation_checkpointing=checkpointing,
+            schedule=schedule,
+            virtual_stages=v,
+            rank_order=rank_order,
         )
         for tp, pp, cp, context, ep, dp in _enumerate_degrees(run, world_size)
-        for rank_order in (choose_rank_order(dp, tp, pp, cp, domain),)
-        for data, shard in _data_parallel_options(dp, tp, pp, cp, domain)
+        for rank_order in (choose_rank_order(dp, tp, pp, cp=cp, domain=domain),)
+        for data, shard in _data_parallel_options(dp, tp, pp, cp=cp, domain=domain)
         for micro_batch, m in _micro_batch_options(run, dp)
         for schedule, v in _schedule_options(pp, m, run.model.num_layers, halves=not run.training.compile)
         for checkpointing in PHALANX_CHECKPOINTING
@@ -152,10 +165,14 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
     Raises UserError if it cannot run so, or for what the planner does not know.
     """
     check_precision(run)
-    layout, sizes, batch = run.layout, parallel_dims(run.layout, world_size), plan_batch(run, world_size)
+    layout = run.layout
+    sizes = parallel_dims(run.layout, world_size)
+    batch = plan_batch(run, world_size)
     known = layout.data_parallel in ZERO_STAGES and layout.schedule_file is None and layout.schedule in SCHEDULE_KINDS
     value = layout.data_parallel if layout.data_parallel not in ZERO_STAGES else layout.schedule_file or layout.schedule
-    require(known, "layout", value, NOT_PREDICTED, f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}")
+    require(
+        known, "layout", value, problem=NOT_PREDICTED, fix=f"use one of {', '.join((*ZERO_STAGES, *SCHEDULE_KINDS))}"
+    )
     data = effective_strategy(
         layout, sizes.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES).dp_shard
     )
@@ -164,26 +181,26 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
         keeps_parameters,
         "layout.data_parallel",
         data,
-        f"in a pipeline {NOT_PREDICTED}",
-        'use layout.data_parallel = "zero1", or layout.pp = 1',
+        problem=f"in a pipeline {NOT_PREDICTED}",
+        fix='use layout.data_parallel = "zero1", or layout.pp = 1',
     )
     candidate = CandidateLayout(
         data,
         sizes.dp_size,
         sizes.dp_shard,
-        layout.tp,
-        layout.pp,
-        layout.cp,
-        layout.cp_method,
-        layout.ep,
-        batch.micro_batch_size,
-        batch.gradient_accumulation_steps,
-        layout.activation_checkpointing,
-        layout.schedule,
-        layout.virtual_stages,
-        layout.rank_order,
-        layout.offload,
-        layout.offload_directory,
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        cp_method=layout.cp_method,
+        ep=layout.ep,
+        micro_batch_size=batch.micro_batch_size,
+        micro_batches=batch.gradient_accumulation_steps,
+        activation_checkpointing=layout.activation_checkpointing,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        rank_order=layout.rank_order,
+        offload=layout.offload,
+        offload_directory=layout.offload_directory,
     )
     check_representable(layout, candidate)
     return candidate
@@ -193,21 +210,30 @@ def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
     """Raise UserError for a choice that costs or saves something and that a candidate does not have."""
     planned = candidate.layout()
     for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
-        value, only = getattr(layout, field), getattr(planned, field)
-        require(value == only, f"layout.{field}", value, NOT_PREDICTED, f"it knows {json.dumps(only)} only: use that")
+        value = getattr(layout, field)
+        only = getattr(planned, field)
+        require(
+            value == only,
+            f"layout.{field}",
+            value,
+            problem=NOT_PREDICTED,
+            fix=f"it knows {json.dumps(only)} only: use that",
+        )
 
 
 def check_precision(run: RunSpec) -> None:
     """Raise UserError for an arithmetic that nothing is known of."""
-    precision, known = run.training.precision, known_precisions(run.cluster)
+    precision = run.training.precision
+    known = known_precisions(run.cluster)
     # Of a machine that is not named nothing is known, and a CPU's fp32 is.
     machine = "name the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
     require(
         precision in known,
         "training.precision",
         precision,
-        f"{NOT_PREDICTED} here",
-        f'{machine}set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx calibrate`)',
+        problem=f"{NOT_PREDICTED} here",
+        fix=f'{machine}set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx '
+        f"calibrate`)",
     )
 
 
@@ -229,7 +255,7 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int
                 dp = world_size // (tp * pp * cp)
                 if sequences % dp == 0:
                     for ep in (e for e in divisors(dp * cp * tp) if experts % e == 0):
-                        context = _choose_cp_method(run, world_size, tp, pp, cp, ep)
+                        context = _choose_cp_method(run, world_size, tp, pp=pp, cp=cp, ep=ep)
                         if context:
                             yield tp, pp, cp, context, ep, dp
 

@@ -33,7 +33,7 @@ def parse_layout(text: str) -> Layout:
     for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals:
-            raise UserError("layout", item, "is not KEY=VALUE", 'write it like "tp=4,pp=8,data_parallel=zero1"')
+            raise UserError("layout", item, "is not KEY=VALUE", fix='write it like "tp=4,pp=8,data_parallel=zero1"')
         table[key] = parse_toml_value(value)
     return parse_table(Layout, table, "layout")
 
@@ -57,7 +57,8 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
 
 def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
     """The probability that memory is not enough for each of some layouts."""
-    jobs, c = candidate_jobs(run, world_size, layouts), memory_constants_for(run.cluster)
+    jobs = candidate_jobs(run, world_size, layouts)
+    c = memory_constants_for(run.cluster)
     return np.broadcast_to(oom_probability(c, jobs, estimate_memory(c, jobs)), len(layouts))
 
 
@@ -74,7 +75,8 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
     """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
     more than the formula has for any trainer."""
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
-    cluster, memories = run.cluster, list(rank_memory(layout_run, world_size).values())
+    cluster = run.cluster
+    memories = list(rank_memory(layout_run, world_size).values())
     device_bytes, host_bytes = device_and_host_bytes(cluster, memories)
     used, *stage_bytes = (
         process_bytes(cluster, size) if cluster.calibration else size
@@ -89,13 +91,17 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
     """What each of some layouts takes, in their order."""
     if not layouts:
         return []
-    jobs, size = candidate_jobs(run, world_size, layouts), len(layouts)
+    jobs = candidate_jobs(run, world_size, layouts)
+    size = len(layouts)
     c = memory_constants_for(run.cluster)
-    time, memory = step_seconds(time_constants_for(run.cluster), jobs), estimate_memory(c, jobs)
+    time = step_seconds(time_constants_for(run.cluster), jobs)
+    memory = estimate_memory(c, jobs)
     risk = oom_probability(c, jobs, memory)
     interval_factor = np.exp(interval_half_width(run.cluster, jobs))
-    tokens, sequence = run.training.tokens_per_step, run.training.seq_len
-    flops, peak = training_flops_per_token(run.model, sequence), float(jobs.peak_flops[0])
+    tokens = run.training.tokens_per_step
+    sequence = run.training.seq_len
+    flops = training_flops_per_token(run.model, sequence)
+    peak = float(jobs.peak_flops[0])
     recomputed_flops = {
         name: recomputed_flops_per_token(run.model, sequence, kind) for name, kind in PHALANX_CHECKPOINTING.items()
     }
@@ -118,16 +124,16 @@ def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> l
                 candidate,
                 seconds,
                 seconds / scalar_at(interval_factor, index),
-                seconds * scalar_at(interval_factor, index),
-                {part: scalar_at(getattr(time, part), index) for part in PARTS},
-                scalar_at(memory.allocated, index),
-                scalar_at(memory.host, index),
-                stages,
-                {name: sum(parts.values()) for name, parts in stages.items()},
-                scalar_at(risk, index),
-                speed,
-                mfu(speed, flops, peak, world_size),
-                mfu(speed, flops + recomputed_flops[candidate.activation_checkpointing], peak, world_size),
+                high_seconds=seconds * scalar_at(interval_factor, index),
+                parts={part: scalar_at(getattr(time, part), index) for part in PARTS},
+                memory_bytes=scalar_at(memory.allocated, index),
+                host_bytes=scalar_at(memory.host, index),
+                stages=stages,
+                stage_bytes={name: sum(parts.values()) for name, parts in stages.items()},
+                p_oom=scalar_at(risk, index),
+                tokens_per_second=speed,
+                mfu=mfu(speed, flops, peak, ranks=world_size),
+                hfu=mfu(speed, flops + recomputed_flops[candidate.activation_checkpointing], peak, ranks=world_size),
             )
         )
     return options

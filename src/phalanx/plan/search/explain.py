@@ -40,17 +40,18 @@ def plan_or_raise(
 
     Raises UserError where nothing fits, with what would.
     """
-    plan = search_layouts(run, world_size, keep, report, prefer_simple=True, group_schedules=group_schedules)
+    plan = search_layouts(run, world_size, keep, report=report, prefer_simple=True, group_schedules=group_schedules)
     if not plan.options:
         fix = suggest_fit(run, world_size, plan)
-        raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix)
+        raise UserError("layout", None, f"no layout of {plan.considered:,} fits", fix=fix)
     return plan
 
 
 def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
     """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
     add up to, if that is a hundredth of all or more."""
-    option_parts, best_parts = option.parts, best.parts
+    option_parts = option.parts
+    best_parts = best.parts
     differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
     large_differences = sorted(
         (part for part in differences if abs(part[0]) > min_share * best.step_seconds), reverse=True
@@ -100,7 +101,8 @@ class WhatIf:
 
 def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
     """What would make a job faster than its fastest layout does: more memory, faster links, a larger batch."""
-    cluster, training = run.cluster, run.training
+    cluster = run.cluster
+    training = run.training
 
     def double_field(field: str) -> RunSpec | None:
         value = getattr(cluster, field)

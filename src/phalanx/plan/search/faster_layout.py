@@ -54,11 +54,14 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
     faster = np.flatnonzero(seconds <= plan.fastest.step_seconds / MIN_SPEEDUP)
     if not len(faster):
         return None
-    c, faster_jobs = memory_constants_for(run.cluster), jobs.select(faster)
+    c = memory_constants_for(run.cluster)
+    faster_jobs = jobs.select(faster)
     utilisation = memory_utilisation(c, faster_jobs, estimate_memory(c, faster_jobs))
     smallest_first = faster[np.argsort(np.broadcast_to(utilisation, len(faster)), kind="stable")]
     runnable = (plan.layouts[index] for index in smallest_first if can_run(run, world_size, plan.layouts[index]))
-    found = [_count_shortage(run, world_size, candidate, plan.fastest) for candidate in islice(runnable, MAX_COUNTED)]
+    found = [
+        _count_shortage(run, world_size, candidate, fastest=plan.fastest) for candidate in islice(runnable, MAX_COUNTED)
+    ]
     too_large = [layout for layout in found if layout.option.p_oom >= MAX_OOM_PROBABILITY]
     if not too_large:
         return None
@@ -70,7 +73,8 @@ def _count_shortage(
     run: RunSpec, world_size: int, candidate: CandidateLayout, fastest: EvaluatedLayout
 ) -> FasterLayout:
     """Return a layout with the memory that it lacks: by the formula or as counted, whichever is more."""
-    cluster, c = run.cluster, memory_constants_for(run.cluster)
+    cluster = run.cluster
+    c = memory_constants_for(run.cluster)
     by_formula = evaluate(run, world_size, [candidate])[0]
     counted = with_exact_memory(run, world_size, by_formula)
     jobs = candidate_jobs(run, world_size, [candidate])
@@ -81,9 +85,9 @@ def _count_shortage(
         counted,
         fastest.step_seconds / counted.step_seconds,
         max(0.0, max(reserved, used) - enough_bytes(cluster, cluster.rank_memory_bytes or 0, MAX_OOM_PROBABILITY)),
-        max(0.0, host_bytes - enough_bytes(cluster, host_memory(cluster), MAX_OOM_PROBABILITY)),
-        None,
-        None,
+        missing_host_bytes=max(0.0, host_bytes - enough_bytes(cluster, host_memory(cluster), MAX_OOM_PROBABILITY)),
+        fitting_seq_len=None,
+        fitting_step_seconds=None,
     )
 
 

@@ -31,7 +31,8 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
 
 def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> str:
     """The `phalanx pipeline show` that draws the schedule, with every rank as slow as the slowest."""
-    schedule, stages = _build_candidate_schedule(candidate), _stage_times(run, world_size, candidate)
+    schedule = _build_candidate_schedule(candidate)
+    stages = _stage_times(run, world_size, candidate)
     ranks = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
     slowest = max(ranks, key=lambda rank: _part_seconds(rank, "forward_backward"))
     forward, backward, weight = (_part_seconds(slowest, part) for part in ("forward", "backward", "weight_grad"))
@@ -42,7 +43,7 @@ def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> s
 
 
 def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
-    return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, candidate.virtual_stages)
+    return build_schedule(candidate.schedule, candidate.pp, candidate.micro_batches, v=candidate.virtual_stages)
 
 
 def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:

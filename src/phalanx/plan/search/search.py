@@ -56,29 +56,29 @@ def search_layouts(
             "cluster.nodes x cluster.nproc_per_node",
             world_size,
             "ranks share this model and this batch in no layout",
-            "use a number of ranks whose factors divide the sequences of a step and the model",
+            fix="use a number of ranks whose factors divide the sequences of a step and the model",
         )
     report("evaluating layouts", 0, len(layouts))
     layouts, ordered = with_offload_variants(run, world_size, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
     report("counting what the fastest hold", 0, keep)
-    fastest = next(_offer_wanted(run, world_size, ordered, is_wanted), None)
+    fastest = next(_offer_wanted(run, world_size, ordered, is_wanted=is_wanted), None)
     preferred: Iterable[CandidateLayout] = ordered
     if prefer_simple and fastest is not None:
-        preferred = TimeBands(run, world_size, ordered, fastest)
+        preferred = TimeBands(run, world_size, ordered, fastest=fastest)
     shown: set[CandidateLayout] = set()
     offered: list[EvaluatedLayout] = []
 
     def is_new(candidate: CandidateLayout) -> bool:
         return _without_schedule(candidate) not in shown and is_wanted(candidate)
 
-    for option in islice(_offer_wanted(run, world_size, preferred, is_new), keep):
+    for option in islice(_offer_wanted(run, world_size, preferred, is_wanted=is_new), keep):
         offered.append(option)
         if group_schedules and option.p_oom < SAFE_OOM_PROBABILITY:
             shown.add(_without_schedule(option.candidate))
         report("counting what the fastest hold", len(offered), keep)
     smallest = None if offered else evaluate_smallest(run, world_size, layouts)
-    return Plan(offered, layouts, len(ordered), fastest, smallest)
+    return Plan(offered, layouts, len(ordered), fastest=fastest, closest_to_fitting=smallest)
 
 
 def _offer_wanted(
@@ -89,7 +89,7 @@ def _offer_wanted(
 ) -> Iterator[EvaluatedLayout]:
     """Yield the layouts in order that are wanted, with what offload makes of some, and that fit as they are counted."""
     order = ordered.order if isinstance(ordered, TimeBands) else _step_seconds
-    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order)
+    offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order=order)
     return (option for option in offering if is_wanted(option.candidate))
 
 
@@ -98,12 +98,17 @@ class TimeBands:
     on, and in each band those without offload before others, then those with fewer kinds of parallelism."""
 
     def __init__(self, run: RunSpec, world_size: int, ordered: list[CandidateLayout], fastest: EvaluatedLayout) -> None:
-        self.run, self.world_size, self.ordered, self.fastest = run, world_size, ordered, fastest
+        self.run = run
+        self.world_size = world_size
+        self.ordered = ordered
+        self.fastest = fastest
         self.ends: list[float] = []
         """The longest step of each band, as far as bands were looked at."""
 
     def __iter__(self) -> Iterator[CandidateLayout]:
-        self.ends, start, seconds = [], 0, self.fastest.step_seconds
+        self.ends = []
+        start = 0
+        seconds = self.fastest.step_seconds
         while start < len(self.ordered):
             self.ends.append(seconds * (1 + UNCERTAIN_GAIN))
             stop = bisect_right(self.ordered, self.ends[-1], lo=start, key=self._seconds)
@@ -174,7 +179,8 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
     """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
     if not layouts:
         return []
-    jobs, c = candidate_jobs(run, world_size, layouts), memory_constants_for(run.cluster)
+    jobs = candidate_jobs(run, world_size, layouts)
+    c = memory_constants_for(run.cluster)
     held = estimate_memory(c, jobs)
     memory = np.broadcast_to(held.allocated, len(layouts))
     risk = np.broadcast_to(oom_probability(c, jobs, held), len(layouts))
@@ -190,7 +196,8 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
 
 def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
     """Of some layouts the one that most likely fits: that least fills the device's memory and the CPU's."""
-    jobs, c = candidate_jobs(run, world_size, layouts), memory_constants_for(run.cluster)
+    jobs = candidate_jobs(run, world_size, layouts)
+    c = memory_constants_for(run.cluster)
     return layouts[int(np.argmin(np.broadcast_to(memory_utilisation(c, jobs, estimate_memory(c, jobs)), len(layouts))))]
 
 

@@ -47,7 +47,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             _check_header(path, table.fieldnames or ())
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError("--batch", str(path), f"cannot be read: {error}", "give a CSV file with a header") from None
+        raise UserError("--batch", str(path), f"cannot be read: {error}", fix="give a CSV file with a header") from None
     return [{column: text or "" for column, text in row.items() if column} for row in rows]
 
 
@@ -55,7 +55,7 @@ def _check_header(path: Path, names: Sequence[str]) -> None:
     known = f"needed are {', '.join(REQUIRED_COLUMNS)}; also read are {', '.join(OPTIONAL_COLUMNS)}"
     fix = f"give a CSV file whose first line names its columns, with commas between them: {known}"
     if not names:
-        raise UserError("--batch", str(path), "is empty", fix)
+        raise UserError("--batch", str(path), "is empty", fix=fix)
     missing = [column for column in REQUIRED_COLUMNS if column not in names]
     if missing:
-        raise UserError("--batch", str(path), f"lacks the columns {', '.join(missing)}", fix)
+        raise UserError("--batch", str(path), f"lacks the columns {', '.join(missing)}", fix=fix)

@@ -29,7 +29,8 @@ JobRow = dict[str, float]
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
     """Shape and counts of a model."""
-    count, moe = count_parameters(spec), spec.moe
+    count = count_parameters(spec)
+    moe = spec.moe
     return {
         "layers": spec.num_layers,
         "dense_layers": moe.num_leading_dense_layers if moe else spec.num_layers,
@@ -62,7 +63,10 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
     """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
     or embedding and head are said to take a block's place (`trimmed`), the first and the last stage have fewer, which
     in a V are one rank's. Leading layers have no experts."""
-    layers, dense, pp, together = job["layers"], job["dense_layers"], job["pp"], job["schedule"] == ScheduleKind.ZB_V
+    layers = job["layers"]
+    dense = job["dense_layers"]
+    pp = job["pp"]
+    together = job["schedule"] == ScheduleKind.ZB_V
     fewer = float(pp > 1 and (trimmed or layers % pp > 0))
     layers_per_stage = (layers + 2 * fewer) / pp
     layers_at_ends = layers_per_stage - (1 + together) * fewer
@@ -88,7 +92,11 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
     for name in cluster.calibration.time_constants:
         known = names(TimeConstants)
         require(
-            name in known, "cluster.calibration.time_constants", name, "is not a constant", did_you_mean(name, known)
+            name in known,
+            "cluster.calibration.time_constants",
+            name,
+            problem="is not a constant",
+            fix=did_you_mean(name, known),
         )
     return replace(time_constants(), **cluster.calibration.time_constants)
 
@@ -101,7 +109,8 @@ def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
     if cluster.calibration is None:
         c = memory_constants()
         return replace(c, context_gib=0.0) if cluster.uses_cpu else c
-    process, share = cluster.calibration.baseline_process_bytes / GIB, cluster.calibration.bytes_per_counted_byte
+    process = cluster.calibration.baseline_process_bytes / GIB
+    share = cluster.calibration.bytes_per_counted_byte
     return replace(memory_constants(), context_gib=process, workspace_gib=0.0, fragmentation=share)
 
 
@@ -123,9 +132,11 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
     outermost.
     """
     lowered = text.lower()
-    sharded, named, deepspeed = zero >= 3 or "fsdp" in lowered, "attention kernel=" in lowered, "deepspeed" in lowered
+    sharded = zero >= 3 or "fsdp" in lowered
+    named = "attention kernel=" in lowered
+    deepspeed = "deepspeed" in lowered
     deepspeed = deepspeed and "megatron-deepspeed" not in lowered
-    attention = _attention_kernel(lowered, precision, era, sharded, deepspeed)
+    attention = _attention_kernel(lowered, precision, era, sharded=sharded, deepspeed=deepspeed)
     modern = attention >= AttentionKernel.FLASH_2 and not named and not deepspeed
     disabled = "not overlapped" in lowered or "overlap disabled" in lowered
     overlaps = "overlap" in lowered and not disabled

@@ -36,7 +36,8 @@ class AssumedValue(NamedTuple):
 
 def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
     """Map the fields that a cluster does not give, and that a plan fills in, to what it takes for them."""
-    generation, peak = cluster.generation, float(cluster.peak_flops or 0)
+    generation = cluster.generation
+    peak = float(cluster.peak_flops or 0)
     matmul = cluster.matmul_flops or MATMUL_EFFICIENCY[generation] * peak
     defaults = {
         "matmul_flops": (matmul, f"FLOP/s, {MATMUL_EFFICIENCY[generation]:.1%} of the peak"),
@@ -61,7 +62,7 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
             fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
-            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix)
+            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix=fix)
     link, network = _link_speeds(cluster, ranks)
     filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}
 
@@ -96,20 +97,22 @@ def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
     Raises UserError where one is not known that joins ranks.
     """
     domain = cluster.fast_link_domain_size
-    link, network = cluster.link_bytes_per_second, cluster.network_bytes_per_second
+    link = cluster.link_bytes_per_second
+    network = cluster.network_bytes_per_second
     require(
         min(domain, ranks) == 1 or link is not None,
         "cluster.link_bytes_per_second",
         link,
-        f"is not known for a domain of {domain} devices",
-        "set it (NVLink, or PCIe: 31.5e9 for 16 lanes of Gen4), or cluster.fast_link_domain = 1",
+        problem=f"is not known for a domain of {domain} devices",
+        fix="set it (NVLink, or PCIe: 31.5e9 for 16 lanes of Gen4), or cluster.fast_link_domain = 1",
     )
     require(
         ranks <= domain or network is not None,
         "cluster.network_bytes_per_second",
         network,
-        f"is not known, and {ranks} devices are more than the {domain} that fast links join",
-        "set it to one device's share of its node's network cards, in one direction: 1.5625e9 where 8 share 100 Gb/s",
+        problem=f"is not known, and {ranks} devices are more than the {domain} that fast links join",
+        fix="set it to one device's share of its node's network cards, in one direction: 1.5625e9 where 8 share "
+        "100 Gb/s",
     )
     speeds = [speed for speed in (link, network) if speed]
     return link or max(speeds, default=1.0), network or max(speeds, default=1.0)
@@ -132,7 +135,8 @@ def describe_assumptions(
     cluster: ClusterSpec, ranks: int, offload_targets: set[str], precision: str = "bf16"
 ) -> list[str]:
     """Describe each value of a machine that the run does not give, that nobody measured, and that a plan depends on."""
-    domain, given = cluster.fast_link_domain_size, cluster.model_fields_set
+    domain = cluster.fast_link_domain_size
+    given = cluster.model_fields_set
     assumed = {}
     if precision == "fp32" and cluster.preset and cluster.calibration is None:
         peak = load_machine(cluster.preset).peak_flops

@@ -35,10 +35,10 @@ class MLAShape:
 
 
 MLA_SHAPES = {
-    "deepseek-v3": MLAShape(2048, 1, 3, 18432),
-    "deepseekv3": MLAShape(2048, 1, 1, 18432),
-    "deepseekv2": MLAShape(1536, 2, 1, 12288),
-    "kimi-k2": MLAShape(2048, 1, 1, 18432, heads=64),
+    "deepseek-v3": MLAShape(2048, 1, 3, ffn=18432),
+    "deepseekv3": MLAShape(2048, 1, 1, ffn=18432),
+    "deepseekv2": MLAShape(1536, 2, 1, ffn=12288),
+    "kimi-k2": MLAShape(2048, 1, 1, ffn=18432, heads=64),
 }
 """Models whose attention no column describes, by how their names begin (a truncated one has one dense layer)."""
 
@@ -55,8 +55,9 @@ def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
     name = row.get("model", "").lower()
     latent = next((shape for start, shape in MLA_SHAPES.items() if name.startswith(start)), None)
     width, layers, heads = (read_count(row, column) for column in ("hidden", "layers", "heads"))
-    require(layers <= MAX_LAYERS, "layers", layers, f"is more than {MAX_LAYERS:,}", "correct it")
-    experts, ffn = read_count(row, "experts", 0), read_count(row, "ffn")
+    require(layers <= MAX_LAYERS, "layers", layers, problem=f"is more than {MAX_LAYERS:,}", fix="correct it")
+    experts = read_count(row, "experts", 0)
+    ffn = read_count(row, "ffn")
     common: dict[str, Any] = {
         "hidden_size": width,
         "num_layers": layers,
@@ -68,7 +69,7 @@ def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
         "head_dim": next((dim for start, dim in HEAD_DIM.items() if name.startswith(start)), max(width // heads, 1)),
     }
     if not experts:
-        spec = _find_nearest_model(common, ffn, read_number(row, "params_b", 0) * 1e9, "llama" in name)
+        spec = _find_nearest_model(common, ffn, read_number(row, "params_b", 0) * 1e9, gated="llama" in name)
         return spec, model_columns(spec, sequence)
     moe: dict[str, Any] = {"num_experts": experts, "top_k": read_count(row, "topk"), "expert_ffn_size": ffn}
     if latent:

@@ -83,7 +83,7 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
     seconds, memory, risk = _estimate_costs(every, time, memory_constants())
     width = log_half_width(interval_constants(), every)
     recomputed_flops = [flops for job in jobs for flops in job.recomputed_flops]
-    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk), strict=True):
+    for job, at in zip(jobs, _best_choices(jobs, seconds, memory, risk=risk), strict=True):
         interval_factor = float(np.exp(width[at] * job.width))
         speed = job.flops_per_step / float(seconds[at])
         yield Prediction(

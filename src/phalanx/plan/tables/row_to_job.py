@@ -61,25 +61,34 @@ def job_from_row(row: Row) -> TableJob:
 
     Raises UserError for what is missing or cannot be.
     """
-    zero, precision = read_count(row, "zero", 0), row.get("precision", "")
+    zero = read_count(row, "zero", 0)
+    precision = row.get("precision", "")
     cluster, assumed = _read_machine(row)
     tp, pp, cp, ep = (read_count(row, axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     for column in ("gpus", "seq", "global_batch", "tp", "pp"):
         read_number(row, column)
     sequence, ranks, batch = (read_count(row, column) for column in ("seq", "gpus", "global_batch"))
-    dp, shared = ranks // (tp * pp * cp), tp * pp * cp
-    require(ranks % shared == 0, "gpus", ranks, f"is no multiple of tp x pp x cp = {shared}", "correct one of them")
+    dp = ranks // (tp * pp * cp)
+    shared = tp * pp * cp
+    require(
+        ranks % shared == 0,
+        "gpus",
+        ranks,
+        problem=f"is no multiple of tp x pp x cp = {shared}",
+        fix="correct one of them",
+    )
     if read_number(row, "dp", dp) != dp:
         assumed.append(f"dp = {dp}, which the other degrees leave")
     spec, shape = model_from_row(row, sequence)
     experts = spec.moe.num_experts if spec.moe else 1
-    require(experts % ep == 0, "ep", ep, f"does not divide the {experts} experts", "correct one of them")
+    require(experts % ep == 0, "ep", ep, problem=f"does not divide the {experts} experts", fix="correct one of them")
     text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
-    chip, node = row.get("gpu_type", ""), read_count(row, "gpus_per_node", 8)
+    chip = row.get("gpu_type", "")
+    node = read_count(row, "gpus_per_node", 8)
     fixed: JobRow = {
         **shape,
         **machine_columns(cluster, ranks),
-        **trainer_behaviour(text, precision, cluster.generation, zero, xla=chip.startswith("TPU")),
+        **trainer_behaviour(text, precision, cluster.generation, zero=zero, xla=chip.startswith("TPU")),
         "ranks": ranks,
         "dp": dp,
         "tp": tp,
@@ -87,15 +96,23 @@ def job_from_row(row: Row) -> TableJob:
         "cp": cp,
         "ep": ep,
         "zero_stage": zero,
-        "shard_group_size": _shard_group_size(text, zero, dp * cp, max(cluster.fast_link_domain or 1, node)),
+        "shard_group_size": _shard_group_size(text, zero, dp * cp, domain=max(cluster.fast_link_domain or 1, node)),
     }
-    choices, open_ones = _enumerate_choices(row, fixed, spec.num_layers, batch)
+    choices, open_ones = _enumerate_choices(row, fixed, spec.num_layers, batch=batch)
     choices = [choice | stage_columns(choice, trimmed="1 layer fewer" in text) for choice in choices]
     tokens = sequence * batch
     recomputed_flops = [tokens * _recomputed_flops(spec, sequence, choice) for choice in choices]
     flops = flops_per_token(spec, sequence) * tokens
     peak = fixed["peak_flops"] * (2 if is_low_precision(precision) else 1)
-    return TableJob(row.get("id", ""), choices, assumed + open_ones, recomputed_flops, flops, peak * ranks, ranks)
+    return TableJob(
+        row.get("id", ""),
+        choices,
+        assumed + open_ones,
+        recomputed_flops=recomputed_flops,
+        flops_per_step=flops,
+        peak_flops=peak * ranks,
+        ranks=ranks,
+    )
 
 
 def state_memory(row: Row) -> float | None:
@@ -137,7 +154,8 @@ def _enumerate_choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tupl
     )
     if not description:
         assumed.append("recompute")
-    schedule, pp = row.get("schedule", "").lower(), int(fixed["pp"])
+    schedule = row.get("schedule", "").lower()
+    pp = int(fixed["pp"])
     chunks = [read_count(row, "vpp", 0)]
     if chunks == [0] and "interleaved" in schedule and pp > 1:
         chunks = [v for v in divisors(max(layers // pp, 1)) if v <= 8] if layers % pp == 0 else [1, 2, 3, 4]
@@ -170,7 +188,8 @@ def _enumerate_choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tupl
 
 def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
     """On a token, counted as `flops_per_token` counts."""
-    flash, sharded = choice["attention"] >= AttentionKernel.FLASH_1, choice["zero_stage"] >= 3
+    flash = choice["attention"] >= AttentionKernel.FLASH_1
+    sharded = choice["zero_stage"] >= 3
     checkpointing = ActivationCheckpointing(int(choice["recompute"]))
     return recomputed_flops_per_token(spec, sequence, checkpointing, flash=flash, sharded=sharded, causal=False)
 
@@ -241,7 +260,7 @@ def _find_preset(chip: str) -> tuple[str, list[str]]:
     meant = [preset for preset in known if {*preset.split("-")} <= {*tokens, *halved}]
     if not meant:
         fix = did_you_mean("-".join(tokens), known, "`phalanx info --list` shows those that are")
-        raise UserError("gpu_type", chip, "is not a known device", fix)
+        raise UserError("gpu_type", chip, "is not a known device", fix=fix)
     preset = max(meant, key=lambda name: name.count("-"))
     assumed = ["gpus are GCDs, of which an MI250X has two"] if halved else []
     if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:

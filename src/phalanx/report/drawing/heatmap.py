@@ -20,7 +20,11 @@ COLOURS = ("#fde725", "#b5de2b", "#6ece58", "#35b779", "#1f9e89", "#26828e", "#3
 """Viridis from light (few bytes) to dark (many): even steps of lightness, for all kinds of colour vision (N. Smith and
 S. van der Walt, 2015; matplotlib's default)."""
 EMPTY_COLOUR = "#f3f3f3"
-SIDE, LEFT, TOP, RIGHT, BOTTOM = 640.0, 70.0, 64.0, 130.0, 20.0
+SIDE = 640.0
+LEFT = 70.0
+TOP = 64.0
+RIGHT = 130.0
+BOTTOM = 20.0
 """Of the square of cells and the margins, in pixels."""
 LEGEND_STEPS = 60
 """Of the legend's bar."""
@@ -69,7 +73,8 @@ def svg(heat: Heatmap) -> str:
 
 
 def _cells(heat: Heatmap) -> Iterator[str]:
-    cell_side, limits = SIDE / len(heat.bytes), heat.limits
+    cell_side = SIDE / len(heat.bytes)
+    limits = heat.limits
     for source, target in np.argwhere(heat.bytes > 0).tolist():
         number = float(heat.bytes[source, target])
         tooltip = f"{heat.unit} {source} to {heat.unit} {target}: {format_bytes(number)}"
@@ -84,7 +89,8 @@ def _lines(heat: Heatmap) -> Iterator[str]:
     """Around all cells, and between nodes."""
     count = len(heat.bytes)
     for index in {0, count, *(range(0, count, heat.node) if heat.node > 1 else ())}:
-        x, y = LEFT + index * SIDE / count, TOP + index * SIDE / count
+        x = LEFT + index * SIDE / count
+        y = TOP + index * SIDE / count
         style = f'stroke="{INK}" stroke-width="{1 if index in (0, count) else 0.6:g}"'
         yield f'<path class="node" d="M{x:.6g} {TOP:g}v{SIDE:g}M{LEFT:g} {y:.6g}h{SIDE:g}" {style} fill="none"/>'
 
@@ -114,7 +120,9 @@ def axis_ticks(count: int, node: int, max_ticks: int = 20) -> range:
 
 def _legend(heat: Heatmap) -> Iterator[str]:
     """A bar of colours with its bytes: the least at the bottom."""
-    (low, high), x, step_height = heat.limits, LEFT + SIDE + 24, SIDE / LEGEND_STEPS
+    (low, high) = heat.limits
+    x = LEFT + SIDE + 24
+    step_height = SIDE / LEGEND_STEPS
     for step in range(LEGEND_STEPS):
         number = low * (high / low) ** ((step + 0.5) / LEGEND_STEPS)
         y = TOP + SIDE - (step + 1) * step_height
@@ -131,7 +139,7 @@ def save_picture(heat: Heatmap, file: Path) -> None:
 
     Raises UserError for another ending, if the file cannot be written, or for .png without matplotlib.
     """
-    canvas.save_picture(file, "--out", heat.title, lambda: svg(heat), lambda figure: _draw(heat, figure))
+    canvas.save_picture(file, "--out", heat.title, svg=lambda: svg(heat), draw=lambda figure: _draw(heat, figure))
 
 
 def _draw(heat: Heatmap, figure: Any) -> None:
@@ -140,7 +148,9 @@ def _draw(heat: Heatmap, figure: Any) -> None:
 
     figure.set_size_inches(8.5, 7.5)
     figure.set_layout_engine("constrained")
-    axes, count, (low, high) = figure.subplots(), len(heat.bytes), heat.limits
+    axes = figure.subplots()
+    count = len(heat.bytes)
+    (low, high) = heat.limits
     shades = LinearSegmentedColormap.from_list("bytes", COLOURS)
     sent = np.ma.masked_less_equal(heat.bytes, 0)
     cells = axes.imshow(sent, cmap=shades, norm=LogNorm(low if high > low else high / 10, high))

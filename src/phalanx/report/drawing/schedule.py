@@ -51,7 +51,8 @@ def lines(timeline: Timeline, width: int) -> list[Text]:
     shade = shades(timeline)
     rows = [[(" ", "")] * (round(float(timeline.makespan) * scale)) for _ in timeline.spans]
     for rank, action, start, end in executed_spans(timeline):
-        start_column, end_column = round(start * scale), round(end * scale)
+        start_column = round(start * scale)
+        end_column = round(end * scale)
         label = f"{action.kind}{action.micro}"
         shown = (label if len(label) <= end_column - start_column else action.kind)[: end_column - start_column].ljust(
             end_column - start_column
@@ -68,7 +69,8 @@ def chrome_trace(timeline: Timeline, microseconds: Time = 1000) -> dict[str, Any
         for rank in range(len(timeline.spans))
     ]
     for rank, action, start, end in executed_spans(timeline):
-        timestamp, unit = start * float(microseconds), float(microseconds)
+        timestamp = start * float(microseconds)
+        unit = float(microseconds)
         events.append(
             {
                 "ph": "X",
@@ -94,8 +96,10 @@ def draw(timeline: Timeline, title: str, file: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError:
-        raise missing_package("--out", str(file), "matplotlib", "write .json for Perfetto") from None
-    span, ranks, shade = float(timeline.makespan), len(timeline.spans), shades(timeline)
+        raise missing_package("--out", str(file), "matplotlib", instead="write .json for Perfetto") from None
+    span = float(timeline.makespan)
+    ranks = len(timeline.spans)
+    shade = shades(timeline)
     figure = Figure(figsize=(min(24.0, 2 + span * 0.28), 1.2 + 0.45 * ranks), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -28,15 +28,20 @@ COLOURS = {
 """Of each part in every picture. Of time: the palette of M. Okabe and K. Ito (2008); of memory: P. Tol's muted one
 (2021); both for all kinds of colour vision. White is between neighbours, and the legend has their order."""
 GREY = "#666666"
-WIDTH, LEFT = 960.0, 24.0
+WIDTH = 960.0
+LEFT = 24.0
 """Of the picture and its margin."""
 MAX_BAR_WIDTH = WIDTH - 2 * LEFT
 """The longest bar."""
-THICK_BAR, THIN_BAR, LINE, GAP = 30.0, 16.0, 18.0, 30.0
+THICK_BAR = 30.0
+THIN_BAR = 16.0
+LINE = 18.0
+GAP = 30.0
 """Bars of the layout that is explained, of others, a line of text, and what is between sections."""
 DIGIT_WIDTH = 6.8
 """Of a number's digits, at the most, in the usual size."""
-COLUMN, COLUMN_STEP = LEFT + 472, 88.0
+COLUMN = LEFT + 472
+COLUMN_STEP = 88.0
 """Where the legend's first column of numbers ends, and how far it is to the next."""
 
 
@@ -84,16 +89,16 @@ def save_picture(breakdown: Breakdown, file: Path) -> None:
         file,
         "--picture",
         f"{breakdown.title}: {breakdown.layout}",
-        lambda: canvas.document(WIDTH, height, map(canvas.element, shapes)),
-        lambda figure: canvas.draw(figure, WIDTH, height, shapes),
+        svg=lambda: canvas.document(WIDTH, height, map(canvas.element, shapes)),
+        draw=lambda figure: canvas.draw(figure, WIDTH, height, marks=shapes),
     )
 
 
 def layout_shapes(breakdown: Breakdown) -> list[Shape]:
     """All that is in the picture, from top to bottom."""
     shapes: list[Shape] = [
-        Label("title", LEFT, 32, breakdown.title, size=15, bold=True),
-        Label("layout", LEFT, 52, breakdown.layout, size=12),
+        Label("title", LEFT, 32, content=breakdown.title, size=15, bold=True),
+        Label("layout", LEFT, 52, content=breakdown.layout, size=12),
     ]
     shapes += _time_section(breakdown, _bottom(shapes) + GAP)
     shapes += _memory_section(breakdown, _bottom(shapes) + GAP)
@@ -106,19 +111,29 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     bars += [Bar(f"{position}. {bar.name}", bar.parts) for position, bar in breakdown.other_layouts.items()]
     unit, unit_scale = ("s", 1.0) if max(bar.total for bar in bars) >= 1 else ("ms", 1e3)
     bars = [Bar(bar.name, {part: unit_scale * seconds for part, seconds in bar.parts.items()}) for bar in bars]
-    main_bar, longest = bars[0], max(bar.total for bar in bars)
+    main_bar = bars[0]
+    longest = max(bar.total for bar in bars)
 
     def describe_time(part: str, time: float, total: float) -> tuple[str, str]:
         return f"{time / total:.1%}", f"{breakdown.meaning[part]}: {time:.3f} {unit}, {time / total:.1%}"
 
-    yield Label("section", LEFT, top, f"time of a step, {unit}", size=12, bold=True)
+    yield Label("section", LEFT, top, content=f"time of a step, {unit}", size=12, bold=True)
     for bar in bars:
         is_main, top = bar is main_bar, top + LINE + 2
         difference = "" if is_main else f" ({bar.total / main_bar.total - 1:+.1%})"
-        yield Label("name", LEFT, top, bar.name, bold=is_main)
-        yield Label("total", LEFT + MAX_BAR_WIDTH, top, f"{bar.total:.3f} {unit}{difference}", "end", bold=is_main)
+        yield Label("name", LEFT, top, content=bar.name, bold=is_main)
+        yield Label(
+            "total",
+            LEFT + MAX_BAR_WIDTH,
+            top,
+            content=f"{bar.total:.3f} {unit}{difference}",
+            anchor="end",
+            bold=is_main,
+        )
         thickness, top = THICK_BAR if is_main else THIN_BAR, top + 5
-        yield from _bar("time", bar, top, thickness, MAX_BAR_WIDTH / longest, describe_time)
+        yield from _bar(
+            "time", bar, top, thickness=thickness, scale=MAX_BAR_WIDTH / longest, describe_part=describe_time
+        )
         top += thickness
     yield from _axis(longest, top)
     columns = (unit, "share", *(f"more in {position}" for position in breakdown.other_layouts))
@@ -126,7 +141,7 @@ def _time_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
         part: (f"{time:.3f}", f"{time / main_bar.total:.1%}", *(f"{bar.parts[part] - time:+z.3f}" for bar in bars[1:]))
         for part, time in main_bar.parts.items()
     }
-    yield from _legend(breakdown.meaning, columns, rows, top + 2 * LINE + 10)
+    yield from _legend(breakdown.meaning, columns, rows, top=top + 2 * LINE + 10)
 
 
 def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
@@ -137,25 +152,39 @@ def _memory_section(breakdown: Breakdown, top: float) -> Iterator[Shape]:
     def describe_bytes(part: str, size_bytes: float, total: float) -> tuple[str, str]:
         return f"{size_bytes / GIB:.1f}", f"{part}: {size_bytes / GIB:.2f} GiB, {size_bytes / total:.1%}"
 
-    yield Label("section", LEFT, top, "memory of a rank, GiB", size=12, bold=True)
+    yield Label("section", LEFT, top, content="memory of a rank, GiB", size=12, bold=True)
     section_top = top = top + 2 * LINE
     names = []
     for bar in breakdown.bytes:
         top += LINE + 2
-        names.append(Label("name", LEFT, top, f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula"))
-        yield from _bar("memory", bar, top + 5, THICK_BAR, scale, describe_bytes)
+        names.append(
+            Label("name", LEFT, top, content=f"{bar.name}: {bar.total / GIB:.2f} GiB by the planner's formula")
+        )
+        yield from _bar("memory", bar, top + 5, thickness=THICK_BAR, scale=scale, describe_part=describe_bytes)
         top += 5 + THICK_BAR
-    yield from _line("limit", breakdown.memory_bytes, "that the device has for a rank", scale, section_top - LINE, top)
     yield from _line(
-        "counted", breakdown.counted_bytes, "on the fullest rank, counted tensor by tensor", scale, section_top, top
+        "limit",
+        breakdown.memory_bytes,
+        "that the device has for a rank",
+        scale=scale,
+        top=section_top - LINE,
+        bottom=top,
+    )
+    yield from _line(
+        "counted",
+        breakdown.counted_bytes,
+        "on the fullest rank, counted tensor by tensor",
+        scale=scale,
+        top=section_top,
+        bottom=top,
     )
     for name in names:
-        yield Region("behind", name.x, name.y - 11, len(name.content) * DIGIT_WIDTH, 14, "#ffffff")
+        yield Region("behind", name.x, name.y - 11, width=len(name.content) * DIGIT_WIDTH, height=14, fill="#ffffff")
         yield name
     yield from _axis(max_bytes / GIB, top)
     parts = {part: part for part in breakdown.bytes[0].parts}
     rows = {part: tuple(f"{bar.parts[part] / GIB:.2f}" for bar in breakdown.bytes) for part in parts}
-    yield from _legend(parts, tuple(bar.name for bar in breakdown.bytes), rows, top + 2 * LINE + 10)
+    yield from _legend(parts, tuple(bar.name for bar in breakdown.bytes), rows, top=top + 2 * LINE + 10)
 
 
 def _bar(
@@ -170,11 +199,19 @@ def _bar(
     under the mouse."""
     x = LEFT
     for part, value in bar.parts.items():
-        width, (label, tooltip) = value * scale, describe_part(part, value, bar.total)
-        yield Region(kind, x, y, width - 1 if width > 2 else width, thickness, COLOURS[part], tooltip)
+        width = value * scale
+        (label, tooltip) = describe_part(part, value, bar.total)
+        yield Region(
+            kind, x, y, width=width - 1 if width > 2 else width, height=thickness, fill=COLOURS[part], tooltip=tooltip
+        )
         if width > (len(label) + 1) * DIGIT_WIDTH:
             yield Label(
-                f"{kind}-label", x + width / 2, y + thickness / 2 + 4, label, "middle", fill=_text_colour(COLOURS[part])
+                f"{kind}-label",
+                x + width / 2,
+                y + thickness / 2 + 4,
+                content=label,
+                anchor="middle",
+                fill=_text_colour(COLOURS[part]),
             )
         x += width
 
@@ -183,16 +220,22 @@ def _line(kind: str, size_bytes: float, text: str, scale: float, top: float, bot
     """An amount of memory from top to bottom, with words at its top, on the side where there is room."""
     x = LEFT + size_bytes * scale
     left = x > WIDTH / 2
-    yield Region(kind, x - 1, top - 10, 2, bottom - top + 14, INK if kind == "limit" else GREY)
-    yield Label(kind, x - 6 if left else x + 6, top, f"{size_bytes / GIB:.1f} GiB {text}", "end" if left else "start")
+    yield Region(kind, x - 1, top - 10, width=2, height=bottom - top + 14, fill=INK if kind == "limit" else GREY)
+    yield Label(
+        kind,
+        x - 6 if left else x + 6,
+        top,
+        content=f"{size_bytes / GIB:.1f} GiB {text}",
+        anchor="end" if left else "start",
+    )
 
 
 def _axis(max_value: float, y: float) -> Iterator[Shape]:
     """Numbers under bars of which the longest is `most`."""
     for number in axis_ticks(max_value):
         x = LEFT + number / max_value * MAX_BAR_WIDTH
-        yield Region("tick", x - 0.5, y + 3, 1, 4, GREY)
-        yield Label("number", x, y + 19, f"{number:g}", "middle", fill=GREY)
+        yield Region("tick", x - 0.5, y + 3, width=1, height=4, fill=GREY)
+        yield Label("number", x, y + 19, content=f"{number:g}", anchor="middle", fill=GREY)
 
 
 def axis_ticks(max_value: float, count: int = 10) -> list[float]:
@@ -208,13 +251,13 @@ def _legend(
 ) -> Iterator[Shape]:
     """Of each part its colour, what it means, and its numbers: also of those too small to be seen."""
     for index, column in enumerate(columns):
-        yield Label("column", COLUMN + index * COLUMN_STEP, top, column, "end", fill=GREY)
+        yield Label("column", COLUMN + index * COLUMN_STEP, top, content=column, anchor="end", fill=GREY)
     for part, numbers in rows.items():
         top += LINE
-        yield Region("legend", LEFT, top - 10, 12, 12, COLOURS[part])
-        yield Label("part", LEFT + 20, top, names[part])
+        yield Region("legend", LEFT, top - 10, width=12, height=12, fill=COLOURS[part])
+        yield Label("part", LEFT + 20, top, content=names[part])
         for index, number in enumerate(numbers):
-            yield Label("figure", COLUMN + index * COLUMN_STEP, top, number, "end")
+            yield Label("figure", COLUMN + index * COLUMN_STEP, top, content=number, anchor="end")
 
 
 def _text_colour(fill: str) -> str:

@@ -42,7 +42,12 @@ def _rank_events(record: RankRecord) -> Iterator[Event]:
     events = [event for line in record.steps for event in _step_events(record, line)]
     events += [
         _complete_event(
-            record.rank, 0, line["pause"], line["start"] + record.offset_seconds, line["seconds"], step=line["step"]
+            record.rank,
+            0,
+            line["pause"],
+            start_seconds=line["start"] + record.offset_seconds,
+            seconds=line["seconds"],
+            step=line["step"],
         )
         for line in record.pauses
     ]
@@ -54,22 +59,37 @@ def _rank_events(record: RankRecord) -> Iterator[Event]:
 
 def _step_events(record: RankRecord, line: JsonRecord) -> Iterator[Event]:
     """A step with its phases; of one looked at closely passes, waits, collectives and memory too."""
-    rank, step = record.rank, line["step"]
+    rank = record.rank
+    step = line["step"]
     offset, error = line.get("clock", (record.offset_seconds, record.error_seconds))
-    start, seconds = line["start"] + offset, line["seconds"]
-    yield _complete_event(rank, 0, f"step {step}", start, sum(seconds.values()), step=step, clock_error_seconds=error)
+    start = line["start"] + offset
+    seconds = line["seconds"]
+    yield _complete_event(
+        rank,
+        0,
+        f"step {step}",
+        start_seconds=start,
+        seconds=sum(seconds.values()),
+        step=step,
+        clock_error_seconds=error,
+    )
     for phase, duration in seconds.items():
-        yield _complete_event(rank, 0, phase, start, duration, step=step)
+        yield _complete_event(rank, 0, phase, start_seconds=start, seconds=duration, step=step)
         start += duration
     for kind, stage, micro, a, b in line.get("spans", ()):
         args = {"kind": LEGEND.get(kind, kind), "stage": stage, "micro_batch": micro}
-        yield _complete_event(rank, 1, f"{stage}{kind}{micro}", a + offset, b - a, **args)
+        yield _complete_event(rank, 1, f"{stage}{kind}{micro}", start_seconds=a + offset, seconds=b - a, **args)
     for wait, a, b in line.get("waits", ()):
-        yield _complete_event(rank, 2, wait, a + offset, b - a)
+        yield _complete_event(rank, 2, wait, start_seconds=a + offset, seconds=b - a)
     for lane, call in _assign_lanes(call for call in line.get("collectives", ()) if call["end"] is not None):
         args = {name: call[name] for name in ("group", "bytes", "exposed", "executed_as")}
         yield _complete_event(
-            rank, 3 + lane, call["operation"], call["start"] + offset, call["end"] - call["start"], **args
+            rank,
+            3 + lane,
+            call["operation"],
+            start_seconds=call["start"] + offset,
+            seconds=call["end"] - call["start"],
+            **args,
         )
     for sample in line.get("memory", ()):
         bytes_by_part = {part: size for part, size in sample.items() if part != "at"}

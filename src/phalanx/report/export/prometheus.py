@@ -81,10 +81,12 @@ class RankMetrics:
         """Take in what is new."""
         replaced, lines = self.follower.read_new()
         if replaced:
-            self.opening, self.step = {}, {}
+            self.opening = {}
+            self.step = {}
         for line in lines:
             if line.get("format") == FORMAT:
-                self.opening, self.step = line, {}
+                self.opening = line
+                self.step = {}
             elif "seconds" in line and "stages" in line:
                 self.step = line
 
@@ -116,7 +118,8 @@ class RunMetrics:
     def _step_samples(self) -> Iterator[Sample]:
         replaced, lines = self._metrics.read_new()
         if replaced:
-            self._step, self._evaluation = {}, {}
+            self._step = {}
+            self._evaluation = {}
         for line in lines:
             self._step = line if "step_seconds" in line else self._step
             self._evaluation = line if "held_out_loss" in line else self._evaluation
@@ -164,7 +167,8 @@ class RunMetrics:
 
 
 def _planned_samples(run: RunSpec) -> Iterator[Sample]:
-    steps, checkpoint_interval = run.training.steps, run.checkpoint.every
+    steps = run.training.steps
+    checkpoint_interval = run.checkpoint.every
     if run.training.has_decided_steps:
         yield "phalanx_planned_steps", {}, steps
     at_end = steps if run.training.has_decided_steps else 0

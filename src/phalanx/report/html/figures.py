@@ -42,7 +42,8 @@ ROUND_PART_COLOURS = {
 }
 """What a round of a swarm goes to, likewise."""
 SI_BYTES = {"tickformat": ".3~s", "ticksuffix": "B"}
-ROW, AROUND = 26, 60
+ROW = 26
+AROUND = 60
 """Pixels of a row of bars, and of the axis below them."""
 TITLE = 1.3
 """Rows that the title of a timeline takes."""
@@ -73,7 +74,7 @@ def curves(runs: Sequence[Facts], names: Sequence[str]) -> Figure | None:
     data = [
         trace
         for index, facts in enumerate(runs)
-        for trace in _curve_traces(facts, _escape_plotly(names[index]), index, len(runs) == 1)
+        for trace in _curve_traces(facts, _escape_plotly(names[index]), index, is_single=len(runs) == 1)
     ]
     if not data:
         return None
@@ -154,15 +155,16 @@ def rounds(facts: Facts) -> Figure | None:
     swarm = facts.get("swarm")
     if swarm is None or not (swarm["rounds"] or swarm["told"]):
         return None
-    node_rounds, updates = swarm["rounds"], swarm["told"]
+    node_rounds = swarm["rounds"]
+    updates = swarm["told"]
     if updates:
         names = sorted({name for row in updates for name in row["bytes"]})
         sent = {_escape_plotly(name): [row["bytes"].get(name, 0) for row in updates] for name in names}
-        data = list(_stacked_bars([row["round"] for row in updates], sent, {}, "B"))
+        data = list(_stacked_bars([row["round"] for row in updates], sent, {}, unit="B"))
         return make_figure(
             data, 260, barmode="stack", bargap=0.25, xaxis=make_axis("round"), yaxis=make_axis("bytes", **SI_BYTES)
         )
-    data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLOURS, "s"))
+    data = list(_stacked_bars(node_rounds["round"], node_rounds["seconds"], ROUND_PART_COLOURS, unit="s"))
     for direction, kind in (("sent", "sending"), ("received", "receiving")):
         labels = [format_bytes(value) for value in node_rounds["bytes"][direction]]
         line = _line_trace(
@@ -232,7 +234,8 @@ def traffic(facts: Facts) -> Figure | None:
     if not matrix or not any(map(any, matrix["bytes"])):
         return None
     sent = [value for row in matrix["bytes"] for value in row if value]
-    low, high = log10(min(sent)), log10(max(sent))
+    low = log10(min(sent))
+    high = log10(max(sent))
     steps = [low + (high - low) * index / 4 for index in range(5)] if high > low else [high]
     bar = {"tickmode": "array", "tickvals": steps, "ticktext": [format_bytes(10**step) for step in steps]}
     shown = [[log10(value) if value else None for value in row] for row in matrix["bytes"]]

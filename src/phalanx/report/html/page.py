@@ -50,7 +50,8 @@ def page(report: Facts, every_seconds: float | None = None) -> str:
 
 def main(report: Facts) -> str:
     """The page without what draws it: all that changes while a run goes on."""
-    runs, comparison = report["runs"], report["comparison"]
+    runs = report["runs"]
+    comparison = report["comparison"]
     names = comparison["names"] if comparison else [runs[0]["run"]["name"]]
     figures_by_id: dict[str, Figure] = {}
     parts = [_header(facts, name) for facts, name in zip(runs, names, strict=True)]
@@ -59,14 +60,15 @@ def main(report: Facts) -> str:
         parts.append(_comparison(comparison))
     parts.append(_section("", names, [_verdict(facts) for facts in runs]))
     parts.append(_section("Predicted beside measured", names, [_table(facts) for facts in runs]))
-    parts += [_figure_section(section, runs, names, figures_by_id) for section in ("ranks", "timeline")]
+    parts += [_figure_section(section, runs, names, figures_by_id=figures_by_id) for section in ("ranks", "timeline")]
     curves = figures.curves(runs, names)
     if curves:
         figures_by_id["curves"] = curves
         held_out = '<p class="quiet">Diamonds are held-out text.</p>' if comparison else ""
         parts.append(f"<section><h2>Loss and speed</h2>{held_out}{_figure_slot('curves', curves)}</section>")
     parts += [
-        _figure_section(section, runs, names, figures_by_id) for section in ("rounds", "memory", "traffic", "experts")
+        _figure_section(section, runs, names, figures_by_id=figures_by_id)
+        for section in ("rounds", "memory", "traffic", "experts")
     ]
     css_class = ' class="several"' if comparison else ""
     scripts = f"{_json_script('facts', report)}\n{_json_script('figures', figures_by_id)}"
@@ -170,7 +172,8 @@ def _tiles(facts: Facts) -> str:
                 else ""
             )
             tiles.append((title, formatting.format_number(row["measured"], row["unit"]), detail))
-    loss, held_out = formatting.last_value(facts["curves"].get("loss")), facts["curves"]["held_out"]
+    loss = formatting.last_value(facts["curves"].get("loss"))
+    held_out = facts["curves"]["held_out"]
     if loss is not None:
         tiles.append(("loss", f"{loss:.3f}", f"held out {held_out[-1][1]:.3f}" if held_out and held_out[-1][1] else ""))
     tiles += formatting.round_totals(facts)
@@ -181,7 +184,8 @@ def _tiles(facts: Facts) -> str:
 
 def _verdict(facts: Facts) -> str:
     """What costs most, why, and what to change first; then the rest."""
-    verdict, other_findings = facts["verdict"], facts["findings"][1:]
+    verdict = facts["verdict"]
+    other_findings = facts["findings"][1:]
     if verdict is None and "swarm" in facts:
         return ""
     if verdict is None:
@@ -223,7 +227,8 @@ def _table(facts: Facts) -> str:
 
 def _row(row: Mapping[str, Any]) -> str:
     predicted, measured = (formatting.format_number(row[name], row["unit"]) for name in ("predicted", "measured"))
-    low, high = row.get("low"), row.get("high")
+    low = row.get("low")
+    high = row.get("high")
     band = (
         f"<small>{formatting.format_number(low, row['unit'])} to {formatting.format_number(high, row['unit'])}</small>"
         if low

@@ -28,7 +28,8 @@ def passes(facts: Facts) -> Figure | None:
         return None
     shown = {title: timeline[name] for name, title in TIMELINES.items() if timeline.get(name)}
     rows = {title: sorted({span[0] for span in spans}) for title, spans in shown.items()}
-    num_rows, top = sum(map(len, rows.values())) + TITLE * len(rows), 1.0
+    num_rows = sum(map(len, rows.values())) + TITLE * len(rows)
+    top = 1.0
     data: list[Figure] = []
     layout: Figure = {"annotations": []}
     for index, (title, spans) in enumerate(shown.items(), 1):

@@ -125,7 +125,7 @@ def _parse_rope(config: Table) -> Table:
     if factor is None and rope_type == "yarn":
         factor = config["max_position_embeddings"] / table["original_context"]
     if factor is None:
-        raise UserError("config.json rope_parameters.factor", None, "is missing", "give that of a whole model")
+        raise UserError("config.json rope_parameters.factor", None, "is missing", fix="give that of a whole model")
     table["factor"] = float(factor)
     if rope_type == "yarn":
         attention_factor = 0.1 * math.log(table["factor"]) + 1.0
@@ -138,7 +138,7 @@ def _parse_rope(config: Table) -> Table:
 
 def _require_supported(field: str, value: object, supported: Any) -> None:
     if value not in supported:
-        raise UserError(f"config.json {field}", value, "is not supported", f"supported: {', '.join(supported)}")
+        raise UserError(f"config.json {field}", value, "is not supported", fix=f"supported: {', '.join(supported)}")
 
 
 def _require_values(config: Table, **expected: object) -> None:
@@ -146,7 +146,9 @@ def _require_values(config: Table, **expected: object) -> None:
     for field, value in expected.items():
         actual = config.get(field)
         if actual is not None and actual != value:
-            raise UserError(f"config.json {field}", actual, "is not supported", f"use a model with {field} = {value}")
+            raise UserError(
+                f"config.json {field}", actual, "is not supported", fix=f"use a model with {field} = {value}"
+            )
 
 
 def hf_config(spec: ModelSpec) -> Table:
@@ -215,7 +217,7 @@ def _architecture(spec: ModelSpec) -> str:
             "model.qk_norm",
             spec.qk_norm,
             "is not in any Hugging Face model without experts that Phalanx knows",
-            "only a model with model.moe can be exported with it",
+            fix="only a model with model.moe can be exported with it",
         )
     if model_types[spec.qk_norm] == "olmoe":
         _require_exportable("model", spec, sliding_window=None)
@@ -228,7 +230,7 @@ def _require_exportable(table: str, spec: Any, **expected: object) -> None:
         actual = getattr(spec, field)
         if actual != value:
             problem = "is not in any Hugging Face architecture that Phalanx knows, with the rest of this shape"
-            raise UserError(f"{table}.{field}", actual, problem, f"only {value!r} can be exported")
+            raise UserError(f"{table}.{field}", actual, problem, fix=f"only {value!r} can be exported")
 
 
 def _to_window(model_type: str, window: int | None) -> Table:

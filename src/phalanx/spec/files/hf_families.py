@@ -162,4 +162,4 @@ def require_known_fields(config: Table) -> None:
             continue
         problem = f"is not a known field of a {config['model_type']} model, and may change what it computes"
         fix = "remove it from config.json if it has no effect; otherwise use another model"
-        raise UserError(f"config.json {field}", value, problem, fix)
+        raise UserError(f"config.json {field}", value, problem, fix=fix)

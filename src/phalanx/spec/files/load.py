@@ -58,13 +58,13 @@ def load_run(
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             variable_of_field[".".join(keys)] = name
-            _set_path(table, keys, text, name)
+            _set_path(table, keys, text, origin=name)
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
-            raise UserError("--set", override, "is not KEY=VALUE", "write, for example, --set training.steps=200")
+            raise UserError("--set", override, "is not KEY=VALUE", fix="write, for example, --set training.steps=200")
         variable_of_field.pop(key.strip(), None)
-        _set_path(table, key.strip().split("."), text.strip(), f"--set {key}")
+        _set_path(table, key.strip().split("."), text.strip(), origin=f"--set {key}")
     _drop_inapplicable_options(table.get("layout", {}), file_layout)
     try:
         return run_from_table(table)
@@ -83,7 +83,7 @@ def _check_variable_name(name: str, text: str) -> None:
         if field in getattr(RunSpec.model_fields[section].annotation, "model_fields", ()):
             problem = "is not read: two underscores stand between a section and its field"
             fix = f"write {ENVIRONMENT_PREFIX}{section.upper()}__{field.upper()}, or unset it"
-            raise UserError(name, text, problem, fix)
+            raise UserError(name, text, problem, fix=fix)
 
 
 def _drop_inapplicable_options(layout: Any, file_layout: Table) -> None:
@@ -208,7 +208,9 @@ def resolve_model(table: Table) -> Table:
         return resolve_preset(table, "models", "model")
     config = hf_config_file(str(source))
     if not config.is_file():
-        raise UserError("model.from_hf", source, f"has no {config.name}", "give a directory that save_pretrained wrote")
+        raise UserError(
+            "model.from_hf", source, f"has no {config.name}", fix="give a directory that save_pretrained wrote"
+        )
     return _deep_merge(model_table(_read_json(config)), table)
 
 
@@ -222,7 +224,7 @@ def resolve_preset(table: Table, folder: str, field: str) -> Table:
         return _deep_merge(machine_table, {key: value for key, value in table.items() if key != "preset"})
     known_presets = preset_names(folder)
     if name not in known_presets:
-        raise UserError(f"{field}.preset", name, "is not a known preset", did_you_mean(str(name), known_presets))
+        raise UserError(f"{field}.preset", name, "is not a known preset", fix=did_you_mean(str(name), known_presets))
     return _deep_merge(tomllib.loads(_presets_folder(folder).joinpath(f"{name}.toml").read_text()), table)
 
 
@@ -241,13 +243,15 @@ def read_toml(path: str | Path, file_kind: Literal["run file", "machine file"] =
         name = path.name if path.suffix == ".toml" else "run.toml"
         command = f"phalanx init {name}" if file_kind == "run file" else f"phalanx calibrate RUN_DIR ... --out {path}"
         fix = f"give {path / 'run.toml'}" if (path / "run.toml").is_file() else f"write one with: {command}"
-        raise UserError(file_kind, str(path), problem, fix)
+        raise UserError(file_kind, str(path), problem, fix=fix)
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", "mend that line") from None
+        raise UserError(file_kind, str(path), f"is not valid TOML: {error}", fix="mend that line") from None
     except OSError as error:
-        raise UserError(file_kind, str(path), f"cannot be read: {error.strerror}", "check its permissions") from None
+        raise UserError(
+            file_kind, str(path), f"cannot be read: {error.strerror}", fix="check its permissions"
+        ) from None
 
 
 def _presets_folder(folder: str) -> Any:
@@ -259,7 +263,7 @@ def _read_json(path: Path) -> Table:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UserError(
-            "model config", str(path), f"is not valid JSON: {error}", "give a Hugging Face config.json"
+            "model config", str(path), f"is not valid JSON: {error}", fix="give a Hugging Face config.json"
         ) from None
 
 
@@ -278,7 +282,7 @@ def _set_path(table: Table, path: list[str], text: str, origin: str) -> None:
     for part in path[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise UserError(origin, text, f"{part} is a value, not a table", "check the dotted path")
+            raise UserError(origin, text, f"{part} is a value, not a table", fix="check the dotted path")
     if text:
         table[path[-1]] = parse_toml_value(text)
     else:

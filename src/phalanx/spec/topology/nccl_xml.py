@@ -81,7 +81,8 @@ def _link_matrix(gpus: Sequence[Element], parents: dict[Element, Element]) -> tu
 
 def _pcie_path(device: Element, other: Element, parents: dict[Element, Element]) -> str:
     """The way over PCIe between two devices, by what is above both."""
-    ancestors, other_ancestors = _ancestors(device, parents), _ancestors(other, parents)
+    ancestors = _ancestors(device, parents)
+    other_ancestors = _ancestors(other, parents)
     common_ancestor = next((element for element in ancestors if element in other_ancestors), None)
     if common_ancestor is None or common_ancestor.tag == "system":
         return "SYS"
@@ -111,7 +112,8 @@ def _numa_node(gpu: Element, parents: dict[Element, Element]) -> int | None:
 
 def _parse_tree(text: str) -> Element:
     """The elements of an XML text, each with its line. A document type is refused, and with it all entities."""
-    builder, parser = ElementTree.TreeBuilder(), expat.ParserCreate()
+    builder = ElementTree.TreeBuilder()
+    parser = expat.ParserCreate()
 
     def start_element(tag: str, attributes: dict[str, str]) -> None:
         builder.start(tag, {**attributes, "#line": str(parser.CurrentLineNumber)})

@@ -46,7 +46,8 @@ class NodeTopology:
         for start in range(len(self.gpus)):
             if any(start in domain for domain in domains):
                 continue
-            domain, frontier = {start}, {start}
+            domain = {start}
+            frontier = {start}
             while frontier:
                 frontier = {
                     j for i in frontier for j, path in enumerate(self.links[i]) if path.startswith("NV")
@@ -58,4 +59,4 @@ class NodeTopology:
 
 def topology_error(index: int, problem: str, fix: str) -> NoReturn:
     """Raise UserError about a line of a topology, counted from 0."""
-    raise UserError("topology", None, f"line {index + 1}: {problem}", fix)
+    raise UserError("topology", None, f"line {index + 1}: {problem}", fix=fix)

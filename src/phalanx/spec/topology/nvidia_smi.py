@@ -29,9 +29,10 @@ def parse_matrix(text: str) -> NodeTopology:
     if len(set(devices)) < len(devices):
         topology_error(header_index, "names a device twice", "give it as nvidia-smi topo -m prints it")
     row_indices = _find_rows(lines, header_index, gpus)
-    cells, numa = [], []
+    cells = []
+    numa = []
     for name in gpus:
-        row, remainder = _parse_cells(lines[row_indices[name]], row_indices[name], name, devices)
+        row, remainder = _parse_cells(lines[row_indices[name]], row_indices[name], name, devices=devices)
         cells.append(row)
         numa.append(_parse_numa_node(remainder, lines[header_index]))
     nic_names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines[header_index:]), re.MULTILINE))
@@ -57,7 +58,9 @@ def _find_header(lines: Sequence[str]) -> int:
         next_row = next((row for row in lines[index + 1 :] if row.strip()), "").split()
         if words and GPU.match(words[0]) and len(next_row) > 1 and CELL.match(next_row[1]) and not _is_row(words):
             return index
-    raise UserError("topology", None, "has no line of columns (GPU0 GPU1 ...)", "give what nvidia-smi topo -m prints")
+    raise UserError(
+        "topology", None, "has no line of columns (GPU0 GPU1 ...)", fix="give what nvidia-smi topo -m prints"
+    )
 
 
 def _is_row(words: Sequence[str]) -> bool:
@@ -83,7 +86,8 @@ def _find_rows(lines: Sequence[str], header_index: int, gpus: Sequence[str]) -> 
 
 def _parse_cells(line: str, line_index: int, name: str, devices: Sequence[str]) -> tuple[list[str], str]:
     """The ways of a GPU's row, and what follows them. A wide terminal may leave no space between two."""
-    remainder, cells = line.strip("\r\n ")[len(name) :], []
+    remainder = line.strip("\r\n ")[len(name) :]
+    cells = []
     for device in devices:
         match = CELL.match(remainder)
         if match is None or (match[1].startswith("NV") and not GPU.fullmatch(device)):

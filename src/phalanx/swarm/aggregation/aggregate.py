@@ -93,7 +93,7 @@ def aggregate(
     that somebody told, who did if it was only one whose word stands: nobody else changes it; and "" of the others."""
     updates, is_merging = sorted(updates, key=lambda update: update.node), bool(config.merge_alpha and updates)
     if config.descent is not None and updates:
-        return _apply_gradients(pieces, updates, config, config.descent, old, new)
+        return _apply_gradients(pieces, updates, config, adamw=config.descent, old=old, new=new)
 
     def aggregate_piece(piece: ModelPiece) -> str | None:
         piece_updates = [update for update in updates if piece.key in update.file.shapes]
@@ -101,7 +101,7 @@ def aggregate(
         if not piece_updates:
             new.carry_over(piece, old)
             return "" if is_merged else None
-        _average_updates(piece, piece_updates, config, old, new)
+        _average_updates(piece, piece_updates, config, old=old, new=new)
         return piece_updates[0].node if len(piece_updates) == 1 and config.outer.is_plain_mean and not is_merged else ""
 
     piece_senders = zip(pieces, _map_pieces(pieces, aggregate_piece), strict=True)
@@ -120,7 +120,8 @@ def _average_updates(
     piece: ModelPiece, updates: Sequence[NodeUpdate], config: AggregationConfig, old: ModelState, new: ModelState
 ) -> None:
     """A piece that these told, after the outer optimizer's step."""
-    old_weights, old_velocity = old.base.read(piece), old.velocity.read(piece) if old.velocity else None
+    old_weights = old.base.read(piece)
+    old_velocity = old.velocity.read(piece) if old.velocity else None
     values = map(partial(_decode_value, piece, old_weights, config.codec), updates)
     mean = robust_mean(values, [update.tokens for update in updates], config.robust)
     new_weights, new_velocity = config.outer.step(old_weights, mean, old_velocity)
@@ -151,7 +152,8 @@ def _apply_gradients(
     )
 
     def step_piece(piece: ModelPiece) -> None:
-        weights, moments = old.base.read(piece), {kind: old.files[kind].read(piece) for kind in MOMENTS}
+        weights = old.base.read(piece)
+        moments = {kind: old.files[kind].read(piece) for kind in MOMENTS}
         adamw.step(piece, weights, clip_ratio * new.base.read(piece), moments)
         for kind, tensor in {"base": weights, **moments}.items():
             new.files[kind].write(piece, tensor)
@@ -162,7 +164,7 @@ def _apply_gradients(
 
 def _decode_value(piece: ModelPiece, base_weights: Tensor, codec: Codec, update: NodeUpdate) -> Tensor:
     """What a node made of a piece."""
-    return decode_piece(piece, update.file.raw(piece.key), codec, lambda _: base_weights)
+    return decode_piece(piece, update.file.raw(piece.key), codec, base=lambda _: base_weights)
 
 
 def robust_mean(values: Iterable[Tensor], weights: Sequence[int], robust: Robust) -> Tensor:
@@ -217,10 +219,10 @@ def encode_broadcast(
             new.error_feedback.write(piece, old.error_feedback.read(piece))
         if sender is None:
             return
-        data = file_by_node[sender].raw(piece.key) if sender else _encode_update(piece, codec, old, new)
+        data = file_by_node[sender].raw(piece.key) if sender else _encode_update(piece, codec, old, new=new)
         broadcast.write_raw(piece.key, data)
         if not sends_weights(codec):  # else it is there, bit for bit
-            new.base.write(piece, decode_piece(piece, data, codec, old.base.read))
+            new.base.write(piece, decode_piece(piece, data, codec, base=old.base.read))
 
     _map_pieces(pieces, broadcast_piece)
 

@@ -40,7 +40,8 @@ def aggregation_config(run: RunSpec, round_number: int, learned_rounds: int = 0)
     number of earlier rounds that updated the weights: AdamW counts no others."""
     swarm = run.swarm
     assert swarm is not None
-    step, outer = (round_number + 1) * swarm.steps_per_round, swarm.outer_optimizer
+    step = (round_number + 1) * swarm.steps_per_round
+    outer = swarm.outer_optimizer
     merges_experts = swarm.merge.every and (round_number // swarm.fragments + 1) * swarm.every % swarm.merge.every == 0
     lr_ratio = learning_rate_factor(run.optimizer, round_number, run.training.steps)
     return AggregationConfig(
@@ -84,8 +85,11 @@ class Coordinator:
     def __init__(self, run: RunSpec, directory: Path, weights: Weights, clock: Callable[[], float] = time.time) -> None:
         """Begins a swarm in the directory from `weights`, or goes on with the one that is there."""
         assert run.swarm is not None
-        self.run, self.swarm, self.clock = run, run.swarm, clock
-        self.store, self.journal = SwarmStore(directory, run), Journal(directory / JOURNAL_FILE)
+        self.run = run
+        self.swarm = run.swarm
+        self.clock = clock
+        self.store = SwarmStore(directory, run)
+        self.journal = Journal(directory / JOURNAL_FILE)
         self.state: SwarmState = replay(run, self.journal.events)
         self.last_heard: dict[str, float] = dict.fromkeys(self.state.members, clock())
         """When nodes were last heard of; a coordinator that was away begins to count anew."""
@@ -155,10 +159,11 @@ class Coordinator:
             return task
 
     def _task(self, node: str) -> NodeTask:
-        state, open_round = self.state, self.state.round
+        state = self.state
+        open_round = self.state.round
         if open_round is None or node not in open_round.data_assignments:
             next_round = state.committed + (open_round is not None)
-            return NodeTask(next_round, state.committed, state.done, node in state.members)
+            return NodeTask(next_round, state.committed, state.done, member=node in state.members)
         close_time = state.closes_at()
         return NodeTask(
             open_round.number,
@@ -200,7 +205,8 @@ class Coordinator:
         try:
             with self.changed:
                 self._check_accepting(node, round_number)
-                pieces, norms = self.state.expected_pieces(node), self.norms[-MAX_RECENT_NORMS:]
+                pieces = self.state.expected_pieces(node)
+                norms = self.norms[-MAX_RECENT_NORMS:]
                 _, assigned_steps = self.state.round.data_assignments[node] if self.state.round else (0, 0)
             min_tokens = 0 if self.swarm.sends_gradients else 1  # of no tokens is one that was not finite
             if not (0 < steps <= assigned_steps and min_tokens <= tokens <= steps * self.run.training.tokens_per_step):
@@ -211,7 +217,12 @@ class Coordinator:
             with self._check_lock, TensorFile(self.store.base) as base:
                 base_weights = update_base(self.swarm, base.read)
                 norm = check_update(
-                    partial_path, pieces, self.swarm.effective_codec, base_weights, norms, self.swarm.outlier
+                    partial_path,
+                    pieces,
+                    self.swarm.effective_codec,
+                    base=base_weights,
+                    recent_norms=norms,
+                    outlier_factor=self.swarm.outlier,
                 )
             sync_future.result()
             with self.changed:
@@ -295,10 +306,11 @@ class Coordinator:
                         "at": self.clock(),
                     }
                 )
-        round_number, pieces = open_round.number, round_pieces(self.run, open_round.number)
+        round_number = open_round.number
+        pieces = round_pieces(self.run, open_round.number)
         config = aggregation_config(self.run, round_number, self.state.rounds_with_training)
         node_tokens = [(update.node, update.tokens) for update in open_round.updates.values() if update.tokens]
-        self.store.aggregate_round(round_number, pieces, node_tokens, config)
+        self.store.aggregate_round(round_number, pieces, node_tokens, config=config)
         with self.changed:
             nodes = sorted(node for node, _ in node_tokens)
             self._record({"what": "committed", "round": round_number, "nodes": nodes, "at": self.clock()})

@@ -21,7 +21,7 @@ class Journal:
         for number, (_, event) in enumerate(parse_jsonl(content), start=1):
             if event is None or "what" not in event:
                 fix = "restore it from a copy, or begin a new swarm in another directory"
-                raise UserError("journal", f"{path}, line {number}", "is no event", fix)
+                raise UserError("journal", f"{path}, line {number}", "is no event", fix=fix)
             self.events.append(event)
         self._file = path.open("ab")
         self._file.truncate(content.rfind(b"\n") + 1)

@@ -97,7 +97,7 @@ class SwarmStore:
         ]
         old = self._open_state(config, lambda kind: TensorFile(self._model_path(kind)))
         new = self._open_state(config, lambda kind: TensorFile.create(self._new_path(round_number, kind), round_shapes))
-        piece_senders = aggregate(pieces, updates, config, old, new)
+        piece_senders = aggregate(pieces, updates, config, old=old, new=new)
         sizes = {
             piece.key: (encoded_bytes(piece.num_elements, config.codec),)
             for piece in pieces
@@ -105,7 +105,7 @@ class SwarmStore:
         }
         partial_path = self.broadcast_path(round_number).with_suffix(".part")
         with TensorFile.create(partial_path, sizes, "U8") as broadcast:
-            encode_broadcast(pieces, updates, piece_senders, config.codec, old, new, broadcast)
+            encode_broadcast(pieces, updates, piece_senders, codec=config.codec, old=old, new=new, broadcast=broadcast)
             broadcast.sync()
         partial_path.rename(self.broadcast_path(round_number))
         for file in new.files.values():
@@ -135,7 +135,8 @@ class SwarmStore:
     def _remove_old_rounds(self, round_number: int) -> None:
         """Remove rounds before this one, but for the last ones as far as their results are together no more than all
         weights: who comes later receives these."""
-        retained_bytes, model_bytes = 0, self.base.stat().st_size
+        retained_bytes = 0
+        model_bytes = self.base.stat().st_size
         for round_directory in sorted((self.directory / "rounds").iterdir(), reverse=True):
             broadcast_file = round_directory / "down"
             retained_bytes += broadcast_file.stat().st_size if broadcast_file.exists() else 0

@@ -21,7 +21,10 @@ from phalanx.swarm.pieces import ModelPiece, pieces_sent_by, round_pieces
 Event = dict[str, Any]
 MAX_ARRIVAL_ROUNDS = 5
 """Rounds whose arrivals say when the next ones are to be expected."""
-ALREADY_SENT, ROUND_CLOSED, NOT_OPEN_YET, NOT_A_MEMBER = "already told", "closed", "not open yet", "not of this round"
+ALREADY_SENT = "already told"
+ROUND_CLOSED = "closed"
+NOT_OPEN_YET = "not open yet"
+NOT_A_MEMBER = "not of this round"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class SwarmState:
 
     def __init__(self, run: RunSpec) -> None:
         assert run.swarm is not None
-        self.run, self.swarm = run, run.swarm
+        self.run = run
+        self.swarm = run.swarm
         self.members: dict[str, float] = {}
         """Those that are in it, and how many experts of a layer each has memory to train: in the order in which they
         came."""
@@ -85,7 +89,8 @@ class SwarmState:
         """Take what happened into account."""
         match event["what"]:
             case "joined":
-                self.members[event["node"]], self.text = event["capacity"], event["text"]
+                self.members[event["node"]] = event["capacity"]
+                self.text = event["text"]
                 self.previous_nodes -= {event["node"]}  # it may have been here, and begins anew
             case "left":
                 self.members.pop(event["node"], None)
@@ -110,7 +115,7 @@ class SwarmState:
         owners = event["owners"]
         self.owners = None if owners is None else tuple(map(tuple, owners))
         assignments = {node: (first_step, steps) for node, (first_step, steps) in event["text"].items()}
-        self.round = OpenRound(event["round"], event["at"], self.owners, assignments)
+        self.round = OpenRound(event["round"], event["at"], self.owners, data_assignments=assignments)
         self.steps_assigned += sum(steps for _, steps in assignments.values())
         self.previous_nodes = frozenset(assignments)
 
@@ -138,7 +143,8 @@ class SwarmState:
         """The next round with those that are there; None while one is open, or it must wait."""
         if self.round is not None or self.done or self.waiting_for:
             return None
-        assignments, first_step = {}, self.steps_assigned
+        assignments = {}
+        first_step = self.steps_assigned
         for node in self.members:  # who learns on while its word is under way is always so far ahead
             steps = self.swarm.steps_per_round + (self.swarm.delay if node not in self.previous_nodes else 0)
             assignments[node] = first_step, steps
@@ -170,7 +176,8 @@ class SwarmState:
         swarm = self.swarm
         if not self._num_split_experts:
             return None
-        owners, nodes = self.owners, list(self.members)
+        owners = self.owners
+        nodes = list(self.members)
         rotates = swarm.rotate_every and self.committed and self.committed % swarm.rotate_every == 0
         if (
             owners is not None
@@ -179,7 +186,7 @@ class SwarmState:
         ):
             owners = rotate_owners(owners, nodes)
         copies = min(swarm.replication, int(sum(self.members.values()) // self._num_split_experts))
-        return assign_experts(self._num_split_experts, self.members, copies, owners)
+        return assign_experts(self._num_split_experts, self.members, copies, previous_owners=owners)
 
     def expected_pieces(self, node: str) -> tuple[ModelPiece, ...]:
         """What a node is to tell of the open round."""
@@ -234,7 +241,8 @@ class SwarmState:
     def _expected_nodes(self) -> set[str]:
         """Nodes of the open round that are there and told, or are still to tell: who was refused need not again."""
         assert self.round is not None
-        updates, refused = self.round.updates, self.round.refused
+        updates = self.round.updates
+        refused = self.round.refused
         return {
             node
             for node in self.round.data_assignments

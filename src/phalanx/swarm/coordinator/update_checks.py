@@ -17,7 +17,8 @@ from phalanx.swarm.pieces import ModelPiece
 from phalanx.swarm.tensor_files import HEADER_BYTES, TensorFile, TensorFileError
 from phalanx.swarm.update_files import Weights, sends_weights
 
-BASE_HEADER_BYTES, HEADER_BYTES_PER_PIECE = 2**16, 2**8
+BASE_HEADER_BYTES = 2**16
+HEADER_BYTES_PER_PIECE = 2**8
 """Bytes that a file may have beside its numbers: names and places of its tensors."""
 BUSY = "busy"
 """Of an update while another of the node's comes: perhaps over a link that broke, and nobody has noticed yet."""
@@ -59,7 +60,7 @@ def check_update(
     except TensorFileError as error:
         raise UpdateRejected(f"malformed: {error}") from None
     with opened as file:
-        return _checked_norm(file, pieces, codec, base, recent_norms, outlier_factor)
+        return _checked_norm(file, pieces, codec, base=base, recent_norms=recent_norms, outlier_factor=outlier_factor)
 
 
 def _checked_norm(
@@ -70,7 +71,8 @@ def _checked_norm(
     recent_norms: Sequence[float],
     outlier_factor: float,
 ) -> float:
-    expected_shapes, shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}, file.shapes
+    expected_shapes = {piece.key: (encoded_bytes(piece.num_elements, codec),) for piece in pieces}
+    shapes = file.shapes
     if foreign := sorted(set(shapes) - set(expected_shapes)):
         raise UpdateRejected(f"foreign: it tells of {foreign[0]}, which the node does not train")
     if missing := sorted(set(expected_shapes) - set(shapes)):

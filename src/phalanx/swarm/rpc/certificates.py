@@ -28,12 +28,13 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 def create_certificate_authority(folder: Path) -> None:
     """A new authority. Raises UserError if the folder has one."""
     if (folder / "ca.key").exists():
-        raise UserError("certs", str(folder), "has an authority already", "issue by it, or name another folder")
+        raise UserError("certs", str(folder), "has an authority already", fix="issue by it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     # Each has a name of its own, by which a certificate of another one is told from a forged one.
-    key, name = ec.generate_private_key(ec.SECP256R1()), _x509_name(f"phalanx swarm authority {secrets.token_hex(4)}")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _x509_name(f"phalanx swarm authority {secrets.token_hex(4)}")
     certificate = (
-        _build_certificate(name, name, key.public_key(), 10 * VALID_DAYS)
+        _build_certificate(name, name, key.public_key(), days=10 * VALID_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
@@ -47,22 +48,25 @@ def issue_certificate(folder: Path, member: str, hosts: list[str], days: float =
     Raises UserError for a name that is none, or is taken, or where there is no authority.
     """
     if not NAME_PATTERN.fullmatch(member):
-        raise UserError("name", member, "is no name for a member", "use letters, digits, dots, dashes and underscores")
+        raise UserError(
+            "name", member, "is no name for a member", fix="use letters, digits, dots, dashes and underscores"
+        )
     try:
         authority_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         authority = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     except (OSError, ValueError) as error:
         fix = "make one: phalanx swarm certs FOLDER"
-        raise UserError("certs", str(folder), f"has no authority: {error}", fix) from None
+        raise UserError("certs", str(folder), f"has no authority: {error}", fix=fix) from None
     assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
-    member_key, member_folder = ec.generate_private_key(ec.SECP256R1()), folder / member
+    member_key = ec.generate_private_key(ec.SECP256R1())
+    member_folder = folder / member
     if member_folder.exists():
         raise UserError(
-            "name", member, f"has a certificate already, in {member_folder}", "use another name, or remove it"
+            "name", member, f"has a certificate already, in {member_folder}", fix="use another name, or remove it"
         )
     names: list[x509.GeneralName] = [_x509_host(host) for host in hosts] or [x509.DNSName(member)]
     certificate = (
-        _build_certificate(_x509_name(member), authority.subject, member_key.public_key(), days)
+        _build_certificate(_x509_name(member), authority.subject, member_key.public_key(), days=days)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(
@@ -86,10 +90,10 @@ def certificate_member(folder: Path) -> str:
     except (OSError, ValueError) as error:
         fix = "give the folder that phalanx swarm certs made for this member"
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix) from None
+        raise UserError("--certs", str(folder), f"has no certificate: {reason}", fix=fix) from None
     if certificate.not_valid_after_utc < datetime.now(UTC):
         problem = f"ran out on {certificate.not_valid_after_utc:%Y-%m-%d}"
-        raise UserError("--certs", str(folder), problem, "ask who has the authority for a new one")
+        raise UserError("--certs", str(folder), problem, fix="ask who has the authority for a new one")
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 

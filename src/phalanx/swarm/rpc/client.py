@@ -23,7 +23,8 @@ FIRST_CONNECT_SECONDS = 20.0
 """And one that it never has."""
 WARN_AFTER_SECONDS = 5.0
 """After which it says so."""
-CALL_SECONDS, WAIT_SECONDS = 20.0, 5.0
+CALL_SECONDS = 20.0
+WAIT_SECONDS = 5.0
 RETRYABLE_CODES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -60,7 +61,8 @@ class SwarmClient:
         key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
         self.address = address
         self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, key, certificate), OPTIONS)
-        self._reached, self._say = False, log
+        self._reached = False
+        self._say = log
         self.leaving = False
         """Whether a coordinator that is away is not to be waited for."""
         self.was_included = False
@@ -115,8 +117,10 @@ class SwarmClient:
 
     def upload_update(self, path: Path, round: int, tokens: int, steps: int) -> None:
         """Send an update. Raises UpdateRejected where it does not count."""
-        size_bytes, upload_id = path.stat().st_size, update_id(path)
-        call, tries = self._channel.stream_unary(f"/{SERVICE}/put"), 0
+        size_bytes = path.stat().st_size
+        upload_id = update_id(path)
+        call = self._channel.stream_unary(f"/{SERVICE}/put")
+        tries = 0
 
         def send_file() -> None:
             nonlocal tries
@@ -159,7 +163,8 @@ class SwarmClient:
 
         Raises RoundExpired if that is not kept any more, and UpdateRejected for what did not arrive as it was sent.
         """
-        call, committed = self._channel.unary_stream(f"/{SERVICE}/get"), -1
+        call = self._channel.unary_stream(f"/{SERVICE}/get")
+        committed = -1
         received_keys: set[str] = set()
 
         def receive_pieces() -> None:
@@ -173,12 +178,13 @@ class SwarmClient:
             header = unpack(next(stream))
             self.was_included = bool(header["counted"])
             if not received_keys:
-                dtype, committed = "F32" if round is None else "U8", int(header["committed"])
+                dtype = "F32" if round is None else "U8"
+                committed = int(header["committed"])
                 TensorFile.recreate(path, {key: shapes(key) for key in header["pieces"]}, dtype).close()
             with TensorFile(path, writable=True) as file:
                 buffer = memoryview(b"")
                 for key, digest in header["pieces"].items():
-                    buffer = self._receive_tensor(file, key, digest, stream, buffer)
+                    buffer = self._receive_tensor(file, key, digest, stream=stream, buffer=buffer)
                     received_keys.add(key)
 
         while True:
@@ -195,7 +201,8 @@ class SwarmClient:
     ) -> memoryview:
         """Take a tensor from `buffer`, then from the stream; return the bytes that are left over."""
         offset, size = file.locate(key)
-        checksum, end = xxhash.xxh3_128(), offset + size
+        checksum = xxhash.xxh3_128()
+        end = offset + size
         while offset < end:
             if not buffer:
                 buffer = memoryview(next(stream, b""))
@@ -215,7 +222,10 @@ class SwarmClient:
 
         Raises UserError if that takes too long, Refused and Gone for what the coordinator says.
         """
-        start, pause, moved_bytes, has_warned = time.monotonic(), 0.1, -1, False
+        start = time.monotonic()
+        pause = 0.1
+        moved_bytes = -1
+        has_warned = False
         while True:
             try:
                 result = call()
@@ -224,13 +234,15 @@ class SwarmClient:
                     self._say("the coordinator is back")
                 return result
             except grpc.RpcError as error:
-                code, details = error.code(), error.details() or ""
+                code = error.code()
+                details = error.details() or ""
                 if code == grpc.StatusCode.NOT_FOUND:
                     raise RoundExpired(details) from None
                 if code not in RETRYABLE_CODES and not details.startswith(BUSY):
                     raise UpdateRejected(details) from None
                 if self.sent_bytes + self.received_bytes != moved_bytes:  # it goes on, if slowly
-                    start, moved_bytes = time.monotonic(), self.sent_bytes + self.received_bytes
+                    start = time.monotonic()
+                    moved_bytes = self.sent_bytes + self.received_bytes
                 away_seconds = time.monotonic() - start
                 patience = RECONNECT_SECONDS if self._reached else FIRST_CONNECT_SECONDS
                 is_permanent = not self._reached and any(phrase in details for phrase in PERMANENT_PHRASES)
@@ -258,4 +270,4 @@ def _unreachable_error(address: str, details: str) -> UserError:
         (reason for phrase, reason in UNREACHABLE_REASONS.items() if phrase in details),
         (details or "no answer", SERVE_FIX),
     )
-    return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix)
+    return UserError("ADDRESS", address, f"cannot be reached: {problem}", fix=fix)

@@ -14,7 +14,8 @@ from phalanx.swarm.tensor_files import TensorFile
 PROTOCOL_VERSION = 4
 """Of these words: both ends must speak the same."""
 SERVICE = "phalanx.Swarm"
-CHUNK_BYTES, MAX_MESSAGE_BYTES = 2**20, 2**24
+CHUNK_BYTES = 2**20
+MAX_MESSAGE_BYTES = 2**24
 """Bytes of a message of tensors, and of any: the checksums of thousands of pieces are in one."""
 Message = dict[str, Any]
 OPTIONS = [

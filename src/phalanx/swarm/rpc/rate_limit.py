@@ -13,7 +13,8 @@ from phalanx.swarm.coordinator.update_checks import BUSY, UpdateRejected
 
 MAX_CONCURRENT_CALLS = 6
 """Calls of a member: twice what a node has, for it may not know yet that a link broke."""
-CALLS_PER_SECOND, MAX_BURST = 100.0, 500.0
+CALLS_PER_SECOND = 100.0
+MAX_BURST = 500.0
 """Calls that it may begin: a node needs some five in a round, and small models have several rounds in a second. A small
 one is half a millisecond's work, so that who floods takes a twentieth of a core."""
 
@@ -22,7 +23,8 @@ class RateLimiter:
     """A token bucket for each member: it fills by `CALLS_PER_SECOND`, holds `MAX_BURST`, and each call takes one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
+        self._lock = threading.Lock()
         self._active_calls: Counter[str] = Counter()
         self._tokens: dict[str, tuple[float, float]] = {}
         """Tokens, and when they were counted."""

@@ -31,7 +31,8 @@ from phalanx.swarm.rpc.protocol import (
 from phalanx.swarm.rpc.rate_limit import MAX_CONCURRENT_CALLS, RateLimiter
 from phalanx.swarm.tensor_files import TensorFile, TensorFileError
 
-MAX_NODES, CALLS_PER_NODE = 64, 3
+MAX_NODES = 64
+CALLS_PER_NODE = 3
 """At the same time: a transfer, a wait, and word that it is there."""
 MAX_CACHED_DIGESTS = 4
 WAIT_SECONDS = 30.0
@@ -55,7 +56,8 @@ def serve(coordinator: Coordinator, address: str, certificates: Path, greeting: 
     """
     workers = ThreadPoolExecutor(CALLS_PER_NODE * MAX_NODES, thread_name_prefix="swarm")
     # Two swarms on one port would each get some of the nodes' calls.
-    no_port_sharing, max_streams = ("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS)
+    no_port_sharing = ("grpc.so_reuseport", 0)
+    max_streams = ("grpc.max_concurrent_streams", MAX_CONCURRENT_CALLS)
     server = grpc.server(workers, options=[*OPTIONS, no_port_sharing, max_streams])
     server.add_generic_rpc_handlers((_handlers(SwarmService(coordinator, greeting)),))
     key, certificate, authority = ((certificates / name).read_bytes() for name in ("key.pem", "cert.pem", "ca.pem"))
@@ -77,7 +79,7 @@ def _listen_error(address: str) -> UserError:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     fix = "0.0.0.0:PORT listens on all of this machine's; or name another port"
-    return UserError("--listen", address, f"cannot be served: {reason}", fix)
+    return UserError("--listen", address, f"cannot be served: {reason}", fix=fix)
 
 
 def _handlers(service: SwarmService) -> grpc.GenericRpcHandler:
@@ -131,8 +133,10 @@ class SwarmService:
     """What nodes can ask for."""
 
     def __init__(self, coordinator: Coordinator, greeting: Message) -> None:
-        self.coordinator, self.greeting = coordinator, greeting
-        self.pace, self._digest_lock = RateLimiter(), threading.Lock()
+        self.coordinator = coordinator
+        self.greeting = greeting
+        self.pace = RateLimiter()
+        self._digest_lock = threading.Lock()
         self._digests: dict[Path, dict[str, str]] = {}
         """Of files that do not change any more: a few."""
 
@@ -152,7 +156,7 @@ class SwarmService:
     def wait(self, node: str, message: Message) -> Message:
         """See `Coordinator.wait`."""
         seconds = min(WAIT_SECONDS, float(message["seconds"]))
-        return asdict(self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds))
+        return asdict(self.coordinator.wait(node, message.get("round"), message.get("committed"), seconds=seconds))
 
     def leave(self, node: str, message: Message) -> Message:
         """It goes."""
@@ -171,15 +175,18 @@ class SwarmService:
     def put(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """An update: who it is of is in the certificate, what of in the first message; then its bytes, and last their
         checksum."""
-        node, round_number = certificate_name(context), -1
+        node = certificate_name(context)
+        round_number = -1
         try:
             with self.pace.limited(node):
                 header = unpack(next(requests))
-                round_number, offset, upload_id = int(header["round"]), int(header["offset"]), str(header["mark"])
+                round_number = int(header["round"])
+                offset = int(header["offset"])
+                upload_id = str(header["mark"])
                 with self.coordinator.receiving_update(node, round_number, upload_id) as (path, max_bytes):
-                    _receive_file(path, offset, max_bytes, int(header["bytes"]), requests)
+                    _receive_file(path, offset, max_bytes, size_bytes=int(header["bytes"]), requests=requests)
                     self.coordinator.accept_update(
-                        node, round_number, upload_id, int(header["tokens"]), int(header["steps"])
+                        node, round_number, upload_id, tokens=int(header["tokens"]), steps=int(header["steps"])
                     )
             return pack({})
         except UpdateRejected as refused:
@@ -196,10 +203,11 @@ class SwarmService:
         node = certificate_name(context)
         try:
             message = unpack(data)
-            local_keys, round_number = set(message.get("has", ())), int(message.get("round", -1))
+            local_keys = set(message.get("has", ()))
+            round_number = int(message.get("round", -1))
             requested_committed = int(message.get("committed", -1))
             with self.pace.limited(node):
-                yield from self._stream_weights(node, round_number, requested_committed, local_keys)
+                yield from self._stream_weights(node, round_number, requested_committed, local_keys=local_keys)
         except UpdateRejected as refused:
             raise _abort(context, str(refused)) from None
         except TensorFileError:  # or cut off, if power failed: nobody waited for the disk to have it

@@ -33,8 +33,13 @@ class RoundExchange:
 
     def __init__(self, run: RunSpec, directory: Path, name: str, link: SwarmClient | None) -> None:
         assert run.swarm is not None
-        self.run, self.swarm, self.directory, self.name, self.link = run, run.swarm, directory, name, link
-        self.base, self.local_weights = directory / SHARED_WEIGHTS_FILE, directory / LOCAL_WEIGHTS_FILE
+        self.run = run
+        self.swarm = run.swarm
+        self.directory = directory
+        self.name = name
+        self.link = link
+        self.base = directory / SHARED_WEIGHTS_FILE
+        self.local_weights = directory / LOCAL_WEIGHTS_FILE
         self.local_experts: tuple[int, ...] = ()
         """The experts that this node trains."""
         self.version = -1
@@ -52,21 +57,23 @@ class RoundExchange:
     def send_update(self, task: NodeTask, steps: int, tokens: int, round_record: RoundRecord) -> bool:
         """Send what was learned; whether it counted."""
         assert self.link is not None
-        start, sent_before = time.perf_counter(), self.link.sent_bytes
-        path, feedback = self.directory / "update", dict(self.feedback)
+        start = time.perf_counter()
+        sent_before = self.link.sent_bytes
+        path = self.directory / "update"
+        feedback = dict(self.feedback)
         with TensorFile(self.local_weights) as local_file, TensorFile(self.base) as base:
             base_weights = update_base(self.swarm, base.read)
             write_update(
                 path,
                 self.pieces_to_send(task.round),
                 self.swarm.effective_codec,
-                local_file.read,
-                base_weights,
-                feedback,
+                weights=local_file.read,
+                base=base_weights,
+                feedback=feedback,
             ).close()
         encoded_at = time.perf_counter()
         try:
-            self.link.upload_update(path, task.round, tokens, steps)
+            self.link.upload_update(path, task.round, tokens, steps=steps)
             self.feedback = feedback
         except UpdateRejected as refused:
             round_record.refused = str(refused)
@@ -104,8 +111,9 @@ class RoundExchange:
     def download_model(self) -> int:
         """Receive all weights; returns how many rounds these have."""
         assert self.link is not None
-        partial_path, shapes = self.directory / "base.part", parameter_shapes(self.run.model)
-        committed = self.link.download_round(partial_path, None, (), shapes.__getitem__)
+        partial_path = self.directory / "base.part"
+        shapes = parameter_shapes(self.run.model)
+        committed = self.link.download_round(partial_path, None, (), shapes=shapes.__getitem__)
         partial_path.rename(self.base)
         if not self.local_weights.exists():
             TensorFile.create(self.local_weights, shapes).close()
@@ -145,7 +153,8 @@ class RoundExchange:
     @contextmanager
     def _measure_download(self, round_record: RoundRecord) -> Iterator[None]:
         assert self.link is not None
-        received_before, start = self.link.received_bytes, time.perf_counter()
+        received_before = self.link.received_bytes
+        start = time.perf_counter()
         try:
             yield
         finally:
@@ -161,7 +170,10 @@ class RoundExchange:
         }
         with self._measure_download(round_record):
             self.link.download_round(
-                self.directory / "down", round_number, self._skipped_keys(round_number, was_accepted), sizes.__getitem__
+                self.directory / "down",
+                round_number,
+                self._skipped_keys(round_number, was_accepted),
+                shapes=sizes.__getitem__,
             )
         self.fetched_round = round_number
 
@@ -173,7 +185,8 @@ class RoundExchange:
     def _apply_round(self, round_number: int, was_accepted: bool, round_record: RoundRecord) -> None:
         """Put what a round came to into the base."""
         assert self.link is not None
-        start, path = time.perf_counter(), self.directory / "down"
+        start = time.perf_counter()
+        path = self.directory / "down"
         local_keys = self._skipped_keys(round_number, was_accepted) if self.link.was_included else []
         with (
             TensorFile(path) as broadcast,
@@ -183,5 +196,7 @@ class RoundExchange:
             for piece in round_pieces(self.run, round_number):
                 source = local_file if piece.key in local_keys else broadcast
                 if piece.key in source.shapes:
-                    base.write(piece, decode_piece(piece, source.raw(piece.key), self.swarm.effective_codec, base.read))
+                    base.write(
+                        piece, decode_piece(piece, source.raw(piece.key), self.swarm.effective_codec, base=base.read)
+                    )
         round_record.code_seconds += time.perf_counter() - start

@@ -35,8 +35,8 @@ def write_weights(
         strategy,
         mesh,
         trained_experts.experts if trained_experts is not None else range(num_experts),
-        strategy.trainable_parameters,
-        file,
+        tensors=strategy.trainable_parameters,
+        file=file,
     )
 
 
@@ -48,14 +48,16 @@ class GradientCapture(torch.optim.Optimizer):
         super().__init__(
             list(learner.strategy.trainable_parameters.values()), {"lr": learner.run.optimizer.learning_rate}
         )
-        self.strategy, self.mesh, self.path = learner.strategy, learner.mesh, path
+        self.strategy = learner.strategy
+        self.mesh = learner.mesh
+        self.path = path
         self.experts = range(learner.run.model.moe.num_experts if learner.run.model.moe else 0)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         parameters = self.strategy.trainable_parameters
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         with TensorFile(self.path, writable=True) as file:
-            _write_tensors(self.strategy, self.mesh, self.experts, gradients, file)
+            _write_tensors(self.strategy, self.mesh, self.experts, tensors=gradients, file=file)
 
 
 @torch.no_grad()

@@ -57,8 +57,13 @@ class SwarmWorker:
     ) -> None:
         """`name` is the node's in the swarm, `link` rank 0's."""
         assert run.swarm is not None
-        self.run, self.swarm, self.corpus, self.directory, self.device = run, run.swarm, corpus, directory, device
-        self.link, self.exchange = link, RoundExchange(run, directory, name, link)
+        self.run = run
+        self.swarm = run.swarm
+        self.corpus = corpus
+        self.directory = directory
+        self.device = device
+        self.link = link
+        self.exchange = RoundExchange(run, directory, name, link=link)
         self.total_experts = run.model.moe.num_experts if run.model.moe else 0
         self.trainer: Trainer | None = None
         self.batches: Generator[Batch] | None = None
@@ -94,10 +99,12 @@ class SwarmWorker:
             task = self._wait_for(round=0)
             while task is not None and not task.done:
                 if not task.already_sent:  # else it was here before, and told of this round already
-                    round_record, start = RoundRecord(task.round), time.perf_counter()
+                    round_record = RoundRecord(task.round)
+                    start = time.perf_counter()
                     self._prepare(task, round_record)
                     self._run_round(task, round_record, loggers)
-                    round_record.seconds, round_record.held_bytes = time.perf_counter() - start, self.state_bytes
+                    round_record.seconds = time.perf_counter() - start
+                    round_record.held_bytes = self.state_bytes
                     if round_logger is not None:
                         round_logger.write({"step": self.trainer.step if self.trainer else 0, **vars(round_record)})
                         log(_format_round(round_record))
@@ -125,10 +132,12 @@ class SwarmWorker:
         if self.exchange.version != task.committed:
             self._catch_up(task.committed, round_record)
         if self.trainer is None or task.owned != self.exchange.local_experts:
-            moments, old_experts = optimizer_moments(self.trainer) if self.trainer else {}, self.exchange.local_experts
-            self.trainer, self.exchange.local_experts = None, task.owned  # two would need twice the memory
+            moments = optimizer_moments(self.trainer) if self.trainer else {}
+            old_experts = self.exchange.local_experts
+            self.trainer = None
+            self.exchange.local_experts = task.owned  # two would need twice the memory
             self.trainer = self._build_trainer()
-            transfer_moments(moments, old_experts, self.trainer, task.owned)
+            transfer_moments(moments, old_experts, self.trainer, new_experts=task.owned)
         round_record.experts = len(task.owned)
         if self.swarm.sends_gradients:  # a part that a step leaves unused has no gradient
             broadcast_from_rank0(
@@ -167,8 +176,11 @@ class SwarmWorker:
         """So many steps; `in_time` for the round's end fewer, but one at least. Returns how many were done."""
         assert self.trainer is not None
         assert self.batches is not None
-        trainer, start, steps_before = self.trainer, time.perf_counter(), round_record.steps
-        trainer.stop_requested, trainer.stop_after_step = False, None
+        trainer = self.trainer
+        start = time.perf_counter()
+        steps_before = round_record.steps
+        trainer.stop_requested = False
+        trainer.stop_after_step = None
         for _ in range(steps):
             step_seconds = (time.perf_counter() - start) / max(1, round_record.steps - steps_before)
             tokens = trainer.tokens
@@ -196,12 +208,17 @@ class SwarmWorker:
         if not self.swarm.sends_gradients:  # which are there since they were to be stepped by
             with TensorFile(self.exchange.local_weights, writable=True) as local_file:
                 write_weights(
-                    self.trainer.strategy, self.trainer.mesh, self._trained_experts(), self.total_experts, local_file
+                    self.trainer.strategy,
+                    self.trainer.mesh,
+                    self._trained_experts(),
+                    num_experts=self.total_experts,
+                    file=local_file,
                 )
         if dist.is_initialized():
             dist.barrier()
         round_record.code_seconds += time.perf_counter() - start
-        steps, tokens = round_record.steps, round_record.tokens
+        steps = round_record.steps
+        tokens = round_record.tokens
         return (
             self._executor.submit(self.exchange.send_update, task, steps, tokens, round_record) if self.link else None
         )
@@ -235,9 +252,9 @@ class SwarmWorker:
                 self.trainer.strategy,
                 self._trained_experts(),
                 self.total_experts,
-                base.read,
-                blend_factors,
-                sent_weights,
+                weights=base.read,
+                blend_factors=blend_factors,
+                sent_weights=sent_weights,
             )
         round_record.code_seconds += time.perf_counter() - start
 
@@ -289,10 +306,11 @@ class SwarmWorker:
             def read_weight(name: str, shape: torch.Size) -> torch.Tensor:
                 return base.read_tensor(name)
 
-            corpus, run = replace(self.corpus, weights=read_weight), self.run
+            corpus = replace(self.corpus, weights=read_weight)
+            run = self.run
             if self.swarm.sends_gradients:  # it is their mean that is clipped
                 run = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"max_grad_norm": 0.0})})
-            trainer = Trainer(run, corpus, self.directory, self.device, trained_experts=self._trained_experts())
+            trainer = Trainer(run, corpus, self.directory, device=self.device, trained_experts=self._trained_experts())
         if self.swarm.sends_gradients:
             trainer.optimizers = [GradientCapture(trainer, self.exchange.local_weights)]
 

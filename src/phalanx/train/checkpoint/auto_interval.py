@@ -23,7 +23,8 @@ class CheckpointScheduler:
     the next is due (`decide`), and tells the others."""
 
     def __init__(self, run: RunSpec, ranks: int, directory: Path) -> None:
-        self.every, self.directory = run.checkpoint.every, directory
+        self.every = run.checkpoint.every
+        self.directory = directory
         self.next_step = FIRST_STEPS
         """With "auto", the step after which the next is due."""
         self.reason: str | None = None
@@ -32,7 +33,9 @@ class CheckpointScheduler:
         self._step_seconds: deque[float] = deque(maxlen=50)
         self._blocked_seconds: float | None = None
         """For which the last save kept training waiting."""
-        self._write_in_progress, self._overlapped_steps, self._overlapped_seconds = False, 0, 0.0
+        self._write_in_progress = False
+        self._overlapped_steps = 0
+        self._overlapped_seconds = 0.0
         """Whether it was being written when the next step began; of how many steps that was so, and how long they took
         together."""
         self._cost_seconds: deque[float] = deque(maxlen=9)
@@ -68,7 +71,9 @@ class CheckpointScheduler:
             slowed_by = max(0.0, self._overlapped_seconds - self._overlapped_steps * step_seconds)
             self._cost_seconds.append(self._blocked_seconds + slowed_by)
         self._blocked_seconds = blocked_seconds
-        self._write_in_progress, self._overlapped_steps, self._overlapped_seconds = True, 0, 0.0
+        self._write_in_progress = True
+        self._overlapped_steps = 0
+        self._overlapped_seconds = 0.0
         cost = median(self._cost_seconds or [blocked_seconds])
         steps = max(1, round(max(optimal_interval_seconds(cost, mtbf), write_seconds) / step_seconds))
         changed = max(steps, self._reported_steps) > REPORT_CHANGE_RATIO * min(steps, self._reported_steps)

@@ -47,7 +47,8 @@ class Checkpointer:
     """Saves beside the training: `save` copies the state and returns; a thread writes, checksums and publishes."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        self.directory, self.keep = directory, keep
+        self.directory = directory
+        self.keep = keep
         distributed = dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
@@ -76,7 +77,8 @@ class Checkpointer:
         self._barrier()
         full_manifest = {"format": FORMAT, "version": 1, "step": step, "world_size": self.world_size, **manifest}
         if on_disk:
-            self._write(path, dict(tensors), rng_state(), full_manifest, assign_to_files(tensors, FILE_BYTES))
+            files = assign_to_files(tensors, FILE_BYTES)
+            self._write(path, dict(tensors), rng_state(), manifest=full_manifest, files=files)
             self.wait()
             return
         arguments = path, self._host_copies.copy(tensors), rng_state(), full_manifest, None
@@ -150,7 +152,7 @@ class Checkpointer:
                 "checkpoint",
                 str(self.directory),
                 f"could not be written: {_format_error(error)}",
-                "free space or check the directory; the checkpoints before it are intact",
+                fix="free space or check the directory; the checkpoints before it are intact",
             ) from error
 
     @property
@@ -166,7 +168,9 @@ class Checkpointer:
 def assign_to_files(tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
     """Which file, from 1, each tensor goes to, so that a rank's files have about `limit` bytes. All ranks go by what
     rank 0 finds, which owns no less than any other."""
-    index, size, files = 1, 0, {}
+    index = 1
+    size = 0
+    files = {}
     for name, tensor in tensors.items():
         local_bytes = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
         if size and size + local_bytes > limit:
@@ -195,7 +199,8 @@ def latest_valid_checkpoint(directory: Path, before_step: int | None = None) -> 
         recover_interrupted_rewrites(directory)
         return [path.name for path in checkpoints(directory) if before_step is None or step_of(path) < before_step]
 
-    checkpoint, damaged = None, {}
+    checkpoint = None
+    damaged = {}
     for name in broadcast_from_rank0(candidates):
         problem = _find_damage_collectively(directory / name)
         if problem is None:
@@ -219,6 +224,7 @@ def _find_damage_collectively(checkpoint: Path) -> str | None:
     checksums, problem = broadcast_from_rank0(load_checksums)
     if problem is not None or not dist.is_initialized():
         return problem or find_damaged_files(checkpoint, checksums)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     problems = all_gather_objects(find_damaged_files(checkpoint, dict(sorted(checksums.items())[rank::ranks])))
     return next((rank_problem for rank_problem in problems if rank_problem is not None), None)

@@ -47,4 +47,4 @@ class HostCopies:
             copied = local.to("cpu", copy=True)
         if not isinstance(tensor, DTensor):
             return copied
-        return as_dtensor(copied, tensor.device_mesh, tensor.placements, tensor.shape)
+        return as_dtensor(copied, tensor.device_mesh, tensor.placements, shape=tensor.shape)

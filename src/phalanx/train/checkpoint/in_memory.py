@@ -56,7 +56,9 @@ class InMemoryCheckpointer:
         slots_text = os.environ.get(SLOTS_ENV)
         if slots_text is None:
             fix = "start the run with phalanx train, or set it to 0"
-            raise UserError("recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix)
+            raise UserError(
+                "recovery.in_memory_checkpoint_every", None, "needs a launcher that keeps the copies", fix=fix
+            )
         launcher_pid, _, fds = slots_text.partition(":")
         first = int(os.environ["LOCAL_RANK"]) * len(LOCAL_SLOTS + NEIGHBOR_SLOTS)
         files = [Path(f"/proc/{launcher_pid}/fd/{fd}") for fd in fds.split(",")[first:]]
@@ -97,7 +99,7 @@ class InMemoryCheckpointer:
         if self._next_rank != self.rank:
             neighbor_slot.invalidate()
             metadata_length = self._exchange_with_neighbors(
-                local_slot, self._next_rank, neighbor_slot, self._previous_rank
+                local_slot, self._next_rank, neighbor_slot, source=self._previous_rank
             )
             neighbor_slot.commit(step, self._previous_rank, metadata_length)
 
@@ -106,10 +108,13 @@ class InMemoryCheckpointer:
     ) -> int:
         """Send a copy, and receive another; returns the length of what describes that."""
         payload = local_slot.bytes()
-        sizes, incoming_sizes = torch.tensor([payload.numel(), local_slot.header[2]]), torch.zeros(2, dtype=torch.int64)
-        _send_and_receive(sizes, destination, incoming_sizes, source, self._group)
+        sizes = torch.tensor([payload.numel(), local_slot.header[2]])
+        incoming_sizes = torch.zeros(2, dtype=torch.int64)
+        _send_and_receive(sizes, destination, incoming_sizes, source=source, group=self._group)
         neighbor_slot.ensure_size(HEADER.size + int(incoming_sizes[0]))
-        _send_and_receive(payload, destination, neighbor_slot.bytes()[: int(incoming_sizes[0])], source, self._group)
+        _send_and_receive(
+            payload, destination, neighbor_slot.bytes()[: int(incoming_sizes[0])], source=source, group=self._group
+        )
         return int(incoming_sizes[1])
 
     def load_latest(self) -> InMemoryCheckpoint | None:
@@ -123,7 +128,7 @@ class InMemoryCheckpointer:
         needed_copies = {(step, rank) for rank, holder in enumerate(holders) if holder == self.rank}
         for rank, holder in enumerate(holders):
             if holder != rank and self.rank in (holder, rank):
-                self._transfer(step, rank, holder, needed_copies)
+                self._transfer(step, rank, holder, needed_copies=needed_copies)
         return self._read_slot(self._find_slot(step, self.rank))
 
     def _matches_identity(self, slot: SharedMemorySlot) -> bool:
@@ -159,7 +164,7 @@ class InMemoryCheckpointer:
         parts = _tensor_views(slot.bytes()[_align(length) :], shapes_and_dtypes)
         self._slot_index = 1 - LOCAL_SLOTS.index(self._slots.index(slot)) if slot in self._slots[:2] else 0
         shapes = {name: tuple(entry["whole"]) for name, entry in entries.items()}
-        return InMemoryCheckpoint(step, metadata["manifest"], shapes, dict(zip(entries, parts, strict=True)))
+        return InMemoryCheckpoint(step, metadata["manifest"], shapes, tensors=dict(zip(entries, parts, strict=True)))
 
 
 def latest_common_step(copies_by_rank: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, list[int]] | None:

@@ -33,7 +33,7 @@ def load_trained_model(run_directory: Path) -> tuple[RunSpec, Transformer, Path,
     """
     if not (run_directory / RUN_FILE).is_file():
         raise UserError(
-            "run directory", str(run_directory), f"has no {RUN_FILE}", "give a directory that phalanx train made"
+            "run directory", str(run_directory), f"has no {RUN_FILE}", fix="give a directory that phalanx train made"
         )
     run = load_run(run_directory / RUN_FILE, environment={})
     swarm_weights = next((path for name in SWARM_WEIGHTS if (path := run_directory / name).is_file()), None)
@@ -63,7 +63,7 @@ def _load_weights(file: Path, module: Transformer) -> None:
             init_parameters(Strategy(module), read_weight)
     except (SafetensorError, OSError, ValueError) as error:
         problem = f"does not hold the weights of the model in run.toml: {error}"
-        raise UserError("weights", str(file), problem, "give the directory as the swarm left it") from None
+        raise UserError("weights", str(file), problem, fix="give the directory as the swarm left it") from None
 
 
 def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
@@ -77,6 +77,6 @@ def _find_tokenizer(run: RunSpec, run_directory: Path) -> Path:
         if tokenizer is None:
             problem = "has no tokenizer.json: that is made from the text, which nodes read and a coordinator does not"
             fix = f"copy it from a node: cp nodes/NAME/tokenizer.json {run_directory}"
-            raise UserError("run directory", str(run_directory), problem, fix)
+            raise UserError("run directory", str(run_directory), problem, fix=fix)
         tokenizer.save(file)
     return file

@@ -22,7 +22,8 @@ def reorder_experts(checkpoint: Path, orders: Mapping[int, Sequence[int]]) -> Pa
 
     Raises UserError if it cannot be written; then nothing has changed.
     """
-    tensors, manifest = load_full_tensors(checkpoint), read_manifest(checkpoint)
+    tensors = load_full_tensors(checkpoint)
+    manifest = read_manifest(checkpoint)
     for name, tensor in tensors.items():
         match = _EXPERT_TENSOR.search(name)
         if match and tensor.ndim and int(match[1]) in orders:

@@ -70,7 +70,7 @@ def load_checkpoint(checkpoint: Path, strategy: Strategy, optimizers: list[torch
                 str(checkpoint),
                 f"{name} is {list(saved[name]) if name in saved else 'absent'} there "
                 f"and {list(tensor.shape)} in this run",
-                "resume with the model and optimizer that it was saved with",
+                fix="resume with the model and optimizer that it was saved with",
             )
     load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     strategy.sync_model_weights()

@@ -96,9 +96,12 @@ def _describe(name: str, arguments: dict[str, Any]) -> LoggedCall:
     size, dtype = _given_size(arguments)
     caller = _calling_line()
     if name in ("send", "recv"):
-        local_rank, peer = dist.get_rank(), ranks[arguments["dst" if name == "send" else "src"]]
+        local_rank = dist.get_rank()
+        peer = ranks[arguments["dst" if name == "send" else "src"]]
         link = (local_rank, peer) if name == "send" else (peer, local_rank)
-        return LoggedCall(MESSAGE, group, link, f"{size:,} {dtype} with tag {arguments['tag']}", caller)
+        return LoggedCall(
+            MESSAGE, group, link, signature=f"{size:,} {dtype} with tag {arguments['tag']}", caller=caller
+        )
     signature = f"{name} of {size:,} {dtype}" if name in SAME_SIZE_COLLECTIVES else f"{name} {dtype}".rstrip()
     if "root_rank" in arguments:
         signature += f" with root {ranks[arguments['root_rank']]}"
@@ -157,7 +160,8 @@ def _calling_line() -> str:
     return _format_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-LATE_FILE_SECONDS, LATE_FILE_POLL_SECONDS = 10.0, 0.1
+LATE_FILE_SECONDS = 10.0
+LATE_FILE_POLL_SECONDS = 0.1
 
 
 class OrderGuard:
@@ -206,7 +210,8 @@ class OrderGuard:
     def _check_whole_logs(self, sizes: Sequence[int]) -> None:
         """Compare all that ranks called, in files of these sizes, as far as they come here: a shared file system shows
         them late, and without one only those of this node are there."""
-        deadline, late = time.monotonic() + LATE_FILE_SECONDS, list(range(len(sizes)))
+        deadline = time.monotonic() + LATE_FILE_SECONDS
+        late = list(range(len(sizes)))
         while self._order is not None and late and time.monotonic() < deadline:
             self._check()
             late = [rank for rank in late if self._order.bytes_read(rank) < sizes[rank]]

@@ -12,7 +12,8 @@ from typing import Any
 from phalanx.runs.events import ROLLED_BACK, append_event, read_events
 from phalanx.spec.errors import UserError
 
-HISTORY, MIN_HISTORY = 50, 10
+HISTORY = 50
+MIN_HISTORY = 10
 """Steps whose losses say what is usual, and how many it takes."""
 
 
@@ -64,7 +65,8 @@ def steps_to_skip(directory: Path, step: int) -> int:
     went back by to it, and those that had been passed over already after checkpoints that it then left behind."""
     skipped: dict[int, int] = {}
     for event in _rollback_events(directory):
-        to_step, from_step = int(event["to"]), int(event["after"])
+        to_step = int(event["to"])
+        from_step = int(event["after"])
         newer_steps = [newer_step for newer_step in skipped if newer_step > to_step]
         skipped[to_step] = (
             skipped.get(to_step, 0) + from_step - to_step + sum(skipped.pop(newer_step) for newer_step in newer_steps)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from phalanx.debug.collective_log import is_user_code
 from phalanx.runs.hang_dumps import Frame, RecordedCollective
 
-MAX_COLLECTIVES, MAX_COLLECTIVES_PER_GROUP = 300, 4
+MAX_COLLECTIVES = 300
+MAX_COLLECTIVES_PER_GROUP = 4
 """Of these, so many are written down: the last ones of all, and of every group."""
 RECORDERS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """PyTorch's, by backend; that of NCCL is where it has CUDA."""

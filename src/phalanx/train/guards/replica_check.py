@@ -56,7 +56,7 @@ def check_replica_consistency(
         local_hashes[mismatch.key][0] if mismatch.key in local_hashes else "", src=mismatch.holders[0]
     )
     suspects = [] if mismatch.ranks == mismatch.holders else mismatch.ranks
-    return CorruptionError(describe_mismatch(mismatch, name, sizes, step, every), suspects)
+    return CorruptionError(describe_mismatch(mismatch, name, sizes, step=step, every=every), suspects)
 
 
 def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None:
@@ -70,7 +70,7 @@ def find_mismatch(tables: Sequence[Mapping[int, int]]) -> ReplicaMismatch | None
     if not differing_keys:
         return None
     values = hashes_by_key[differing_keys[0]]
-    return ReplicaMismatch(differing_keys[0], tuple(minority_ranks(values)), tuple(values), len(differing_keys))
+    return ReplicaMismatch(differing_keys[0], tuple(minority_ranks(values)), tuple(values), tensors=len(differing_keys))
 
 
 def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims, step: int, every: int) -> str:
@@ -84,7 +84,8 @@ def describe_mismatch(mismatch: ReplicaMismatch, name: str, sizes: ParallelDims,
         else f"on {rank_names} from the {len(mismatch.holders) - len(mismatch.ranks)} others"
     )
     more = f", and {mismatch.tensors - 1} more tensors" if mismatch.tensors > 1 else ""
-    before, advice = "it was not compared before", "begin the run anew"
+    before = "it was not compared before"
+    advice = "begin the run anew"
     if step > every:
         before = f"it was equal after step {step - every}"
         advice = f"--resume from a checkpoint of step {step - every} or before"

@@ -16,7 +16,8 @@ GONE = "gone"
 def sibling_process_states() -> dict[int, tuple[int, str]]:
     """Process and state (a letter as in /proc/PID/stat, or GONE with process 0) of the ranks that were started with
     this one; nothing where the launcher does not say which those are, or there is no /proc."""
-    local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = int(os.environ.get("RANK", "0")) - local
     if size == 1 or not PROC.exists():
         return {}

@@ -32,7 +32,8 @@ from phalanx.train.trainer import Trainer
 
 STALL_FRACTION = 0.85
 """Of the time that a collective may take, so much may pass without anything moving: the rest is for writing."""
-MIN_POLLS, MAX_POLL_SECONDS = 40, 0.25
+MIN_POLLS = 40
+MAX_POLL_SECONDS = 0.25
 """So many looks in that time, or one in so many seconds."""
 JOIN_SECONDS = 5.0
 """For what is being written to be written, before it is removed."""
@@ -55,8 +56,10 @@ class Watchdog:
         self._oom_kills_at_start = cgroup_oom_kills() or 0
         self._main_thread_id = threading.main_thread().ident or 0
         self._poll_seconds = min(MAX_POLL_SECONDS, timeout_seconds / MIN_POLLS)
-        self._finished, self._write_lock = threading.Event(), threading.Lock()
-        self._stalled_since, self._last_progress = time.monotonic(), (0, 0.0, b"")
+        self._finished = threading.Event()
+        self._write_lock = threading.Lock()
+        self._stalled_since = time.monotonic()
+        self._last_progress = (0, 0.0, b"")
         self._last_dump: HangDump | None = None
         self._stop_preceded_stall = False
         """Whether it was asked to stop before it stood still: it may be saving, for as long as that takes."""
@@ -118,7 +121,8 @@ class Watchdog:
             now = time.monotonic()
             seen = self.step, self._wait_counter(), recorder_fingerprint()
             if seen != self._last_progress:
-                self._last_progress, self._stalled_since = seen, now
+                self._last_progress = seen
+                self._stalled_since = now
                 with self._write_lock:
                     if not self._finished.is_set():  # what is left of a failure stays
                         self._discard_dump()
@@ -209,6 +213,7 @@ def _install_abort_handler(file: IO[str]) -> None:
     faulthandler.disable()  # PYTHONFAULTHANDLER=1: it would keep the handler that it knows
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        libc.signal.restype = ctypes.c_void_p
         libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
     faulthandler.enable(file, all_threads=True)

@@ -104,7 +104,8 @@ def matrix_shardings(part: Tensor) -> tuple[MatrixSharding, ...]:
     """How a part was cut out of its matrix: the last cut first."""
     if not isinstance(part, DTensor):
         return ()
-    shardings, shape = [], list(part.shape)
+    shardings = []
+    shape = list(part.shape)
     for axis, placement in enumerate(part.placements):
         if isinstance(placement, Shard):
             group = part.device_mesh.get_group(axis)
@@ -126,7 +127,8 @@ def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -
     """Of matrices [M, rows, columns]. It does not matter in which order rows or columns stand."""
     if not shardings or not len(parts):
         return orthogonalize(parts)
-    (sharding, *remaining), columns = shardings, shardings[0].axis == -1
+    (sharding, *remaining) = shardings
+    columns = shardings[0].axis == -1
     gathered = gather_assigned(parts.mT if columns else parts, sharding.total, sharding.group)
     result = _orthogonalize_sharded(gathered.mT if columns else gathered, remaining)
     local = scatter_back(result.mT if columns else result, len(parts), sharding.group)
@@ -136,7 +138,9 @@ def _orthogonalize_sharded(parts: Tensor, shardings: Sequence[MatrixSharding]) -
 def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
     """Of M matrices [M, this rank's rows, columns], whole [., total, columns] those that fall to this rank: i, i + N,
     and so on. Sends (N - 1)/N of what this rank holds."""
-    ranks, rank, columns = group.size(), group.rank(), rows.shape[2]
+    ranks = group.size()
+    rank = group.rank()
+    columns = rows.shape[2]
     num_assigned = len(range(rank, len(rows), ranks))
     sent = torch.cat([rows[owner::ranks].flatten() for owner in range(ranks)])
     sizes = [num_assigned * count * columns for count in rows_per_rank(total, ranks)]
@@ -149,7 +153,9 @@ def gather_assigned(rows: Tensor, total: int, group: dist.ProcessGroup) -> Tenso
 
 def scatter_back(assigned: Tensor, matrices: int, group: dist.ProcessGroup) -> Tensor:
     """The way back: every rank's rows of all matrices [M, rows, columns]."""
-    ranks, rank, (total, columns) = group.size(), group.rank(), assigned.shape[1:]
+    ranks = group.size()
+    rank = group.rank()
+    (total, columns) = assigned.shape[1:]
     counts = rows_per_rank(total, ranks)
     sent = torch.cat([part.flatten() for part in assigned.split(counts, dim=1)])
     owner_counts = [len(range(owner, matrices, ranks)) for owner in range(ranks)]

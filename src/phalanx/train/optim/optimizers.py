@@ -68,7 +68,11 @@ def build_optimizers(
     if spec.name == "muon":
         matrices = list(muon_parameters.values())
         parts = [part(name, p.detach()) for name, p in muon_parameters.items()]
-        muon = [Muon(matrices, spec.muon_learning_rate, spec.momentum, spec.weight_decay, parts)] if matrices else []
+        muon = (
+            [Muon(matrices, spec.muon_learning_rate, spec.momentum, weight_decay=spec.weight_decay, parts=parts)]
+            if matrices
+            else []
+        )
         return [*muon, *([_adamw(spec, other_parameters)] if other_parameters else [])]
     if spec.name == "adamw":
         return [_adamw(spec, parameters)]

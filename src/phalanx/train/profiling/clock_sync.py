@@ -21,7 +21,8 @@ import torch.distributed as dist
 from phalanx.parallel.comm.collectives import all_gather
 
 NUM_PROBES = 8
-BOOT_ID_FILE, TIME_NAMESPACE_FILE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+TIME_NAMESPACE_FILE = Path("/proc/self/ns/time")
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ def measure_clock_offset(device: torch.device, timeout_seconds: float, occasion:
     """This rank's. All ranks must ask at once, at most once on the same occasion."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ClockOffset()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     domain = int.from_bytes(hashlib.sha256(clock_domain().encode()).digest()[:7], "big")
     gathered = torch.empty(ranks, dtype=torch.int64, device=device)
     all_gather(gathered, torch.tensor([domain], device=device))
     domains = gathered.tolist()
     first_rank_in = {domain_hash: domains.index(domain_hash) for domain_hash in domains}
-    store, offset = dist.distributed_c10d._get_default_store(), ClockOffset()
+    store = dist.distributed_c10d._get_default_store()
+    offset = ClockOffset()
     for client in sorted(set(first_rank_in.values()) - {0}):
         ping_pong = ClockPingPong(store, f"phalanx/clock/{occasion}/{client}", timedelta(seconds=timeout_seconds))
         if rank == 0:

@@ -104,7 +104,8 @@ class CollectiveRecorder(TorchDispatchMode):
         """`requested_operation` names what the operation under way stands for, if for another. `clock` is that of the
         device: with the host's, collectives on a GPU have no end."""
         super().__init__()
-        self.requested_operation, self.clock = requested_operation, clock
+        self.requested_operation = requested_operation
+        self.clock = clock
         self.calls: list[CollectiveCall] = []
         self._device_spans: list[_DeviceSpan] = []
 
@@ -120,7 +121,7 @@ class CollectiveRecorder(TorchDispatchMode):
         name = _group_name(args)
         ranks = ranks_of_group(name) if name else tuple(range(dist.get_world_size()))
         size_bytes = _total_bytes(operation, args)
-        call = CollectiveCall(requested, operation, ranks, size_bytes, started_at, group_name=name)
+        call = CollectiveCall(requested, operation, ranks, size_bytes=size_bytes, start=started_at, group_name=name)
         self.calls.append(call)
         if not on_gpu:
             _record_end(call, out)
@@ -148,7 +149,8 @@ class CollectiveRecorder(TorchDispatchMode):
         spans = [span for span in self._device_spans if span.end is not None]
         times = self.clock.resolve([event for span in spans for event in (span.start, span.end)])
         for span, start, end in zip(spans, times[::2], times[1::2], strict=True):
-            span.call.start, span.call.end = start, end
+            span.call.start = start
+            span.call.end = end
         exclude_queueing([span.call for span in spans])
         self._device_spans.clear()
 

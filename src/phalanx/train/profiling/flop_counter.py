@@ -38,7 +38,7 @@ class FlopCounter(TorchDispatchMode):
             bound_args = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
             backward = name.endswith("_backward")
             self.flops += _attention_flops(
-                bound_args["query"], bound_args["key"], bound_args.get("is_causal", False), backward
+                bound_args["query"], bound_args["key"], bound_args.get("is_causal", False), backward=backward
             )
         return out
 

@@ -38,8 +38,10 @@ class MemoryMeter(TorchDispatchMode):
         behind PyTorch's back, as FSDP2's gathered parameters do; `history` is given what is held whenever that
         changed, and when by time.perf_counter(); parts in `other_memory` are not of this device."""
         super().__init__()
-        self.history, self.other_memory = history, other_memory
-        self.get_tensors_by_part, self.elastic_storages = known, [tensor.untyped_storage() for tensor in elastic]
+        self.history = history
+        self.other_memory = other_memory
+        self.get_tensors_by_part = known
+        self.elastic_storages = [tensor.untyped_storage() for tensor in elastic]
         self._elastic_keys = {storage._cdata for storage in self.elastic_storages}
         self.part_by_storage: dict[int, str] = {}
         self.bytes_by_storage: dict[int, int] = {}
@@ -78,7 +80,8 @@ class MemoryMeter(TorchDispatchMode):
         if previous_part is None:
             if tensor.is_meta:
                 return
-            self.part_by_storage[key], self.bytes_by_storage[key] = part, storage.nbytes()
+            self.part_by_storage[key] = part
+            self.bytes_by_storage[key] = storage.nbytes()
             self.bytes_by_part[part] += storage.nbytes()
             # Not of this meter: it would live, with all it knows, as long as the storage.
             weakref.finalize(storage, _release, self.part_by_storage, self.bytes_by_storage, self.bytes_by_part, key)

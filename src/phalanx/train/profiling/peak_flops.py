@@ -11,7 +11,8 @@ from phalanx.model.dtypes import TORCH_DTYPES
 from phalanx.spec.files.load import load_machine, preset_names
 from phalanx.spec.run import RunSpec
 
-FIRST_SIZE, ENOUGH_SECONDS = 128, 0.001
+FIRST_SIZE = 128
+ENOUGH_SECONDS = 0.001
 """Products grow from this size until one takes so long: a rank begins with this, and 1024 take a second where bf16 is
 computed in software."""
 
@@ -23,7 +24,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, size: int = 102
     """Best speed in FLOP/s over a few square products [n, n] with the threads this process has; n is `size`, or less
     on a device that is slow."""
     side = min(FIRST_SIZE, size)
-    while (seconds := _best_seconds(device, dtype, side, rounds)) < ENOUGH_SECONDS and side < size:
+    while (seconds := _best_seconds(device, dtype, side, rounds=rounds)) < ENOUGH_SECONDS and side < size:
         side = min(2 * side, size)
     return 2 * side**3 / seconds
 
@@ -68,7 +69,8 @@ def fastest_precision(device: torch.device) -> Literal["bf16", "fp32"]:
 def rank_peak_flops(run: RunSpec, device: torch.device) -> float | None:
     """Peak FLOP/s of one rank: as the run file says, of the GPU's preset, or measured on a CPU; None if unknown."""
     bf16 = run.training.precision == "bf16"
-    on_cpu, cluster = device.type == "cpu", run.cluster
+    on_cpu = device.type == "cpu"
+    cluster = run.cluster
     if cluster.peak_flops and cluster.calibration and cluster.calibration.precision == run.training.precision:
         return cluster.peak_flops / cluster.ranks_per_core  # of this machine, by `phalanx calibrate`
     if cluster.peak_flops and (not cluster.preset or (bf16 and not on_cpu)):

@@ -16,7 +16,8 @@ class StepPhaseTimer:
     """What a rank does in a step, one after the other: data, passes, reduce, optimizer."""
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategy, self.clock = strategy, strategy.clock
+        self.strategy = strategy
+        self.clock = strategy.clock
         for timer in (strategy.comm_wait, *strategy.wait_timers.values()):
             timer.pop_seconds()  # that of an evaluation
         if strategy.pop_expert_rows is not None:
@@ -37,7 +38,8 @@ class StepPhaseTimer:
         strategy = self.strategy
         # Together: a GPU is waited for at every call.
         all_times = self.clock.resolve([*self.timestamps, *pass_timestamps(strategy)])
-        times, pass_times = all_times[: len(self.timestamps)], all_times[len(self.timestamps) :]
+        times = all_times[: len(self.timestamps)]
+        pass_times = all_times[len(self.timestamps) :]
         stages: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for kind, stage, _, start, end in executed_passes(strategy, pass_times):
             stages[str(stage)][kind] += end - start

@@ -29,7 +29,8 @@ from phalanx.train.trainer import Trainer
 
 MEASURED_STEP = 3
 """Of those that a process does: optimizer state is there by then, and DDP has settled its buckets."""
-COMMUNICATION, PIPELINE = "communication", "pipeline"
+COMMUNICATION = "communication"
+PIPELINE = "pipeline"
 Wait = tuple[float, float]
 StepResult = TypeVar("StepResult")
 
@@ -50,20 +51,24 @@ class StepProfiler:
 
     def __init__(self, trainer: Trainer, window: range) -> None:
         """`window` are steps that are still to be done."""
-        self.trainer, self.window, self.clock_offset = trainer, window, ClockOffset()
+        self.trainer = trainer
+        self.window = window
+        self.clock_offset = ClockOffset()
         self.first_steady_step = trainer.step + first_steady_step(trainer.run)
         """The first step that is like all that follow."""
         self.metered_step = next((step for step in window if step >= self.first_steady_step), None)
 
     def __call__(self, batches: Iterator[Batch]) -> MetricsRecord:
-        trainer, step_number = self.trainer, self.trainer.step + 1
+        trainer = self.trainer
+        step_number = self.trainer.step + 1
         if step_number not in self.window:
             return trainer.train_step(batches)
         if step_number == self.window[0]:  # clocks drift apart: not the offset of the run's start
             self.clock_offset = measure_clock_offset(
                 trainer.device, trainer.run.training.collective_timeout_seconds, f"step {step_number}"
             )
-        tokens, step = trainer.expert_loads[0].clone(), partial(trainer.train_step, batches)
+        tokens = trainer.expert_loads[0].clone()
+        step = partial(trainer.train_step, batches)
         if step_number == self.metered_step:
             record, profile = profile_step(trainer, step, over_time=True)
             write_measured(trainer.directory, trainer.mesh.rank, {"step": record["step"], **profile.as_dict})
@@ -132,14 +137,16 @@ def profile_step(
 ) -> tuple[StepResult, StepProfile]:
     """A step's outcome, and all that it did; it takes several times as long. Memory is kept at its peak, or also
     `over_time`."""
-    strategy, profile = learner.strategy, StepProfile({})
+    strategy = learner.strategy
+    profile = StepProfile({})
     memory = MemoryMeter(
         lambda: strategy.resident_tensors(learner.optimizers),
         strategy.resizable_buffers(),
         profile.memory_history if over_time else None,
         other_memory=() if learner.device.type == "cpu" else ("offloaded",),
     )
-    recorder, flop_counter = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock), FlopCounter()
+    recorder = CollectiveRecorder(REQUESTED_OPERATION.get, strategy.clock)
+    flop_counter = FlopCounter()
 
     def reduce(sums: Tensor, clip_norm: float = 0.0) -> StepReduction:
         profile.flops = flop_counter.flops

@@ -1,0 +1,121 @@
+"""How the code is written (docs/contributing: style): what ruff has no rule for.
+
+`python tests/test_style.py [PATH ...]` prints what breaks a rule under these paths.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "phalanx"
+FIRST_WORDS = {"Of", "What", "Who", "Whether", "Those", "As", "Around", "It", "They", "Whom", "Whose"}
+"""Words that do not begin a docstring: it says what a function does, or names a thing."""
+DIALECT = re.compile(
+    r"\b(told|anew|mend(ed|s)?|whom|beside|leaves? word|stood still|stands still|so many|as many as there are|is no|"
+    r"held against|gone on from|goes on|passed over|set aside|begun|over against)\b"
+)
+"""Words for which the field has a term."""
+MAX_POSITIONAL = 3
+STANDARD_CALLS = {
+    *("print", "min", "max", "zip", "partial", "chain", "product", "join", "range", "add_row", "Path", "joinpath"),
+    *(
+        "isinstance",
+        "union",
+        "date",
+        "pack",
+        "pack_into",
+        "select",
+        "view",
+        "reshape",
+        "expand",
+        "permute",
+        "new_zeros",
+    ),
+    *("new_empty", "rand", "randn", "zeros", "ones", "empty", "stack", "einsum", "addcmul_", "lerp_", "apply", "step"),
+    *("save_for_backward", "all_to_all_single", "assemble", "run", "run_nvidia_smi", "query_gpus", "submit", "prctl"),
+    *("finalize", "posix_fadvise", "CompletedProcess", "__init__", "__call__", "TypeVar", "rms_norm", "attend", "make"),
+    *("CPU_ATTENTION", "CUDA_ATTENTION", "_table", "_grid", "_add_row", "_carry_metadata", "_read_joined"),
+    *("_flatten_group", "common_notes", "process_groups"),
+}
+"""Calls of libraries, and those that take any number of arguments of one kind."""
+
+Finding = tuple[str, str, int]
+"""A rule, where it is broken (a qualified name), and the line."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, int, str]]:
+    """Yield the name, line and docstring of the module, its classes, functions and attributes."""
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for child in parent.body:
+                if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                    text = child.value.value
+                    if isinstance(text, str) and text.strip():
+                        yield getattr(parent, "name", "module"), child.lineno, text
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each literal that people read: of several words, and no docstring."""
+    read_as_docstring = {line for _, line, _ in docstrings(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield from [(node.lineno, node.value)] * (node.lineno not in read_as_docstring)
+
+
+def is_unrelated_assignment(node: ast.AST) -> bool:
+    """Whether one line assigns values to names that have nothing to do with each other."""
+    if not (isinstance(node, ast.Assign) and len(node.targets) == 1):
+        return False
+    target, value = node.targets[0], node.value
+    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
+        return False
+    assigned = {ast.unparse(name) for name in target.elts}
+    used = {ast.unparse(name) for name in ast.walk(value) if isinstance(name, ast.Name | ast.Attribute)}
+    return not assigned & used  # exchanged or advanced together: related
+
+
+def has_many_positional(node: ast.AST) -> bool:
+    """Whether a call has more positional arguments than a reader can tell apart."""
+    if not isinstance(node, ast.Call) or any(isinstance(argument, ast.Starred) for argument in node.args):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return len(node.args) > MAX_POSITIONAL and name not in STANDARD_CALLS
+
+
+def findings(path: Path) -> list[Finding]:
+    """Return what breaks a rule in a file."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for name, line, text in docstrings(tree):
+        if text.split()[0].strip(",.:;") in FIRST_WORDS:
+            found.append(("first word of a docstring", name, line))
+        if DIALECT.search(text):
+            found.append(("dialect in a docstring", name, line))
+    found += [("dialect in a message", text[:40], line) for line, text in messages(tree) if DIALECT.search(text)]
+    for node in ast.walk(tree):
+        if is_unrelated_assignment(node):
+            found.append(("unrelated assignments in one line", ast.unparse(node)[:40], node.lineno))
+        if has_many_positional(node):
+            found.append(("more than three positional arguments", ast.unparse(node.func)[:40], node.lineno))
+    return found
+
+
+def main() -> None:
+    counts: Counter[str] = Counter()
+    for root in map(Path, sys.argv[1:] or [SOURCE]):
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            for rule, where, line in findings(path):
+                counts[rule] += 1
+                print(f"{path}:{line}: {rule}: {where}")
+    for rule, count in counts.most_common():
+        print(f"{count:5d} {rule}")
+
+
+if __name__ == "__main__":
+    main()
