@@ -278,7 +278,7 @@ def _apply_data_parallelism(
     if mesh.dp_group is None:
         return Strategy(module)
     return (DDP if layout.pp == 1 else OverlappingReplica)(
-        module, layout, mesh.dp_group, excluded_names=expert_parameters
+        module, layout, mesh.dp_group, excluded=expert_parameters
     )
 
 
