@@ -18,7 +18,7 @@ PARTS = {
     "kernels": "each kernel of a step against fp64 on the CPU",
     "attention": "attention kernels, their errors and times",
     "parity": "layouts on NCCL, up to four ranks on one GPU, against one CPU process",
-    "speed": "a training step beside a plain PyTorch loop",
+    "speed": "a training step beside a plain PyTorch loop and torchtitan",
     "rank0": "rank 0 of 8 of llama3-8b without a network: the ceiling of MFU, memory beside the prediction",
     "host": "what the host waits for, launches and compiles, and how long the GPU idles",
     "plan": "bench, calibrate and plan as a user has them: memory and time beside the plan",

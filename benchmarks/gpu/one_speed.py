@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.gpu.speed import SHAPES, VARIANTS, Shape
+from benchmarks.gpu.shapes import SHAPES, STEPS, WARM_UP, Shape
+from benchmarks.gpu.speed import VARIANTS
 from benchmarks.peers.plain import adamw
 from benchmarks.shapes import OPTIMIZER, SEED
 from phalanx.data.indexed_dataset import IndexedDataset, IndexedWriter
@@ -24,12 +25,10 @@ from phalanx.data.packing import Batch
 from phalanx.data.tokenizer import byte_tokenizer
 from phalanx.model.init import initial_weight
 from phalanx.model.transformer import Transformer
-from phalanx.spec.layout import Layout
-from phalanx.spec.run import DataSpec, RunSpec, TrainingSpec
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
-WARM_UP, STEPS, MEAN_DOCUMENT = 4, 8, 700
+MEAN_DOCUMENT = 700
 Step = Callable[[], float]
 
 
@@ -75,20 +74,7 @@ def phalanx_step(
     data_parallel: str = "ddp",
 ) -> Step:
     """Phalanx's own trainer."""
-    run = RunSpec(
-        model=shape.model,
-        data=DataSpec(mask_documents=documents),
-        training=TrainingSpec(
-            steps=WARM_UP + STEPS,
-            seq_len=shape.seq_len,
-            tokens_per_step=shape.tokens,
-            precision="bf16",
-            compile=compile,
-            seed=SEED,
-        ),
-        optimizer=OPTIMIZER,
-        layout=Layout(data_parallel=data_parallel, micro_batch_size=shape.micro_batch),
-    )
+    run = shape.run(compile, documents, data_parallel)
     corpus = TrainingData(dataset, dataset, byte_tokenizer())
     trainer = Trainer(run, corpus, folder, torch.device("cuda", 0), peak_flops=1e15)
     batches = prefetch(trainer.loader, 0, run.training.steps)

@@ -1,14 +1,15 @@
-"""Training steps of one GPU: Phalanx beside a plain PyTorch loop, each in a process of its own."""
+"""Training steps of one GPU: Phalanx, a plain PyTorch loop and torchtitan, each in a process of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.harness import Table, real_or_dry, run_json
+from benchmarks.gpu.harness import Table, run_json
+from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.speed_torchtitan import time_torchtitan
 from phalanx.cost.exact.flops import training_flops_per_token
-from phalanx.spec.model import ModelSpec
 
 TITLE = "Speed on one GPU, beside a plain PyTorch loop"
 COLUMNS = ("model, trainer", "ms a step", "tokens/s", "MFU", "of plain compiled", "peak, GiB", "first step, s")
@@ -17,45 +18,17 @@ Medians of 8 steps after 4. bf16 with fp32 master weights (autocast; zero1: bf16
 causal attention; "documents": rows of documents of 700 tokens in the mean, which do not see each other, where the plain
 loop has none. The plain loop compiles each block, as torchtitan does, and its loss. MFU of 989 TFLOP/s, of the model's
 operations without recomputation. 1.1B: 16 layers, width 2,048, 4 rows of 4,096 tokens, twice a step; 124M: 12 layers,
-width 768, vocabulary 50,304, 32 rows of 1,024, twice a step.
+width 768, vocabulary 50,304, 32 rows of 1,024, twice a step. torchtitan: by its own log, started by torchrun with the
+file that `phalanx export` writes (FSDP of one rank, bf16 parameters, fp32 master weights), each row one document, two
+workers for data; its peak is the memory that PyTorch's allocator reserved.
 """
 PEAK_FLOPS = 989e12
 """Of an H100 SXM in bf16, dense (NVIDIA's data sheet)."""
 LIMIT_SECONDS = 150.0
+Timer = Callable[[], dict[str, Any]]
+"""Returns what `one_speed` prints."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A Llama and its batch."""
-
-    model: ModelSpec
-    seq_len: int
-    micro_batch: int
-    accumulation: int = 2
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.seq_len * self.micro_batch * self.accumulation
-
-
-def llama(layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int) -> ModelSpec:
-    return ModelSpec(
-        num_layers=layers,
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        ffn_hidden_size=ffn,
-        vocab_size=vocab,
-        max_seq_len=seq_len,
-    )
-
-
-SHAPES = {
-    "1.1B": Shape(llama(16, 2048, 16, 8, 8192, 32000, 4096), seq_len=4096, micro_batch=4),
-    "124M": Shape(llama(12, 768, 12, 12, 2048, 50304, 1024), seq_len=1024, micro_batch=32),
-}
-SHAPES = real_or_dry(SHAPES, {"dry": Shape(llama(2, 256, 4, 2, 512, 1024, 128), seq_len=128, micro_batch=4)})
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain loop, compiled": {"plain": True, "compile": True},
     "plain loop": {"plain": True, "compile": False},
@@ -68,18 +41,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def measure(table: Table) -> None:
-    """Time each variant of each shape."""
+    """Time each variant of each shape, and torchtitan."""
     for name, shape in SHAPES.items():
         plain_seconds: list[float] = []
-        for variant in VARIANTS:
-            table.measure(f"{name}, {variant}", partial(row, name, shape, variant, plain_seconds))
+        timers: dict[str, Timer] = {
+            variant: partial(run_json, "benchmarks.gpu.one_speed", name, variant, seconds=LIMIT_SECONDS)
+            for variant in VARIANTS
+        }
+        timers["torchtitan, compiled"] = partial(time_torchtitan, shape)
+        for trainer, time_trainer in timers.items():
+            table.measure(f"{name}, {trainer}", partial(row, shape, trainer, time_trainer, plain_seconds))
 
 
-def row(name: str, shape: Shape, variant: str, plain_seconds: list[float]) -> list[str]:
-    """Time one variant; `plain_seconds` is noted of the compiled plain loop, which comes first."""
-    result = run_json("benchmarks.gpu.one_speed", name, variant, seconds=LIMIT_SECONDS)
+def row(shape: Shape, trainer: str, time_trainer: Timer, plain_seconds: list[float]) -> list[str]:
+    """Time one trainer; `plain_seconds` is noted of the compiled plain loop, which comes first."""
+    result = time_trainer()
     seconds = result["seconds"]
-    if variant == "plain loop, compiled":
+    if trainer == "plain loop, compiled":
         plain_seconds.append(seconds)
     rate = shape.tokens / seconds
     mfu = rate * training_flops_per_token(shape.model, shape.seq_len) / PEAK_FLOPS
