@@ -277,9 +277,7 @@ def _apply_data_parallelism(
     materialize(module, device)
     if mesh.dp_group is None:
         return Strategy(module)
-    return (DDP if layout.pp == 1 else OverlappingReplica)(
-        module, layout, mesh.dp_group, excluded=expert_parameters
-    )
+    return (DDP if layout.pp == 1 else OverlappingReplica)(module, layout, mesh.dp_group, excluded=expert_parameters)
 
 
 def build_stage_module(spec: ModelSpec, layout: Layout, mesh: Mesh, layers: Sequence[range]) -> StageModule:
