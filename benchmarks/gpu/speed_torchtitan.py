@@ -92,7 +92,6 @@ def command(folder: Path) -> list[str]:
         *("--hf_assets_path", str(folder / "tokenizer"), "--dump_folder", str(folder / "outputs")),
         *("--metrics.log_freq", "1", "--metrics.disable_color_printing"),
         *real_or_dry((), ("--training.disable_cuda_graphs",)),  # the null GPU has none
-        *("--parallelism.spmd_backend", "partial_dtensor"),  # on PyTorch 2.13 it fails with its default
     ]
 
 

@@ -1,7 +1,7 @@
 """What of torchtitan's rows needs no GPU: its inputs, and how its logs are read.
 
-The logs are of torchtitan 0.3.0 on the GPU that computes nothing: `steps` of a whole run, `failed_step` of one on
-PyTorch 2.13, `import_error` of one without Triton.
+The logs are of torchtitan 0.3.0 on the GPU that computes nothing: `steps` of a whole run on PyTorch 2.14, `failed_step`
+of one on PyTorch 2.13, `import_error` of one without Triton.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_log(name: str) -> str:
 def test_parse_log_reads_each_step() -> None:
     steps = parse_log(read_log("steps"))
     assert [step.step for step in steps] == list(range(1, 13))
-    assert steps[:2] == [StepMetrics(1, 34.0, 0.10), StepMetrics(2, 2120.0, 0.11)]
+    assert steps[:2] == [StepMetrics(1, 11.0, 0.10), StepMetrics(2, 1542.0, 0.11)]
     assert [step.step for step in parse_log(read_log("failed_step"))] == [1]
 
 
@@ -61,8 +61,8 @@ def test_time_torchtitan_is_median_of_last_steps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(speed_torchtitan, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("steps"))
     result = time_torchtitan(SHAPE)
-    assert result["seconds"] == SHAPE.tokens / 1325  # of steps 5 to 12
-    assert result["first"] == SHAPE.tokens / 34
+    assert result["seconds"] == SHAPE.tokens / 1518  # of steps 5 to 12
+    assert result["first"] == SHAPE.tokens / 11
     assert result["peak_bytes"] == 0.11 * 2**30
     monkeypatch.setattr(speed_torchtitan, "run_torchtitan", lambda folder: read_log("failed_step"))
     with pytest.raises(NotRunError, match=f"log has 1 steps of {WARM_UP + STEPS}"):

@@ -203,7 +203,7 @@ def _notes(job: ExportJob) -> list[str]:
         f"torchrun --nnodes {nodes} --nproc-per-node {sizes.world_size // nodes} -m torchtitan.train "
         "--module phalanx_run --config run --dataloader.dataset DATA --hf_assets_path TOKENIZER",
     ]
-    notes.append("On PyTorch 2.13 add --parallelism.spmd_backend partial_dtensor: torchtitan fails there without it.")
+    notes.append("It needs PyTorch 2.14: on 2.13 torchtitan fails after its first step.")
     if not run.data.mask_documents:
         notes.append("Documents packed into one sequence are hidden from each other there.")
     if run.model.moe and (run.model.moe.balance_loss_coef or run.model.moe.z_loss_coef):
