@@ -86,7 +86,7 @@ def test_functions_stay_functions_when_modules_are_imported_before_or_after():
 
 def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
     tree = ast.parse(Path(phalanx.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     imports = {node.module: tuple(alias.name for alias in node.names) for node in block.body}  # type: ignore[attr-defined]
     assert imports == phalanx._PUBLIC_NAMES
     assert sorted(phalanx._MODULE_OF_NAME) == phalanx.__all__

@@ -93,13 +93,15 @@ _PUBLIC_NAMES = {
 _MODULE_OF_NAME = {name: module for module, names in _PUBLIC_NAMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562)."""
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF_NAME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker it would mean that every name exists
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used (PEP 562)."""
+        if name not in _MODULE_OF_NAME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULE_OF_NAME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
