@@ -14,30 +14,32 @@ from phalanx.plan.search.oom_risk import SAFE_OOM_PROBABILITY
 
 @dataclass(frozen=True)
 class EvaluatedLayout:
-    """A layout with what it takes."""
+    """Layout with its predicted cost."""
 
     candidate: CandidateLayout
     step_seconds: float
     low_seconds: float
     high_seconds: float
-    """Between `low` and `high` lie 80 of 100 steps."""
+    """Upper end of the range from `low_seconds` that contains 80 of 100 steps."""
     parts: dict[str, float]
-    """Seconds of the step by what they go to, which add up to it."""
+    """Seconds of the step by part; their sum is the step time."""
     memory_bytes: float
-    """Held by the fullest rank; on a machine that was calibrated with what a process has beside tensors."""
+    """Bytes on the fullest rank; for a calibrated machine including memory of the process besides tensors."""
     host_bytes: float
-    """In CPU memory, for the rank that offloads most."""
+    """Bytes in CPU memory, for the rank that offloads most."""
     stages: dict[str, dict[str, float]]
-    """Bytes by part of the first and the last stage, as a formula estimates them."""
+    """Estimated bytes by part of the first and the last stage."""
     stage_bytes: dict[str, float]
-    """Bytes of the same stages counted as `memory_bytes` are; the parts' sum where nothing was counted."""
+    """Bytes of the same stages, counted as `memory_bytes`; the sum of the parts without an exact count."""
     p_oom: float
     tokens_per_second: float
     mfu: float
-    """As the trainer's metrics have it: attention's causal half of the pairs counts. Tables of published rows count all
-    pairs (`job_columns.flops_per_token`), as most publications do."""
+    """Model FLOPs utilization as in the trainer's metrics, with the causal half of attention's pairs.
+
+    Tables of published rows count all pairs (`job_columns.flops_per_token`), as most publications do.
+    """
     hfu: float
-    """With what recomputation does once more."""
+    """Hardware FLOPs utilization, including recomputation."""
 
     @property
     def schedule_seconds(self) -> float:
@@ -52,36 +54,36 @@ class EvaluatedLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found."""
+    """Result of a search."""
 
     options: list[EvaluatedLayout]
-    """Those that fit and can run, in order of preference."""
+    """Layouts that fit and can run, in order of preference."""
     layouts: list[CandidateLayout]
-    """All that were considered, with offload variants of those that do not fit without."""
+    """All considered layouts, with offload variants of those that do not fit without offload."""
     fitting: int
     fastest: EvaluatedLayout | None
-    """The one with the shortest step, whatever is preferred."""
+    """Layout with the shortest step, regardless of preference."""
     closest_to_fitting: EvaluatedLayout | None
-    """The one that is nearest to fitting, where none does."""
+    """Layout that is closest to fitting, if none fits."""
 
     @property
     def considered(self) -> int:
-        """The number of layouts that were considered."""
+        """Number of considered layouts."""
         return len(self.layouts)
 
     @property
     def first_safe(self) -> EvaluatedLayout | None:
-        """The first whose memory is almost surely enough, if any of `options` is."""
+        """First of `options` whose memory is almost certainly sufficient, if any."""
         return next((option for option in self.options if option.p_oom < SAFE_OOM_PROBABILITY), None)
 
     @property
     def chosen(self) -> EvaluatedLayout:
-        """What is used where nobody chooses: the first of `options` that is almost surely enough, or the surest."""
+        """Layout for automatic use: the first of `options` that almost certainly fits, or the safest one."""
         return self.first_safe or min(self.options, key=lambda option: option.p_oom)
 
     @property
     def pareto_front(self) -> list[EvaluatedLayout]:
-        """Of `options`, those that no other beats in both time and memory."""
+        """Layouts of `options` that no other layout beats in both time and memory."""
         front: list[EvaluatedLayout] = []
         for option in sorted(self.options, key=lambda option: option.step_seconds):
             if not front or option.memory_bytes < front[-1].memory_bytes:
@@ -90,10 +92,19 @@ class Plan:
 
 
 TIE_TOLERANCE = 0.001
-"""Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
+"""Relative difference below which steps are equally long.
+
+The simpler layout is then preferred, and after that the smaller one.
+"""
 
 
 def preference_order(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
-    """The order of preference: by time, and where times are alike by simplicity, then by memory."""
+    """Return the indices in order of preference: by time, then simplicity, then memory.
+
+    Args:
+        seconds: Step times, compared in bins of `TIE_TOLERANCE`.
+        axes: Numbers of kinds of parallelism.
+        memory: Bytes.
+    """
     time_bins = np.floor(np.log(seconds) / TIE_TOLERANCE)
     return np.lexsort((memory, axes, time_bins))
