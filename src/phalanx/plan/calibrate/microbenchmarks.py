@@ -28,7 +28,7 @@ KNOWN_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", 
 NOISE = 0.1
 """Standard deviation of the logarithm of the total time of all operations of a kind.
 
-Operations of a kind have similar errors, so many of them contain little more information than a few.
+Operations of a kind have similar errors: many contain little more information than a few.
 """
 Array = NDArray[np.float64]
 OperationIndices = NDArray[np.int64]

@@ -24,7 +24,7 @@ UNCERTAIN_GAIN = 0.05
 """Minimum relative gain in step time that justifies offload or more kinds of parallelism.
 
 Half of an 80 % interval is 7 % or more. In published sweeps, the simplest layout within 5 % of the fastest predicted
-one is no slower relative to the best run (hage: 2.7 % instead of 3.0), but the simplest within 7.5 % is (3.8 %).
+one is not slower relative to the best run (hage: 2.7 % instead of 3.0), but the simplest within 7.5 % is (3.8 %).
 """
 MAX_EXACT_EVALUATIONS = 1000
 """Maximum number of layouts whose memory is counted exactly; the search stops after that many."""
