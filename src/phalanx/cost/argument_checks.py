@@ -1,4 +1,4 @@
-"""What the arguments of formulas must be."""
+"""Range checks for arguments of formulas."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from phalanx.spec.errors import UserError
 
 
 def require_at_least_one(**values: int) -> None:
-    """Raises UserError that names the first value below 1."""
+    """Raise UserError for the first value below 1."""
     for name, value in values.items():
         if value < 1:
             raise UserError(name, value, "must be 1 or more")
 
 
 def require_positive(**values: float) -> None:
-    """Raises UserError that names the first value that is not above 0, or not finite."""
+    """Raise UserError for the first value that is not positive and finite."""
     for name, value in values.items():
         if not 0 < value < inf:
             raise UserError(name, value, "must be above 0 and finite")
 
 
 def require_non_negative(**values: float) -> None:
-    """Raises UserError that names the first value below 0, or not finite."""
+    """Raise UserError for the first value that is negative or not finite."""
     for name, value in values.items():
         if not 0 <= value < inf:
             raise UserError(name, value, "must be 0 or more and finite")

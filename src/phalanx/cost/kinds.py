@@ -1,4 +1,7 @@
-"""Kinds that a job table encodes as numbers: attention kernel, activation checkpointing, schedule, offload."""
+"""Categories that a job table encodes as numbers.
+
+Attention kernel, activation checkpointing, pipeline schedule and offload target.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ Column = NDArray[np.float64]
 
 
 class AttentionKernel(IntEnum):
-    """How attention is computed: scores written to memory by separate or by fused kernels, or never written (Flash
-    Attention, arXiv 2205.14135; its second version, arXiv 2307.08691; kernels written for newer devices, such as
-    cuDNN's and arXiv 2407.08608)."""
+    """Implementation of attention.
+
+    Separate or fused kernels write the scores to memory. Flash Attention never does (arXiv 2205.14135; its second
+    version, arXiv 2307.08691; kernels written for newer devices, such as cuDNN's and arXiv 2407.08608).
+    """
 
     SEPARATE = 0
     FUSED = 1
@@ -21,13 +26,19 @@ class AttentionKernel(IntEnum):
     FLASH_2 = 3
     FLASH_3 = 4
     RING_PLAIN = 5
-    """Around a ring by separate kernels, a causal half of the pairs, and again in the backward pass: nothing kept."""
+    """Causal ring attention with separate kernels, on half of the pairs; backward recomputes everything."""
 
 
 class ActivationCheckpointing(IntEnum):
-    """What the backward pass computes again: nothing; attention's core (arXiv 2205.05198, section 5); norms and
-    activations (Megatron-Core's recompute_modules) and, in trainers on FSDP, every other product (torchtitan's
-    selective); whole blocks; attention with its projections (Phalanx's own selective)."""
+    """Operations that the backward pass recomputes.
+
+    - NONE: nothing.
+    - SELECTIVE: attention's core (arXiv 2205.05198, section 5).
+    - OPERATIONS: norms and activations (Megatron-Core's recompute_modules); with FSDP, also every other product
+    (torchtitan's selective).
+    - FULL: full blocks.
+    - ATTENTION: attention with its projections (Phalanx's own selective).
+    """
 
     NONE = 0
     SELECTIVE = 1
@@ -42,7 +53,7 @@ RECOMPUTING_METHODS = (
     ActivationCheckpointing.OPERATIONS,
     ActivationCheckpointing.ATTENTION,
 )
-"""Those that compute something again."""
+"""Methods that recompute something."""
 
 
 PHALANX_CHECKPOINTING = {
@@ -50,14 +61,14 @@ PHALANX_CHECKPOINTING = {
     "selective": ActivationCheckpointing.ATTENTION,
     "full": ActivationCheckpointing.FULL,
 }
-"""Map `layout.activation_checkpointing` to its method.
+"""Map from `layout.activation_checkpointing` to its method.
 
-Even where flash kernels save no scores, selective drops the saved activations of attention's projections.
+Selective checkpointing drops the activations of attention's projections, even if flash kernels save no scores.
 """
 
 
 class ScheduleKind(IntEnum):
-    """Pipeline schedules, as far as their bubbles differ."""
+    """Pipeline schedules with different bubbles."""
 
     NONE = 0
     ONE_F_ONE_B = 1
@@ -69,8 +80,10 @@ class ScheduleKind(IntEnum):
 
 
 class OffloadTarget(IntEnum):
-    """Where what a rank trains rests: on its device; in CPU memory; in files, as far as `parallel.data.offload` puts it
-    there."""
+    """Storage of the training state of a rank.
+
+    NONE is its device, CPU is CPU memory, and FILES is files for the part that `parallel.data.offload` stores there.
+    """
 
     NONE = 0
     CPU = 1

@@ -1,4 +1,4 @@
-"""Bytes of a number, in each arithmetic that a run may have."""
+"""Bytes per number for each precision of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from phalanx.cost.kinds import Column
 Precision = Literal["bf16", "fp32", "fp64"]
 
 COMPUTE_BYTES: dict[Precision, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
-"""What matrix products read and write."""
+"""Bytes per number that matrix products read and write."""
 STATE_BYTES: dict[Precision, int] = {"bf16": 4, "fp32": 4, "fp64": 8}
-"""What an optimizer trains, its gradients, and its state. bf16 is too coarse for them: its copies that the products
-read are made when needed."""
+"""Bytes per number of master weights, gradients and optimizer state.
+
+These are too sensitive for bf16. The bf16 copies that products read are made when needed.
+"""
 
 
 def master_weight_bytes(number_bytes: Column) -> Column:
-    """`STATE_BYTES`, of many jobs by what they compute with: fp32, unless that is wider. Losses are as exact."""
+    """Return the bytes per number of master weights and losses: fp32, or the compute dtype if wider.
+
+    This is `STATE_BYTES` for many jobs, by the bytes of the numbers that they compute with.
+    """
     return np.maximum(number_bytes, STATE_BYTES["bf16"])

@@ -1,0 +1,1 @@
+"""Choice of a layout: search, advice, calibration, tables, placement and export."""

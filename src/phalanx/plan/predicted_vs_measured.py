@@ -1,4 +1,4 @@
-"""Compare predicted with measured quantities: the memory and the traffic of one step of a run."""
+"""Comparison of predicted and measured memory and traffic of one step of a run."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from phalanx.spec.run import RunSpec
 STATE = ("parameters", "gradients", "optimizer", "offloaded")
 PARTS = (*STATE, "activations", "communication")
 WORKING = (*STATE, "working")
-"""Ranks that share a model send each other activations: what came counts as communication when it is measured, and so
-only both together say something."""
+"""Parts that are comparable with model parallelism.
+
+Received activations are measured as communication, so only the sum of activations and communication is comparable.
+"""
 TOTAL = "total"
-"""The most at one time, which is less than the most of each part: these come at different times."""
+"""Peak of the sum, which is less than the sum of the peaks, because parts peak at different times."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One predicted quantity and its measurement; None where either is unknown."""
+    """One predicted quantity and its measurement; None if unknown."""
 
     role: str
-    """Ranks or rounds that it is about; "" for the whole run."""
+    """Ranks or rounds of the quantity; "" for the full run."""
     quantity: str
     unit: str
     predicted: float | None
     measured: float | None
     interval: tuple[float, float] | None = None
-    """Within which the measurement is expected."""
+    """Range in which the measurement is expected."""
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted."""
+        """Measured / predicted."""
         return self.measured / self.predicted if self.predicted and self.measured is not None else None
 
     def to_json(self) -> dict[str, Any]:
@@ -47,9 +49,14 @@ class Comparison:
 
 
 def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int, dict[str, Any]]) -> list[Comparison]:
-    """Compare, for the fullest rank of each role, memory by part and traffic by operation, in bytes.
+    """Compare memory by part and traffic by operation, in bytes, for the fullest rank of each role.
 
     Parameters, gradients and optimizer state count between the backward pass and the update, other parts at their peak.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        measured: Measurements by rank.
     """
     memory = rank_memory(run, world_size)
     shared = uses_model_parallelism(run.layout)
@@ -65,7 +72,7 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
             rows.append(Comparison(role, part, "B", predicted=getattr(predicted, part), measured=got))
         peak_bytes = max(rank["peak_bytes"]["total"] for rank in ranks)
         rows.append(Comparison(role, TOTAL, "B", predicted=predicted.total, measured=peak_bytes))
-        # PowerSGD sends from callbacks of other threads, where nothing is recorded.
+        # PowerSGD sends from callbacks in other threads, which are not recorded.
         sent = {} if run.layout.gradient_compression == "powersgd" else bytes_by_operation(traffic.get(role, []))
         for operation, size in sent.items():
             got = max(bytes_sent_by_operation(rank["collectives"], operation) for rank in ranks)
@@ -74,7 +81,13 @@ def compare_with_prediction(run: RunSpec, world_size: int, measured: Mapping[int
 
 
 def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
-    """The ranks in a role of `rank_memory`."""
+    """Return the ranks in a role of `rank_memory`.
+
+    Args:
+        role: Name of the role.
+        layout: Layout of the run.
+        world_size: Number of ranks.
+    """
     sizes = parallel_dims(layout, world_size)
     match role:
         case "rank":
@@ -89,6 +102,7 @@ def ranks_in_role(role: str, layout: Layout, world_size: int) -> list[int]:
 
 
 def bytes_by_operation(traffic: list[Traffic]) -> dict[str, float]:
+    """Return the total bytes per operation."""
     total: dict[str, float] = defaultdict(float)
     for row in traffic:
         total[row.operation] += row.bytes
@@ -96,6 +110,6 @@ def bytes_by_operation(traffic: list[Traffic]) -> dict[str, float]:
 
 
 def bytes_sent_by_operation(collectives: list[dict[str, Any]], operation: str) -> float:
-    """What a rank sent, or received, with an operation."""
+    """Return the bytes that a rank sent, or received, with an operation."""
     size = "bytes" if operation == "recv" else "sent_bytes"
     return sum(float(row[size]) for row in collectives if row["operation"] == operation)

@@ -1,4 +1,4 @@
-"""Beyond the step: what a whole training takes, with failures, checkpoints, energy and money."""
+"""Cost of a full training run: failures, checkpoints, energy and money."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """A whole training with one layout. What depends on a speed or a price that the cluster does not have is None."""
+    """Cost of a full training run with one layout; None if the cluster lacks the required speed or price."""
 
     tokens: float
     days: float
-    """With failures, where their cost is known."""
+    """Duration, including failures if their cost is known."""
     mtbf_seconds: float
     checkpoint_bytes: int
-    """Parameters and optimizer state; gradients are not saved."""
+    """Bytes of parameters and optimizer state; gradients are not saved."""
     write_seconds: float | None
     interval_seconds: float | None
-    """Of work between two checkpoints, where most of it is kept."""
+    """Seconds of work between two checkpoints, with the maximum goodput."""
     young_interval_seconds: float | None
     daly_interval_seconds: float | None
-    """The same by the published approximations of first and of higher order."""
+    """Optimal interval by the published approximations of first and of higher order."""
     goodput: float | None
-    """The part of the time that ends up in the model."""
+    """Fraction of wall-clock time spent on work that is never lost."""
     kwh: float | None
     electricity: float | None
     rent: float | None
@@ -47,7 +47,14 @@ class TrainingCost:
 def estimate_training_cost(
     run: RunSpec, world_size: int, option: EvaluatedLayout, tokens: float | None = None
 ) -> TrainingCost:
-    """What it takes to train on `tokens` (by default as many as the run has)."""
+    """Return the cost of training on `tokens`.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        option: Evaluated layout of the run.
+        tokens: Tokens to train on; by default those of the run.
+    """
     cluster = run.cluster
     if tokens is None and run.training.seconds is not None:
         tokens = run.training.seconds * option.tokens_per_second
@@ -78,8 +85,15 @@ def estimate_training_cost(
 
 
 def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -> float | None:
-    """The part of the time that ends up in the model with the run's own interval between checkpoints; None where it
-    writes none on the way, or nobody knows how fast they are written."""
+    """Return the goodput with the run's own checkpoint interval.
+
+    The result is None if the run writes no checkpoints on the way, or if the storage speed is unknown.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        option: Evaluated layout of the run.
+    """
     _, write = _checkpoint_cost(run)
     every = run.checkpoint.every
     if not every or write is None:
@@ -90,12 +104,12 @@ def configured_goodput(run: RunSpec, world_size: int, option: EvaluatedLayout) -
 
 
 def failure_rate(run: RunSpec) -> float:
-    """Failures per hour and device: as the run file has it, or those of Llama 3."""
+    """Return the failures per hour and device, from the run file or of Llama 3."""
     return run.cluster.failures_per_device_hour or LLAMA3.per_device_hour
 
 
 def _checkpoint_cost(run: RunSpec) -> tuple[int, float | None]:
-    """Bytes of parameters and optimizer state, and seconds to write them where the storage's speed is known."""
+    """Return the bytes of a checkpoint, and the seconds to write it if the storage speed is known."""
     state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
     saved = state.parameters + state.optimizer
     speed = run.cluster.storage_bytes_per_second

@@ -61,7 +61,7 @@ def test_advise_reports_zero3_pipeline_rule_as_not_searched_by_planner(run):
         run, "--machine", "b200", "--nodes", 8, *(word for change in large for word in ("--set", change))
     )
     assert "100B parameters or more -> 3D with ZeRO-3 and offload to CPU or NVMe" in text
-    assert "ZeRO-3 in a pipeline is not among the planner's layouts" in text
+    assert "the planner has no ZeRO-3 in pipelines" in text
 
 
 def test_advise_oom_prints_single_remedies_sequence_and_settings(run):
@@ -125,10 +125,10 @@ def test_advise_accepts_run_file_named_oom(run, tmp_path, monkeypatch):
         (["oom"], "needs a run file"),
         (["over", "there.toml"], r"is not \[oom\] RUN.toml"),
         (["none.toml"], "no such file"),
-        (["RUN", "--set", "cluster.nproc_per_node=8"], "is not known, and a plan needs it"),
-        (["oom", "RUN"], r"cluster\.memory_bytes: is not known"),
+        (["RUN", "--set", "cluster.nproc_per_node=8"], "is unknown, but a plan requires it"),
+        (["oom", "RUN"], r"cluster\.memory_bytes: is unknown"),
         (["oom", "RUN", "--machine", "h100", "--set", "layout.pp=3"], "does not divide the ranks"),
-        (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is the planner's to choose"),
+        (["oom", "RUN", "--machine", "h100", "--set", "layout=auto"], "is chosen by the planner"),
         (["RUN", "--machine", "l4", "--set", "model.preset=llama3-405b"], "advise oom"),
     ],
 )

@@ -51,7 +51,7 @@ def test_placement_prints_node_assignment_bytes_by_link_and_findings(run: Path) 
     assert lines[0] == "model, ddp dp 2, pp 2, tp 2: 8 ranks on 2 nodes of 4"
     assert "  node 0: dp_replicate 0, pp 0-1, tp 0-1" in lines
     assert "  node 1: dp_replicate 1, pp 0-1, tp 0-1" in lines
-    assert "assumed: every device has a NIC of its own, on a rail of its number" in lines
+    assert "assumed: every device has its own NIC, on the rail of its index" in lines
     table = {line.split()[0]: line for line in lines if line[:6].strip() in ("tp", "pp", "dp", "total", "share")}
     assert list(table) == ["tp", "pp", "dp", "total", "share"]
     assert "0.0% go from rail to rail" in out

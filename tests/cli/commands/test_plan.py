@@ -135,9 +135,9 @@ def test_plan_shows_cpu_memory_of_a_node_and_the_reserve(run, given_bytes):
     for layout, need in zip(found["layouts"], needs, strict=True):
         assert f" {layout['memory_bytes'] / GIB:.1f} + {need / GIB:.0f} " in text
     assert found["node_host_memory_bytes"] == 2 * (given_bytes or 256 * GIB)
-    given = "by cluster.host_memory_bytes it has 400.0 GiB"
+    given = "cluster.host_memory_bytes provides 400.0 GiB"
     if not given_bytes:
-        given = "make sure that it is there: cluster.host_memory_bytes is not set, 512.0 GiB is assumed"
+        given = "cluster.host_memory_bytes is not set, 512.0 GiB is assumed: check it"
     purpose = "for checkpoint copies and offload"
     assert f"\nCPU memory: a node of 2 ranks needs up to {max(needs) / GIB:.1f} GiB {purpose}; {given}.\n" in text
     limit = f"limit: a rank may hold {found['rank_limit_bytes'] / GIB:.1f} GiB ("
@@ -180,9 +180,11 @@ def test_plan_all_shows_each_schedule(run):
 
 
 def test_plan_asks_for_network_speed_of_consumer_cards_on_several_nodes(run):
-    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is not known, and 16 devices"):
+    with pytest.raises(UserError, match=r"cluster\.network_bytes_per_second: is unknown, and 16 devices"):
         plan_output(run, "--machine", "rtx4090", "--nodes", 2)
-    with pytest.raises(UserError, match=r"set cluster\.network_bytes_per_second to see on how many nodes it fits"):
+    with pytest.raises(
+        UserError, match=r"set cluster\.network_bytes_per_second to search for the number of nodes that suffices"
+    ):
         plan_output(run, "--machine", "rtx4090", "--nodes", 1, "--set", "model.preset=llama3-405b")
 
 
@@ -374,13 +376,13 @@ def test_plan_batch_predicts_rows_of_csv_file(tmp_path):
     assert "layers" in second["reason"]
     text = plan_output("--batch", path)
     assert "row-1" in text
-    assert "layers: is needed" in text
+    assert "layers: is required" in text
 
 
 def test_plan_reports_shortage_and_needed_devices_when_no_layout_fits(run):
     with pytest.raises(
         UserError,
-        match=r"no layout of [\d,]+ fits(.|\n)*takes [\d.]+ GiB of [\d.]+ of \w+ memory \(P.*\); on \d+ times",
+        match=r"no layout of [\d,]+ fits(.|\n)*uses [\d.]+ GiB of [\d.]+ of \w+ memory \(P.*\); with \d+ times",
     ):
         plan_output(run, "--machine", "h100", "--nodes", 1, "--nproc", 2, "--set", "model.preset=llama3-405b")
 
@@ -393,7 +395,7 @@ def test_plan_raises_user_error_for_invalid_arguments(run, tmp_path):
         plan_output("--batch", "none.csv", "--json", *others)
     with pytest.raises(UserError, match="did you mean 'h100'"):
         plan_output(run, "--machine", "h1000")
-    with pytest.raises(UserError, match=r"cluster\.peak_flops: is not known"):
+    with pytest.raises(UserError, match=r"cluster\.peak_flops: is unknown"):
         plan_output(run)
 
 
@@ -430,7 +432,7 @@ def test_plan_draws_progress_bar_only_on_terminal(run):
             drawn = b"".join(iter(partial(read_terminal, ours), b"")).decode()
         answer.seek(0)
         assert answer.read() == quiet.stdout
-    assert re.search(r"counting what the fastest hold.* \d+/10", drawn)
+    assert re.search(r"counting memory of the fastest.* \d+/10", drawn)
     assert len(json.loads(quiet.stdout)["layouts"]) == 10
 
 
@@ -523,7 +525,7 @@ def test_auto_layout_is_planned_for_all_ranks_of_all_nodes(tmp_path):
 def test_memory_rejects_run_with_auto_layout(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(AUTO_LAYOUT_RUN.format(text="stdlib"))
-    with pytest.raises(UserError, match="the planner's to choose"):
+    with pytest.raises(UserError, match="chosen by the planner"):
         cli_runner.command_output("memory", path, "--ranks", 2)
     assert "[layout]" in cli_runner.command_output("train", path, "--print-config")
 

@@ -231,7 +231,7 @@ def test_size_rule_is_slower_than_planner_best_for_llama3_8b(llama3_8b_report):
     assert advice.option.candidate.activation_checkpointing == "selective", (
         "ZeRO-2 has memory for whole sequences only recomputed"
     )
-    assert "products, attention and passes over memory" in advice.reason
+    assert "matrix products, attention and memory passes" in advice.reason
 
 
 def test_large_dataset_rule_agrees_with_planner_for_llama3_8b(llama3_8b_report):

@@ -314,7 +314,7 @@ def test_inapplicable_remedies_report_the_reason():
     )
     for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "recompute attention", "recompute blocks", "bf16"):
         assert found[name].new_footprint is None
-        assert found[name].problem.startswith("done already")
+        assert found[name].problem.startswith("already applied")
     assert found["smaller micro-batch"].problem == "a micro-batch is one sequence"
     assert "no experts" in found["expert parallelism"].problem
     assert found["more devices"].new_footprint
@@ -353,7 +353,7 @@ def test_offload_remedy_respects_cpu_memory_limit():
         "offload to CPU memory"
     ]
     assert on_cpu.new_footprint is None
-    assert "CPU memory is what is short" in on_cpu.problem
+    assert "CPU memory is insufficient" in on_cpu.problem
     run = make_llama3_8b_run(data_parallel="zero3", offload="cpu", activation_checkpointing="full")
     resting = run_footprint(run).memory.host
     assert run_footprint(run).fits
@@ -378,7 +378,7 @@ def test_offload_remedy_on_one_device_includes_gradients_when_needed():
         assert found.best
         assert (found.best.candidate.data_parallel, found.best.candidate.offload) == (data, "cpu")
         assert [effect.settings for effect in found.needed] == [(f"layout.data_parallel={data}", "layout.offload=cpu")]
-        assert "a lone device" in effects_by_name(found.single_remedies)["ZeRO-2"].problem
+        assert "a single device" in effects_by_name(found.single_remedies)["ZeRO-2"].problem
     offloading = effects_by_name(evaluate_single_remedies(one(37, data_parallel="zero1", offload="cpu")))
     assert offloading["ZeRO-2"].new_footprint
     assert offloading["ZeRO-2"].new_footprint.fits

@@ -188,7 +188,7 @@ def test_benchmark_file_may_contain_attention_only(tmp_path):
     ],
 )
 def test_read_benchmark_file_rejects_invalid_content(tmp_path, content):
-    with pytest.raises(UserError, match="is not what phalanx bench writes"):
+    with pytest.raises(UserError, match="is not a file of phalanx bench"):
         read_benchmark_file(write_benchmark_document(tmp_path, content))
 
 

@@ -376,7 +376,7 @@ def test_export_rejects_options_unsupported_by_the_trainer(
     with pytest.raises(UserError) as error:
         export(run, world_size, trainer)
     assert error.value.field == field
-    change, others = error.value.fix.split("; as it is the run goes to ")
+    change, others = error.value.fix.split("; trainers for the unchanged run: ")
     assert fix in change
     named = [other for other in TRAINERS if TRAINER_NAMES[other] in others]
     assert others == (", ".join(TRAINER_NAMES[other] for other in named) or "none of the four")
@@ -390,7 +390,7 @@ def test_export_rejects_options_unsupported_by_the_trainer(
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_export_rejects_batch_not_divisible_by_data_parallel_size(trainer: Trainer) -> None:
-    with pytest.raises(UserError, match=r"unequal shares \(67 sequences a step\)"):
+    with pytest.raises(UserError, match=r"unequal shares \(67 sequences per step\)"):
         export(make_run(training={"tokens_per_step": 67 * 1024}, micro_batch_size=2), WORLD_SIZE, trainer)
 
 
@@ -484,12 +484,12 @@ def test_megatron_export_uses_tp_pp_dp_mapping_only_when_supported(layout: Table
     run = make_run(model, pp=2, data_parallel="zero1", **layout)
     exported = export(run, WORLD_SIZE, "megatron")
     assert ("use-tp-pp-dp-mapping" in parse_megatron_flags(exported)) == uses_mapping
-    assert any("nearer to each other there" in note for note in exported.notes) != uses_mapping
+    assert any("closer to each other than pipeline ranks" in note for note in exported.notes) != uses_mapping
     outside = export(
         make_run(model, pp=2, data_parallel="zero1", rank_order="pipeline_outer", **layout), WORLD_SIZE, "megatron"
     )
     assert "use-tp-pp-dp-mapping" not in parse_megatron_flags(outside)
-    assert not any("nearer to each other there" in note for note in outside.notes)
+    assert not any("closer to each other than pipeline ranks" in note for note in outside.notes)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +501,7 @@ def test_megatron_export_asks_for_all_to_all_only_with_enough_key_value_heads(
     run = make_run({**SMALL, "num_kv_heads": kv_heads}, tp=tp, cp=4, cp_method="ulysses", data_parallel="zero1")
     exported = export(run, WORLD_SIZE, "megatron")
     assert parse_megatron_flags(exported)["cp-comm-type"] == comm_type
-    assert any("round a ring (p2p)" in note for note in exported.notes) == (comm_type == "p2p")
+    assert any("in a ring (p2p)" in note for note in exported.notes) == (comm_type == "p2p")
 
 
 def test_megatron_export_uses_virtual_stage_count_for_even_split() -> None:
@@ -551,7 +551,7 @@ def test_torchtitan_export_accepts_schedule_files_except_v_shaped(tmp_path: Path
     axes = parse_torchtitan_calls(export(run, WORLD_SIZE, "torchtitan"))["ParallelismConfig"]
     assert axes["pipeline_parallel_schedule"] == "PipelineScheduleMulti"
     assert axes["pipeline_parallel_schedule_csv"] == str(tmp_path / "zb-h1")
-    with pytest.raises(UserError, match="stage s is of rank s mod pp"):
+    with pytest.raises(UserError, match="stage s on rank s mod pp"):
         export(
             make_run(pp=4, data_parallel="zero3", micro_batch_size=2, schedule_file=str(tmp_path / "zb-v")),
             WORLD_SIZE,

@@ -124,7 +124,7 @@ def test_placement_findings_flag_pipeline_neighbours_on_different_rails() -> Non
     """Stages of 2 ranks on nodes of 4: the second stage is on devices 2 and 3, the third on 0 and 1 of the next."""
     assert "good pp" in findings_by_axis({"pp": 2, "tp": 2}, 4, 2)
     assert findings_by_axis({"pp": 4, "tp": 2}, 8, 4)["bad pp"].startswith(
-        "4 of 4 pairs of pipeline neighbours on different nodes are on different rails; make tp x cp a multiple of 4"
+        "4 of 4 pairs of pipeline neighbors on different nodes are on different rails; make tp x cp a multiple of 4"
     )
     assert not [key for key in findings_by_axis({"pp": 2, "tp": 2}, 4, 4) if key.endswith("pp")]
     apart = findings_by_axis({"pp": 2, "tp": 2, "rank_order": "pipeline_outer"}, 12, 4)["bad pp"]

@@ -38,7 +38,7 @@ def test_host_need_is_that_of_all_ranks_of_a_node():
     assert node_host_bytes(cluster, 10 * GIB) == 40 * GIB
     assert describe_host_need(cluster, 10 * GIB) == (
         "CPU memory: a node of 4 ranks needs up to 40.0 GiB for checkpoint copies and offload; "
-        "by cluster.host_memory_bytes it has 128.0 GiB"
+        "cluster.host_memory_bytes provides 128.0 GiB"
     )
     assert describe_host_need(cluster, 0) == ""
 

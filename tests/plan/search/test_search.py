@@ -323,7 +323,7 @@ def test_plan_or_raise_reports_cpu_memory_shortage():
     """What offload leaves on the device is the least of all, and no help where CPU memory has no room for the rest."""
     scarce = {"nproc_per_node": 1, "memory_bytes": 40 * 2**30, "host_memory_bytes": 60 * 2**30}
     described = make_run(sequences=8, cluster=scarce)
-    with pytest.raises(UserError, match=r"takes [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
+    with pytest.raises(UserError, match=r"uses [\d.]+ GiB of 60\.0 of CPU memory \(P\(OOM\) 100%\)"):
         plan_or_raise(described, 1)
     least = search_layouts(described, 1).closest_to_fitting
     assert least.host_bytes > 60 * 2**30
@@ -383,7 +383,7 @@ def test_candidate_jobs_use_actual_pipeline_split(layout, blocks):
 )
 def test_candidate_from_run_rejects_unsupported_layout_field(field, layout):
     described = make_run("olmoe-1b-7b", layout=layout)
-    with pytest.raises(UserError, match=rf"layout\.{field}.*not what the planner predicts"):
+    with pytest.raises(UserError, match=rf"layout\.{field}.*not supported by the planner"):
         candidate_from_run(described, 8)
     assert run_footprint(described).step_seconds is None, "`advise oom` tells what it can"
 

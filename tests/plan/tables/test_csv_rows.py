@@ -15,12 +15,12 @@ def test_read_rows_rejects_invalid_files(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes(b"")
     with pytest.raises(
-        UserError, match=f"--batch = .*table.csv': is empty\n  fix: .*needed are {REQUIRED_COLUMNS[0]}, "
+        UserError, match=f"--batch = .*table.csv': is empty\n  fix: .*required are {REQUIRED_COLUMNS[0]}, "
     ):
         read_rows(path)
     path.write_text('[model]\npreset = "llama3-8b"\n')
     with pytest.raises(
-        UserError, match=f"lacks the columns {', '.join(REQUIRED_COLUMNS)}\n  fix: .*also read are id, model, "
+        UserError, match=f"lacks the columns {', '.join(REQUIRED_COLUMNS)}\n  fix: .*optional are id, model, "
     ):
         read_rows(path)
     path.write_text(",".join(column for column in MEGATRON_22B_ROW if column not in ("tp", "gpu_type")))

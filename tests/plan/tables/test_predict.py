@@ -68,7 +68,7 @@ def test_predict_rows_offload_fact_increases_time_and_reduces_memory():
 
 
 def test_predict_rows_corrects_and_reports_inconsistent_degrees():
-    assert predict_row(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, which the other degrees leave"]
+    assert predict_row(tp="4", dp="3", global_batch="8").assumed == ["dp = 2, from the other degrees"]
 
 
 def test_predict_rows_chooses_and_reports_missing_values():

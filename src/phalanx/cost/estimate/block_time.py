@@ -1,4 +1,4 @@
-"""How long one block of a transformer takes on one rank: its products, attention, passes over memory, and exchanges."""
+"""Time of a transformer block on one rank: products, attention, memory passes and communication."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def _no_seconds() -> Column:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one micro-batch in a stage, or in a part of one."""
+    """Seconds of one micro-batch in a stage, or in a part of a stage."""
 
     forward: Column
     backward: Column
-    """With what is computed again."""
+    """Backward pass, including recomputation."""
     weight_grad: Column
     """Part of `backward`: gradients of weights, which split backward passes postpone."""
     exchange: Column = field(default_factory=_no_seconds)
@@ -41,11 +41,12 @@ class StageTime:
 
     @property
     def forward_backward(self) -> Column:
+        """Seconds of both passes."""
         return self.forward + self.backward
 
     @property
     def compute(self) -> Column:
-        """Both passes without what is exposed of communication and copies."""
+        """Seconds of both passes without exposed communication and copies."""
         return self.forward_backward - self.exchange - self.sharding - self.upload
 
     def __add__(self, other: StageTime) -> StageTime:
@@ -55,16 +56,19 @@ class StageTime:
         return self + other.scaled(-1.0)
 
     def scaled(self, count: Column | float) -> StageTime:
-        """Seconds of `count` of them, one after another."""
+        """Return the seconds of `count` repetitions, one after another."""
         return StageTime(*(count * getattr(self, f.name) for f in fields(self)))
 
     def replaced_where(self, condition: NDArray[np.bool_], other: StageTime) -> StageTime:
-        """Take `other` in the rows where `condition` holds."""
+        """Return these times, with `other` in the rows where `condition` is true."""
         return StageTime(*(np.where(condition, getattr(other, f.name), getattr(self, f.name)) for f in fields(self)))
 
 
 def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, StageTime]:
-    """A block with a dense MLP, and one with experts (evenly loaded; zero in a model that has none)."""
+    """Return the times of a dense block and of a block with experts.
+
+    Experts are evenly loaded. They take no time in a model without experts.
+    """
     tokens = jobs.tokens
     attention = _attention_times(constants, jobs, tokens)
     dense = _block_time(
@@ -93,7 +97,7 @@ def block_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[StageTime, 
 
 @dataclass(frozen=True)
 class _SublayerTimes:
-    """Products of a part of a block: forward, gradients of inputs, of weights; passes over memory; attention's core."""
+    """Seconds of a sublayer: forward, gradients of inputs and of weights, memory passes, attention's core."""
 
     forward: Column
     inputs: Column
@@ -125,7 +129,7 @@ def _attention_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -
 
 
 def _compile_factor(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Of the passes over memory, the part that torch.compile leaves."""
+    """Return the fraction of the memory passes that remain with torch.compile."""
     fraction: Column = np.where(jobs.compiled > 0, constants.compiled, 1.0)
     return fraction
 
@@ -145,7 +149,7 @@ def _mlp_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _Sub
 
 
 def _expert_times(constants: TimeConstants, jobs: JobTable, tokens: Column) -> _SublayerTimes:
-    """Whole experts; tensor-parallel ranks share the tokens that go to them."""
+    """Return the times of full experts; tensor-parallel ranks share the tokens that go to them."""
     num_experts = np.maximum(jobs.experts, 1)
     D = jobs.width
     local_experts = num_experts / jobs.ep
@@ -232,7 +236,7 @@ def _block_time(
 def _exchange_seconds(
     constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column, weights: Column, expert_seconds: Column
 ) -> tuple[Column, Column]:
-    """Return the exposed communication of the forward pass, and of the backward pass with what it computes again."""
+    """Return the exposed communication of the forward pass, and of backward including recomputation."""
     cp_forward, cp_backward = _context_parallel_seconds(constants, jobs, tokens, core=core)
     tp_seconds = _tensor_parallel_seconds(constants, jobs, tokens)
     hidden_seconds = np.where(
@@ -250,13 +254,16 @@ def _exchange_seconds(
 
 
 def smooth_max(device: Column, other: Column, sharpness: int = 4) -> Column:
-    """The longer of two times, and a little more where they are alike: neither hides quite in the other."""
+    """Return the longer of two times, plus a margin where similar times hide each other incompletely."""
     return (device**sharpness + other**sharpness) ** (1 / sharpness)
 
 
 def _tensor_parallel_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
-    """Of one pass: an all-reduce after attention and one after the MLP, or with sequence parallelism an all-gather and
-    a reduce-scatter each (arXiv 2205.05198, section 4.2.2)."""
+    """Return the seconds of a pass's tensor-parallel communication.
+
+    A pass has an all-reduce after attention and one after the MLP. With sequence parallelism, each of these is an
+    all-gather and a reduce-scatter (arXiv 2205.05198, section 4.2.2).
+    """
     size_bytes = jobs.compute_dtype_bytes * tokens * jobs.width
     reduction_seconds = ring_seconds(
         constants, jobs, size_bytes, ranks=jobs.tp, stride=1.0, reduces=True, calls=1.0 + jobs.sequence_parallel
@@ -267,10 +274,13 @@ def _tensor_parallel_seconds(constants: TimeConstants, jobs: JobTable, tokens: C
 def _context_parallel_seconds(
     constants: TimeConstants, jobs: JobTable, tokens: Column, core: Column
 ) -> tuple[Column, Column]:
-    """Forward and backward: keys and values of all ranks go round beside attention's core (Ring Attention, arXiv
-    2310.01889), and back with their gradients; or queries, keys and values are exchanged, and the output
-    (DeepSpeed-Ulysses, arXiv 2309.14509), which nothing hides. Ranks that are more than key/value heads get copies of
-    these."""
+    """Return the exposed seconds of context parallelism, forward and backward.
+
+    Ring Attention (arXiv 2310.01889): ranks exchange keys and values in a ring during attention's core, and in the
+    backward pass also their gradients. DeepSpeed-Ulysses (arXiv 2309.14509): ranks exchange queries, keys, values and
+    the output, and nothing hides these exchanges. If there are more ranks than key/value heads, ranks get copies of
+    these heads.
+    """
     kv_heads = np.maximum(jobs.kv_heads / jobs.tp, np.where(jobs.ulysses > 0, jobs.cp, 1))
     head_bytes = jobs.compute_dtype_bytes * tokens * (jobs.head_dim + jobs.value_dim)
     kv_bytes = head_bytes * kv_heads

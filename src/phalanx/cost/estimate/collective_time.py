@@ -1,5 +1,7 @@
-"""How long collectives take: latency and bandwidth over the hierarchy of fast links and network cards. Columns of many
-jobs at once (`cost.estimate.job_table`)."""
+"""Time of collectives: latency and bandwidth over the hierarchy of fast links and network cards.
+
+All functions compute columns of many jobs at once (`cost.estimate.job_table`).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from phalanx.cost.kinds import Column
 
 
 def fast_link_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Bytes per second of one device's fast links, as collectives reach them."""
+    """Return the bytes per second of one device's fast links that collectives reach."""
     return jobs.link_bytes_per_second * np.where(jobs.hardware_generation > 1, constants.link_2, constants.link)
 
 
 def network_bandwidth(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Bytes per second of one device's share of the network, as collectives reach it."""
+    """Return the bytes per second of one device's share of the network that collectives reach."""
     return jobs.network_bytes_per_second * constants.network / jobs.oversubscription
 
 
@@ -30,13 +32,22 @@ def ring_seconds(
     calls: Column | float = 1.0,
     sends: bool = False,
 ) -> Column:
-    """Seconds of `calls` collectives of `size_bytes` in all over `ranks` of a stage that are `stride` apart:
-    all-gathers or reduce-scatters, or with `reduces` all-reduces.
+    """Return the seconds of all-gathers, reduce-scatters or all-reduces within a stage.
 
-    Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). Where a group leaves
-    its domain, the network cards of its members in a node serve it together; with `sends`, which are messages from each
-    rank to the next, only the card of the rank whose next one is in another node. Every step of a ring waits for the
-    one before it; all-reduces go by trees between nodes (NCCL, src/graph/tuning.cc).
+    Each rank sends (N-1)/N of the bytes, twice in an all-reduce (nccl-tests, doc/PERFORMANCE.md). If a group spans
+    several domains, the network cards of its members in a node serve it together. Every step of a ring waits for the
+    previous one. All-reduces between nodes use trees (NCCL, src/graph/tuning.cc).
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        size_bytes: Total size of all calls.
+        ranks: Ranks of the group.
+        stride: Distance between ranks of the group within the stage.
+        reduces: True for all-reduces, False for all-gathers or reduce-scatters.
+        calls: Number of collectives.
+        sends: True for messages from each rank to the next. They use only the card of the rank whose successor is in
+        another node.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     num_domains = ranks / ranks_in_domain
@@ -73,11 +84,19 @@ def all_to_all_seconds(
     calls: float = 1.0,
     relayed_fraction: Column | float = 1.0,
 ) -> Column:
-    """Seconds of `calls` all-to-alls over `ranks` of a stage that are `stride` apart, in which each rank has
-    `size_bytes` in all, evenly for all ranks, its own part included.
+    """Return the seconds of all-to-alls within a stage.
 
-    What leaves the domain goes by the rank's own network card, since every rank of a node has as much to send. Where
-    nodes relay, `relayed_fraction` of it does, and fast links carry all of it on.
+    A rank's own network card sends what leaves the domain, since all ranks of a node send equally much.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        size_bytes: Total size on each rank, evenly for all ranks, including its own part.
+        ranks: Ranks of the group.
+        stride: Distance between ranks of the group within the stage.
+        calls: Number of all-to-alls.
+        relayed_fraction: Fraction of the bytes for other nodes that crosses the network if nodes relay. Fast links then
+        forward all bytes.
     """
     ranks_in_domain = np.clip(jobs.fast_link_ranks_per_stage / stride, 1, ranks)
     remote_bytes = size_bytes * (ranks - ranks_in_domain) / ranks
@@ -89,11 +108,11 @@ def all_to_all_seconds(
 
 
 def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Seconds in which each expert-parallel rank sends `size_bytes` of tokens, evenly to all.
+    """Return the seconds in which expert-parallel ranks send `size_bytes` of tokens, evenly to all.
 
-    Experts are not split: expert-parallel ranks lie beside one another, whatever tensor parallelism is. Relayed tokens
-    cross once to a node, however many of their experts are there: of n nodes, k experts drawn at random are on
-    n (1 - (1 - 1/n)^k).
+    Experts are not split: expert-parallel ranks are neighbors, whatever tensor parallelism is. Relayed tokens cross to
+    a node once, however many of their experts are there. Of n nodes, k randomly drawn experts are on n (1 - (1 -
+    1/n)^k).
     """
     num_domains = jobs.ep / np.clip(jobs.fast_link_ranks_per_stage, 1, jobs.ep)
     top_k = np.maximum(jobs.top_k, 1)
@@ -103,7 +122,10 @@ def expert_all_to_all_seconds(constants: TimeConstants, jobs: JobTable, size_byt
 
 
 def p2p_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Seconds of one message to the next stage, which is in another node unless all stages share a domain."""
+    """Return the seconds of one message to the next stage.
+
+    The next stage is in another node, unless all stages share a domain.
+    """
     stage_stride = jobs.tp * jobs.cp * np.where(jobs.pipeline_outermost > 0, jobs.dp, 1)
     leaves_domain = (stage_stride * jobs.pp > jobs.fast_link_domain) & (2 * stage_stride >= jobs.fast_link_domain)
     fast_link_seconds = constants.link_seconds + size_bytes / fast_link_bandwidth(constants, jobs)

@@ -1,7 +1,8 @@
-"""What hardware and software make of a formula: efficiencies, latencies and passes over memory, fitted to runs.
+"""Fitted constants of hardware and software: efficiencies, latencies and memory passes.
 
-The bounds are what is physically sensible; `benchmarks/fit_planner.py` fits within them, to all sources at once, and
-writes `constants.toml`. None belongs to one source of the published runs."""
+The bounds of each constant are physically sensible. `benchmarks/fit_planner.py` fits within them, to all sources at
+once, and writes `constants.toml`. No constant belongs to a single source of published runs.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from typing import Any
 
 
 def bounded(low: float, high: float) -> Any:
-    """A constant and the bounds of its fit."""
+    """Return a field for a constant with the bounds of its fit."""
     return field(metadata={"low": low, "high": high})
 
 
 def bounds(constant: Field[Any]) -> tuple[float, float]:
-    """Lowest and highest value that a fit may give a constant."""
+    """Return the minimum and maximum that a fit may assign to a constant."""
     return constant.metadata["low"], constant.metadata["high"]
 
 
@@ -26,176 +27,179 @@ def bounds(constant: Field[Any]) -> tuple[float, float]:
 class TimeConstants:
     """Constants of step times.
 
-    "Passes" are reads or writes of a tensor of 2-byte numbers; eras are those of `JobTable.hardware_generation`.
+    "Passes" are reads or writes of a tensor of 2-byte numbers. Generations are those of `JobTable.hardware_generation`.
     """
 
     gemm_0: float = bounded(0.75, 1.05)
-    """Of the most that a matrix product was seen to reach, what large products reach in training (era 0)."""
+    """Fraction of the maximum measured speed that large products reach in training (generation 0)."""
     gemm_1: float = bounded(0.70, 1.02)
     gemm_2: float = bounded(0.60, 1.02)
     low_precision: float = bounded(0.50, 1.0)
-    """Of the most that products in 8 bits were seen to reach: scales must be found and numbers cast."""
+    """Fraction of the maximum measured 8-bit speed: scales must be computed and numbers cast."""
     wave_tail: float = bounded(0.55, 1.0)
-    """Part of the last wave of tiles that is lost when it does not fill the multiprocessors."""
+    """Fraction of the last wave of tiles that is lost if it does not fill the multiprocessors."""
     depth: float = bounded(10, 400)
-    """Steps along K that it costs to begin and to end a tile."""
+    """Steps along K that the start and end of a tile cost."""
     small_tile: float = bounded(0.70, 0.97)
-    """Speed of a tile beside the next larger one."""
+    """Speed of a tile relative to the next larger one."""
     misaligned: float = bounded(0.05, 0.60)
-    """Speed of a product whose rows are no multiple of 16 bytes."""
+    """Relative speed of a product whose rows are not a multiple of 16 bytes."""
     gap_seconds: float = bounded(1e-6, 10e-6)
-    """Between one kernel and the next on the device."""
+    """Time between two kernels on the device."""
     launch_seconds: float = bounded(1e-6, 2e-5)
-    """Of the host for one operation (era 0)."""
+    """Host time per operation (generation 0)."""
     launch_1: float = bounded(0.1, 1.0)
-    """Of that, what it takes in the second era."""
+    """Host time relative to `launch_seconds` in generation 1."""
     launch_2: float = bounded(0.1, 2.0)
     operations: float = bounded(20, 90)
     """Operations of a block's forward pass."""
     flash_1: float = bounded(0.15, 0.50)
-    """Share of the peak of Flash Attention's first version, forward."""
+    """Fraction of the peak that Flash Attention 1 reaches, forward."""
     flash_2: float = bounded(0.35, 0.75)
-    """Of its second version (era 0)."""
+    """Fraction of the peak that Flash Attention 2 reaches (generation 0)."""
     flash_2_later: float = bounded(0.20, 0.50)
-    """Of its second version on devices that it was not written for (era 1)."""
+    """Fraction of the peak that Flash Attention 2 reaches on later devices (generation 1)."""
     flash_3: float = bounded(0.30, 0.75)
-    """Of kernels written for era 1."""
+    """Fraction of the peak that kernels written for generation 1 reach."""
     flash_4: float = bounded(0.25, 0.80)
-    """Of kernels of era 2."""
+    """Fraction of the peak that kernels of generation 2 reach."""
     flash_backward: float = bounded(1.0, 1.8)
-    """Time per FLOP of the backward pass beside the forward pass."""
+    """Time per FLOP of the backward pass relative to the forward pass."""
     flash_start: float = bounded(50, 3000)
-    """Tokens of a sequence that its blocks on the diagonal cost."""
+    """Tokens of a sequence that attention's blocks on the diagonal cost."""
     score_passes: float = bounded(3, 10)
-    """Over the scores that attention writes to memory, forward, by fused kernels."""
+    """Forward passes of fused kernels over the scores that attention writes to memory."""
     score_separate: float = bounded(1.2, 4.0)
-    """Times as many by separate ones."""
+    """Score passes of separate kernels relative to fused kernels."""
     score_backward: float = bounded(0.7, 2.0)
     hbm_0: float = bounded(0.60, 0.88)
-    """Of a memory's bandwidth, what element-wise kernels reach (era 0)."""
+    """Fraction of the memory bandwidth that element-wise kernels reach (generation 0)."""
     hbm_1: float = bounded(0.40, 0.88)
     hbm_2: float = bounded(0.45, 0.88)
     width_passes: float = bounded(4, 40)
-    """Over a block's residual stream, forward: norms, residuals, dropout."""
+    """Forward passes over a block's residual stream: norms, residuals, dropout."""
     norm_passes: float = bounded(0.1, 100)
-    """As many more where RMSNorm is written as separate operations in fp32."""
+    """Additional width passes if RMSNorm runs as separate operations in fp32."""
     shared_passes: float = bounded(1, 30)
-    """Over what tensor-parallel ranks share between products: queries, keys, values, their rotation."""
+    """Passes over tensors that tensor-parallel ranks share between products: queries, keys, values, RoPE."""
     inner_passes: float = bounded(1, 12)
-    """Over the MLP's inner width."""
+    """Passes over the MLP's inner width."""
     route_passes: float = bounded(0.2, 30)
-    """Over each token's copies that go to experts and come back."""
+    """Passes over the copies of tokens that go to experts and come back."""
     backward_passes: float = bounded(1.0, 3.0)
-    """Passes of the backward pass beside the forward pass."""
+    """Memory passes of the backward pass relative to the forward pass."""
     compiled: float = bounded(0.2, 1.0)
-    """Of the passes, those that remain when they are compiled."""
+    """Fraction of the memory passes that remain with torch.compile."""
     link: float = bounded(0.35, 0.95)
-    """Of a fast link's bandwidth, what collectives reach (eras 0 and 1)."""
+    """Fraction of a fast link's bandwidth that collectives reach (generations 0 and 1)."""
     link_2: float = bounded(0.30, 0.95)
     link_seconds: float = bounded(5e-6, 60e-6)
-    """Of a collective over fast links, however small."""
+    """Minimum time of a collective over fast links."""
     hop_seconds: float = bounded(1e-6, 12e-6)
-    """Of each further rank on the ring."""
+    """Time of each further rank on the ring."""
     network: float = bounded(0.40, 0.97)
-    """Of a network card's bandwidth, what collectives reach."""
+    """Fraction of a network card's bandwidth that collectives reach."""
     network_seconds: float = bounded(5e-6, 100e-6)
     network_hop_seconds: float = bounded(1e-6, 20e-6)
-    """Of each further node on the ring, or of each level of the tree."""
+    """Time of each further node on the ring, or of each level of the tree."""
     bucket_bytes: float = bounded(8e6, 500e6)
-    """Sent at once by data-parallel ranks while the backward pass goes on."""
+    """Bytes per data-parallel message during the backward pass."""
     overlap: float = bounded(0.3, 1.0)
-    """Part of a micro-batch's backward pass (and half of its forward pass) that data-parallel exchanges can hide in."""
+    """Fraction of a micro-batch's backward and half its forward pass that can hide data parallelism."""
     overlap_leak: float = bounded(0.01, 0.40)
-    """Of a hidden exchange, what it still costs by slowing what it hides in."""
+    """Fraction of a hidden exchange that still costs time, as it slows down what hides it."""
     exposed_p2p_fraction: float = bounded(0.02, 1.0)
-    """Of the time between two stages, what the schedule waits for where sends run ahead."""
+    """Fraction of the time between two stages that the schedule waits for, if sends run ahead."""
     deepspeed: float = bounded(1.0, 1.3)
-    """Times as long as a micro-batch takes under DeepSpeed's pipeline engine."""
+    """Time of a micro-batch under DeepSpeed's pipeline engine, relative to other engines."""
     optimizer_passes: float = bounded(4, 40)
-    """Over 2 bytes for each parameter that a rank updates."""
+    """Passes over 2 bytes per parameter that a rank updates."""
     step_seconds: float = bounded(0.001, 0.05)
-    """Of every step: clipping, logging."""
+    """Fixed time per step: clipping, logging."""
     straggler_factor: float = bounded(0.0005, 0.03)
-    """Slower, for each doubling of the domains that wait for one another."""
+    """Relative slowdown per doubling of the number of domains that wait for each other."""
     head_passes: float = bounded(1, 30)
-    """Over the logits, for softmax and loss, forward and backward."""
+    """Passes over the logits for softmax and loss, forward and backward."""
 
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Of memory. Bytes are per token and element of the tensor named."""
+    """Constants of memory. Bytes are per token and element of the named tensor."""
 
     wide_bytes: float = bounded(8, 12)
-    """Of the residual stream's width: norms' inputs and outputs, dropout masks."""
+    """Bytes per element of the residual stream's width: inputs and outputs of norms, dropout masks."""
     wide_gated_bytes: float = bounded(6, 10)
-    """The same in models with gated MLPs, which have no dropout."""
+    """Bytes per element of the residual stream's width in models with gated MLPs, which have no dropout."""
     norm_bytes: float = bounded(0.1, 16)
-    """More, where RMSNorm is written as separate operations in fp32."""
+    """Additional bytes if RMSNorm runs as separate operations in fp32."""
     gated_bytes: float = bounded(4, 7)
-    """Of a gated MLP's inner width, in fused kernels."""
+    """Bytes per element of a gated MLP's inner width, in fused kernels."""
     gated_separate_bytes: float = bounded(7, 10)
     plain_bytes: float = bounded(3.9, 5)
-    """Of the inner width of an MLP with two matrices."""
+    """Bytes per element of the inner width of an MLP with two matrices."""
     score_bytes: float = bounded(4, 6)
-    """Of attention's scores where they are kept: softmax, dropout's mask, its output (arXiv 2205.05198, 4.1: 5)."""
+    """Bytes per attention score, if scores are saved (arXiv 2205.05198, 4.1: 5).
+
+    Softmax, the dropout mask and the dropout output.
+    """
     score_separate: float = bounded(1, 3)
     operations_kept: float = bounded(0.3, 0.7)
-    """Of a block's activations, what recomputing every other product keeps."""
+    """Fraction of a block's activations that remain if every other product is recomputed."""
     logit_bytes: float = bounded(4, 14)
-    """Of the logits, with the loss's gradient."""
+    """Bytes per logit, including the gradient of the loss."""
     logit_fused_bytes: float = bounded(4, 10)
     logit_gathered: float = bounded(1, 3)
-    """Times as many where they are gathered from ranks that share the vocabulary."""
+    """Logit memory relative to the above if logits are gathered from ranks that share the vocabulary."""
     gathered_blocks: float = bounded(0.5, 2)
-    """Blocks whose parameters and gradients ZeRO-3 has whole, beside the one at work."""
+    """Blocks whose parameters and gradients ZeRO-3 has gathered, in addition to the current one."""
     working: float = bounded(0.2, 1.5)
-    """Of four tensors of the residual stream: what comes and goes within a block."""
+    """Size of the temporary tensors of a block, in units of four tensors of the residual stream."""
     workspace_gib: float = bounded(0.1, 2)
-    """Libraries' and collectives' buffers."""
+    """Buffers of libraries and collectives."""
     scattered: float = bounded(0.05, 1)
-    """Of one micro-batch's activations, what cannot be used again while others' are kept around it."""
+    """Fraction of one micro-batch's activations that is unusable between those of other micro-batches."""
     fragmentation: float = bounded(1, 1.3)
-    """Reserved, for what comes and goes."""
+    """Reserved bytes relative to temporarily allocated bytes."""
     context_gib: float = bounded(0.3, 4)
-    """Of the device's memory, what no allocator sees."""
+    """Device memory that is invisible to the allocator."""
     spread: float = bounded(0.01, 0.2)
-    """Standard deviation of the logarithm of what is used, about the prediction."""
+    """Standard deviation of the logarithm of used / predicted memory."""
 
 
 @dataclass(frozen=True)
 class IntervalConstants:
-    """Of the intervals that hold 80 % of runs: half their width, as a logarithm of the step time."""
+    """Half widths of the intervals that contain 80 % of runs, as a logarithm of the step time."""
 
     stated: float
-    """Dense models in 16 bits."""
+    """Half width for dense models in 16 bits."""
     sharded: float
-    """The same under ZeRO-3, whose gathers may or may not hide."""
+    """Half width for dense models in 16 bits with ZeRO-3, whose gathers may or may not hide."""
     small: float
-    """Models at most 2048 wide, where the host and the gaps between kernels decide."""
+    """Half width for models at most 2048 wide, in which the host and the gaps between kernels dominate."""
     experts: float
     low_precision: float
 
 
 @lru_cache
 def interval_constants() -> IntervalConstants:
-    """Those that were fitted."""
+    """Return the fitted constants of intervals."""
     return IntervalConstants(**_load_constants()["interval"])
 
 
 @lru_cache
 def time_constants() -> TimeConstants:
-    """Those that were fitted."""
+    """Return the fitted constants of step times."""
     return TimeConstants(**_load_constants()["time"])
 
 
 @lru_cache
 def memory_constants() -> MemoryConstants:
-    """Those that were fitted."""
+    """Return the fitted constants of memory."""
     return MemoryConstants(**_load_constants()["memory"])
 
 
 def names(constants_class: type[TimeConstants] | type[MemoryConstants]) -> list[str]:
-    """Of all constants of a kind."""
+    """Return the names of all constants of a class."""
     return [constant.name for constant in fields(constants_class)]
 
 

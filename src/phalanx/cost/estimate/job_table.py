@@ -1,7 +1,8 @@
-"""Training jobs as columns: many at once, so that thousands of layouts are predicted in one pass of numpy.
+"""Training jobs as columns, so that one pass of numpy predicts thousands of layouts.
 
-A column is a number where all jobs agree and an array where they differ; every formula of `kernel_time`,
-`collective_time`, `step_time` and `memory` takes either."""
+A column has one element where all jobs agree, and one per job where they differ. Every formula of `kernel_time`,
+`collective_time`, `step_time` and `memory` accepts both.
+"""
 
 from __future__ import annotations
 
@@ -17,65 +18,68 @@ from phalanx.cost.kinds import Column, ScheduleKind
 
 @dataclass(frozen=True)
 class JobTable:
-    """Columns of equal length (or of length 1). Degrees count ranks, sizes elements, speeds are per device."""
+    """Columns of equal length, or of length 1.
+
+    Degrees count ranks, sizes count elements, and speeds are per device. Flags are 1 or 0.
+    """
 
     # The model.
     layers: Column
     dense_layers: Column
-    """Of `layers`, those with a dense MLP."""
+    """Number of `layers` with a dense MLP."""
     width: Column
     heads: Column
     kv_heads: Column
     head_dim: Column
     value_dim: Column
-    """Width of one head's values, where it is not the queries'."""
+    """Width of one head's values; differs from `head_dim` in some models."""
     attention_parameters: Column
-    """Of one layer's projections."""
+    """Parameters of one layer's attention projections."""
     ffn: Column
     mlp_matrices: Column
-    """Matrices of an MLP: 3 where it is gated, else 2."""
+    """Matrices of an MLP: 3 if it is gated, else 2."""
     vocab: Column
     tied: Column
     experts: Column
     top_k: Column
     expert_ffn: Column
     shared_ffn: Column
-    """Inner width of the experts that every token passes through, together."""
+    """Total inner width of the shared experts, which process every token."""
     parameters: Column
     """All parameters of the model."""
     expert_parameters: Column
-    """Of these, routed experts'."""
+    """Number of `parameters` in routed experts."""
     sequence: Column
     # The machine.
     peak_flops: Column
-    """Dense matrix products in 16 bits."""
+    """Peak of dense matrix products in 16 bits."""
     matmul_flops: Column
-    """The most that a matrix product in 16 bits was seen to reach."""
+    """Maximum measured FLOP/s of matrix products in 16 bits."""
     low_matmul_flops: Column
-    """The same in 8 bits."""
+    """Maximum measured FLOP/s of matrix products in 8 bits."""
     num_sms: Column
-    """Multiprocessors of a device; 0 where it is not made of them."""
+    """Multiprocessors of a device; 0 for devices without them."""
     hbm_bytes_per_second: Column
     memory_bytes: Column
     link_bytes_per_second: Column
     network_bytes_per_second: Column
     oversubscription: Column
-    """Network cards' bandwidth beside that of the fabric above them."""
+    """Bandwidth of the network cards / bandwidth of the fabric above them."""
     host_link_bytes_per_second: Column
-    """Between a device and its node's CPU memory, in one direction."""
+    """Bandwidth between a device and its node's CPU memory, per direction."""
     host_bytes_per_second: Column
-    """A device's share of CPU memory's bandwidth."""
+    """A device's share of CPU memory bandwidth."""
     host_memory_bytes: Column
     """A device's share of CPU memory."""
     disk_bytes_per_second: Column
     fast_link_domain: Column
-    """Devices joined by the fast links."""
+    """Number of devices that fast links connect."""
     ranks_per_core: Column
-    """Ranks that share one core, of which each has a part of its speed; 1 where each has a device of its own."""
+    """Ranks that share the speed of one core; 1 if each rank has its own device."""
     comm_uses_compute_cores: Column
-    """Whether exchanges take the cores that compute, as on CPUs: nothing hides behind anything."""
+    """Flag: communication uses the compute cores, as on CPUs, so that nothing overlaps."""
     hardware_generation: Column
-    """Generation of device and of the software that runs on it: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
+    """Generation of the device and its software: 0 Ampere and older, 1 Hopper, 2 Blackwell."""
     # The layout.
     ranks: Column
     dp: Column
@@ -86,7 +90,7 @@ class JobTable:
     ep: Column
     zero_stage: Column
     shard_group_size: Column
-    """Ranks that share what ZeRO shards."""
+    """Ranks over which ZeRO shards."""
     micro_batch: Column
     micro_batches: Column
     recompute: Column
@@ -94,87 +98,93 @@ class JobTable:
     schedule: Column
     attention: Column
     low_precision: Column
-    """Whether linear layers run in 8 bits."""
+    """Flag: linear layers run in 8 bits."""
     compute_dtype_bytes: Column
-    """Of a number that is computed with or sent between ranks that share a model."""
+    """Bytes per number for compute and for model-parallel communication."""
     parameter_bytes: Column
-    """Per parameter, of the weights that a rank has."""
+    """Bytes per parameter of a rank's weights."""
     gradient_bytes: Column
-    """Per parameter, as gradients are kept."""
+    """Bytes per parameter of gradients in memory."""
     gradient_wire_bytes: Column
-    """Per parameter, as gradients are sent."""
+    """Bytes per parameter of gradients on the wire."""
     grad_reductions_per_step: Column
-    """Times that gradients are sent in a step: once, or with every micro-batch."""
+    """Gradient reductions per step: one, or one per micro-batch."""
     state_bytes: Column
-    """Per parameter, of what the optimizer keeps."""
+    """Bytes per parameter of the optimizer state."""
     offload: Column
-    """Where what it trains rests: `OffloadTarget`."""
+    """Storage of the training state: `OffloadTarget`."""
     compiled: Column
     fused_elementwise: Column
-    """Whether norms and activations run in kernels written for them, rather than operation by operation."""
+    """Flag: norms and activations run in fused kernels, rather than operation by operation."""
     overlap_grad_reduce: Column
-    """Whether data-parallel exchanges run beside the backward pass."""
+    """Flag: data-parallel communication overlaps with the backward pass."""
     overlap_param_gather: Column
-    """Whether what ZeRO-1 and 2 gather after the update runs beside the next step's forward pass."""
+    """Flag: the parameter all-gather of ZeRO-1 and 2 overlaps with the next step's forward pass."""
     overlap_tp: Column
-    """Whether tensor-parallel exchanges run beside products."""
+    """Flag: tensor-parallel communication overlaps with matrix products."""
     overlap_tp_with_weight_grads: Column
-    """Whether the backward pass's tensor-parallel exchanges run beside gradients of weights."""
+    """Flag: tensor-parallel communication in backward overlaps with gradients of weights."""
     overlap_ep: Column
-    """Whether experts' exchanges run beside another micro-batch's products."""
+    """Flag: expert-parallel communication overlaps with another micro-batch's products."""
     ulysses: Column
-    """Whether context-parallel ranks exchange tokens for heads, rather than send keys and values round."""
+    """Flag: context-parallel ranks exchange tokens for heads, rather than send keys and values in a ring."""
     ring_gradient_bytes: Column
-    """Of a number of keys' and values' gradients, as ring attention sends them."""
+    """Bytes per number of the gradients of keys and values, as ring attention sends them."""
     dedup_node_dispatch: Column
-    """Whether a token crosses to a node once, however many of its experts are there."""
+    """Flag: a token crosses to a node once, however many of its experts are there."""
     tp_reductions_per_block: Column
-    """Of a block's outputs, those that tensor-parallel ranks sum: 2, or 1 where attention and MLP run side by side."""
+    """Block outputs that tensor-parallel ranks sum: 2, or 1 if attention and MLP run in parallel."""
     deepspeed: Column
-    """Whether DeepSpeed's engines run it."""
+    """Flag: DeepSpeed's engines run the job."""
     scatter_gather_p2p: Column
-    """Whether tensor-parallel ranks each send a part of what all of them have to the next stage."""
+    """Flag: each tensor-parallel rank sends a part of their common tensor to the next stage."""
     gathers_logits: Column
-    """Whether every tensor-parallel rank has the logits of the whole vocabulary."""
+    """Flag: every tensor-parallel rank has the logits of the full vocabulary."""
     optimizer_post_validation: Column
-    """Whether the optimizer's checks of all gradients are made after the step, and it is taken back if they fail."""
+    """Flag: the optimizer checks all gradients after the step, and reverts the step if a check fails."""
     first_blocks: Column
-    """Of the first rank of a pipeline; without one all."""
+    """Blocks of the first rank of a pipeline; all blocks without a pipeline."""
     middle_blocks: Column
-    """Of the rank between whose blocks cost most."""
+    """Blocks of the middle rank whose blocks cost most."""
     last_blocks: Column
-    """Of the last, or of the one that has the head."""
+    """Blocks of the last rank, or of the rank that has the head."""
     first_moe_blocks: Column
-    """Of `first_blocks`, those with experts."""
+    """Number of `first_blocks` with experts."""
     middle_moe_blocks: Column
     last_moe_blocks: Column
     pipeline_outermost: Column
-    """Whether a pipeline's stages are furthest apart, and not data-parallel ranks."""
+    """Flag: the pipeline is the outermost dimension of the rank order, rather than data parallelism."""
 
     @property
     def count(self) -> int:
-        """How many jobs there are."""
+        """Number of jobs."""
         return max(len(getattr(self, column.name)) for column in fields(self))
 
     @property
     def tokens(self) -> Column:
-        """Of a micro-batch, those that one context-parallel rank holds."""
+        """Tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.sequence / self.cp
 
     @property
     def expert_replicas(self) -> Column:
-        """Ranks of a stage that hold the same of experts: their gradients are exchanged among these."""
+        """Ranks of a stage with the same experts, among which the gradients of these experts are reduced."""
         return np.maximum(self.dp * self.cp * self.tp / self.expert_shards, 1)
 
     @property
     def expert_shards(self) -> Column:
-        """Ranks that each hold a part of a block's experts: whole ones, or without expert parallelism a part of each,
-        cut as tensor parallelism cuts MLPs."""
+        """Ranks over which a block's experts are sharded.
+
+        With expert parallelism each rank has full experts. Without it each rank has a tensor-parallel shard of every
+        expert, as of a dense MLP.
+        """
         return np.where(self.ep > 1, self.ep, self.tp)
 
     @cached_property
     def fast_link_ranks_per_stage(self) -> Column:
-        """Of a stage's ranks, those that share a domain: all in it, or what a pipeline's other stages leave of it."""
+        """Number of ranks of a stage that share a fast-link domain.
+
+        It is the full domain, or the part of it that the pipeline's other stages do not use.
+        """
         shared = np.minimum(self.tp * self.cp, self.fast_link_domain)
         return np.where(
             self.pipeline_outermost > 0, self.fast_link_domain, np.maximum(self.fast_link_domain / self.pp, shared)
@@ -182,27 +192,27 @@ class JobTable:
 
     @property
     def embedding_and_head_share_rank(self) -> NDArray[np.bool_]:
-        """Whether one rank has both embedding and head: without a pipeline, and where it is a V."""
+        """Rows in which one rank has both embedding and head: without a pipeline, and in V schedules."""
         shares_rank: NDArray[np.bool_] = (self.pp == 1) | (self.schedule == ScheduleKind.ZB_V)
         return shares_rank
 
     @property
     def has_middle_stages(self) -> NDArray[np.bool_]:
-        """Whether a pipeline has ranks with neither embedding nor head."""
+        """Rows in which a pipeline has ranks with neither embedding nor head."""
         has_middle: NDArray[np.bool_] = self.pp > np.where(self.embedding_and_head_share_rank, 1, 2)
         return has_middle
 
     def select(self, selection: NDArray[np.int64] | NDArray[np.bool_]) -> JobTable:
-        """Some of them, by index or by mask."""
+        """Return the selected jobs, by index or by mask."""
         num_jobs = self.count
         return JobTable(**{f.name: np.broadcast_to(getattr(self, f.name), num_jobs)[selection] for f in fields(self)})
 
 
 def job_table(rows: Sequence[Mapping[str, float]]) -> JobTable:
-    """Jobs from rows of numbers by column."""
+    """Return a table of jobs from one mapping per job, of column to number."""
     return JobTable(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(JobTable)})
 
 
 def broadcast_jobs(common: Mapping[str, float], varying: Mapping[str, Column]) -> JobTable:
-    """Jobs that agree in `common` and differ in `varying`."""
+    """Return a table of jobs that agree in `common` and differ in `varying`."""
     return JobTable(**{name: np.array([value], dtype=np.float64) for name, value in common.items()}, **varying)

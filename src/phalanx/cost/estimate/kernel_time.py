@@ -1,5 +1,8 @@
-"""How long operations take on one device: matrix products by their shape, attention by its kernel, the rest by the
-memory that they pass over. Columns of many jobs at once (`cost.estimate.job_table`)."""
+"""Time of operations on one device.
+
+Matrix products depend on their shape, attention on its kernel, and other operations on the memory that they read and
+write. All functions compute columns of many jobs at once (`cost.estimate.job_table`).
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from phalanx.cost.estimate.job_table import JobTable
 from phalanx.cost.kinds import AttentionKernel, Column
 
 TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 64, 3))
-"""Rows and columns of the tiles that libraries cut a product into, and how often each is smaller than the largest."""
+"""Rows and columns of the tiles of matrix-product libraries, and size steps below the largest."""
 
 
 def by_generation(jobs: JobTable, first: float, second: float, third: float) -> Column:
-    """The constant of each job's era."""
+    """Return the constant of each job's hardware generation."""
     return np.choose(jobs.hardware_generation.astype(np.int64), [first, second, third])
 
 
 def memory_pass_seconds(constants: TimeConstants, jobs: JobTable, size_bytes: Column) -> Column:
-    """Seconds to read or write so many bytes of device memory."""
+    """Return the seconds to read or write `size_bytes` of device memory."""
     return size_bytes / (
         jobs.hbm_bytes_per_second * by_generation(jobs, constants.hbm_0, constants.hbm_1, third=constants.hbm_2)
     )
@@ -34,11 +37,20 @@ def matmul_seconds(
     batch: Column | float = 1.0,
     linear: bool = True,
 ) -> Column:
-    """Seconds of `batch` products of [m, k] with [k, n]: waves of tiles over the multiprocessors, or the memory that
-    they pass over, whichever takes longer (a roofline; tiles: NVIDIA, Matrix Multiplication Background, section 4).
+    """Return the seconds of `batch` products of [m, k] with [k, n].
 
-    `linear` products run at the precision of training, attention's own always in 16 bits. The library takes the tile
-    that is fastest; a last wave that is not full costs `c.tail` of a full one.
+    Roofline: the maximum of the time of waves of tiles over the multiprocessors, and the time of the memory accesses
+    (tiles: NVIDIA, Matrix Multiplication Background, section 4). The library picks the fastest tile. A partial last
+    wave loses the fraction `wave_tail` of its idle part.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        m: Rows of the product.
+        n: Columns of the product.
+        k: Inner dimension.
+        batch: Number of products.
+        linear: True for products in the precision of training, False for attention's own, which are always in 16 bits.
     """
     is_8bit = jobs.low_precision * linear
     flops_16bit = jobs.matmul_flops * by_generation(jobs, constants.gemm_0, constants.gemm_1, third=constants.gemm_2)
@@ -70,9 +82,17 @@ def matmul_seconds(
 def linear_seconds(
     constants: TimeConstants, jobs: JobTable, m: Column, n: Column, k: Column, batch: Column | float = 1.0
 ) -> tuple[Column, Column, Column]:
-    """Seconds of a linear layer of [n, k] on m tokens: forward, gradient of its input, gradient of its weight.
+    """Return the seconds of a linear layer [n, k] on m tokens: forward, input gradient, weight gradient.
 
-    From the second micro-batch on, the gradient of the weight is added to what there is: read and written once more.
+    From the second micro-batch on, the weight gradient is accumulated, which reads and writes it once more.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        m: Tokens.
+        n: Output width.
+        k: Input width.
+        batch: Number of layers.
     """
     later_fraction = 1 - 1 / jobs.micro_batches
     accumulate_seconds = later_fraction * memory_pass_seconds(constants, jobs, 2 * jobs.gradient_bytes * n * k * batch)
@@ -84,10 +104,11 @@ def linear_seconds(
 
 
 def attention_seconds(constants: TimeConstants, jobs: JobTable) -> tuple[Column, Column]:
-    """Seconds of attention's core on a rank's heads and queries, forward and backward: without its projections.
+    """Return the seconds of attention's core on a rank's heads and queries, forward and backward.
 
-    Flash kernels do half of the T x T pairs (causal) and 2.5 times the FLOPs in the backward pass (arXiv 2307.08691,
-    section 3.1); the others do all of them and pass over the scores.
+    The core excludes the projections. Flash kernels compute half of the T x T pairs (causal), and 2.5 times the FLOPs
+    in the backward pass (arXiv 2307.08691, section 3.1). Other kernels compute all pairs and write the scores to
+    memory.
     """
     T = jobs.sequence
     heads = jobs.heads / jobs.tp

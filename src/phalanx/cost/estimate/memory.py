@@ -1,6 +1,8 @@
-"""How much memory a layout takes on the fullest rank: model state, activations of the micro-batches in flight, logits,
-buffers. Of any trainer, many layouts at once; what Phalanx itself holds is counted to the byte in
-`cost.exact.rank_memory`."""
+"""Memory of a layout on the fullest rank: state, activations in flight, logits and buffers.
+
+The estimate covers any trainer and many layouts at once. `cost.exact.rank_memory` counts Phalanx's own memory to the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +19,40 @@ from phalanx.cost.precision import STATE_BYTES, master_weight_bytes
 from phalanx.spec.formatting import GIB
 
 GATED_BYTES = 8.0
-"""Of a gated MLP's inner width: gate, up, the activated gate and their product, in 2 bytes each."""
+"""Bytes per element of a gated MLP's inner width.
+
+Gate, up, the activated gate and their product, in 2 bytes each.
+"""
 DEEPSPEED_BUCKET_ELEMENTS = 5e8
-"""Elements of DeepSpeed's buffers for reducing and for gathering (reduce_bucket_size, allgather_bucket_size)."""
+"""Elements of DeepSpeed's reduce and gather buffers (reduce_bucket_size, allgather_bucket_size)."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes that a rank of one stage has allocated at its peak."""
+    """Peak allocated bytes on a rank of one stage."""
 
     state: Column
     activations: Column
-    """Of all micro-batches in flight, with what recomputation brings back."""
+    """Bytes of all micro-batches in flight, including recomputed activations."""
     fragmented: Column
-    """Of these, one micro-batch's, where others' are kept while its own come and go."""
+    """Part of `activations`: one micro-batch's, allocated and freed between those of other micro-batches."""
     logits: Column
     buffers: Column
     host: Column
-    """In CPU memory, for what is offloaded; not in `total`."""
+    """Bytes of CPU memory for offloaded state; not part of `total`."""
 
     @property
     def total(self) -> Column:
+        """Bytes of device memory."""
         return self.state + self.activations + self.logits + self.buffers
 
 
 @dataclass(frozen=True)
 class StageMemoryTable:
-    """Bytes by stage: the first, the second (which has more blocks where the first has the embedding), the last."""
+    """Bytes by stage: the first, the second and the last.
+
+    The second stage has more blocks than the first if the first has the embedding.
+    """
 
     first: StageMemory
     middle: StageMemory
@@ -61,8 +70,11 @@ class StageMemoryTable:
 
 
 def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTable:
-    """Bytes of the first, the second and the last stage. DeepSpeed's pipeline engine keeps what a stage sends beside
-    what its blocks keep, for all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers)."""
+    """Return the bytes of the first, the second and the last stage.
+
+    DeepSpeed's pipeline engine saves the tensors that a stage sends, in addition to the activations of its blocks, for
+    all micro-batches in flight (deepspeed/runtime/pipe/engine.py: pipe_buffers).
+    """
     has_no_pipeline = jobs.pp == 1
     shares_rank = jobs.embedding_and_head_share_rank
     saved_bytes, recomputed_bytes = _activation_bytes(constants, jobs)
@@ -104,11 +116,11 @@ def estimate_memory(constants: MemoryConstants, jobs: JobTable) -> StageMemoryTa
 
 
 def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -> Column:
-    """Of a device's memory on the fullest stage, with what the allocator reserves beside what comes and goes (model
-    state stays where it is), and what it does not see.
+    """Return the device memory of the fullest stage, including the allocator's reserve and context memory.
 
-    In a pipeline one micro-batch's backward pass frees memory between what others keep, in pieces that the next one's
-    forward pass cannot wholly use."""
+    Model state is not temporary, so the allocator reserves nothing extra for it. In a pipeline, one micro-batch's
+    backward pass frees memory between activations of others. The next forward pass cannot fully use these pieces.
+    """
     first, second, last = (
         stage.state + constants.fragmentation * (stage.total - stage.state) + constants.scattered * stage.fragmented
         for stage in (stage_memory.first, stage_memory.middle, stage_memory.last)
@@ -117,12 +129,12 @@ def reserved_bytes(constants: MemoryConstants, stage_memory: StageMemoryTable) -
 
 
 def oom_probability(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
-    """Probability that the device's memory is not enough, or with offload the CPU's."""
+    """Return the probability that the device's memory, or with offload the CPU's, is insufficient."""
     return exceedance_probability(constants, memory_utilisation(constants, jobs, stage_memory), np.ones(1))
 
 
 def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory: StageMemoryTable) -> Column:
-    """How many times the device's memory is used, or with offload the CPU's, whichever is fuller."""
+    """Return used / available memory of the device, or with offload of the CPU if that is fuller."""
     device_utilisation: Column = reserved_bytes(constants, stage_memory) / jobs.memory_bytes
     if not jobs.offload.any():
         return device_utilisation
@@ -130,17 +142,24 @@ def memory_utilisation(constants: MemoryConstants, jobs: JobTable, stage_memory:
 
 
 def exceedance_probability(constants: MemoryConstants, used_bytes: Column, memory_bytes: Column) -> Column:
-    """Probability that more is used than there is: the prediction's error is taken as log-normal."""
+    """Return the probability that a run uses more than `memory_bytes`, with a log-normal prediction error.
+
+    Args:
+        constants: Fitted constants of memory.
+        used_bytes: Predicted bytes.
+        memory_bytes: Available bytes.
+    """
     excess = np.log(used_bytes / memory_bytes) / constants.spread
     erf_value: Column = np.vectorize(erf, otypes=[np.float64])(excess / sqrt(2))
     return 0.5 * (1 + erf_value)
 
 
 def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
-    """Micro-batches whose activations the first, the second and the last stage hold at once.
+    """Return the micro-batches whose activations the first, the second and the last stage hold at once.
 
     1F1B: stage s of p holds p - s. Interleaved: the first holds p + (p-1)/v (arXiv 2205.05198, section 4.2.3), each
-    further one 2/v less. ZB-H1: p on all, as 1F1B's first; ZB-H2: 2p - 1; ZB-V: p (arXiv 2401.10241 and 2405.15362).
+    further one 2/v less. ZB-H1: p on all stages, as 1F1B's first. ZB-H2: 2p - 1. ZB-V: p (arXiv 2401.10241 and
+    2405.15362).
     """
     p = jobs.pp
     m = jobs.micro_batches
@@ -163,8 +182,10 @@ def micro_batches_in_flight(jobs: JobTable) -> tuple[Column, Column, Column]:
 def _state_bytes(
     constants: MemoryConstants, jobs: JobTable, blocks: Column, moe_blocks: Column, num_tables: Column | float
 ) -> tuple[Column, Column]:
-    """Parameters, gradients and optimizer state, of which ZeRO leaves a share (arXiv 1910.02054, section 5): on the
-    device, and in CPU memory."""
+    """Return the bytes of parameters, gradients and optimizer state on the device and in CPU memory.
+
+    ZeRO shards them (arXiv 1910.02054, section 5).
+    """
     table_parameters = jobs.vocab * jobs.width
     dense_per_block = (
         (jobs.parameters - jobs.expert_parameters - table_parameters * (2 - jobs.tied)) / jobs.layers / jobs.tp
@@ -195,9 +216,11 @@ def _sharded_state_bytes(jobs: JobTable, parameters: Column, ranks: Column) -> C
 
 
 def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Column, Column]:
-    """Bytes that a block keeps for the backward pass, and those of the block that is computed again. Values are a view
-    of what one product makes with queries and keys: where these are rotated, as in models with gated MLPs, all of its
-    output stays beside them."""
+    """Return the saved bytes of a block, and the bytes of the block that is recomputed.
+
+    Values are a view of the joint output of the query, key and value projection. If queries and keys are rotated, as in
+    models with gated MLPs, the full output is saved in addition to the rotated tensors.
+    """
     tokens = jobs.tokens
     tp = jobs.tp
     sequence_shards = np.where(jobs.sequence_parallel > 0, tp, 1.0)
@@ -225,7 +248,7 @@ def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Colum
     dense_fraction = jobs.dense_layers / jobs.layers
     inner_bytes = dense_fraction * mlp_bytes + (1 - dense_fraction) * np.where(jobs.experts > 0, expert_bytes, 0.0)
     unscored_bytes = width_bytes * jobs.width / sequence_shards + attention_bytes / tp + inner_bytes
-    token_scale = tokens * jobs.compute_dtype_bytes / 2  # the constants are of 16 bits
+    token_scale = tokens * jobs.compute_dtype_bytes / 2  # the constants are for 16 bits
     block_bytes = token_scale * (unscored_bytes + score_bytes)
     conditions = [jobs.recompute == kind for kind in RECOMPUTING_METHODS]
     attention_block_bytes = token_scale * (attention_bytes / tp + score_bytes)
@@ -243,7 +266,10 @@ def _activation_bytes(constants: MemoryConstants, jobs: JobTable) -> tuple[Colum
 
 
 def _logit_bytes(constants: MemoryConstants, jobs: JobTable, tokens: Column) -> Column:
-    """Most of them the loss's own, which is in fp32 where products are in 16 bits."""
+    """Return the bytes of the logits.
+
+    Most of them are the loss's own, which is in fp32 if products are in 16 bits.
+    """
     is_fused = (jobs.hardware_generation > 0) & ((jobs.fused_elementwise > 0) | (jobs.compiled > 0))
     bytes_per_logit = (
         np.where(is_fused, constants.logit_fused_bytes, constants.logit_bytes)

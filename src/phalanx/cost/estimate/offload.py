@@ -1,10 +1,12 @@
-"""What offload saves a device and costs a step: bytes that rest elsewhere, bytes that move, and the update on a CPU.
+"""Memory savings and time of offload: offloaded bytes, transferred bytes, and the update on a CPU.
 
-As Phalanx's strategies do it. ZeRO-1 and 2 (`parallel.data.zero`) copy gradients down, step their rows in pieces and
-copy them up, one after the other: nothing else goes on meanwhile, but for the gather of the piece before. ZeRO-3
-(FSDP2's CPUOffloadPolicy) copies a block's parameters up before each gather, ahead of their use, and the first
-micro-batch's gradients down beside the backward pass; those of later ones wait to be added. Muon's products, which a
-CPU makes slowly, are not in it. The shares and the speed that stand here as constants are usual ones, not measured."""
+This follows Phalanx's strategies. ZeRO-1 and 2 (`parallel.data.zero`) copy gradients to the host, step their rows in
+pieces and copy the rows back, one after another. Only the gather of the previous piece overlaps with this. ZeRO-3
+(FSDP2's CPUOffloadPolicy) prefetches a block's parameters to the device before each gather. It copies the first
+micro-batch's gradients to the host during the backward pass; later micro-batches wait for the addition. Muon's
+products, which are slow on a CPU, are not included. The efficiencies and the speed below are usual values, not
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ from phalanx.cost.kinds import Column, OffloadTarget
 from phalanx.cost.precision import master_weight_bytes
 
 PINNED_COPY_EFFICIENCY = 0.8
-"""Of PCIe's bandwidth, what copies from and to pinned memory reach: 25 of Gen4's 31.5 GB/s."""
+"""Fraction of PCIe's bandwidth that copies with pinned memory reach: 25 of Gen4's 31.5 GB/s."""
 MAX_UNPINNED_BYTES_PER_SECOND = 10e9
-"""The most that others reach: the driver copies them by way of pinned memory of its own, with one core. Rows of other
-precision than the model's are such: what casts them for a copy makes a tensor that is not pinned."""
+"""Maximum bandwidth of copies without pinned memory, which the driver stages with one core.
+
+Rows of another precision than the model's are unpinned, because the cast for the copy creates an unpinned tensor.
+"""
 HOST_MEMORY_EFFICIENCY = 0.8
-"""Of CPU memory's bandwidth, what passes over long tensors reach."""
+"""Fraction of CPU memory's bandwidth that passes over long tensors reach."""
 
 
 def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
-    """Bytes per parameter of parameters, gradients and optimizer state that stay on the device."""
+    """Return the bytes per parameter that stay on the device: parameters, gradients, optimizer state."""
     is_offloaded = jobs.offload > 0
     resident: tuple[Column, Column, Column] = (
         np.where(is_offloaded & (jobs.zero_stage >= 3), 0.0, jobs.parameter_bytes),
@@ -37,8 +41,10 @@ def device_state_bytes(jobs: JobTable) -> tuple[Column, Column, Column]:
 
 
 def host_bytes(jobs: JobTable) -> Column:
-    """Bytes of CPU memory for each parameter of which a rank trains its share. Of ZeRO-3 only optimizer state is in
-    files, of the others all."""
+    """Return the bytes of CPU memory per parameter that a rank trains.
+
+    With files, ZeRO-3 stores only the optimizer state in files, and the other stages store everything there.
+    """
     gradients = np.where(jobs.zero_stage >= 2, jobs.gradient_bytes, 0.0)
     bytes_with_files = np.where(jobs.zero_stage >= 3, gradients + master_weight_bytes(jobs.compute_dtype_bytes), 0.0)
     targets = [jobs.offload == OffloadTarget.CPU, jobs.offload == OffloadTarget.FILES]
@@ -47,7 +53,7 @@ def host_bytes(jobs: JobTable) -> Column:
 
 
 def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
-    """Seconds to bring these parameters, this rank's share, to the device before a gather: ZeRO-3's rest elsewhere."""
+    """Return the seconds to copy a rank's share of `parameters` to the device before a ZeRO-3 gather."""
     return np.where(
         (jobs.offload > 0) & (jobs.zero_stage >= 3),
         parameters * jobs.parameter_bytes / _pinned_bytes_per_second(jobs),
@@ -56,10 +62,15 @@ def upload_seconds(jobs: JobTable, parameters: Column) -> Column:
 
 
 def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> Column:
-    """Seconds of a step in which a rank only moves or steps the `owned` parameters that rest elsewhere.
+    """Return the seconds of a step in which a rank only copies or updates offloaded parameters.
 
-    Files are read ahead and written behind (`parallel.data.offload`): of disk and CPU, the slower one counts. No CPU is
-    taken to be faster than the device: to offload what would fit never pays.
+    Files are read ahead and written behind (`parallel.data.offload`), so the slower of disk and CPU counts. A CPU is
+    never assumed to be faster than the device, so offloading what fits never pays.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        owned: Offloaded parameters that the rank updates.
     """
     host = HOST_MEMORY_EFFICIENCY * jobs.host_bytes_per_second
     step_seconds = np.maximum(
@@ -72,8 +83,11 @@ def offload_seconds(constants: TimeConstants, jobs: JobTable, owned: Column) -> 
 
 
 def _copy_seconds_per_parameter(jobs: JobTable) -> Column:
-    """Per parameter: gradients down, of ZeRO-2 and 3 at every micro-batch (the first into pinned memory, which ZeRO-3
-    does not wait for), and what the rows have become up."""
+    """Return the copy seconds per parameter: gradients to the host, updated rows to the device.
+
+    ZeRO-2 and 3 copy gradients at every micro-batch. The first copy goes to pinned memory, and ZeRO-3 does not wait for
+    it.
+    """
     pinned = _pinned_bytes_per_second(jobs)
     staged = np.minimum(_pinned_bytes_per_second(jobs), MAX_UNPINNED_BYTES_PER_SECOND)
     later_seconds = (jobs.micro_batches - 1) / staged
@@ -87,9 +101,11 @@ def _copy_seconds_per_parameter(jobs: JobTable) -> Column:
 
 
 def _host_pass_bytes(jobs: JobTable) -> Column:
-    """Bytes of CPU memory read and written per parameter in a step: gradients added to those before, their norm, their
-    scaling and casting; the step itself, which reads and writes rows and state and reads the gradients (PyTorch's
-    fused); and rows cast for the model."""
+    """Return the bytes of CPU memory read and written per parameter in a step.
+
+    They cover accumulation of gradients, their norm, scaling and casting; the step, which reads and writes rows and
+    state and reads gradients (PyTorch's fused optimizer); and the cast of rows for the model.
+    """
     gradient_bytes = jobs.gradient_bytes
     row_bytes = master_weight_bytes(jobs.compute_dtype_bytes)
     is_zero3 = jobs.zero_stage >= 3
@@ -105,17 +121,21 @@ def _host_pass_bytes(jobs: JobTable) -> Column:
 
 
 def _disk_bytes(jobs: JobTable) -> Column:
-    """Bytes read from and written to files per parameter in a step. Of ZeRO-1 and 2 rows and state, and the rows once
-    more to be gathered; of ZeRO-2 also gradients, read and written at every micro-batch (as measured:
-    docs/benchmarks/offload.md). Of ZeRO-3 the optimizer's state."""
+    """Return the bytes per parameter that a step reads from and writes to files.
+
+    ZeRO-1 and 2: rows and state, and the rows once more for the gather. ZeRO-2 also reads and writes gradients at every
+    micro-batch (as measured: docs/benchmarks/offload.md). ZeRO-3: the optimizer state.
+    """
     gradients = np.where(jobs.zero_stage >= 2, 2 * jobs.gradient_bytes * jobs.micro_batches, 0.0)
     row_bytes = 2 * _trained_state_bytes(jobs) + master_weight_bytes(jobs.compute_dtype_bytes) + gradients
     return np.where(jobs.zero_stage >= 3, 2 * jobs.state_bytes, row_bytes)
 
 
 def _trained_state_bytes(jobs: JobTable) -> Column:
-    """Bytes of rows and optimizer state per parameter. Without offload the rows are the model's own, unless that
-    computes in fewer bytes."""
+    """Return the bytes of rows and optimizer state per parameter.
+
+    Without offload the rows are the model's own, unless the model computes in fewer bytes.
+    """
     row_bytes = master_weight_bytes(jobs.compute_dtype_bytes)
     has_rows_in_state = (jobs.zero_stage < 3) & (jobs.parameter_bytes < row_bytes)
     return jobs.state_bytes + np.where(has_rows_in_state, 0.0, row_bytes)

@@ -1,5 +1,7 @@
-"""How long one optimizer step takes: blocks and ends of every stage, the schedule's bubble, sends, data-parallel
-exchanges as far as the backward pass does not hide them, and the update."""
+"""Time of an optimizer step.
+
+Blocks, embedding, head, the schedule's bubble, sends, exposed data-parallel communication, and the update.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,26 @@ from phalanx.cost.kinds import Column, ScheduleKind
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, by what they go to: no second is in two parts, and `total` is their sum."""
+    """Seconds of one optimizer step by part: the parts are disjoint, and `total` is their sum."""
 
     compute: Column
-    """The slowest stage's micro-batches, one after the other, without what is exposed of communication."""
+    """Micro-batches of the slowest stage, one after another, without exposed communication."""
     exchange: Column
-    """Exposed communication of tensor, context and expert parallelism in these."""
+    """Exposed communication of tensor, context and expert parallelism in `compute`'s micro-batches."""
     bubble: Column
     send: Column
     data_parallel: Column
-    """Exposed communication of gradients and parameters: after the backward pass, or with ZeRO-3 within passes."""
+    """Exposed communication of gradients and parameters: after backward, or with ZeRO-3 within passes."""
     update: Column
-    """By the device."""
+    """Update on the device."""
     offload: Column
-    """Copies from and to where state rests, as far as nothing hides them, and the update there."""
+    """Exposed copies of offloaded state, and the update of that state on the host."""
     waiting: Column
-    """For the slowest of many nodes."""
+    """Time that nodes wait for the slowest of them."""
 
     @property
     def total(self) -> Column:
+        """Seconds of the step."""
         total: Column = sum(getattr(self, part) for part in PARTS)
         return total
 
@@ -48,19 +51,19 @@ PARTS = tuple(part.name for part in fields(StepTime))
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What stages are made of."""
+    """Times of the layers of a model, of which stages consist."""
 
     embedding: StageTime
     dense: StageTime
-    """A block with an MLP."""
+    """Block with a dense MLP."""
     routed: StageTime
-    """A block with experts."""
+    """Block with experts."""
     head: StageTime
-    """With the loss."""
+    """Output projection and loss."""
 
 
 def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
-    """Seconds of a step by its parts."""
+    """Return the seconds of a step, by part."""
     dense, routed = _block_times(constants, jobs)
     layer_times = _make_layer_times(constants, jobs, dense, routed=routed)
     slowest, middle = _slowest_and_middle_stages(jobs, layer_times)
@@ -100,7 +103,7 @@ def step_seconds(constants: TimeConstants, jobs: JobTable) -> StepTime:
 
 
 def layer_seconds(constants: TimeConstants, jobs: JobTable) -> LayerTimes:
-    """Seconds of a micro-batch in each part of the model."""
+    """Return the seconds of a micro-batch in each part of the model."""
     return _make_layer_times(constants, jobs, *_block_times(constants, jobs))
 
 
@@ -118,7 +121,7 @@ class _ShardingTime:
 
     gather: Column
     upload: Column
-    """Copies of offloaded parameters to the device before they are gathered."""
+    """Copies of offloaded parameters to the device before the gather."""
     scatter: Column
 
     def __add__(self, other: _ShardingTime) -> _ShardingTime:
@@ -128,10 +131,10 @@ class _ShardingTime:
 def _sharding_seconds(
     constants: TimeConstants, jobs: JobTable, parameters: Column, ranks: Column, copies: Column, stride: Column
 ) -> _ShardingTime:
-    """Seconds to gather parameters that `ranks` share, which are `stride` apart, and to scatter their gradients and sum
-    them over `copies` of these ranks.
+    """Return the seconds to gather sharded parameters and to reduce-scatter their gradients.
 
-    DeepSpeed gathers parameter by parameter, each by one ring that leaves a node by one network card.
+    `ranks` that are `stride` apart share the parameters, and gradients are summed over `copies` of them. DeepSpeed
+    gathers single parameters, each in one ring that leaves a node through one network card.
     """
     calls = np.sign(parameters)
 
@@ -155,10 +158,11 @@ def _gathers_singly(jobs: JobTable) -> NDArray[np.bool_]:
 
 
 def _add_zero3_communication(constants: TimeConstants, jobs: JobTable, block: StageTime, experts: Column) -> StageTime:
-    """With ZeRO-3's gathers of the next block's parameters beside each pass, and its scatters of gradients; `experts`
-    are the parameters of a rank's experts, which ranks with the same experts share.
+    """Return `block` with ZeRO-3's gathers and reduce-scatters, which overlap with the passes.
 
-    DeepSpeed gathers few parameters ahead of their use: they hide worse than a block's gathered at once.
+    Each pass gathers the next block's parameters. `experts` is the number of parameters of a rank's experts, which
+    ranks with the same experts share. DeepSpeed prefetches few parameters at a time, which hides worse than a full
+    block.
     """
     parameters = (jobs.parameters - jobs.expert_parameters) / jobs.layers / jobs.tp
     ranks = jobs.shard_group_size
@@ -218,7 +222,7 @@ def _make_layer_times(constants: TimeConstants, jobs: JobTable, dense: StageTime
 
 
 def _slowest_and_middle_stages(jobs: JobTable, layer_times: LayerTimes) -> tuple[StageTime, StageTime]:
-    """The slowest rank, and one between the first, with the embedding, and the last, with the head."""
+    """Return the times of the slowest rank, and of a rank with neither embedding nor head."""
 
     def sum_stage(blocks: Column, moe_blocks: Column) -> StageTime:
         return layer_times.dense.scaled(blocks - moe_blocks) + layer_times.routed.scaled(moe_blocks)
@@ -241,7 +245,10 @@ def _elementwise_slower(stage: StageTime, other: StageTime, exists: NDArray[np.b
 
 
 def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> Column:
-    """Of both passes: over a rank's share of the logits, or over all of them where ranks gather the vocabulary."""
+    """Return the seconds of the loss, forward and backward.
+
+    The loss reads a rank's shard of the logits, or all logits if ranks gather the vocabulary.
+    """
     gathers_vocab = (jobs.gathers_logits > 0) & (jobs.tp > 1)
     logits = jobs.compute_dtype_bytes * tokens * jobs.vocab
     gather = np.where(gathers_vocab, ring_seconds(constants, jobs, logits, ranks=jobs.tp, stride=1.0), 0.0)
@@ -251,14 +258,14 @@ def _loss_seconds(constants: TimeConstants, jobs: JobTable, tokens: Column) -> C
 
 
 def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
-    """Idle seconds of the slowest stage: `others` is one micro-batch's way through all other stages; F, B and W are of
-    all of them.
+    """Return the idle seconds of the slowest stage.
 
-    1F1B and GPipe wait for it once; interleaved for a v-th of it (arXiv 2104.04473, section 2.2); split backward
-    passes fill it with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362): of ZB-H1 are left
-    F + B - W, of ZB-H2 max(F, F + B - 2W), of ZB-V max(F, B) / 2. Where the optimizer's checks are postponed, the next
-    step begins in the ramp of the last one, and ZB-H2's 2p - 1 forward passes at the start fill what is left of it but
-    B - F, where gradients of weights do not.
+    `others` is the time of one micro-batch in all other stages together; F, B and W are sums over these stages. 1F1B
+    and GPipe wait for that time once, interleaved schedules for 1/v of it (arXiv 2104.04473, section 2.2). Split
+    backward passes fill it with gradients of weights (arXiv 2401.10241, section 2.3, and 2405.15362). The remainder is
+    F + B - W for ZB-H1, max(F, F + B - 2W) for ZB-H2, and max(F, B) / 2 for ZB-V. With postponed optimizer checks, the
+    next step starts in the ramp of the last one. The 2p - 1 forward passes at the start of ZB-H2 then fill the rest,
+    except B - F where gradients of weights do not cover it.
     """
     v = np.maximum(jobs.virtual_stages, 1)
     is_post_validated = jobs.optimizer_post_validation > 0
@@ -290,8 +297,11 @@ def _bubble_seconds(jobs: JobTable, others: StageTime) -> Column:
 def _adjust_for_shared_cores(
     jobs: JobTable, slowest: StageTime, mean: StageTime, bubble: Column
 ) -> tuple[StageTime, Column]:
-    """A step's passes and bubble where ranks share cores: one that waits leaves its core to the others, so that a step
-    takes what all stages compute, or, if that is longer, the way through the schedule at a whole core's speed."""
+    """Return a step's passes and bubble for ranks that share cores.
+
+    A waiting rank leaves its core to the others. A step therefore takes the compute of all stages or, if longer, the
+    schedule's critical path at the speed of a full core.
+    """
     shares_core = (jobs.ranks_per_core > 1) & (jobs.pp > 1)
     schedule_seconds = (slowest.forward_backward + bubble) / jobs.ranks_per_core
     shared_bubble = smooth_max(mean.forward_backward, schedule_seconds) - mean.forward_backward
@@ -299,11 +309,12 @@ def _adjust_for_shared_cores(
 
 
 def _pipeline_send_seconds(constants: TimeConstants, jobs: JobTable, m: Column, v: Column) -> Column:
-    """Seconds that stages wait for one another's messages: a forward and a backward one for every micro-batch and every
-    chunk. Tensor-parallel ranks share a message where they share its tokens, and in Megatron-LM and DeepSpeed's engine
-    always (arXiv 2104.04473, section 4.1; deepspeed/runtime/pipe/engine.py: is_pipe_partitioned). Each interleaved
-    chunk waits for its message unless sends were made to run ahead, as does DeepSpeed's engine
-    (deepspeed/runtime/pipe/p2p.py: blocking sends)."""
+    """Return the seconds that stages wait for messages: forward and backward, per micro-batch and chunk.
+
+    Tensor-parallel ranks split a message if they split its tokens, and always in Megatron-LM and DeepSpeed's engine
+    (arXiv 2104.04473, section 4.1; deepspeed/runtime/pipe/engine.py: is_pipe_partitioned). Interleaved chunks wait for
+    their message unless sends run ahead, as does DeepSpeed's engine (deepspeed/runtime/pipe/p2p.py: blocking sends).
+    """
     tokens = jobs.tokens
     is_message_split = (
         (jobs.sequence_parallel > 0) | (jobs.schedule == ScheduleKind.INTERLEAVED) | (jobs.scatter_gather_p2p > 0)

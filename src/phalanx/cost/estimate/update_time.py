@@ -1,4 +1,4 @@
-"""Time of what follows the backward pass: exposed gradient communication, and the optimizer update."""
+"""Time after the backward pass: exposed gradient communication and the optimizer update."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from phalanx.cost.kinds import Column
 
 
 def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: StageTime) -> Column:
-    """Seconds of gradients' and parameters' exchanges that passes do not hide. Parameters are gathered after the
-    update: where they hide, it is in the next step's forward pass."""
+    """Return the seconds of gradient and parameter communication that the passes do not hide.
+
+    Parameters are gathered after the update. If the gather overlaps, it does so with the next step's forward pass.
+
+    Args:
+        constants: Fitted constants of time.
+        jobs: Columns of jobs.
+        stage: Times of a stage, in whose passes the communication can hide.
+    """
     dense, experts = parameters_per_rank(jobs)
     ranks = jobs.dp * jobs.cp
     bucket = np.where(jobs.overlap_grad_reduce > 0, constants.bucket_bytes / 2, np.inf)
@@ -54,19 +61,19 @@ def data_parallel_seconds(constants: TimeConstants, jobs: JobTable, stage: Stage
 
 
 def _exposed_seconds(constants: TimeConstants, exchange_seconds: Column, window_seconds: Column) -> Column:
-    """Of an exchange that runs beside the backward pass, what is seen of it."""
+    """Return the exposed seconds of communication that overlaps with the backward pass."""
     hidden_seconds: Column = np.minimum(exchange_seconds, window_seconds)
     return exchange_seconds - hidden_seconds + constants.overlap_leak * hidden_seconds
 
 
 def parameters_per_rank(jobs: JobTable) -> tuple[Column, Column]:
-    """Parameters of a stage between the ends that all data-parallel ranks share, and those of its experts."""
+    """Return a middle stage's parameters that all data-parallel ranks share, and those of its experts."""
     dense = (jobs.parameters - jobs.expert_parameters) / (jobs.tp * jobs.pp)
     return dense, jobs.expert_parameters / (jobs.expert_shards * jobs.pp)
 
 
 def owned_parameters(jobs: JobTable) -> Column:
-    """Parameters that a rank of such a stage updates."""
+    """Return the number of parameters that a rank of a middle stage updates."""
     dense, experts = parameters_per_rank(jobs)
     return np.where(
         jobs.zero_stage >= 1, dense / jobs.shard_group_size + experts / jobs.expert_replicas, dense + experts
@@ -74,7 +81,7 @@ def owned_parameters(jobs: JobTable) -> Column:
 
 
 def update_seconds(constants: TimeConstants, jobs: JobTable) -> Column:
-    """Seconds of the optimizer, where the device runs it, of the gradients' norm and of setting them to zero."""
+    """Return the seconds of the optimizer on the device, the gradient norm and zeroing of gradients."""
     dense, _ = parameters_per_rank(jobs)
     owned = np.where(jobs.offload > 0, 0.0, owned_parameters(jobs))
     return memory_pass_seconds(constants, jobs, 2 * constants.optimizer_passes * owned + 4 * dense)

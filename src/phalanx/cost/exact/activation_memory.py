@@ -1,16 +1,15 @@
-"""What the forward pass of one micro-batch leaves in memory for its backward pass. Exact, and without torch.
+"""Activations that a micro-batch's forward pass saves for its backward pass. Exact, without torch.
 
-The method is that of Korthikanti et al. (arXiv 2205.05198, section 4): go through the operations, and count what each
-keeps to compute its gradient. Their sum for a layer, T B D (34 + 5 H T / D) bytes, is of GPT in 16 bits with dropout.
-Ours differs: flash attention (arXiv 2205.14135) keeps a row's logsumexp instead of T x T scores and their softmax,
-there is no dropout, SwiGLU keeps four inner tensors where GELU keeps two, and autocast keeps a bf16 copy of a linear
+The method is that of Korthikanti et al. (arXiv 2205.05198, section 4): for each operation, count the tensors that it
+saves to compute its gradient. Their sum per layer, T B D (34 + 5 H T / D) bytes, is for GPT in 16 bits with dropout.
+This one differs: flash attention (arXiv 2205.14135) saves a row's logsumexp instead of T x T scores and their softmax,
+there are no dropout layers, SwiGLU saves four inner tensors and GELU two, and autocast saves a bf16 copy of a linear
 layer's input for each layer that reads it.
 
 The counts are those of PyTorch's CPU kernels, uncompiled, and tested against them to the byte; or those of its CUDA
-kernels (`on_cuda`), which differ in norms and in what they need of documents. Not counted: key/value heads that the
-model repeats on CUDA where a mask is needed, in fp32 (`model/attention.py`).
-Of what exists for a moment only, the loss's is counted (N V numbers each, usually the largest), and what is computed
-again; gradients on their way between layers are not.
+kernels (`on_cuda`), which differ in norms and in their tensors for documents. Not counted: key/value heads that the
+model repeats in fp32 on CUDA if a mask is needed (`model/attention.py`). Of temporary tensors, the loss's (N V numbers
+each, usually the largest) and recomputed ones are counted; gradients between layers are not.
 
 Symbols: B sequences, T tokens in each, N = B T, D width, H heads, K head width, F inner width, V vocabulary, E experts,
 k of them per token; q and kv are the widths of all query and of all key/value heads together.
@@ -42,14 +41,14 @@ from phalanx.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes alive after forward pass and loss, before backward, by part; and at the moments when more are."""
+    """Bytes between the loss and the backward pass, by part, and at later peaks."""
 
     inputs: int = 0
-    """What blocks share: indices of tokens and positions, rotary tables; for recomputation also the mask."""
+    """Tensors that blocks share: indices of tokens and positions, rotary tables, mask if recomputed."""
     checkpoints: int = 0
-    """Inputs of the blocks (full) or attentions (selective) that are computed again."""
+    """Inputs of the recomputed blocks (full) or attentions (selective)."""
     norms: int = 0
-    """Of the residual stream. The stream itself is kept here, as their input, and nowhere else."""
+    """Norms of the residual stream. The stream itself is saved only here, as their input."""
     attention: int = 0
     """Projections, norms of queries and keys, and attention itself."""
     mlp: int = 0
@@ -57,71 +56,73 @@ class ActivationBytes:
     experts: int = 0
     """Routers, routed and shared experts."""
     tp_boundaries: int = 0
-    """Of a stage of a pipeline what it was given and what it gives, where nothing else keeps that."""
+    """Input and output of a pipeline stage that no other operation saves."""
     head_and_loss: int = 0
     """Input of the head, log-probabilities (at least fp32) and targets."""
     weight_copies: int = 0
-    """Under autocast, bf16 copies of fp32 weights. They do not grow with the batch."""
+    """Copies of fp32 weights in bf16 under autocast. They do not grow with the batch."""
     loss_gradients: int = 0
-    """Not kept: gradients of log-probabilities and of the logits they are of, with which the backward pass begins
-    beside everything else. (The forward pass ends with less: the logits, and of bf16 ones the fp32 copy.)"""
+    """Temporary: gradients of log-probabilities and logits at the start of the backward pass.
+
+    (The forward pass ends with less: the logits, and the fp32 copy of bf16 logits.)
+    """
     mlp_gradients: int = 0
-    """Not kept: the most on its way through the last MLP or experts in the backward pass, and the stream's gradient."""
+    """Temporary: the peak in the last MLP or experts in backward, and the residual stream's gradient."""
     recomputed: int = 0
-    """The most kept while a block or attention is computed again in the backward pass; 0 where none is."""
+    """Peak while a block or attention is recomputed in the backward pass; 0 without recomputation."""
     recomputed_first: int = 0
-    """The same of the first block, which is the last to be computed again."""
+    """Peak while the first block is recomputed, which is the last recomputation."""
     residual_gradient: int = 0
-    """Not kept: of the residual stream, between blocks."""
+    """Temporary: gradient of the residual stream between blocks."""
     deferred_weight_grads: int = 0
-    """What a stage keeps of a micro-batch between the halves of its backward pass."""
+    """Bytes that a stage saves for a micro-batch between the halves of its backward pass."""
 
     @property
     def total(self) -> int:
-        """Bytes kept when the forward pass and the loss are done."""
+        """Bytes saved at the end of the forward pass and the loss."""
         blocks = self.checkpoints + self.norms + self.attention + self.mlp + self.experts + self.tp_boundaries
         return self.inputs + blocks + self.head_and_loss + self.weight_copies
 
     @property
     def peak(self) -> int:
-        """The most at one time: when the backward pass begins, or while something is computed again."""
+        """Peak bytes: at the start of the backward pass, or during recomputation."""
         return max(self.at_backward_start, self.within_blocks())
 
     @property
     def at_backward_start(self) -> int:
-        """When the backward pass begins, with the loss."""
+        """Bytes at the start of the backward pass, with the loss."""
         return self.total + self.loss_gradients
 
     def within_blocks(self, done: float = 0.0) -> int:
-        """Inside a block of the backward pass of which a share is done: what those after it kept is free."""
+        """Return the bytes inside a block when the fraction `done` of the backward pass has been freed."""
         recomputed = self.recomputed + done * (self.recomputed_first - self.recomputed)
         return round(max((1 - done) * self._saved_in_blocks, recomputed)) + self.mlp_gradients
 
     def between_blocks(self, done: float) -> int:
-        """Between two blocks of the backward pass, when the one is done with and the next not begun."""
+        """Return the bytes between two blocks, when the fraction `done` of the backward pass has been freed."""
         return round((1 - done) * self._saved_in_blocks) + self.residual_gradient
 
     @property
     def _saved_in_blocks(self) -> int:
-        """Of the total what is still there when the backward pass is through the head."""
+        """Part of the total that remains after the head's backward pass."""
         return self.total - self.head_and_loss
 
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """A stage of a pipeline."""
+    """Stage of a pipeline."""
 
     layers: range
     first: bool = False
-    """It has the embedding."""
+    """True if the stage has the embedding."""
     last: bool = False
-    """It has the head."""
+    """True if the stage has the head."""
     splits_backward: bool = False
-    """Its backward passes are in two halves."""
+    """True if the stage's backward passes are in two halves."""
 
 
 def pipeline_stages(layers: Sequence[range], schedule: Schedule) -> list[StageBlocks]:
-    """Of a pipeline with these layers in each."""
+    """Return the stages of a pipeline with these layers in each."""
     last_index = len(layers) - 1
     return [
         StageBlocks(stage_layers, index == 0, index == last_index, splits_backward=schedule.splits_backward)
@@ -140,20 +141,26 @@ def activation_bytes(
     stage: StageBlocks | None = None,
     on_cuda: bool = False,
 ) -> ActivationBytes:
-    """Activations of one rank for a micro-batch of `batch` sequences of `seq_len` tokens; in a pipeline those of one
-    `stage`.
+    """Return the activations of one rank for a micro-batch, in a pipeline those of one stage.
 
-    Of tensor-parallel ranks one has a share of heads, inner widths and logits, and with sequence parallelism of the
-    residual stream's tokens too, which norms and products keep (arXiv 2205.05198, section 4.2); of context-parallel
-    ranks a share of every sequence; of expert-parallel ranks some experts, whose tokens are as many as its own where
-    these are balanced.
+    A tensor-parallel rank has a shard of heads, inner widths and logits. With sequence parallelism it also has a shard
+    of the residual stream's tokens, which norms and products save (arXiv 2205.05198, section 4.2). A context-parallel
+    rank has a shard of every sequence. An expert-parallel rank has some experts, with as many tokens as its own if
+    balanced.
 
-    bf16 is either `autocast` over fp32 parameters (one process, DDP; no effect on fp32 and fp64), or parameters that
-    are bf16 themselves (ZeRO). `masked`: documents in a sequence are hidden from each other. `on_cuda`: by CUDA's
-    kernels, not by a CPU's.
+    Backward frees tensors after use. While layer l is recomputed, memory contains what previous layers saved and what
+    layer l recomputes, but nothing of later layers or the loss.
 
-    The backward pass frees what it is done with, so that while layer l is computed again there is what the layers
-    before it keep, what it drops itself, and nothing of those after it or of the loss.
+    Args:
+        spec: The model.
+        batch: Sequences of the micro-batch.
+        seq_len: Tokens of a sequence.
+        precision: Precision of the run.
+        layout: Layout of the run.
+        autocast: bf16 is autocast over fp32 parameters (one process, DDP), not parameters in bf16 (ZeRO).
+        masked: Documents in a sequence are hidden from each other.
+        stage: Stage of the pipeline.
+        on_cuda: Count CUDA's kernels instead of a CPU's.
     """
     layout, stage = layout or Layout(), stage or StageBlocks(range(spec.num_layers), first=True, last=True)
     shape = ForwardShape(
@@ -169,13 +176,13 @@ def activation_bytes(
     inputs = Counter(inputs=saved_by_inputs(spec, shape, stage.first)) + _saved_at_stage_boundaries(spec, shape, stage)
     saved, recompute_peaks = _saved_by_blocks(spec, shape, stage.layers, inputs=inputs)
     deferred = _deferred_weight_grads(spec, shape, stage) if stage.splits_backward else []
-    # What later layers, and the head, have put off.
+    # Weight gradients that later layers and the head have deferred.
     recompute_peaks = [size + sum(deferred[index + 1 :]) for index, size in enumerate(recompute_peaks)]
     mlp_gradients = mlp_backward_bytes(spec, stage.layers[-1], shape, splits_backward=stage.splits_backward)
     loss_gradients = 0
     if stage.last:
         saved += Counter(norms=saved_by_norm(spec, shape)) + saved_by_head(spec, shape)
-        mlp_gradients += stream_bytes  # elsewhere the stream's gradient is a message
+        mlp_gradients += stream_bytes  # in other stages the stream's gradient is a message
         loss_gradients = _loss_gradient_bytes(spec, shape)
     return ActivationBytes(
         **saved,
@@ -199,7 +206,7 @@ def _norm_saves_stream(spec: ModelSpec, shape: ForwardShape) -> bool:
 
 
 def _saved_at_stage_boundaries(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> Counter[str]:
-    """Return the input and output of a pipeline stage, where no block saves them."""
+    """Return the input and output of a pipeline stage, if no block saves them."""
     stream_bytes = _stream_bytes(spec, shape)
     saved: Counter[str] = Counter()
     if not stage.first and not _norm_saves_stream(spec, shape) and shape.layout.activation_checkpointing != "full":
@@ -230,14 +237,14 @@ def _saved_by_blocks(
         )
         if shape.layout.activation_checkpointing == "full":
             saved += checkpoint
-            # The first norm keeps the block's input, which is there already, unless it needs it in fp32.
+            # The first norm saves the block's input, which is saved already, unless the norm needs it in fp32.
             already_saved = stream_bytes if _norm_saves_stream(spec, shape) else 0
             recompute_peaks.append(
                 (saved + norm_saved + attention_saved + norm_saved + mlp_saved).total() - already_saved
             )
         elif shape.layout.activation_checkpointing == "selective":
             saved += norm_saved + checkpoint
-            # Likewise the projections their input, unless autocast makes copies of it.
+            # The projections also save their input, unless autocast makes copies of it.
             recompute_peaks.append((saved + attention_saved).total() - (0 if shape.autocast else stream_bytes))
             saved += norm_saved + mlp_saved
         else:
@@ -253,7 +260,7 @@ def _deferred_weight_grads(spec: ModelSpec, shape: ForwardShape, stage: StageBlo
 
 def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
     """Return the bytes of the gradients of log-probabilities and logits at the start of the backward pass."""
-    # Of shared logits only the gradient in what the loss computes in, and where that is not theirs the other.
+    # For sharded logits, the gradient in the loss's dtype only, plus the other if the logits have another dtype.
     bytes_per_logit = (
         2 * shape.high_precision_bytes
         if shape.tp == 1
@@ -265,19 +272,25 @@ def _loss_gradient_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
 
 @dataclass(frozen=True)
 class PeakInFlightBytes:
-    """The most that a rank of a pipeline has of activations, in bytes."""
+    """Peak bytes of activations on a pipeline rank."""
 
     forward_only: int
-    """Until it has gradients of its parameters."""
+    """Peak before the rank has gradients of its parameters."""
     with_gradients: int
-    """From then on."""
+    """Peak from then on."""
 
 
 def peak_in_flight_bytes(
     schedule: Schedule, rank: int, saved: Sequence[ActivationBytes], inside: int
 ) -> PeakInFlightBytes:
-    """Of activations that every stage keeps of a micro-batch from the forward to the backward pass, and between that
-    pass's halves; and what is on its way `inside` blocks."""
+    """Return the peak activations of a pipeline rank.
+
+    Args:
+        schedule: Schedule of the pipeline.
+        rank: Pipeline rank.
+        saved: Activations per stage and micro-batch, from forward to backward and between the halves of backward.
+        inside: Bytes of communication inside blocks.
+    """
     stage_activations = {stage: saved[stage] for stage in schedule.stages_of(rank)}
     sizes = {
         stage: (

@@ -1,7 +1,8 @@
-"""What ranks that share a model send each other for one micro-batch: activations, and gradients of them.
+"""Model-parallel traffic of a micro-batch: activations and their gradients.
 
-Symbols: N tokens of a micro-batch, of which sequence parallelism leaves a rank some between pairs of products; D width;
-tp, cp, ep the ranks that share products, sequences and experts."""
+Symbols: N tokens of a micro-batch, of which sequence parallelism leaves a shard on each rank between pairs of products;
+D width; tp, cp, ep the number of tensor-, context- and expert-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SCALARS_PURPOSE = "numbers of each token, for losses and norms; choices of exper
 
 
 class PassTraffic(NamedTuple):
-    """Of a model: what it sends in its forward pass, when that is computed again, and in its backward pass."""
+    """Traffic of the forward pass, of its recomputation, and of the backward pass."""
 
     forward: TrafficRows
     recompute: TrafficRows
@@ -29,8 +30,10 @@ class PassTraffic(NamedTuple):
 
 
 def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageBlocks) -> TrafficRows:
-    """What a rank sends in a forward and a backward pass through a stage (or the whole model), experts balanced; not
-    what the stages of a pipeline send each other."""
+    """Return the traffic of a rank in both passes through a stage, with balanced experts.
+
+    The stage can be the full model. Messages between pipeline stages are not included.
+    """
     traffic: TrafficRows = []
     for layer in stage.layers:
         attention = _attention_traffic(spec, shape)
@@ -61,9 +64,12 @@ def stage_activation_traffic(spec: ModelSpec, shape: ForwardShape, stage: StageB
 
 
 def _tp_pair_traffic(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
-    """Two products: one all-reduce behind them, and backward one before them (arXiv 1909.08053, section 3); or with
-    sequence parallelism a gather and a scatter each way, and backward the kept input is gathered again
-    (arXiv 2205.05198, section 4.2.2)."""
+    """Return the traffic of a column-parallel product followed by a row-parallel one.
+
+    One all-reduce follows them, and in backward one precedes them (arXiv 1909.08053, section 3). With sequence
+    parallelism each pass has a gather and a scatter, and backward gathers the saved input again (arXiv 2205.05198,
+    section 4.2.2).
+    """
     x = shape.tokens * spec.hidden_size * shape.compute_bytes
     forward = _tp_gather(shape, x) + _tp_reduce(shape, x)
     return PassTraffic(forward, forward, _tp_gather(shape, x) + _tp_gather(shape, x) + _tp_reduce(shape, x))
@@ -91,8 +97,11 @@ def _attention_traffic(spec: ModelSpec, shape: ForwardShape) -> PassTraffic:
 
 
 def _ring_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
-    """Keys and values go on to all other ranks; backward once more, and their gradients one further, home
-    (arXiv 2310.01889)."""
+    """Return the forward and backward traffic of ring attention (arXiv 2310.01889).
+
+    Keys and values visit all other ranks. In backward they do so again, and their gradients take one more step to
+    return to their rank.
+    """
     cp = shape.layout.cp
     kv_elements = 2 * shape.tokens * shape.max_local_count(spec.num_kv_heads) * spec.head_dim
     kv_bytes = (cp - 1) * kv_elements * shape.compute_bytes
@@ -104,8 +113,11 @@ def _ring_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, Tr
 
 
 def _ulysses_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows, TrafficRows]:
-    """Queries, keys and values are exchanged, and what comes of them; backward the same (arXiv 2309.14509). Ranks that
-    are more than key/value heads get copies of these."""
+    """Return the forward and backward traffic of DeepSpeed-Ulysses (arXiv 2309.14509).
+
+    Both passes exchange queries, keys, values and the output. If there are more ranks than key/value heads, ranks get
+    copies of these heads.
+    """
     cp = shape.layout.cp
     heads = shape.max_local_count(spec.num_heads)
     head_bytes = shape.tokens * spec.head_dim * shape.compute_bytes
@@ -120,8 +132,11 @@ def _ulysses_traffic(spec: ModelSpec, shape: ForwardShape) -> tuple[TrafficRows,
 
 
 def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassTraffic:
-    """A layer of experts. Over ranks with different ones two all-to-alls each way, and one of counts (GShard,
-    arXiv 2006.16668, section 3.2); where ranks share each expert's columns, tokens, choices and their weights enter."""
+    """Return the traffic of an expert layer.
+
+    With expert parallelism, each pass has two all-to-alls, and forward one more of counts (GShard, arXiv 2006.16668,
+    section 3.2). If ranks share each expert's columns, tokens, choices and their weights are gathered.
+    """
     layout = shape.layout
     x = shape.tokens * spec.hidden_size * shape.compute_bytes
     counts = shape.batch * moe.num_experts * shape.high_precision_bytes
@@ -145,7 +160,7 @@ def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassT
         forward = forward + _tp_gather(shape, x) + _tp_gather(shape, weight_bytes) + _tp_gather(shape, choice_bytes)
         combine = _tp_reduce(shape, x)
         backward = _tp_reduce(shape, x) + _tp_reduce(shape, weight_bytes) + _tp_gather(shape, x)
-    if not moe.num_shared_experts:  # nothing behind the sum is kept, so it is not computed again
+    if not moe.num_shared_experts:  # nothing after the sum is saved, so it is not recomputed
         return PassTraffic(forward + combine, forward, backward)
     shared = _tp_pair_traffic(spec, shape)
     forward = forward + combine + shared.forward
@@ -153,7 +168,7 @@ def _expert_traffic(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> PassT
 
 
 def _tp_gather(shape: ForwardShape, size: int) -> TrafficRows:
-    """What ranks have between pairs of products, for all tokens: they are gathered, or there already."""
+    """Return the traffic that gives each rank all tokens, which is a gather with sequence parallelism."""
     return (
         _collective_traffic("all_gather", size, shape.tp, purpose=TENSOR_PARALLEL_PURPOSE, group_kind="tp")
         if shape.layout.sequence_parallel
@@ -162,7 +177,7 @@ def _tp_gather(shape: ForwardShape, size: int) -> TrafficRows:
 
 
 def _tp_reduce(shape: ForwardShape, size: int) -> TrafficRows:
-    """A sum over ranks, of which each keeps its tokens, or all."""
+    """Return the traffic of a sum over ranks, of which each rank keeps its own tokens or all."""
     return _collective_traffic(
         "reduce_scatter" if shape.layout.sequence_parallel else "all_reduce",
         size,

@@ -1,4 +1,4 @@
-"""In how many collectives data-parallel ranks send a model's parameters and gradients."""
+"""Number of collectives in which data-parallel ranks send a model's parameters and gradients."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ from phalanx.spec.run import RunSpec
 
 
 class CollectiveCounts(NamedTuple):
-    """Each sums, gathers or scatters a part of the model once."""
+    """Number of collectives that each reduce, gather or scatter a part of the model once."""
 
     blocks: int
-    """Of ddp, ZeRO-1 and 2 of all buckets; of ZeRO-3 of what is wrapped."""
+    """Collectives of all buckets (ddp, ZeRO-1 and 2), or of the wrapped units (ZeRO-3)."""
     root: int = 0
-    """Of ZeRO-3's root, which has what nobody wrapped."""
+    """Collectives of ZeRO-3's root, which has the unwrapped parameters."""
 
 
 def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts: bool = False) -> CollectiveCounts:
-    """For what is dense on a rank, or for the experts that are apart; `shards` ranks share the former."""
+    """Return the number of collectives for a rank's dense parameters or for its experts.
+
+    Args:
+        run: The run.
+        rank: Tensors of the rank.
+        shards: Ranks that share the dense parameters.
+        for_experts: Count for the experts with data-parallel ranks of their own.
+    """
     layout = run.layout
     names = rank.expert if for_experts else rank.dense
     if not names:
@@ -50,8 +57,11 @@ def count_collectives(run: RunSpec, rank: RankTensors, shards: int, for_experts:
 
 
 def _ddp_buckets(run: RunSpec, rank: RankTensors) -> int:
-    """DDP's buckets: full when they have reached a limit, in the order in which gradients come, the reverse of the
-    model's (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size)."""
+    """Return the number of DDP's buckets.
+
+    A bucket is full when it reaches a limit. Gradients arrive in the reverse order of the model
+    (torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size).
+    """
     layout = run.layout
     bytes_per_element = STATE_BYTES[run.training.precision]
     bucket_bytes = int(layout.bucket_mb * MIB)

@@ -1,7 +1,8 @@
-"""What ranks need for a moment to send and receive: for each strategy an upper bound of what it holds, and when.
+"""Temporary communication buffers of each strategy: an upper bound of their size, and their time.
 
-Symbols: N ranks that share one copy. A reduce-scatter sends a whole buffer of N parts, and an N-th comes of it; on a
-CPU, where gloo has none, a second whole buffer receives what all ranks send (`parallel.comm.collectives`)."""
+Symbols: N ranks that share one copy. A reduce-scatter sends a full buffer of N parts and receives one part. On a CPU,
+where gloo has none, a second full buffer receives the data of all ranks (`parallel.comm.collectives`).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,18 @@ from phalanx.spec.run import RunSpec
 def comm_buffer_peaks(
     rank: RankTensors, run: RunSpec, strategy: Strategy, dims: ParallelDims, accumulation: int
 ) -> list[CommBufferPeak]:
-    """The moments at which a rank that computes may hold most, under the strategy that its layout comes to; of its
-    tensors, experts may have ranks of their own. A parameter server's worker has none: what it sends and receives are
-    its gradients and parameters, or on a GPU in CPU memory."""
+    """Return the communication buffers of a worker at the times at which its memory can peak.
+
+    A parameter server's worker has none: it sends its gradients and receives its parameters in place, or on a GPU in
+    CPU memory.
+
+    Args:
+        rank: Tensors of the rank. Experts can have data-parallel ranks of their own.
+        run: The run.
+        strategy: Effective strategy of the layout.
+        dims: Parallel dimensions of the run.
+        accumulation: Micro-batches per step.
+    """
     layout = run.layout
     precision = run.training.precision
     on_gpu = run.cluster.uses_cuda
@@ -36,7 +46,7 @@ def comm_buffer_peaks(
         case "ddp":
             other_shapes = (
                 rank.expert if layout.pp == 1 else rank.all
-            )  # at the step's end all of these are on their way
+            )  # at the end of the step, all of these are in transit
             peaks = (
                 ddp_buffers(rank.dense, layout, STATE_BYTES[precision]) if layout.pp == 1 and dims.dp_size > 1 else []
             )
@@ -58,12 +68,15 @@ def comm_buffer_peaks(
 
 
 def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
-    """Of what ranks that share a model send each other of activations and gradients inside blocks, an upper estimate of
-    what is on its way at one time, for micro-batches of `batch` sequences.
+    """Return an upper estimate of the concurrent bytes of model-parallel communication inside blocks.
 
-    Tensor-parallel ranks have two gathered inputs and a term of the sum before and after it, or without sequence
-    parallelism a sum and the copy that it is made in; around a ring go keys and values and their gradients, two of each
-    (one that comes); an all-to-all has what goes and what comes, one of experts also the rows before their sorting.
+    Tensor-parallel ranks have two gathered inputs, and a term of the sum before and after the reduction. Without
+    sequence parallelism they have a sum and its copy. Ring attention has keys, values and their gradients, two of each
+    (one in transit). An all-to-all has its input and output, and with experts also the rows before sorting.
+
+    Args:
+        run: The run.
+        batch: Sequences of a micro-batch.
     """
     spec = run.model
     layout = run.layout
@@ -72,7 +85,7 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
     ring_elements = 0
     if layout.tp > 1:
         elements += (4 if layout.sequence_parallel else 2) * tokens * (spec.hidden_size + 1)
-        # Queries and keys as they come, side by side, and with their gradients on the way.
+        # Received queries and keys, contiguous, and with their gradients in transit.
         elements += 4 * tokens * spec.num_heads * spec.head_dim if layout.tp_attention == "gathered" else 0
     if layout.cp > 1:
         kv = -(-spec.num_kv_heads // layout.tp)
@@ -85,31 +98,44 @@ def activation_exchange_bytes(run: RunSpec, batch: int) -> int:
         elements += 3 * spec.moe.top_k * residual_tokens * spec.hidden_size
     compute_bytes = COMPUTE_BYTES[run.training.precision]
     exact_bytes = max(4, compute_bytes)
-    # On CUDA all but a ring's sums are in what products compute in; on a CPU this is an upper estimate.
+    # On CUDA everything except a ring's sums is in the compute dtype; on a CPU this is an upper estimate.
     return exact_bytes * ring_elements + (compute_bytes if run.cluster.uses_cuda else exact_bytes) * elements
 
 
 def pipeline_buffer_bytes(run: RunSpec, batch: int, pp_rank: int) -> int:
-    """Of what the stages of a pipeline send each other: on every link some are received ahead, and one is sent."""
+    """Return the bytes of messages between pipeline stages: posted receives on every link, and one send.
+
+    Args:
+        run: The run.
+        batch: Sequences of a micro-batch.
+        pp_rank: Pipeline rank.
+    """
     links = [link for link in representative_schedule(run.layout).links if pp_rank in link]
     num_messages = sum(MAX_POSTED_RECEIVES if receiver == pp_rank else 1 for _, receiver in links)
     compute_bytes = COMPUTE_BYTES[run.training.precision]
-    # On CUDA counted as they are: under autocast the residual stream is in the parameters' fp32.
+    # Exact on CUDA; under autocast the residual stream is in the parameters' fp32.
     is_exact = run.cluster.uses_cuda and run.layout.data_parallel != "ddp"
     message_bytes = compute_bytes if is_exact else max(4, compute_bytes)
     return message_bytes * num_messages * _token_counts(run, batch)[1] * run.model.hidden_size
 
 
 def _token_counts(run: RunSpec, batch: int) -> tuple[int, int]:
-    """Of a micro-batch: those that products are given, and those of the residual stream on a rank."""
+    """Return the tokens of a micro-batch in products, and those in the residual stream of a rank."""
     tokens = batch * run.training.seq_len // run.layout.cp
     return tokens, tokens // run.layout.tp if run.layout.sequence_parallel else tokens
 
 
 def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[CommBufferPeak]:
-    """Gradients are views of what is sent. Compressed to bf16, a bucket (of fp32) has a copy of half its size on the
-    way when its gradients are there; one is counted. PowerSGD keeps what it did not send (its thin matrices are small),
-    and a copy of a bucket."""
+    """Return DDP's buffers in addition to the buckets, of which gradients are views.
+
+    With compression to bf16, a bucket of fp32 has a copy of half its size during its all-reduce; one copy is counted.
+    PowerSGD saves the compression error, and a copy of a bucket; its thin matrices are small.
+
+    Args:
+        shapes: Parameters of the rank.
+        layout: Layout of the run.
+        bytes_per_element: Bytes of a number of the gradients.
+    """
     if layout.gradient_compression == "none":
         return []
     sizes = [_bucket_elements(bucket) for bucket in bucket_sizes(shapes, layout.bucket_mb * MIB / bytes_per_element)]
@@ -129,10 +155,19 @@ def ddp_buffers(shapes: Shapes, layout: Layout, bytes_per_element: int) -> list[
 def zero_buffers(
     rank: RankTensors, layout: Layout, bytes_per_element: int, full_gradients: bool, num_full_buffers: int
 ) -> list[CommBufferPeak]:
-    """Of ZeRO-1 (`full_gradients`) or ZeRO-2, each bucket's reduce-scatter when its gradients are there, beside which
-    ZeRO-2 keeps those of the next bucket until they are all there; and after the update the gathers of a bucket and of
-    the one before it, each of an N-th and the whole. Buckets are as `parallel.data.zero` cuts them, with padded rows;
-    those of offload may be smaller."""
+    """Return the buffers of ZeRO-1 or ZeRO-2.
+
+    Each bucket is reduce-scattered when its gradients are complete. Meanwhile ZeRO-2 accumulates those of the next
+    bucket. After the update, the gathers of two consecutive buckets overlap, each with an N-th and the full bucket.
+    Buckets are those of `parallel.data.zero`, with padded rows; those of offload can be smaller.
+
+    Args:
+        rank: Tensors of the rank.
+        layout: Layout of the run.
+        bytes_per_element: Bytes of a number of parameters and gradients.
+        full_gradients: True for ZeRO-1, False for ZeRO-2.
+        num_full_buffers: Full buffers of a reduce-scatter: one on a GPU, two on a CPU.
+    """
     shapes = rank.all
     ranks = list[int]()
     owned = list[int]()
@@ -144,7 +179,7 @@ def zero_buffers(
         0 if full_gradients else _bucket_elements([shapes[name] for name in bucket]) for bucket in [*buckets[1:], []]
     ]
     fractions = [size / sum(owned) for size in accumulate(owned)]
-    # Alone a rank sends nothing, and copies nothing.
+    # A single rank sends nothing and copies nothing.
     reduce_elements = [
         (shard * (num_full_buffers * n + 1) if n > 1 else 0) + next_elements
         for shard, n, next_elements in zip(owned, ranks, next_bucket_elements, strict=True)
@@ -156,19 +191,32 @@ def zero_buffers(
 
 
 def parameter_server_buffers(owned_bytes: int, workers: int, staleness: int | None) -> int:
-    """Room for one worker's gradients; asynchronously for s + 1 of every worker's, and s + 1 copies of the weights on
-    their way (s = `staleness`)."""
+    """Return the bytes of a server's buffers.
+
+    They contain one worker's gradients. Asynchronously they contain s + 1 gradients of every worker, and s + 1 copies
+    of the weights in transit.
+
+    Args:
+        owned_bytes: Bytes of the server's parameters.
+        workers: Number of workers.
+        staleness: s, or None for synchronous training.
+    """
     return owned_bytes if staleness is None else (workers + 1) * (staleness + 1) * owned_bytes
 
 
 def bucket_sizes(shapes: Shapes, limit: float) -> list[list[Shape]]:
-    """Parameters sent at once (see `bucket_names`)."""
+    """Return the shapes of the parameters of each bucket of `bucket_names`."""
     return [[shapes[name] for name in bucket] for bucket in bucket_names(shapes, limit)]
 
 
 def bucket_names(shapes: Shapes, limit: float, expert_names: Container[str] = ()) -> list[list[str]]:
-    """Parameters sent at once, the last of the model first: a bucket is full when it has `limit` numbers or more, or
-    when the next parameter goes to other ranks, as those of `expert_names` do."""
+    """Return the parameter names of each bucket, from the last parameter of the model to the first.
+
+    Args:
+        shapes: Parameters in the model's order.
+        limit: Number of elements at which a bucket is full.
+        expert_names: Parameters with data-parallel ranks of their own, which form separate buckets.
+    """
     buckets: list[list[str]] = []
     size = 0
     for name in reversed(shapes):

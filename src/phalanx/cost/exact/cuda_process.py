@@ -1,6 +1,6 @@
-"""Bytes of a GPU that a process takes beside the tensors that it allocates: the driver's context and NCCL's buffers.
+"""GPU memory of a process outside its tensors: the driver's context and NCCL's buffers.
 
-Both were measured by others on few machines; `phalanx calibrate` puts a machine's own figures in their place.
+Others measured both on few machines; `phalanx calibrate` replaces them with a machine's own values.
 """
 
 from __future__ import annotations
@@ -13,27 +13,35 @@ from phalanx.spec.parallel_dims import ParallelDims, parallel_dims
 from phalanx.spec.run import RunSpec
 
 CONTEXT_BYTES = 426 * 2**20
-"""Memory of an idle process whose kernels are loaded at first use: 426 MiB with PyTorch 2.10 for CUDA 13 on an RTX 6000
-Ada (unslothai/unsloth-zoo pull request 1053)."""
+"""Memory of an idle process whose kernels are loaded at first use.
+
+426 MiB with PyTorch 2.10 for CUDA 13 on an RTX 6000 Ada (unslothai/unsloth-zoo pull request 1053).
+"""
 COLLECTIVE_BYTES = 610_000_000
-"""Memory of a communicator that gathers, reduces and broadcasts: on 8 H100 a process had 1.06 GB outside of PyTorch's
-tensors (NVIDIA/nccl issue 1685), of which the context is 0.45."""
+"""Memory of a communicator that gathers, reduces and broadcasts.
+
+On 8 H100 a process had 1.06 GB outside of PyTorch's tensors (NVIDIA/nccl issue 1685), of which the context is 0.45.
+"""
 PEER_BYTES = 469_000_000
-"""Memory of a communicator for each rank over NVLink that it sends to and receives from: an all-to-all of 8 H100
-brought the 1.06 GB to 4.34, for 7 peers (the same issue)."""
+"""Memory of a communicator per NVLink peer that a rank sends to and receives from.
+
+An all-to-all of 8 H100 increased the 1.06 GB to 4.34, for 7 peers (the same issue).
+"""
 PEER_CHANNELS = 32
 """Channels of these peers, of about 12 MiB each."""
 PIPELINE_PEER_BYTES = PEER_BYTES * MAX_PIPELINE_CHANNELS // PEER_CHANNELS
 
 LOST_SHARE = 0.55
-"""Share of the largest tensor: the best fit to the 53 ranks of docs/accuracy.md ("Memory on CUDA"), which need 0 to
-1.2."""
+"""Fraction of the largest tensor that is lost in gaps.
+
+The value is the best fit to the 53 ranks of docs/accuracy.md ("Memory on CUDA"), which need 0 to 1.2.
+"""
 
 
 def nccl_bytes(run: RunSpec, world_size: int) -> int:
-    """Return the bytes of NCCL's communicators on a rank: of all groups, and of peers that fast links reach.
+    """Return the bytes of NCCL's communicators on a rank: of all groups, and of peers on fast links.
 
-    Between nodes sends share one small buffer (NVIDIA/nccl issue 1450), which is not counted.
+    Between nodes, sends share one small buffer (NVIDIA/nccl issue 1450), which is not counted.
     """
     if world_size == 1:
         return 0
@@ -46,15 +54,16 @@ def nccl_bytes(run: RunSpec, world_size: int) -> int:
 
 
 def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> int:
-    """Return the bytes that the allocator reserves on the computing stream beyond the peak that is allocated there.
+    """Return the bytes that the allocator reserves on the compute stream beyond its allocated peak.
 
-    They are a share of the largest temporary tensor, which does not fit where smaller ones were.
-
-    Segments must be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
+    They are a fraction of the largest temporary tensor, which does not fit into the gaps of smaller ones. Segments must
+    be expandable (PYTORCH_ALLOC_CONF=expandable_segments:True), as they are in `phalanx train`.
 
     Args:
+        run: The run.
         batch: Sequences of a micro-batch.
-        largest_sum: Bytes of the largest buffer whose gradients are summed.
+        rank: Tensors of the rank.
+        largest_sum: Bytes of the largest buffer of a gradient reduction.
     """
     has_head = "norm.weight" in rank.dense
     precision = run.training.precision
@@ -64,7 +73,7 @@ def gap_bytes(run: RunSpec, batch: int, rank: RankTensors, largest_sum: int) -> 
 
 
 def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
-    """Count the groups that reduce or gather: all ranks, and the groups of every axis that are smaller."""
+    """Return the number of groups that reduce or gather: all ranks, and smaller groups of every axis."""
     data_dims = dims.with_cp_as_data_parallel(sharded=run.layout.data_parallel in SHARDED_STRATEGIES)
     sizes = [data_dims.dp_shard, data_dims.dp_replicate, dims.tp]
     if dims.ep > 1:
@@ -73,7 +82,7 @@ def _num_collective_groups(run: RunSpec, dims: ParallelDims) -> int:
 
 
 def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
-    """Count the peers within fast links to which a rank sends around a ring or in an all-to-all, over all groups.
+    """Return the number of fast-link peers that a rank sends to in rings and all-to-alls, over all groups.
 
     A reduce-scatter of bf16 is an all-to-all (`parallel.comm.collectives.ReduceScatter`), and Muon exchanges its
     matrices by all-to-alls.
@@ -97,17 +106,20 @@ def _num_peers(run: RunSpec, dims: ParallelDims) -> int:
 
 
 def _num_pipeline_peers(run: RunSpec, dims: ParallelDims) -> int:
-    """Count the neighbors along a pipeline, which has a group each way: two in each, of two stages one."""
+    """Return the number of neighbors in a pipeline's two groups, one per direction.
+
+    Each group has two neighbors, or one in a pipeline of two stages.
+    """
     return 2 * min(2, dims.pp - 1, run.cluster.fast_link_domain_size - 1)
 
 
 def _peers(group_size: int, num_in_domain: int) -> int:
-    """Return the other ranks of a group within fast links, of which at most a given number are in one domain."""
+    """Return the number of other ranks of a group that are in the same fast-link domain."""
     return max(0, min(group_size, num_in_domain) - 1)
 
 
 def _stage_ranks_in_domain(dims: ParallelDims, domain: int) -> int:
-    """Return the ranks of one pipeline stage that one domain of fast links contains."""
+    """Return the number of ranks of one pipeline stage that one fast-link domain contains."""
     share = dims.cp * dims.tp
     stages_between = 1 if dims.pipeline_outermost else dims.pp
     return min(domain, share * max(1, domain // (share * stages_between)))

@@ -1,4 +1,4 @@
-"""How many floating-point operations a token costs, and what share of the hardware's peak a run reaches."""
+"""Floating-point operations per token, and the fraction of the hardware's peak that a run reaches."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from phalanx.spec.parallel_dims import parallel_dims
 from phalanx.spec.run import RunSpec
 
 SELECTIVE_MATMUL_FRACTION = 0.35
-"""Of the FLOPs of a block's linear products, those of every second one, which torchtitan's selective recomputation does
-again: the keys', the output's and one of the MLP's (0.37 in Llama 3 8B, less where keys have fewer heads)."""
+"""Fraction of a block's linear FLOPs that torchtitan's selective mode recomputes: every second one.
+
+These are the products of the keys, the output and one of the MLP (0.37 in Llama 3 8B, less with fewer key/value heads).
+"""
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of the forward pass on one token, by what they compute."""
+    """FLOPs of the forward pass on one token, by part."""
 
     projections: float
-    """Attention's: queries, keys, values and output."""
+    """Attention's projections: queries, keys, values and output."""
     core: float
     """Attention's two products of tokens with each other."""
     mlp: float
@@ -35,17 +37,21 @@ class ForwardFlops:
 
     @property
     def blocks(self) -> float:
-        """All but the head."""
+        """FLOPs of all parts except the head."""
         return self.projections + self.core + self.mlp
 
 
 @lru_cache
 def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> ForwardFlops:
-    """FLOPs of the forward pass on one token.
+    """Return the FLOPs of the forward pass on one token, by part.
 
-    2 per matrix-product parameter (Kaplan et al., arXiv 2001.08361, section 2.1), and attention's two products with the
-    other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B). PaLM counts every pair of tokens; `causal`
-    counts the lower triangle only, half of them.
+    2 per matrix-product parameter (Kaplan et al., arXiv 2001.08361, section 2.1), plus attention's two products with
+    the other tokens, 4 L H head_dim T (PaLM, arXiv 2204.02311, appendix B).
+
+    Args:
+        spec: The model.
+        seq_len: T, tokens of a sequence.
+        causal: Count the lower triangle of attention pairs only, which is half. PaLM counts every pair.
     """
     attention_parameters = sum(
         num_elements(shape)
@@ -59,13 +65,27 @@ def forward_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> Forward
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
-    """FLOPs of the forward pass on one token: a third of training's."""
+    """Return the FLOPs of the forward pass on one token, a third of training's.
+
+    Args:
+        spec: The model.
+        seq_len: Tokens of a sequence.
+        causal: Count half of the attention pairs.
+    """
     flops = forward_flops(spec, seq_len, causal)
     return flops.blocks + flops.head
 
 
 def training_flops_per_token(spec: ModelSpec, seq_len: int, causal: bool = True) -> float:
-    """FLOPs to train on one token: forward, and twice as many backward (Kaplan et al.), nothing computed twice."""
+    """Return the FLOPs to train on one token: forward, and twice as many in backward (Kaplan et al.).
+
+    Recomputation is not included.
+
+    Args:
+        spec: The model.
+        seq_len: Tokens of a sequence.
+        causal: Count half of the attention pairs.
+    """
     return 3 * forward_flops_per_token(spec, seq_len, causal)
 
 
@@ -78,11 +98,17 @@ def recomputed_flops_per_token(
     sharded: bool = False,
     causal: bool = True,
 ) -> float:
-    """FLOPs that the backward pass does once more on one token: what the planner's times have too (`block_time`).
+    """Return the FLOPs that the backward pass recomputes on one token, as in the planner's `block_time`.
 
-    Of attention's core alone (arXiv 2205.05198, section 5) none where `flash` kernels keep no scores; of operations'
-    only products, which trainers on FSDP do again (`sharded`). What kernels do again inside themselves, such as flash
-    attention's scores, is nowhere counted.
+    Recomputation inside kernels, such as flash attention's scores, does not count.
+
+    Args:
+        spec: The model.
+        seq_len: Tokens of a sequence.
+        recompute: Method of activation checkpointing.
+        flash: Flash kernels save no scores, so SELECTIVE (arXiv 2205.05198, section 5) recomputes nothing.
+        sharded: The trainer uses FSDP, so OPERATIONS recomputes products.
+        causal: Count half of the attention pairs.
     """
     flops = forward_flops(spec, seq_len, causal)
     return {
@@ -97,12 +123,16 @@ def recomputed_flops_per_token(
 
 
 def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
-    """FLOPs of a rank's forward and backward passes in one update, of its shares of tensors and attention, with what it
-    computes again; experts balanced.
+    """Return the FLOPs of a rank's forward and backward passes in one update, including recomputation.
 
-    Masked documents count as on a CPU, whose kernels compute every pair of tokens; flash attention on CUDA skips pairs
-    of different documents. MFU and HFU do not use this count: by convention they have a sequence's dense causal pairs
-    (`training_flops_per_token`).
+    They are those of the rank's shards of tensors and attention, with balanced experts. Masked documents count as on a
+    CPU, whose kernels compute every pair of tokens; flash attention on CUDA skips pairs of different documents. MFU and
+    HFU do not use this count: by convention they count a sequence's dense causal pairs (`training_flops_per_token`).
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        rank: Global rank. Parameter servers compute nothing.
     """
     dims = parallel_dims(run.layout, world_size)
     batch_plan = plan_batch(run, world_size)
@@ -141,8 +171,15 @@ def rank_flops(run: RunSpec, world_size: int, rank: int) -> float:
 
 
 def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
-    """Of a rank's tokens those that a tensor multiplies; of stacked experts the rows that all of them are given,
-    balanced."""
+    """Return the number of a rank's tokens that a tensor multiplies.
+
+    Stacked experts multiply the rows of all experts together, with balanced experts.
+
+    Args:
+        name: Name of the parameter.
+        run: The run.
+        tokens: Tokens of the rank.
+    """
     layout = run.layout
     moe = run.model.moe
     local_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
@@ -152,17 +189,30 @@ def tokens_through_parameter(name: str, run: RunSpec, tokens: float) -> float:
 
 
 def lm_head_shape(run: RunSpec, tensors: RankTensors, pp_rank: int) -> Shape | None:
-    """Of what the ranks at this place of the pipeline compute logits with, which may be the embedding; None where they
-    do not."""
+    """Return the shape of the matrix that computes logits on a pipeline rank, or None if it computes none.
+
+    The matrix can be the embedding.
+
+    Args:
+        run: The run.
+        tensors: Tensors of the rank.
+        pp_rank: Pipeline rank.
+    """
     if run.layout.pp > 1 and representative_schedule(run.layout).end_ranks[1] != pp_rank:
         return None
     return tensors.tied_embedding_copy or tensors.dense.get("head.weight") or tensors.dense["embedding.weight"]
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, ranks: int) -> float:
-    """Model FLOPs utilization (PaLM, arXiv 2204.02311, section 4.1): useful FLOP/s over all ranks' peak.
+    """Return the model FLOPs utilization (PaLM, arXiv 2204.02311, section 4.1): useful / peak FLOP/s.
 
-    `tokens_per_second` is that of the whole run, `peak_flops` one rank's peak in FLOP/s. Recomputation is not
-    useful work and does not count. With it in `flops_per_token` the same is HFU, hardware FLOPs utilization.
+    Recomputation is not useful work and does not count. With recomputation in `flops_per_token` the result is HFU,
+    hardware FLOPs utilization.
+
+    Args:
+        tokens_per_second: Speed of the whole run.
+        flops_per_token: FLOPs to train on one token.
+        peak_flops: Peak FLOP/s of one rank.
+        ranks: Number of ranks.
     """
     return tokens_per_second * flops_per_token / (peak_flops * ranks)

@@ -1,5 +1,7 @@
-"""Buffers in which ZeRO-3's units gather and reduce: on a CPU as `parallel.data.fsdp` has it on gloo, on CUDA as
-PyTorch's FSDP2 has it on streams of its own."""
+"""Buffers in which ZeRO-3's units gather and reduce.
+
+On a CPU they are those of `parallel.data.fsdp` on gloo, on CUDA those of PyTorch's FSDP2 on separate streams.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,30 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
 FIRST_BLOCK = 1e-9
-"""Share of the backward pass that is done when it comes to the first block, after the loss."""
+"""Fraction of the backward pass that is complete at the start of the first block, after the loss."""
 
 
 @dataclass(frozen=True)
 class CommBufferPeak:
-    """Buffers at a moment of a step's last micro-batch."""
+    """Communication buffers at a time of a step's last micro-batch."""
 
     backward_fraction: float
-    """Share of its backward pass, from 0 when that begins to 1 at its end and at the update."""
+    """Completed fraction of the backward pass: 0 at its start, 1 at its end and at the update."""
     bytes: int
     is_between_blocks: bool = False
-    """Whether it is between blocks, whose inner gradients are gone."""
+    """True between blocks, when the inner gradients of a block have been freed."""
     gather_stream_bytes: int = 0
-    """Of these, on the stream that gathers, whose memory CUDA's allocator keeps apart."""
+    """Part of `bytes` on the gather stream, whose memory CUDA's allocator keeps separate."""
 
 
 def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_replicas: bool) -> list[CommBufferPeak]:
-    """Return the moments of a step's last micro-batch; of a rank's tensors, experts may have ranks of their own.
+    """Return the communication buffers at the times of a step's last micro-batch.
 
     Args:
-        accumulation: Micro-batches of a step.
-        has_replicas: Whether other ranks have a copy of the same shards (hsdp).
+        rank: Tensors of the rank. Experts can have data-parallel ranks of their own.
+        run: The run.
+        accumulation: Micro-batches per step.
+        has_replicas: True if other ranks have a copy of the same shards (hsdp).
     """
     layout = run.layout
     precision = run.training.precision
@@ -50,7 +54,7 @@ def fsdp_buffer_peaks(rank: RankTensors, run: RunSpec, accumulation: int, has_re
 
 
 def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_twice: bool) -> list[CommBufferPeak]:
-    """Where experts have ranks of their own, one gradient is on its way at a time."""
+    """Return the buffers on a CPU. With separate experts, one gradient is in transit at a time."""
 
     def unit_peaks(shapes: Shapes, ranks: int, num_full_buffers: int = 2) -> list[CommBufferPeak]:
         return _cpu_unit_peaks(
@@ -66,29 +70,28 @@ def _cpu_peaks(rank: RankTensors, layout: Layout, precision: Precision, summed_t
 
 @dataclass(frozen=True)
 class CudaUnits:
-    """Elements of the units that FSDP2 gathers and sums on a rank: parameters of all ranks with their padding, and
-    gradients without."""
+    """Elements of FSDP2's units on a rank: parameters of all ranks with padding, gradients without."""
 
     root: int
-    """Parameters that are in no block."""
+    """Parameters outside blocks."""
     block: int
     """Parameters of the largest block, without experts that have ranks of their own."""
     expert: int
-    """Parameters of the largest unit of such experts, which are inside blocks; 0 if there are none."""
+    """Parameters of the largest unit of such experts, which are inside blocks; 0 without them."""
     num_blocks: int
     all_blocks: int
     """Parameters of all blocks together."""
     root_gradient: int
     head_gradient: int
-    """The root's gradients that exist before the first block's backward pass: all but those of an untied embedding."""
+    """Gradients of the root before the first block's backward pass: all except an untied embedding's."""
     unit_gradient: int
-    """Gradients of the largest unit but the root."""
+    """Gradients of the largest unit except the root."""
 
     def gathered_ahead(self, layout: Layout) -> int:
-        """Return the elements that are gathered while a block computes: a (block + expert), one block less if it has
-        experts, whose own gather is the first of these.
+        """Return the elements that are prefetched while a block computes: a (block + expert).
 
-        The number `a` is `layout.fsdp_prefetch`, or all other blocks if they stay gathered.
+        With experts it is one block less, because their own gather is the first. The number `a` is
+        `layout.fsdp_prefetch`, or all other blocks if they stay gathered.
         """
         num_ahead = min(max(1, layout.fsdp_prefetch), self.num_blocks)
         if not layout.reshard_after_forward:
@@ -98,28 +101,28 @@ class CudaUnits:
 
 @dataclass(frozen=True)
 class CudaBuffers:
-    """Bytes of the buffers of FSDP2 on CUDA, by the stage of a block's backward pass that they belong to."""
+    """Bytes of FSDP2's buffers on CUDA, by phase of a block's backward pass."""
 
     before: int
-    """Gathered parameters when the backward pass starts."""
+    """Gathered parameters at the start of the backward pass."""
     root: int
-    """Root parameters and gradients of the head, throughout the backward pass."""
+    """Root parameters and gradients of the head, during the full backward pass."""
     ahead: int
-    """Gathered ahead, on the stream that gathers; part of the stages below."""
+    """Prefetched parameters, on the gather stream; part of the phases below."""
     expert_copy: int
-    """The buffer of experts, on the same stream while it is copied out; part of `copied_out`."""
+    """Buffer of experts on the gather stream, while it is copied out; part of `copied_out`."""
     copied_out: int
-    """A block computes: its parameters, and what is gathered ahead."""
+    """While a block computes: its parameters, and prefetched parameters."""
     gradients_ready: int
-    """A block is done: its gradients beside its parameters."""
+    """After a block: its gradients in addition to its parameters."""
     between: int
-    """Between two blocks: what is gathered ahead, and the sum of the unit that was done last."""
+    """Between two blocks: prefetched parameters, and the reduction of the last completed unit."""
     block_sum: int
-    """Sum of the block before, until the running block is as far."""
+    """Reduction of the previous block, until the current block starts its own."""
     root_sum: int
-    """Sum of the root, with its gradients, at the end."""
+    """Reduction of the root and its gradients, at the end."""
     earlier_root_sum: int
-    """Root gradients of the micro-batch before, until the first block is done."""
+    """Root gradients of the previous micro-batch, until the first block is complete."""
 
 
 def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
@@ -143,12 +146,12 @@ def _cuda_units(rank: RankTensors, layout: Layout) -> CudaUnits:
 def _cuda_buffers(
     rank: RankTensors, units: CudaUnits, layout: Layout, precision: Precision, accumulates: bool
 ) -> CudaBuffers:
-    """Return the buffers of each stage, with c bytes an element that computes and s an element of a sum.
+    """Return the buffers of each phase, with c bytes per element in compute and s per element in a sum.
 
     copied_out      = c (block + ahead + expert) + c expert
     gradients_ready = c (block + ahead + expert) + c unit_gradient
     between         = c (block + ahead) + sum of experts, or without experts of the block
-    sum of a unit   = s (unit + unit / ranks): what is sent, and the share that comes back
+    sum of a unit   = s (unit + unit / ranks): sent gradients, and the received shard
     """
     compute = COMPUTE_BYTES[precision]
     state = STATE_BYTES[precision]
@@ -171,19 +174,19 @@ def _cuda_buffers(
 
 
 def _sum_bytes(elements: int, ranks: int, precision: Precision) -> int:
-    """Return s (n + n / ranks): the bytes of the gradients that a unit sends, and of the share that it receives."""
+    """Return s (n + n / ranks): bytes of the gradients that a unit sends and of the received shard."""
     return STATE_BYTES[precision] * (elements + elements // ranks)
 
 
 def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumulates: bool) -> list[CommBufferPeak]:
-    """Return the moments on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
+    """Return the buffers on CUDA (torch/distributed/fsdp/_fully_shard of PyTorch 2.11).
 
-    A block's gather is a buffer until the block computes, when it is copied out; the next one's is there by then
-    (`FSDPParamGroup.wait_for_unshard`, `pre_backward`). When the block is done its parameters go, and its gradients are
-    copied into what is sent, in the dtype of the sum (`post_backward`, `foreach_reduce`); that stays until the next
-    unit is as far. So does the root's, from a micro-batch to the first block of the next one (`accumulates`; it goes
-    after the last only, `_root_post_backward_final_callback`). Experts that have ranks of their own are units inside
-    blocks.
+    A block's gathered buffer exists until the block computes, when it is copied out. The next block's buffer exists by
+    then (`FSDPParamGroup.wait_for_unshard`, `pre_backward`). After a block, its parameters are freed, and its gradients
+    are copied to the send buffer in the dtype of the sum (`post_backward`, `foreach_reduce`). That buffer exists until
+    the next unit is at that point. The root's buffer exists from a micro-batch to the first block of the next one
+    (`accumulates`; it is freed after the last only, `_root_post_backward_final_callback`). Experts with ranks of their
+    own are units in blocks.
     """
     units = _cuda_units(rank, layout)
     buffers = _cuda_buffers(rank, units, layout, precision=precision, accumulates=accumulates)
@@ -215,18 +218,20 @@ def _cuda_peaks(rank: RankTensors, layout: Layout, precision: Precision, accumul
 
 @dataclass(frozen=True)
 class StreamBuffers:
-    """Bytes on the streams that FSDP2 has on CUDA, whose memory the allocator keeps apart."""
+    """Bytes on FSDP2's CUDA streams, whose memory the allocator keeps separate."""
 
     side_streams: int
-    """The most on those that gather and that sum."""
+    """Peak on the gather and reduce streams."""
     largest_sum: int
-    """On the stream that computes, the largest buffer of a sum."""
+    """Largest buffer of a reduction, on the compute stream."""
 
 
 def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> StreamBuffers:
-    """Return the most on each stream: on one the buffers of gathers, the root's and the first block's, or those of
-    experts of two blocks, and a shard copied into one; on another the gradients of a step, and of one unit those that
-    are added to them, or go to CPU memory."""
+    """Return the peak bytes per stream.
+
+    The gather stream has the buffers of the root and the first block, or of the experts of two blocks, and a copied
+    shard. The reduce stream has a step's gradients, and one unit's that are added to them or copied to CPU memory.
+    """
     layout = run.layout
     precision = run.training.precision
     owned, owned_experts = (
@@ -242,7 +247,7 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
     offloads = layout.offload != "none"
     summed = 0 if offloads else sum(owned) + sum(owned_experts)
     summed += max(root, block, expert) if accumulation > 1 or offloads else 0
-    # Buffers of experts and of blocks take turns: half of one is lost between them.
+    # Buffers of experts and of blocks alternate: half of one is lost between them.
     gathered = max(root_full, 2 * expert_full + expert_full // 2, block_full) + block_full + max(block, expert)
     return StreamBuffers(
         COMPUTE_BYTES[precision] * gathered + STATE_BYTES[precision] * summed,
@@ -251,7 +256,7 @@ def fsdp_stream_buffers(rank: RankTensors, run: RunSpec, accumulation: int) -> S
 
 
 def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak]) -> list[CommBufferPeak]:
-    """Return the moments of two kinds of tensors, each with the peak of the other kind."""
+    """Return the buffers of two kinds of tensors, each plus the peak of the other kind."""
     max_bytes, max_other_bytes = (max((peak.bytes for peak in group), default=0) for group in (peaks, other_peaks))
     combined = [replace(peak, bytes=peak.bytes + max_other_bytes) for peak in peaks]
     return combined + [replace(peak, bytes=peak.bytes + max_bytes) for peak in other_peaks]
@@ -260,16 +265,15 @@ def _combine_peaks(peaks: list[CommBufferPeak], other_peaks: list[CommBufferPeak
 def _cpu_unit_peaks(
     shapes: Shapes, layout: Layout, ranks: int, precision: Precision, num_full_buffers: int, summed_twice: bool
 ) -> list[CommBufferPeak]:
-    """Of ZeRO-3: what is gathered when the backward pass begins; when the first block's gradients are there, and the
-    last one's; and at the backward pass's end those of the root unit, which is all that is in no block and stays
-    gathered until then.
+    """Return ZeRO-3's buffers at the start of backward, at each block's gradients, and at the end.
 
-    Beside the root, `prefetch` blocks ahead and the block that computes are gathered (without `reshard` all), and when
-    its gradients are copied to be sent, as much as is sent takes its place; those of the block before are then under
-    way. Gradients wait in the dtype that computes, the head's all the time; they are sent and summed in the
-    parameters' own (with no `num_full_buffers` something else is on its way then). What FSDP2 holds twice while it
-    copies a block out of what was gathered is less (torch/distributed/fsdp/_fully_shard). `summed_twice`: a micro-
-    batch's sums come beside those of the micro-batches before it (`parallel.data.fsdp`).
+    The root unit contains all parameters outside blocks, and stays gathered. In addition to it, `prefetch` blocks and
+    the current block are gathered (without `reshard` all). When a block's gradients are copied to the send buffer, that
+    buffer replaces its parameters, and the previous block's gradients are in transit. Gradients are kept in the compute
+    dtype, the head's all the time; they are sent and summed in the parameters' dtype. Without `num_full_buffers`, other
+    tensors are in transit then. The copies that FSDP2 makes of gathered blocks are smaller
+    (torch/distributed/fsdp/_fully_shard). With `summed_twice`, a micro-batch's sums exist in addition to those of
+    previous ones (`parallel.data.fsdp`).
     """
     compute_bytes = COMPUTE_BYTES[precision] * ranks
     state_bytes = STATE_BYTES[precision] * ranks
@@ -289,7 +293,7 @@ def _cpu_unit_peaks(
     sum_bytes = STATE_BYTES[precision] * (root + sum(blocks)) if summed_twice else 0
     first_fraction = 1 / max(1, len(blocks))
     inside_points = (0.0, compute_bytes * gathered_elements), (first_fraction, block_bytes), (1.0, block_bytes)
-    # Of the first block nothing is under way yet when its gradients are copied.
+    # When the first block's gradients are copied, nothing is in transit yet.
     between_points = (
         (first_fraction, block_bytes),
         (min(1.0, 2 * first_fraction), copy_bytes),
@@ -303,7 +307,13 @@ def _cpu_unit_peaks(
 
 
 def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
-    """Return the elements that a rank owns, with padding, of each unit: the root, then every wrapped part."""
+    """Return the elements that a rank owns, with padding, of each unit: the root, then every wrapped part.
+
+    Args:
+        shapes: Parameters of the rank.
+        layout: Layout of the run.
+        ranks: Ranks that share the parameters.
+    """
     owned = {"": 0}
     for name, shape in shapes.items():
         unit = fsdp_unit_of(name, layout)
@@ -312,8 +322,8 @@ def fsdp_unit_sizes(shapes: Shapes, layout: Layout, ranks: int) -> list[int]:
 
 
 def fsdp_unit_of(name: str, layout: Layout) -> str:
-    """Return the wrapped part that a parameter is gathered with; "" for the root."""
-    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks are whole.
+    """Return the name of the FSDP unit that a parameter belongs to; "" for the root."""
+    # "blocks.0.attention.wq.weight": a block is the first two names, a sublayer three. Recomputed blocks stay one unit.
     depth = {"model": 0, "block": 2, "sublayer": 2 if layout.activation_checkpointing == "full" else 3}[
         layout.fsdp_unit
     ]

@@ -12,22 +12,22 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 SCHEDULES_WITH_UNEVEN_MICRO_BATCHES = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
-"""Schedules that take micro-batches of which ranks have different numbers."""
+"""Schedules that support different numbers of micro-batches per rank."""
 
 
 def require_resolved_layout(run: RunSpec) -> None:
-    """Raise UserError for a run whose layout nobody has chosen yet."""
+    """Raise UserError if the run's layout is "auto" and not yet chosen."""
     require(
         not run.auto_layout,
         "layout",
         "auto",
-        problem="is the planner's to choose, which is not asked here",
-        fix="use phalanx train, or write it down with phalanx plan RUN.toml --out FILE",
+        problem="is chosen by the planner, which this command does not run",
+        fix="use phalanx train, or save a layout with phalanx plan RUN.toml --out FILE",
     )
 
 
 def check_layout(run: RunSpec, world_size: int) -> None:
-    """Raise UserError for a layout that so many ranks, this model and these batches cannot have."""
+    """Raise UserError if `world_size` ranks cannot run the layout with this model and batch size."""
     require_resolved_layout(run)
     check_supported(run.layout)
     plan_batch(run, world_size)
@@ -36,7 +36,7 @@ def check_layout(run: RunSpec, world_size: int) -> None:
 
 
 def check_pipeline(run: RunSpec, world_size: int) -> None:
-    """Raise UserError if a pipeline cannot run this model, or its schedule these micro-batches."""
+    """Raise UserError if a pipeline cannot run this model, or its schedule this number of micro-batches."""
     layout = run.layout
     if layout.pp == 1:
         return
@@ -47,7 +47,9 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
     except UserError as error:
         if layout.schedule_file is not None:
             raise
-        problem = f"cannot run a step of {batch_plan.gradient_accumulation_steps} micro-batches: that {error.problem}"
+        problem = (
+            f"cannot run a step of {batch_plan.gradient_accumulation_steps} micro-batches: the number {error.problem}"
+        )
         fix = "change layout.micro_batch_size or training.tokens_per_step"
         raise UserError("layout.schedule", layout.schedule, problem, fix=fix) from None
     name = layout.schedule_file or layout.schedule
@@ -57,22 +59,22 @@ def check_pipeline(run: RunSpec, world_size: int) -> None:
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
-            f'gives ranks different numbers of micro-batches, which "{name}" does not take',
-            fix="make it a multiple of micro-batch x data-parallel ranks x training.seq_len",
+            f'gives ranks different numbers of micro-batches, which schedule "{name}" does not support',
+            fix="set a multiple of layout.micro_batch_size x data-parallel ranks x training.seq_len",
         )
     first, last = schedule.end_ranks
     if run.model.tie_embeddings and first != last and layout.data_parallel in ("zero3", "hsdp"):
         raise UserError(
             "model.tie_embeddings",
             True,
-            f'with layout.data_parallel = "{layout.data_parallel}" embedding and head must be on one rank',
-            fix='use layout.schedule = "zb-v" or "dualpipe-v", which have both there, or layout.data_parallel = '
+            f'requires embedding and head on one rank with layout.data_parallel = "{layout.data_parallel}"',
+            fix='use layout.schedule = "zb-v" or "dualpipe-v", which have both on one rank, or layout.data_parallel = '
             '"zero1"',
         )
     if run.training.compile and schedule.splits_backward:
         raise UserError(
             "training.compile",
             True,
-            f'cannot split backward passes as "{name}" does',
-            fix='set it to false, or use layout.schedule = "1f1b" (and no schedule_file)',
+            f'does not support the split backward passes of schedule "{name}"',
+            fix='set it to false, or use layout.schedule = "1f1b" without layout.schedule_file',
         )

@@ -1,7 +1,8 @@
-"""Bytes at the moments of a step at which a rank may hold most: parts of memory have their peaks at different times.
+"""Bytes at the times of a step at which a rank's memory can peak.
 
-Gradients come while activations go, buffers of communication are there when they are used, and what the update needs
-when activations are gone."""
+The parts of memory peak at different times. Gradients are allocated while activations are freed, communication buffers
+exist while they are used, and the optimizer's workspace exists after activations are freed.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +22,31 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class PersistentMemory:
-    """Bytes that stay while activations and buffers come and go."""
+    """Bytes that remain while activations and buffers are allocated and freed."""
 
     parameters_and_optimizer: int
     """Parameters and optimizer state."""
     gradients: int
-    """Of a step, at its end."""
+    """Gradients at the end of a step."""
     accumulated_gradients: int
-    """Of gradients, what is there before the backward pass of a step's last micro-batch, and until the end."""
+    """Part of `gradients` that exists before the last micro-batch's backward pass, and until the end."""
     pipeline_gradients: int
-    """Of gradients, what micro-batches of a pipeline add up in, before the step's end."""
+    """Part of `gradients` in which the micro-batches of a pipeline accumulate, before the end of the step."""
     optimizer_workspace: int
-    """What the optimizer needs beside its state."""
+    """Temporary bytes of the optimizer, in addition to its state."""
 
 
 def memory_peaks(
     persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], activations: ActivationBytes, exchange: int
 ) -> Iterator[int]:
-    """When the backward pass begins, at every moment of sending, when it ends, and at the update. `exchange` is what
-    ranks that share a model have on its way inside blocks."""
+    """Yield the bytes at the start and end of backward, at each communication, and at the update.
+
+    Args:
+        persistent: Bytes that remain.
+        buffer_peaks: Communication buffers and their times.
+        activations: Activations of a micro-batch.
+        exchange: Bytes of model-parallel communication inside blocks.
+    """
     start_bytes = max(activations.at_backward_start, activations.within_blocks() + exchange)
     yield (
         persistent.parameters_and_optimizer
@@ -64,8 +71,14 @@ def memory_peaks(
 def pipeline_memory_peaks(
     persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak], passes: PeakInFlightBytes, links: int
 ) -> Iterator[int]:
-    """The same of a pipeline, of a rank's passes without and with gradients, and at the step's end. `links` is what is
-    on its way between stages."""
+    """Yield the bytes of a pipeline rank in passes without and with gradients, and at the end of the step.
+
+    Args:
+        persistent: Bytes that remain.
+        buffer_peaks: Communication buffers and their times.
+        passes: Peak activations of the rank.
+        links: Bytes of messages between stages.
+    """
     working_bytes = links + _max_gathered_bytes(buffer_peaks)
     yield persistent.parameters_and_optimizer + passes.forward_only + working_bytes
     yield persistent.parameters_and_optimizer + persistent.pipeline_gradients + passes.with_gradients + working_bytes
@@ -77,15 +90,21 @@ def pipeline_memory_peaks(
 def without_other_streams(
     persistent: PersistentMemory, buffer_peaks: list[CommBufferPeak]
 ) -> tuple[PersistentMemory, list[CommBufferPeak]]:
-    """Return what of both is on the stream that computes: on CUDA FSDP2 gathers, and sums gradients, on others."""
+    """Return the part of both arguments that is on the compute stream.
+
+    On CUDA, FSDP2 gathers and accumulates gradients on other streams.
+    """
     computing = [replace(peak, bytes=peak.bytes - peak.gather_stream_bytes) for peak in buffer_peaks]
     return replace(persistent, gradients=0, accumulated_gradients=0), computing
 
 
 def optimizer_step_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
-    """What an optimizer needs while it steps: SGD with decay a copy of the gradients; Muon of the largest group of
-    matrices of one shape the momenta that it makes, and about five copies in what it computes in (`train.optim.muon`);
-    on a CPU two of the group, and five of one matrix in fp32. Fused AdamW needs nothing."""
+    """Return the temporary bytes of an optimizer step.
+
+    SGD with weight decay needs a copy of the gradients. Muon needs the momenta of the largest group of matrices with
+    equal shape, and about five copies of the group in the compute dtype (`train.optim.muon`). On a CPU it needs two
+    copies of the group and five of one matrix in fp32. Fused AdamW needs nothing.
+    """
     if strategy == "parameter_server" or run.optimizer.name == "adamw":
         return 0
     state_bytes = STATE_BYTES[run.training.precision]

@@ -15,12 +15,12 @@ Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
 
 NUM_OPTIMIZER_STATES: dict[Optimizer, int] = {"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1}
-"""Numbers that an optimizer keeps per parameter: none, a momentum, Adam's two moments, Muon's momentum."""
+"""Numbers of optimizer state per parameter: none, a momentum, Adam's two moments, Muon's momentum."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of model state by part: of one parameter, or times a count, of a whole model."""
+    """Bytes of model state by part, of one parameter or of several."""
 
     parameters: int
     gradients: int
@@ -28,7 +28,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes that training holds from step to step."""
+        """Bytes that training retains from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     def __mul__(self, count: int) -> StateBytes:
@@ -40,22 +40,33 @@ class StateBytes:
 
 
 PUBLISHED_MIXED_PRECISION_ADAM = StateBytes(parameters=2, gradients=2, optimizer=12)
-"""The 16 bytes of the literature (ZeRO, arXiv 1910.02054, section 3.1): half-precision parameters and
-gradients, and an fp32 master copy among the optimizer's state. Phalanx's bf16 has 16 too, cut otherwise."""
+"""The 16 bytes per parameter of the literature (ZeRO, arXiv 1910.02054, section 3.1).
+
+Half-precision parameters and gradients, with an fp32 master copy in the optimizer state. Phalanx's bf16 also has 16
+bytes, split differently.
+"""
 
 
 def state_bytes(optimizer: Optimizer, precision: Precision) -> StateBytes:
-    """Bytes per parameter that Phalanx keeps; multiply by a count of parameters.
+    """Return the bytes per parameter of Phalanx's training state, to be multiplied by a count.
 
-    Parameters, gradients and state are fp32 for bf16 and fp32 alike: the bf16 copies that the products read
-    are made when needed and dropped. fp64 doubles everything. "muon" is a parameter that Muon itself trains.
+    Parameters, gradients and optimizer state are fp32 for bf16 and fp32: the bf16 copies that products read are
+    temporary. fp64 doubles everything. "muon" is for a parameter that Muon itself trains.
     """
     bytes_per_element = STATE_BYTES[precision]
     return StateBytes(bytes_per_element, bytes_per_element, NUM_OPTIMIZER_STATES[optimizer] * bytes_per_element)
 
 
 def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Precision) -> StateBytes:
-    """Bytes of a model's whole state. With muon, AdamW trains what is not a matrix inside a block."""
+    """Return the bytes of a full model's state.
+
+    With "muon", AdamW trains all parameters except matrices inside blocks.
+
+    Args:
+        count: Parameters of the model.
+        optimizer: Optimizer of the run.
+        precision: Precision of the run.
+    """
     if optimizer != "muon":
         return state_bytes(optimizer, precision) * count.total
     adamw_parameters = count.total - count.block_matrices
@@ -63,19 +74,21 @@ def model_state_bytes(count: ParameterCount, optimizer: Optimizer, precision: Pr
 
 
 def checkpoint_bytes(run: RunSpec) -> int:
-    """Bytes of one checkpoint: parameters and optimizer state."""
+    """Return the bytes of one checkpoint: parameters and optimizer state."""
     state = model_state_bytes(count_parameters(run.model), optimizer_kind(run.optimizer), run.training.precision)
     return state.parameters + state.optimizer
 
 
 def checkpoint_space_needed_bytes(run: RunSpec, existing: int) -> int:
-    """Bytes that the checkpoints of a run still need beside those that are there: the oldest goes when a new one has
-    come."""
+    """Return the disk bytes that a run's future checkpoints need, given `existing` checkpoints.
+
+    The oldest checkpoint is deleted after a new one has been written.
+    """
     return max(1, run.checkpoint.keep + 1 - existing) * checkpoint_bytes(run)
 
 
 def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
-    """What a run's optimizer is called here."""
+    """Return the optimizer kind of a run's optimizer settings."""
     if spec.name == "sgd":
         return "sgd-momentum" if spec.momentum else "sgd"
     return spec.name
@@ -84,10 +97,9 @@ def optimizer_kind(spec: OptimizerSpec) -> Optimizer:
 def sharded_state_bytes(
     strategy: Strategy, precision: Precision, total: int, owned: int, states: int, micro_batches: int = 1
 ) -> StateBytes:
-    """Return the state that one rank keeps of a model of `total` parameters, of which it owns `owned`, and keeps
-    `states` numbers of optimizer state, with so many micro-batches a step.
+    """Return the state of one rank of a model.
 
-    Bytes per parameter with Adam on N ranks (`total` 1, `owned` 1/N, `states` 2/N; of ddp 2):
+    Bytes per parameter with Adam on N ranks (`total` 1, `owned` 1/N, `states` 2/N; for ddp 2):
 
         |              | bf16      | fp32      |
         |--------------|-----------|-----------|
@@ -96,9 +108,18 @@ def sharded_state_bytes(
         | zero2        | 2 + 14/N  | 4 + 12/N  |
         | zero3, hsdp  | 16/N      | 16/N      |
 
-    In bf16, zero1 and zero2 keep model and gradients in bf16, and fp32 rows, which they train, among the optimizer's
-    state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are
-    the model's own. Where micro-batches are many, both add up bf16 gradients in fp32: 2 bytes more of each.
+    In bf16, zero1 and zero2 keep the model and gradients in bf16, and the fp32 rows that they train in the optimizer
+    state: the published figures (ZeRO, arXiv 1910.02054, section 3.1 and figure 1). In fp32 and fp64 those rows are the
+    model's own. With more than `MAX_BF16_SUMS` micro-batches, both accumulate bf16 gradients in fp32: 2 more bytes per
+    gradient.
+
+    Args:
+        strategy: Data-parallel strategy.
+        precision: Precision of the run.
+        total: Parameters of the model.
+        owned: Parameters that the rank owns.
+        states: Numbers of optimizer state on the rank.
+        micro_batches: Micro-batches per step.
     """
     compute_size = COMPUTE_BYTES[precision]
     state_size = STATE_BYTES[precision]

@@ -1,7 +1,8 @@
-"""Every tensor that a model trains, by name and shape, without torch: those of `phalanx.model.transformer`.
+"""Names and shapes of all trained tensors of `phalanx.model.transformer`, without torch.
 
 Symbols: V vocabulary, D width, F inner width, E experts; q and kv are the widths of all query and of all key/value
-heads together."""
+heads together.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Shapes = dict[str, Shape]
 
 
 def parameter_shapes(spec: ModelSpec) -> Shapes:
-    """Shapes by the names, and in the order, of the transformer's `named_parameters`."""
+    """Return shapes by name, in the order of the transformer's `named_parameters`."""
     V = spec.vocab_size
     D = spec.hidden_size
     blocks = {str(layer): _block_shapes(spec, layer) for layer in range(spec.num_layers)}
@@ -32,25 +33,29 @@ def parameter_shapes(spec: ModelSpec) -> Shapes:
 
 @cache
 def strip_block_index(name: str) -> str:
-    """A parameter's name without its block's number: "blocks.3.mlp.up.weight" is "blocks.mlp.up.weight"."""
+    """Return a name without its block index: "blocks.3.mlp.up.weight" becomes "blocks.mlp.up.weight"."""
     part, _, rest = name.partition(".")
     return f"{part}.{rest.partition('.')[2]}" if part == "blocks" else name
 
 
 def num_elements(shape: Shape) -> int:
-    """Numbers in a tensor of this shape."""
+    """Return the number of elements of a tensor of this shape."""
     return math.prod(shape)
 
 
 def max_shard_elements(shape: Shape, ranks: int) -> int:
-    """Numbers of the first of `ranks` that share the rows of a tensor: each has as many rows, but the last may have
-    fewer, and padding in their place where all send or store equally much."""
+    """Return the elements of the first of `ranks` that shard the rows of a tensor.
+
+    All ranks have an equal number of rows. The last can have fewer, or padding if all send or store the same number.
+    """
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
 def is_muon_parameter(name: str, shape: Shape) -> bool:
-    """Whether Muon trains a tensor: matrices inside blocks, and stacks of them. AdamW trains the rest (Jordan et al.
-    2024, https://kellerjordan.github.io/posts/muon/)."""
+    """Return whether Muon trains a tensor: matrices inside blocks, and stacks of them.
+
+    AdamW trains the rest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+    """
     return name.startswith("blocks.") and len(shape) >= 2
 
 
@@ -109,5 +114,5 @@ def _linear_shapes(rows: int, columns: int, bias: bool = False) -> Shapes:
 
 
 def _prefix_names(**parts: Shapes) -> Shapes:
-    """The shapes of a module from those of its parts."""
+    """Return the shapes of a module, from those of its parts."""
     return {f"{part}.{name}": shape for part, shapes in parts.items() for name, shape in shapes.items()}

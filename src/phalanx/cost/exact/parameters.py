@@ -1,4 +1,4 @@
-"""How many parameters a model has: in all, by part, and at work for one token. Exact, and without torch."""
+"""Exact number of parameters of a model: total, by part, and active per token. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART_BY_MODULE = {
     **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm", "norm"), "norms"),
     "head": "head",
 }
-"""What a module's parameters count as; the innermost of a name decides."""
+"""Part that a module's parameters belong to; the innermost module of a name decides."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ParameterCount:
     """Parameters by part. Buffers (a router's balancing bias, rotary tables) are not parameters."""
 
     embedding: int
-    """Token embedding, and positions where they are learned."""
+    """Token embedding, and learned positions."""
     attention: int
     """Query, key, value and output projections, with their biases."""
     mlp: int
@@ -36,22 +36,22 @@ class ParameterCount:
     experts: int
     """Routed experts."""
     shared_experts: int
-    """Experts that every token passes through."""
+    """Experts that process every token."""
     router: int
     norms: int
     """Norms of the residual stream, and of queries and keys."""
     head: int
-    """Output projection to the vocabulary; 0 where it is tied to the embedding."""
+    """Output projection to the vocabulary; 0 if it is tied to the embedding."""
     inactive_experts: int
-    """Of the routed experts, those that one token is not sent to."""
+    """Part of `experts` that one token does not use."""
     biases: int
-    """Of attention and MLPs, what is added rather than multiplied."""
+    """Biases of attention and MLPs; part of these counts."""
     tied_head: int
-    """Embedding parameters that a tied head uses once more in its product."""
+    """Embedding parameters that a tied head reuses in its product."""
 
     @property
     def total(self) -> int:
-        """Every parameter, once."""
+        """Number of parameters, each counted once."""
         blocks = self.attention + self.mlp + self.experts + self.shared_experts + self.router
         return self.embedding + blocks + self.norms + self.head
 
@@ -64,20 +64,20 @@ class ParameterCount:
     def matmul(self) -> int:
         """Active parameters in a token's matrix products: projections, MLPs, experts, router and head.
 
-        Not the embedding tables, which are looked up, nor norms and biases; a tied head counts here, though
-        it has no parameters of its own.
+        Embedding tables are lookups, and norms and biases are element-wise, so they do not count. A tied head counts
+        here, although it has no parameters of its own.
         """
         return self.active - self.embedding - self.norms - self.biases + self.tied_head
 
     @property
     def block_matrices(self) -> int:
-        """Two-dimensional parameters inside blocks, active or not: what Muon trains."""
+        """Two-dimensional parameters inside blocks, active or not, which Muon trains."""
         return self.total - self.embedding - self.head - self.norms - self.biases
 
 
 @lru_cache
 def count_parameters(spec: ModelSpec) -> ParameterCount:
-    """Count the parameters of `spec`: the sum over its tensors, `parameter_shapes`."""
+    """Return the number of parameters of a model by part: the sums over `parameter_shapes`."""
     count: Counter[str] = Counter()
     biases = 0
     for name, shape in parameter_shapes(spec).items():

@@ -1,4 +1,4 @@
-"""Where a pipeline cuts the model: what each part costs, and the cut in which the slowest stage is fastest."""
+"""Split of a model into pipeline stages, which minimizes the cost of the most expensive stage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from phalanx.spec.run import RunSpec
 
 
 def layers_per_stage(run: RunSpec) -> list[range]:
-    """The layers of every stage of a run's pipeline.
+    """Return the layers of every stage of a run's pipeline.
 
-    Raises UserError if there are more stages than layers.
+    Raises:
+        UserError: If there are more stages than layers.
     """
     stages = representative_schedule(run.layout).stages
     try:
@@ -29,9 +30,10 @@ def layers_per_stage(run: RunSpec) -> list[range]:
 
 
 def layers_per_rank(run: RunSpec) -> list[list[int]]:
-    """The layers of each rank of a run's pipeline, on all of its stages.
+    """Return the layers of each pipeline rank, on all of its stages.
 
-    Raises UserError if there are more stages than layers.
+    Raises:
+        UserError: If there are more stages than layers.
     """
     rank_layers: list[list[int]] = [[] for _ in range(run.layout.pp)]
     rank_of = representative_schedule(run.layout).rank_of
@@ -40,20 +42,27 @@ def layers_per_rank(run: RunSpec) -> list[list[int]]:
     return rank_layers
 
 
-@lru_cache  # the planner asks for the same cuts many times
+@lru_cache  # the planner requests the same splits many times
 def _balanced_counts(spec: ModelSpec, seq_len: int, stages: int) -> tuple[int, ...]:
     return tuple(balance_stages(layer_flops(spec, seq_len), stages))
 
 
 def contiguous_ranges(counts: Sequence[int]) -> list[range]:
-    """The layers of every stage, from how many each has."""
+    """Return the layers of every stage, from the number of layers of each."""
     return [range(start, end) for start, end in pairwise([0, *accumulate(counts)])]
 
 
-@lru_cache  # likewise
+@lru_cache  # also requested many times
 def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[float, ...]:
-    """FLOPs to train on one token, of the embedding, of each block, and of the last norm with the head: their sum is
-    `training_flops_per_token` and, for the rows of the embedding that are read and whose gradients are added, 2 D."""
+    """Return the FLOPs to train the embedding, each block, and the last norm with head on one token.
+
+    Their sum is `training_flops_per_token` plus 2 D for the embedding rows that are read and receive gradients.
+
+    Args:
+        spec: The model.
+        seq_len: Tokens of a sequence.
+        causal: Count half of the attention pairs.
+    """
     attention_flops = 12 * spec.num_heads * spec.head_dim * seq_len * (0.5 if causal else 1.0)
     blocks = [attention_flops] * spec.num_layers
     for name, shape in parameter_shapes(spec).items():
@@ -66,7 +75,10 @@ def layer_flops(spec: ModelSpec, seq_len: int, causal: bool = True) -> tuple[flo
 
 
 def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
-    """What each stage costs, of so many blocks: the first has the embedding, the last the head."""
+    """Return the cost of each stage, from its number of blocks.
+
+    The first stage also has the embedding, and the last the head.
+    """
     totals = [sum(costs[1 + layer] for layer in stage_layers) for stage_layers in contiguous_ranges(layers)]
     totals[0] += costs[0]
     totals[-1] += costs[-1]
@@ -74,27 +86,29 @@ def stage_costs(costs: Sequence[float], layers: Sequence[int]) -> list[float]:
 
 
 def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """How many blocks each stage has, where `costs` are those of the embedding, of each block and of the head: each has
-    one at least, the costliest stage costs as little as can be, and the rest are as even as this leaves them.
+    """Return the number of blocks of each stage that minimizes the cost of the most expensive stage.
 
-    Raises UserError if there are more stages than blocks.
+    `costs` are those of the embedding, of each block and of the head. Each stage has at least one block, and the other
+    stages are as even as possible.
+
+    Raises:
+        UserError: If there are more stages than blocks.
     """
     layers = len(costs) - 2
     if stages > layers:
         raise UserError(
             "stages",
             stages,
-            f"are too many for a model of {layers} layers; each needs one at least",
-            fix=f"use at most {layers} in all (ranks x stages of each: two with zb-v, dualpipe-v and searched "
-            f"schedules), "
-            "or a deeper model",
+            f"are too many for a model of {layers} layers: each stage needs at least one",
+            fix=f"use at most {layers} stages (pipeline ranks x stages per rank, which is two for zb-v, dualpipe-v and "
+            "searched schedules), or a deeper model",
         )
     embedding_cost, *blocks, head_cost = costs
     blocks[0] += embedding_cost
     blocks[-1] += head_cost
     prefix_costs = [0.0, *accumulate(blocks)]
     limit = _min_stage_cost(prefix_costs, stages)
-    # reach[end]: the cut of the first `end` blocks into the stages so far whose squares add up to least, and its ends.
+    # reach[end]: the split of the first `end` blocks into stages with the minimum sum of squared costs, and its ends.
     reach: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stages_left in reversed(range(stages)):
         next_reach: dict[int, tuple[float, list[int]]] = {}
@@ -110,12 +124,14 @@ def balance_stages(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _min_stage_cost(prefix_costs: Sequence[float], stages: int) -> float:
-    """The least that the costliest of so many stages can cost, of blocks whose costs add up to `prefix_costs`; a little
-    more, for sums that are rounded."""
+    """Return the minimum cost of the most expensive stage, with a margin for rounding.
+
+    `prefix_costs` are the cumulative costs of the blocks.
+    """
     num_blocks = len(prefix_costs) - 1
 
     def fits(limit: float) -> bool:
-        """Whether no stage costs more, each having as many blocks as it can."""
+        """Return whether greedily filled stages cost at most `limit` each."""
         end = 0
         for _ in range(stages):
             end = bisect_right(prefix_costs, prefix_costs[end] + limit) - 1

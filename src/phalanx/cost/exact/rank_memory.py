@@ -1,11 +1,14 @@
-"""What a run takes in memory: state of a whole model, and all that each rank holds under its layout.
+"""Memory of a run: all that each rank allocates under its layout.
 
-Exact, tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank, split
-by rows with the remainder (not counted: buffers, and AdamW's step, 4 bytes a tensor). Estimates: activations, as
-`cost.exact.activation_memory` says of them, in a pipeline of all micro-batches in flight, and communication buffers
-(`comm_buffers`). Each part is the most of it at any time, and these times differ: the total is the most at one time.
-Not in the total: a gradient that is added to another, libraries, the process; on a GPU, what the allocator reserves
-beyond it and NCCL's buffers are `unused` and `nccl`."""
+Exact, and tested against the strategies to the byte: parameters, gradients and optimizer state of the fullest rank,
+split by rows with the remainder. Not counted are buffers, and AdamW's step, which has 4 bytes per tensor. Estimates:
+activations (`cost.exact.activation_memory`), in a pipeline of all micro-batches in flight, and communication buffers
+(`comm_buffers`). Each part is its own maximum over time. The maxima occur at different times, and the total is the
+maximum of the sum.
+
+Not in the total: a gradient that is being accumulated, libraries, the process. On a GPU, `unused` is the allocator's
+reserve beyond the total, and `nccl` is NCCL's buffers.
+"""
 
 from __future__ import annotations
 
@@ -58,65 +61,69 @@ from phalanx.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes that a rank holds, by what for; each the most at any time."""
+    """Bytes that a rank allocates, by part; each part is its maximum over time."""
 
     parameters: int
     gradients: int
     optimizer: int
-    """State, and with bf16 under zero1 and zero2 the fp32 rows that are trained."""
+    """Optimizer state, plus the trained fp32 rows with bf16 under zero1 and zero2."""
     activations: int = 0
     communication: int = 0
-    """Buffers, and what was gathered and is given back."""
+    """Buffers, including gathered parameters that are freed again."""
     offloaded: int = 0
-    """Resting in CPU memory or files; not in `total`."""
+    """State in CPU memory or files; not part of `total`."""
     on_disk: int = 0
-    """Of what is offloaded."""
+    """Part of `offloaded` that is in files."""
     unused: int = 0
-    """Reserved by CUDA's allocator beyond `total`: what one stream's tensors leave another's cannot use."""
+    """Bytes that CUDA's allocator reserves beyond `total`: one stream cannot reuse memory of another."""
     nccl: int = 0
-    """Of NCCL's communicators on a GPU."""
+    """Bytes of NCCL's communicators on a GPU."""
     non_concurrent_bytes: int = 0
-    """What the most of all parts add up to beyond the most of all of them at one time; below 0 where that is at the
-    update, whose own needs are in no part."""
+    """Sum of the maxima of all parts, minus the maximum of their sum.
+
+    It is negative if memory peaks at the update, because the optimizer's workspace belongs to no part.
+    """
     checkpoint_copy: int = 0
-    """In CPU memory, of a rank on a GPU: the copy of its state from which checkpoints are written."""
+    """CPU memory of a rank on a GPU: the copy of its state from which checkpoints are written."""
 
     @property
     def state(self) -> int:
-        """Bytes that stay from step to step."""
+        """Bytes that remain from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def working(self) -> int:
-        """Bytes that come and go within a step."""
+        """Bytes that are allocated and freed within a step."""
         return self.activations + self.communication
 
     @property
     def total(self) -> int:
-        """Bytes on the device, the most at one time."""
+        """Peak bytes on the device."""
         return self.state + self.working - self.non_concurrent_bytes
 
     @property
     def reserved(self) -> int:
-        """Bytes that the allocator has on the device."""
+        """Bytes that the allocator reserves on the device."""
         return self.total + self.unused
 
     @property
     def device(self) -> int:
-        """Bytes of the device that the rank takes, but for what a driver takes of any process."""
+        """Bytes of the device that the rank uses, without the driver's context."""
         return self.reserved + self.nccl
 
     @property
     def host(self) -> int:
-        """Bytes in CPU memory: what is offloaded there, and the copy for checkpoints."""
+        """Bytes in CPU memory: offloaded state and the copy for checkpoints."""
         return self.offloaded - self.on_disk + self.checkpoint_copy
 
 
 def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
-    """What the fullest rank of each role holds: of "rank", with a parameter server of "server" and "worker", in a
-    pipeline of "pp0", "pp1", ...: its first place, its second.
+    """Return the memory of the fullest rank by role.
 
-    Raises UserError if the layout cannot run on so many ranks.
+    The role is "rank"; with a parameter server "server" and "worker"; in a pipeline "pp0", "pp1", ... by pipeline rank.
+
+    Raises:
+        UserError: If `world_size` ranks cannot run the layout.
     """
     check_layout(run, world_size)
     stage_memories = _stage_memories(run, world_size)
@@ -128,22 +135,25 @@ def rank_memory(run: RunSpec, world_size: int) -> dict[str, RankMemory]:
 
 
 def worker_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
-    """Return what each kind of rank holds but servers, whose parameters are in CPU memory.
+    """Return the memory of each role except servers, whose parameters are in CPU memory.
 
-    Raises UserError as `rank_memory` does.
+    Raises:
+        UserError: If `world_size` ranks cannot run the layout.
     """
     return [memory for role, memory in rank_memory(run, world_size).items() if role != "server"]
 
 
 def rank_model_states(run: RunSpec, world_size: int) -> list[StateBytes]:
-    """What the fullest rank that computes, at each place of the pipeline (one, without a pipeline), holds from step to
-    step, before anything is offloaded. Exact."""
+    """Return the model state of the fullest worker per pipeline rank, before offload.
+
+    The state is exact, and is what remains from step to step. Without a pipeline the list has one entry.
+    """
     micro_batches = plan_batch(run, world_size).gradient_accumulation_steps
     return [rank_model_state(run, rank, micro_batches) for rank in rank_tensors(run, world_size)]
 
 
 def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
-    """Ranks that compute, one of each place of the pipeline."""
+    """Return the memory of a worker per pipeline rank."""
     layout = run.layout
     dims = parallel_dims(run.layout, world_size)
     data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
@@ -176,7 +186,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
             comm_bytes = exchange
             activation_peak = activations.peak
             peaks = partial(memory_peaks, activations=activations, exchange=exchange)
-        else:  # what is exchanged inside blocks is among what is in flight
+        else:  # activations in flight include the communication inside blocks
             comm_bytes = pipeline_buffer_bytes(run, batch_plan.micro_batch_size, pp_rank)
             activation_peak = max(in_flight_peaks[pp_rank].forward_only, in_flight_peaks[pp_rank].with_gradients)
             peaks = partial(pipeline_memory_peaks, passes=in_flight_peaks[pp_rank], links=comm_bytes)
@@ -199,7 +209,7 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
                 reserved = max(peaks(*without_other_streams(persistent, buffer_peaks))) + buffers.side_streams
                 largest_sum = buffers.largest_sum
             elif strategy == "ddp" and data_dims.dp_size > 1 and layout.pp == 1:
-                reserved += state.gradients  # DDP makes its buckets anew in the second step, beside the first ones
+                reserved += state.gradients  # DDP rebuilds its buckets in the second step, next to the first ones
             reserved += gap_bytes(run, batch_plan.micro_batch_size, rank, largest_sum=largest_sum)
             memory = replace(
                 memory,
@@ -214,9 +224,12 @@ def _stage_memories(run: RunSpec, world_size: int) -> list[RankMemory]:
 def _split_persistent_memory(
     run: RunSpec, rank: RankTensors, strategy: Strategy, state: StateBytes, accumulation: int, has_no_replicas: bool
 ) -> PersistentMemory:
-    """What of a rank's state is there when. DDP's buckets are there all the time, and a parameter server's worker adds
-    up in place; others drop gradients when they were used. What DDP drops for parts that a step leaves unused, the
-    micro-batches before the last make anew outside its buckets. In a pipeline ZeRO-3 adds up whole gradients."""
+    """Split a rank's state by the time at which it exists.
+
+    DDP's buckets exist all the time, and a parameter server's worker accumulates in place. Other strategies free
+    gradients after use. If a step leaves parts unused, DDP frees their gradients, and all micro-batches before the last
+    allocate them outside the buckets. In a pipeline, ZeRO-3 accumulates full gradients.
+    """
     layout = run.layout
     gradients = state.gradients
     has_buckets = strategy == "ddp" and not has_no_replicas and layout.pp == 1
@@ -228,7 +241,7 @@ def _split_persistent_memory(
         summed_bytes = STATE_BYTES[run.training.precision] * sum(
             map(num_elements, [*rank.dense.values(), *rank.expert.values()])
         )
-    if rank.tied_embedding_copy is not None:  # its gradient, until that is sent to who trains it
+    if rank.tied_embedding_copy is not None:  # its gradient, until it is sent to the rank that trains it
         summed_bytes += COMPUTE_BYTES[run.training.precision] * num_elements(rank.tied_embedding_copy)
     before_bytes = gradients if strategy == "parameter_server" else num_gradient_sets * gradients
     return PersistentMemory(
@@ -241,7 +254,7 @@ def _split_persistent_memory(
 
 
 def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
-    """What the fullest rank puts in files (`layout.offload = "nvme"`)."""
+    """Return the bytes that the fullest rank stores in files (`layout.offload = "nvme"`)."""
     layout = run.layout
     dims = parallel_dims(run.layout, world_size)
     strategy = effective_strategy(
@@ -257,7 +270,7 @@ def disk_offload_bytes(run: RunSpec, world_size: int) -> int:
 def _stage_activations(
     run: RunSpec, batch_plan: BatchPlan, strategy: Strategy, stage: StageBlocks | None = None
 ) -> ActivationBytes:
-    """Of a micro-batch, in a pipeline on one of its stages."""
+    """Return the activations of a micro-batch, in a pipeline those of one stage."""
     autocast = strategy in ("ddp", "parameter_server")
     arguments = (
         run.model,
@@ -271,7 +284,7 @@ def _stage_activations(
 
 
 def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) -> list[PeakInFlightBytes]:
-    """What a rank at each place of the pipeline has of activations."""
+    """Return the peak activations per pipeline rank."""
     schedule = layout_schedule(run.layout, batch_plan.gradient_accumulation_steps)
     cache = dict[object, ActivationBytes]()
     stage_activations = []
@@ -287,7 +300,7 @@ def _in_flight_peaks(run: RunSpec, batch_plan: BatchPlan, strategy: Strategy) ->
 
 
 def _largest_server(run: RunSpec, world_size: int) -> RankMemory:
-    """The server that holds most. A server is in CPU memory, whatever computes."""
+    """Return the memory of the fullest server, which is CPU memory on any hardware."""
     layout = run.layout
     shapes = parameter_shapes(run.model)
     workers = plan_batch(run, world_size).dp_size

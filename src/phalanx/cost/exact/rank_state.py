@@ -1,4 +1,4 @@
-"""What a rank holds from step to step: parameters, gradients and optimizer state, and what of them rests elsewhere."""
+"""State of a rank from step to step: parameters, gradients, optimizer state; and its offload."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from phalanx.spec.run import RunSpec
 
 
 def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> StateBytes:
-    """Return the bytes that a rank holds from step to step, before anything is offloaded."""
+    """Return the bytes that a rank retains from step to step, before offload."""
     precision = run.training.precision
     strategy = effective_strategy(run.layout, rank.shards)
     total = StateBytes(0, 0, 0)
     for shapes, shards in ((rank.dense, rank.shards), (rank.expert, rank.expert_shards)):
-        # With nobody to share the rest with, ZeRO-3 splits nothing; a parameter server keeps its workers' states.
+        # On one rank, ZeRO-3 splits nothing. A parameter server has the optimizer state of its workers.
         full_count, _ = owned_counts(shapes, run, 1)
         owned, states = owned_counts(shapes, run, 1 if strategy == "ddp" else shards)
         total += sharded_state_bytes(
@@ -42,7 +42,14 @@ def rank_model_state(run: RunSpec, rank: RankTensors, micro_batches: int) -> Sta
 def resident_and_offloaded(
     run: RunSpec, rank: RankTensors, strategy: Strategy, micro_batches: int
 ) -> tuple[StateBytes, int, int]:
-    """What a rank has on its device from step to step, what rests elsewhere, and what of that in files."""
+    """Return a rank's state on its device, its offloaded bytes, and the part of these in files.
+
+    Args:
+        run: The run.
+        rank: Tensors of the rank.
+        strategy: Effective strategy of the layout.
+        micro_batches: Micro-batches per step.
+    """
     layout = run.layout
     state = rank_model_state(run, rank, micro_batches)
     if layout.offload == "none":
@@ -50,17 +57,22 @@ def resident_and_offloaded(
     owned = owned_counts(rank.dense, run, rank.shards)[0] + owned_counts(rank.expert, run, rank.expert_shards)[0]
     row_bytes = 0 if run.training.precision == "bf16" else STATE_BYTES[run.training.precision] * owned
     resident, offloaded = _split_offloaded(strategy, state, row_bytes)
-    # FSDP2 keeps parameters and gradients in CPU memory; only the state is ours to put in files.
+    # FSDP2 keeps parameters and gradients in CPU memory; Phalanx can store only the optimizer state in files.
     on_disk = state.optimizer if strategy in ("zero3", "hsdp") else offloaded
     return resident, offloaded, on_disk if layout.offload == "nvme" else 0
 
 
 def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -> int:
-    """Return the bytes of CPU memory that a rank's copy of its trained parameters and optimizer state takes.
+    """Return the bytes of CPU memory for a rank's copy of its trained parameters and optimizer state.
 
-    Checkpoints are written from this copy while training continues (`train.checkpoint.host_copies`). A rank has one,
-    because a save waits for the one before it; of GPU tensors it is page-locked and stays from save to save. Tensors
-    that are offloaded to CPU memory are copied too. With files (`offload = "nvme"`) a save makes no copy.
+    Checkpoints are written from this copy while training continues (`train.checkpoint.host_copies`). A rank has one
+    copy, because a save waits for the previous save. The copy of GPU tensors is page-locked and reused by the next
+    save. Tensors that are offloaded to CPU memory are copied too. With files (`offload = "nvme"`) a save makes no copy.
+
+    Args:
+        run: The run.
+        rank: Tensors of the rank.
+        strategy: Effective strategy of the layout.
     """
     if run.layout.offload == "nvme" or strategy == "parameter_server":
         return 0
@@ -70,8 +82,11 @@ def checkpoint_copy_bytes(run: RunSpec, rank: RankTensors, strategy: Strategy) -
 
 
 def effective_strategy(layout: Layout, shards: int) -> Strategy:
-    """The strategy that a layout comes to: FSDP with nobody to share with is a replica, or ZeRO-2 if it offloads; in a
-    pipeline ZeRO-2 keeps whole gradients."""
+    """Return the strategy that a layout effectively uses.
+
+    FSDP on one shard is a replica, or ZeRO-2 if it offloads. In a pipeline, ZeRO-2 keeps full gradients, as ZeRO-1
+    does.
+    """
     strategy = layout.data_parallel
     if strategy in ("zero3", "hsdp") and shards == 1:
         strategy = "ddp" if layout.offload == "none" else "zero2"
@@ -79,7 +94,13 @@ def effective_strategy(layout: Layout, shards: int) -> Strategy:
 
 
 def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
-    """Parameters of the first of `ranks` that share all rows, and numbers of optimizer state that it keeps for them."""
+    """Return the parameters of the first of `ranks` that shard all rows, and its optimizer states.
+
+    Args:
+        shapes: Parameters of the ranks.
+        run: The run.
+        ranks: Number of ranks.
+    """
     optimizer = optimizer_kind(run.optimizer)
     owned = {name: max_shard_elements(shape, ranks) for name, shape in shapes.items()}
     return sum(owned.values()), sum(
@@ -88,13 +109,16 @@ def owned_counts(shapes: Shapes, run: RunSpec, ranks: int) -> tuple[int, int]:
 
 
 def _optimizer_states_per_parameter(name: str, shape: Shape, optimizer: Optimizer) -> int:
-    """Numbers of optimizer state per number of a parameter: Muon leaves what is no matrix in a block to AdamW."""
+    """Return the optimizer states per element; with Muon, AdamW trains all but the blocks' matrices."""
     return NUM_OPTIMIZER_STATES["adamw" if optimizer == "muon" and not is_muon_parameter(name, shape) else optimizer]
 
 
 def _split_offloaded(strategy: Strategy, state: StateBytes, row_bytes: int) -> tuple[StateBytes, int]:
-    """What offload leaves on the device, and the bytes that rest elsewhere: of ZeRO-1 all that is trained (`row_bytes`
-    where it would be the model's own rows) and its state, of ZeRO-2 also the gradients, of ZeRO-3 everything."""
+    """Return the state that offload leaves on the device, and the offloaded bytes.
+
+    ZeRO-1 offloads all trained rows and their state, ZeRO-2 also the gradients, and ZeRO-3 everything. `row_bytes`
+    counts the rows if the model's own rows would otherwise be trained.
+    """
     if strategy in ("zero3", "hsdp"):
         return StateBytes(0, 0, 0), state.total
     resident = StateBytes(state.parameters, state.gradients if strategy == "zero1" else 0, 0)

@@ -1,5 +1,4 @@
-"""What each rank of a pipeline has of a model in stages and shares: shapes by name, and among how many ranks data
-parallelism may split them further."""
+"""Tensors of each pipeline rank under its layout, by name and shape, and their data-parallel shards."""
 
 from __future__ import annotations
 
@@ -17,30 +16,30 @@ from phalanx.spec.tensor_sharding import TensorSharding, rows_on_rank, tensor_sh
 
 @dataclass(frozen=True)
 class RankTensors:
-    """The tensors of a rank."""
+    """Tensors of a rank."""
 
     dense: Shapes
-    """All but experts that are apart, of which each data-parallel rank has a copy, or some rows."""
+    """Tensors except separate experts; each data-parallel rank has a copy of them, or some rows."""
     shards: int
-    """Ranks that have rows of these."""
+    """Ranks that shard the rows of `dense`."""
     expert: Shapes
-    """Experts, where ranks have different ones."""
+    """Experts with data-parallel ranks of their own, if ranks have different experts."""
     expert_shards: int
-    """Ranks that have rows of these."""
+    """Ranks that shard the rows of `expert`."""
     names: tuple[str, ...]
-    """Of all of them, in the model's order."""
+    """Names of all tensors, in the model's order."""
     tied_embedding_copy: Shape | None = None
-    """Of a tied embedding, which another rank trains."""
+    """Shape of the copy of a tied embedding that another rank trains."""
 
     @property
     def all(self) -> Shapes:
-        """Dense ones and those apart, in a model's order."""
+        """Tensors of `dense` and `expert`, in the model's order."""
         shapes = self.dense | self.expert
         return {name: shapes[name] for name in self.names}
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The same for ranks of one model and layout that differ in nothing but the blocks' numbers."""
+        """Key that is equal for ranks of one model and layout that differ in block indices only."""
         return (
             tuple(map(strip_block_index, self.dense)),
             tuple(map(strip_block_index, self.expert)),
@@ -49,10 +48,18 @@ class RankTensors:
 
 
 def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTensors]:
-    """Of a rank at each place of the pipeline (one, without a pipeline): by default of the one with the largest shares,
-    else of the one that has this place among those that share products.
+    """Return the tensors of one rank per pipeline rank; one entry without a pipeline.
 
-    Raises UserError if the ranks cannot be divided so.
+    The default is the rank with the largest shards, otherwise the rank with index `tp_rank` among the tensor-parallel
+    ranks.
+
+    Raises:
+        UserError: If the ranks cannot be divided like this.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        tp_rank: Tensor-parallel rank.
     """
     spec = run.model
     layout = run.layout
@@ -82,7 +89,7 @@ def rank_tensors(run: RunSpec, world_size: int, tp_rank: int = 0) -> list[RankTe
 
 
 def _local_shape(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank: int) -> Shape:
-    """Of one of the ranks that share a tensor; of those that share experts all have as many."""
+    """Return the shape on one of the ranks that share a tensor; expert shards have equal size."""
     if sharding.dim is None:
         return shape
     num_shards, index = (
@@ -96,7 +103,7 @@ def _local_shape(layout: Layout, sharding: TensorSharding, shape: Shape, tp_rank
 
 
 def _stage_tensor_names(run: RunSpec, names: list[str]) -> list[tuple[list[str], bool]]:
-    """The tensors of each place of the pipeline, and whether it has a copy of a tied embedding beside."""
+    """Return the tensors of each pipeline rank, and whether it also has a copy of a tied embedding."""
     if run.layout.pp == 1:
         return [(names, False)]
     schedule = representative_schedule(run.layout)

@@ -1,5 +1,6 @@
-"""What each part of a model's forward pass keeps for the backward pass, in bytes: the counts behind
-`cost.exact.activation_memory`, whose symbols these are."""
+"""Bytes that each part of a model's forward pass saves for the backward pass.
+
+`cost.exact.activation_memory` sums them, and explains the symbols."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import ModelSpec, MoESpec, is_flash_head_dim
 
 INDEX_BYTES = 8
-"""Bytes of a token, target, position or place in an order: int64."""
+"""Bytes of an index of a token, target, position or rank in an order: int64."""
 STATISTIC_BYTES = 4
 """Bytes of a mean, 1 / std or log-sum-exp that a CUDA kernel saves: fp32."""
 
@@ -22,21 +23,22 @@ class ForwardShape:
 
     batch: int
     sequence: int
-    """Of whole rows, of which context-parallel ranks have a share."""
+    """Tokens of full sequences, of which context-parallel ranks have shards."""
     precision: Precision
     layout: Layout
     autocast: bool
     masked: bool
     on_cuda: bool = False
-    """Whether kernels are CUDA's, which save other tensors than the CPU's."""
+    """True for CUDA's kernels, which save other tensors than a CPU's."""
 
     @property
     def tp(self) -> int:
+        """Number of tensor-parallel ranks."""
         return self.layout.tp
 
     @property
     def tokens(self) -> int:
-        """N: those that products and attention are given."""
+        """N, the tokens that products and attention process."""
         return self.batch * self.sequence // self.layout.cp
 
     @property
@@ -45,12 +47,12 @@ class ForwardShape:
         return self.tokens // self.tp if self.layout.sequence_parallel else self.tokens
 
     def max_local_count(self, count: int) -> int:
-        """Of heads, columns or rows of the vocabulary, those of the rank that has most."""
+        """Return the maximum over ranks of local heads, columns or rows of the vocabulary."""
         return max(1, -(-count // self.tp))
 
     @property
     def compute_bytes(self) -> int:
-        """What matrix products compute in."""
+        """Bytes of a number in matrix products."""
         return COMPUTE_BYTES[self.precision]
 
     @property
@@ -59,48 +61,45 @@ class ForwardShape:
         return max(4, self.compute_bytes)
 
     def attends_by_flash(self, head_dim: int) -> bool:
-        """Return whether attention within documents has CUDA's kernel for packed rows, which needs no mask
-        (`model.attention.has_flash_kernel`)."""
+        """Return whether a CUDA kernel without mask attends in documents (`model.attention.has_flash_kernel`)."""
         return self.on_cuda and self.compute_bytes == 2 and is_flash_head_dim(head_dim)
 
     @property
     def residual_bytes(self) -> int:
-        """The residual stream, which autocast leaves in the parameters' fp32."""
+        """Bytes of a number in the residual stream, which autocast leaves in the parameters' fp32."""
         return self.high_precision_bytes if self.autocast else self.compute_bytes
 
     def linear_input_bytes(self, width: int, readers: int) -> int:
-        """The input that `readers` linear layers share. Autocast casts it for each of them anew; layers that are cut
-        over ranks take it together."""
+        """Return the bytes of the input that `readers` linear layers share.
+
+        Autocast casts it for each of them separately. Layers that are split over ranks gather it together."""
         return self.residual_tokens * width * self.compute_bytes * (readers if self.autocast and self.tp == 1 else 1)
 
     def weight_copies(self, count: int) -> int:
-        """Copies of `count` fp32 weights, kept by the products with them."""
+        """Return the bytes of the casts of `count` fp32 weights, which products save under autocast."""
         return count * self.compute_bytes if self.autocast else 0
 
 
 def saved_by_inputs(spec: ModelSpec, shape: ForwardShape, first: bool) -> int:
-    """What blocks share; the first stage has the tokens."""
+    """Return the bytes that blocks share; the first stage also has the tokens."""
     is_ring = shape.layout.cp > 1 and shape.layout.cp_method == "ring"
-    num_positions = (
-        shape.tokens if shape.masked else shape.tokens // shape.batch
-    )  # positions start anew with each document
-    token_bytes = shape.tokens * (
-        INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1
-    )  # embedding; and whose rows other ranks have
-    # Learned: the embedding's indices, of runs of tokens (ulysses) as a view of the whole row's.
+    # Positions restart with each document.
+    num_positions = shape.tokens if shape.masked else shape.tokens // shape.batch
+    # Embedding: indices, and a flag for rows on other ranks.
+    token_bytes = shape.tokens * (INDEX_BYTES if shape.tp == 1 else INDEX_BYTES + 1)
+    # Learned: the embedding's indices; for contiguous shards of tokens (ulysses) a view of the full row's.
     position_bytes = (num_positions if is_ring or shape.masked else shape.sequence) * INDEX_BYTES
     table_bytes = 2 * num_positions * spec.head_dim * shape.high_precision_bytes  # rope: products with cosine and sine
     has_mask = shape.masked and (is_ring or not shape.attends_by_flash(spec.head_dim))
     needs_mask = has_mask and shape.layout.activation_checkpointing != "none"
-    mask_bytes = (
-        shape.batch * shape.sequence * (INDEX_BYTES if is_ring else shape.sequence) if needs_mask else 0
-    )  # bool, to compute again
+    # The mask is bool, for recomputation.
+    mask_bytes = shape.batch * shape.sequence * (INDEX_BYTES if is_ring else shape.sequence) if needs_mask else 0
     saved_bytes = table_bytes if spec.position_embedding == "rope" else position_bytes if first else 0
     return saved_bytes + (token_bytes if first else 0) + mask_bytes
 
 
 def saved_by_norm(spec: ModelSpec, shape: ForwardShape) -> int:
-    """A norm of the residual stream."""
+    """Return the bytes that a norm of the residual stream saves."""
     if spec.norm == "layernorm":  # x, its mean and 1 / std
         statistic_bytes = STATISTIC_BYTES if shape.on_cuda else shape.residual_bytes
         return shape.residual_tokens * (spec.hidden_size * shape.residual_bytes + 2 * statistic_bytes)
@@ -108,20 +107,21 @@ def saved_by_norm(spec: ModelSpec, shape: ForwardShape) -> int:
 
 
 def _rms_norm_bytes(shape: ForwardShape, vectors: int, width: int, input_bytes: int) -> int:
-    """Over `vectors` of `width`. CUDA's kernel saves x as it is, and 1 / rms (`_fused_rms_norm` in PyTorch's
-    aten/src/ATen/native/cuda/layer_norm_kernel.cu); a CPU's operations save x, x / rms and 1 / rms."""
+    """Return the bytes that an RMSNorm saves, over `vectors` of `width`.
+
+    CUDA's kernel saves x as it is, and 1 / rms (`_fused_rms_norm` in PyTorch's
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu). A CPU's operations save x, x / rms and 1 / rms."""
     if shape.on_cuda:
         return vectors * (width * input_bytes + max(STATISTIC_BYTES, input_bytes))
     return vectors * (2 * width + 1) * shape.high_precision_bytes
 
 
 def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
-    """Projections, norms of queries and keys, and flash attention: q, k, v, its output, which is wo's input, and the
-    logsumexp of each row and head; with a mask also that, as numbers to add.
+    """Return the bytes that attention saves, including projections and the norms of queries and keys.
 
-    Around a ring (`layout.cp_method`) no mask is kept, and wo's input is a copy; after an all-to-all likewise, and
-    key/value heads that are fewer than the ranks are repeated.
-    """
+    Flash attention saves q, k, v, its output, which is wo's input, and the logsumexp of each row and head. A mask is
+    saved as additive numbers. With context parallelism wo's input is a copy. Ring attention (`layout.cp_method`) saves
+    no mask, and with Ulysses key/value heads are repeated if they are fewer than the ranks."""
     if shape.tp > 1 and shape.layout.tp_attention == "gathered":
         return _saved_by_gathered_attention(spec, shape)
     D = spec.hidden_size
@@ -148,8 +148,10 @@ def saved_by_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
 
 
 def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
-    """The same where ranks have columns of heads: queries and keys are there whole, and of the heads that its columns
-    belong to a rank has values, output and logsumexp."""
+    """Return the bytes that attention saves if ranks have columns of heads.
+
+    Ranks have full queries and keys, and the values, output and logsumexp of the heads to which their columns belong.
+    """
     D = spec.hidden_size
     K = spec.head_dim
     full_width = spec.num_heads * spec.head_dim
@@ -172,20 +174,20 @@ def _saved_by_gathered_attention(spec: ModelSpec, shape: ForwardShape) -> Counte
 
 
 def _mask_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """A layer's document mask as numbers to add, [B, T, T]; none where CUDA attends to packed rows."""
+    """Return the bytes of a layer's additive document mask, [B, T, T]; 0 if CUDA attends to packed rows."""
     has_mask = shape.masked and not shape.attends_by_flash(spec.head_dim)
     return shape.batch * shape.sequence**2 * shape.compute_bytes if has_mask else 0
 
 
 def _full_qk_norm_bytes(shape: ForwardShape, width: int) -> int:
-    """Over all heads; where ranks share these it is made of single operations."""
+    """Return the bytes that a norm over all heads saves; ranks that share heads use single operations."""
     if shape.tp == 1:
         return _rms_norm_bytes(shape, shape.tokens, width, input_bytes=shape.compute_bytes)
     return shape.tokens * (width * (shape.high_precision_bytes + shape.compute_bytes) + shape.high_precision_bytes)
 
 
 def saved_by_mlp(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
-    """A dense MLP."""
+    """Return the bytes that a dense MLP saves."""
     ffn = shape.max_local_count(spec.ffn_hidden_size)
     if spec.activation == "swiglu":
         return Counter(
@@ -198,15 +200,16 @@ def saved_by_mlp(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
 
 
 def _swiglu_bytes(shape: ForwardShape, width: int, ffn: int) -> int:
-    inner_bytes = (
-        4 * shape.tokens * ffn * shape.compute_bytes
-    )  # silu: gate x; product: silu and up x; down: the product
+    # silu: gate x; product: silu and up x; down: the product
+    inner_bytes = 4 * shape.tokens * ffn * shape.compute_bytes
     return shape.linear_input_bytes(width, readers=2) + inner_bytes  # gate, up
 
 
 def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Counter[str]:
-    """Routers, routed and shared experts. No expert drops a token, so that which one it went to does not matter; of
-    ranks that have different experts each is given as many rows as it sends (they are balanced)."""
+    """Return the bytes that routers, routed experts and shared experts save.
+
+    Experts are balanced and drop no tokens, so the assignment of tokens does not matter. With expert parallelism each
+    rank receives as many rows as it sends."""
     D = spec.hidden_size
     E = moe.num_experts
     k = moe.top_k
@@ -217,25 +220,20 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
     if shared and shape.autocast:  # else gate and up of the shared experts read what the router does
         saved_bytes += shape.linear_input_bytes(D, readers=2)
     saved_bytes += 4 * shape.tokens * shared * shape.compute_bytes  # as in a SwiGLU
-    saved_bytes += (
-        shape.residual_tokens * (2 * E + 1) * shape.high_precision_bytes
-    )  # z-loss: logits and logsumexp; softmax or sigmoid: scores
-    saved_bytes += (
-        shape.residual_tokens * shape.high_precision_bytes if moe.router_score == "sigmoid" else 0
-    )  # balance loss: sums of scores
-    saved_bytes += (
-        shape.residual_tokens * (k + 1) * shape.high_precision_bytes if moe.normalize_top_k else 0
-    )  # chosen scores and their sums
-    saved_bytes += (
-        (1 if moe.balance_loss_scope == "micro_batch" else shape.batch) * E * shape.high_precision_bytes
-    )  # balance loss: shares of tokens
-    saved_bytes += (
-        shape.residual_tokens * k + 2 * rows
-    ) * INDEX_BYTES  # gather: the chosen; sorting by expert, and back
-    saved_bytes += 2 * rows * INDEX_BYTES if ep > 1 else 0  # sorting what came from all ranks by expert, and back
+    # z-loss: logits and logsumexp; softmax or sigmoid: scores
+    saved_bytes += shape.residual_tokens * (2 * E + 1) * shape.high_precision_bytes
+    # Balance loss: sums of scores.
+    saved_bytes += shape.residual_tokens * shape.high_precision_bytes if moe.router_score == "sigmoid" else 0
+    # Selected scores and their sums.
+    saved_bytes += shape.residual_tokens * (k + 1) * shape.high_precision_bytes if moe.normalize_top_k else 0
+    # Balance loss: fractions of tokens.
+    saved_bytes += (1 if moe.balance_loss_scope == "micro_batch" else shape.batch) * E * shape.high_precision_bytes
+    # Gather: selected experts; sorting by expert, and back.
+    saved_bytes += (shape.residual_tokens * k + 2 * rows) * INDEX_BYTES
+    saved_bytes += 2 * rows * INDEX_BYTES if ep > 1 else 0  # sorting received rows by expert, and back
     saved_bytes += rows * (D + 4 * F) * shape.compute_bytes  # the experts, each a SwiGLU
     saved_bytes += rows * (D + 1) * shape.compute_bytes  # weighted sum: outputs and weights
-    # Grouped products, where there is one for the dtype and the sizes, keep where each expert's rows end (int32).
+    # Grouped products, if one supports the dtype and the sizes, save the end of each expert's rows (int32).
     has_grouped_products = (
         shape.compute_bytes <= 4 and D * shape.compute_bytes % 16 == 0 and F * shape.compute_bytes % 16 == 0
     )
@@ -244,27 +242,26 @@ def saved_by_experts(spec: ModelSpec, moe: MoESpec, shape: ForwardShape) -> Coun
 
 
 def saved_by_head(spec: ModelSpec, shape: ForwardShape) -> Counter[str]:
-    """The head and the loss."""
+    """Return the bytes that the head and the loss save."""
     saved_bytes = shape.linear_input_bytes(spec.hidden_size, readers=1)
     vocab = shape.max_local_count(spec.vocab_size)
-    saved_bytes += (
-        shape.tokens * vocab * shape.high_precision_bytes
-    )  # log-softmax: its output. The fp32 copy of bf16 logits is dropped
+    # Log-softmax: its output. The fp32 copy of bf16 logits is freed.
+    saved_bytes += shape.tokens * vocab * shape.high_precision_bytes
     if shape.tp == 1:
-        saved_bytes += (
-            shape.tokens * INDEX_BYTES + shape.high_precision_bytes
-        )  # negative log-likelihood: targets, and their total weight
+        # Negative log-likelihood: targets, and their total weight.
+        saved_bytes += shape.tokens * INDEX_BYTES + shape.high_precision_bytes
     else:
-        saved_bytes += shape.tokens * (
-            INDEX_BYTES + 2
-        )  # each target's column, whether it is here, and whether it counts
+        # Column of each target, and flags: column is local, target counts.
+        saved_bytes += shape.tokens * (INDEX_BYTES + 2)
     return Counter(head_and_loss=saved_bytes, weight_copies=shape.weight_copies(vocab * spec.hidden_size))
 
 
 def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_backward: bool) -> int:
-    """What is on its way through a block's MLP or experts in the backward pass where that is most, beyond what is freed
-    until then: gradients of a SwiGLU's two factors, or of a GELU's output; of the rows of experts, before and after
-    their sorting. `splits_backward`: with the input of the last product, which is not freed then."""
+    """Return the peak temporary bytes of a block's MLP or experts in backward, beyond freed bytes.
+
+    They are the gradients of a SwiGLU's two factors, or of a GELU's output; with experts those of the experts' rows,
+    before and after sorting. With `splits_backward`, the input of the last product is included, because it is not freed
+    then."""
     if spec.moe is None or not spec.is_moe_layer(layer):
         return (
             ((2 if spec.activation == "swiglu" else 1) + splits_backward)
@@ -279,8 +276,9 @@ def mlp_backward_bytes(spec: ModelSpec, layer: int, shape: ForwardShape, splits_
 
 
 def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
-    """How many rows a rank's experts are given, and their inner width. Ranks that share products have some columns of
-    every expert, and so all tokens; or some experts, and their own tokens."""
+    """Return the number of rows that a rank's experts process, and their inner width.
+
+    Ranks have some columns of every expert and all tokens, or some experts and their own tokens."""
     tokens, width = (
         (shape.residual_tokens, moe.expert_ffn_size)
         if shape.layout.ep > 1
@@ -290,8 +288,10 @@ def _expert_rows(moe: MoESpec, shape: ForwardShape) -> tuple[int, int]:
 
 
 def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape) -> int:
-    """What the second half of a block's backward pass needs (`parallel.pipeline.split_backward`): of every linear layer
-    its input, the gradient of its output, and under autocast the copy of its weight."""
+    """Return the bytes that the second half of a block's backward pass needs.
+
+    `parallel.pipeline.split_backward` saves, for every linear layer, its input, the gradient of its output, and under
+    autocast the copy of its weight."""
     D = spec.hidden_size
     q = shape.max_local_count(spec.num_heads) * spec.head_dim
     kv = shape.max_local_count(spec.num_kv_heads) * spec.head_dim
@@ -321,7 +321,7 @@ def deferred_weight_grad_bytes(spec: ModelSpec, layer: int, shape: ForwardShape)
 
 
 def deferred_head_grad_bytes(spec: ModelSpec, shape: ForwardShape) -> int:
-    """The same of the head."""
+    """Return the bytes that the second half of the head's backward pass needs."""
     vocab = shape.max_local_count(spec.vocab_size)
     return (
         shape.linear_input_bytes(spec.hidden_size, readers=1)

@@ -1,4 +1,4 @@
-"""The little that ranks tell each other in every step beside tensors: how many tokens, what loss, what norm."""
+"""Traffic of scalars that ranks reduce in every step: token counts, losses and norms."""
 
 from __future__ import annotations
 
@@ -14,19 +14,29 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import tensor_sharding
 
 NUM_SCALARS = 6
-"""Numbers that ranks sum in every step: tokens, losses, whether and when to stop, choices dropped (`train.learner`)."""
+"""Numbers that ranks sum in every step (`train.learner`).
+
+Tokens, losses, flags and step of a stop, and dropped tokens of experts.
+"""
 REDUCTION_PURPOSE = "sums of losses and tokens, and the gradient's norm"
 
 
 def num_reduced_scalars(run: RunSpec) -> int:
-    """These, and the load of each expert of each layer."""
+    """Return the number of summed scalars: `NUM_SCALARS`, and the load of each expert of each layer."""
     experts = run.model.moe.num_experts if run.model.moe else 0
     return NUM_SCALARS + experts * sum(map(run.model.is_moe_layer, range(run.model.num_layers)))
 
 
 def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> list[Traffic]:
-    """What a rank at this place of the pipeline sends for them in one update. (What parameter servers are
-    told comes with gradients: `verify.parameter_server_traffic`.)"""
+    """Return the scalar traffic of a pipeline rank in one update.
+
+    Parameter servers receive scalars with the gradients (`verify.parameter_server_traffic`).
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        pp_rank: Pipeline rank.
+    """
     layout = run.layout
     dims = parallel_dims(run.layout, world_size)
     batch_plan = plan_batch(run, world_size)
@@ -39,7 +49,7 @@ def scalar_reduction_traffic(run: RunSpec, world_size: int, pp_rank: int) -> lis
     norms = _norm_reduction_groups(run, rank_tensors(run, world_size)[pp_rank])
     rows += [_all_reduce_traffic(group_kind, bytes_per_element, ranks) for group_kind, ranks in norms]
     rows.append(_all_reduce_traffic("pp", bytes_per_element, dims.pp))
-    if run.model.moe and layout.sequence_parallel:  # each rank's routers saw some of the tokens
+    if run.model.moe and layout.sequence_parallel:  # each rank's routers process some of the tokens
         num_stages = len(representative_schedule(layout).stages_of(pp_rank)) if layout.pp > 1 else 1
         rows += (
             batch_plan.gradient_accumulation_steps
@@ -54,8 +64,10 @@ def _all_reduce_traffic(group_kind: GroupKind, size: int, ranks: int) -> Traffic
 
 
 def _norm_reduction_groups(run: RunSpec, rank: RankTensors) -> list[tuple[GroupKind, int]]:
-    """Over which ranks the squares of gradients are summed, once for all tensors that are split alike
-    (`parallel.grad_norm.global_grad_norm`)."""
+    """Return the groups over which squared gradients are summed, once for all tensors with equal sharding.
+
+    `parallel.grad_norm.global_grad_norm` does the sums.
+    """
     layout = run.layout
     sharded = layout.data_parallel in SHARDED_STRATEGIES
     group_sets: set[tuple[tuple[GroupKind, int], ...]] = set()

@@ -1,4 +1,7 @@
-"""What each rank of a run sends in one optimizer update: the formulas of `network.py` for its model and layout."""
+"""Bytes that each rank of a run sends in one optimizer update.
+
+`cost.formulas.collectives` has the formulas, which this module applies to the run's model and layout.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,26 @@ from phalanx.spec.tensor_sharding import rows_on_rank, tensor_sharding
 
 
 def traffic_by_role(run: RunSpec, world_size: int) -> dict[str, list[Traffic]]:
-    """Traffic by role, as in `memory.rank_memory`: of the fullest "rank"; with a parameter server of "server" and
-    "worker"; of every place of a pipeline, "pp0", "pp1", ...
+    """Return traffic by role, as in `rank_memory`: of the fullest rank of each role.
 
-    Exact but for what is smaller than a kilobyte (sums of losses and norms); of PowerSGD what steps send once it
-    compresses, and of experts what balanced ones would; not what Muon sends to ranks that share a matrix. Rows that
-    ranks share unevenly are sent with padding, and counted so. Raises UserError if the layout cannot run on so many
-    ranks.
+    The role is "rank"; with a parameter server "server" and "worker"; in a pipeline "pp0", "pp1", ... by pipeline rank.
+
+    Exact except for rows below a kilobyte, which are sums of losses and norms. PowerSGD counts steps after compression
+    has started, and experts are balanced. Muon's traffic between ranks that share a matrix is not counted. Uneven
+    shards are sent with padding, and counted with padding. Raises UserError if `world_size` ranks cannot run the
+    layout.
     """
     return {role: _merge_rows(rows) for role, rows in traffic_by_group(run, world_size).items()}
 
 
 def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, list[Traffic]]:
-    """The same, with what goes among different ranks in different rows; by default of the first rank of each role, the
-    fullest, or of ranks that share tensors as `rank` does."""
+    """Return traffic by role as in `traffic_by_role`, with one row per process group.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        rank: Rank whose shards of tensors count. The default is the first and fullest rank of each role.
+    """
     check_layout(run, world_size)
     layout = run.layout
     dims = parallel_dims(run.layout, world_size)
@@ -69,13 +78,15 @@ def traffic_by_group(run: RunSpec, world_size: int, rank: int = 0) -> dict[str, 
 
 
 def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, shard_index: int) -> list[Traffic]:
-    """What ranks with the same part of a model and other data send, of parameters and gradients; of those that share
-    rows, the one with this number."""
+    """Return a rank's data-parallel traffic of parameters and gradients.
+
+    `shard_index` is the index of the rank among the ranks that shard the same parameters.
+    """
     layout = run.layout
     dims = parallel_dims(run.layout, world_size)
     data_dims = dims.with_cp_as_data_parallel(sharded=layout.data_parallel in SHARDED_STRATEGIES)
     batch_plan = plan_batch(run, world_size)
-    # In a pipeline gradients are summed once a step.
+    # In a pipeline, gradients are reduced once per step.
     num_reductions = batch_plan.gradient_accumulation_steps if layout.pp == 1 else 1
     expert_shards = (
         rank.expert_shards
@@ -109,7 +120,7 @@ def _data_parallel_traffic(run: RunSpec, world_size: int, rank: RankTensors, sha
 def _sharded_traffic(
     shapes: Shapes, run: RunSpec, ranks: int, replicas: int, num_reductions: int, calls: CollectiveCounts
 ) -> list[Traffic]:
-    """Among `ranks` that share a copy of these tensors (ddp: each have one), of which there are so many replicas."""
+    """Return the traffic among `ranks` that share a copy of these tensors (with ddp, that each have one)."""
     layout = run.layout
     precision = run.training.precision
     compute_bytes = COMPUTE_BYTES[precision]
@@ -162,7 +173,7 @@ def _multiply_calls(count: int, traffic: list[Traffic]) -> list[Traffic]:
 
 
 def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int) -> list[Traffic]:
-    """Gradients of which each of the ranks that share products has a term: of one group of ranks at once."""
+    """Return the traffic of gradients that tensor-parallel ranks hold as partial sums, by group."""
     layout = run.layout
     precision = run.training.precision
     bytes_by_group = dict[tuple[int, GroupKind], int]()
@@ -183,7 +194,7 @@ def _partial_gradient_traffic(rank: RankTensors, run: RunSpec, shard_index: int)
 
 
 def _model_parallel_traffic(run: RunSpec, world_size: int, stage_tensors: list[RankTensors]) -> list[list[Traffic]]:
-    """What ranks that share a model send at each place of the pipeline, of activations and their gradients."""
+    """Return the model-parallel traffic of activations and their gradients, per pipeline rank."""
     layout = run.layout
     spec = run.model
     batch_plan = plan_batch(run, world_size)
@@ -237,8 +248,11 @@ def _scale_traffic(count: int, traffic: list[Traffic]) -> list[Traffic]:
 
 
 def _powersgd_elements(shapes: Shapes, rank: int) -> int:
-    """Numbers that PowerSGD sends: of a tensor as a matrix [n, m] two thin ones of n x rank and rank x m, where they
-    have less than half of its numbers; of others all (arXiv 1905.13727, algorithm 1; PyTorch's powerSGD_hook)."""
+    """Return the number of elements that PowerSGD sends.
+
+    A tensor as a matrix [n, m] becomes two thin matrices, n x rank and rank x m, if these have less than half of its
+    elements. Other tensors are sent in full (arXiv 1905.13727, algorithm 1; PyTorch's powerSGD_hook).
+    """
     total = 0
     for shape in shapes.values():
         n = shape[0]
@@ -249,8 +263,11 @@ def _powersgd_elements(shapes: Shapes, rank: int) -> int:
 
 
 def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
-    """What Muon sends where ranks have rows of its matrices: its momenta, so that each matrix is whole on one rank, and
-    the rows of what comes of it back (`train.optim.muon`). Experts are whole matrices already."""
+    """Return the traffic of Muon if ranks have rows of its matrices.
+
+    Ranks send momenta, so that each matrix is complete on one rank, and receive the rows of its result
+    (`train.optim.muon`). Experts are complete matrices already.
+    """
     if run.optimizer.name != "muon" or ranks == 1:
         return []
     shape_counts = Counter(
@@ -266,7 +283,10 @@ def _muon_traffic(shapes: Shapes, run: RunSpec, ranks: int) -> list[Traffic]:
 def _parameter_server_traffic(
     shapes: Shapes, layout: Layout, bytes_per_element: int, workers: int
 ) -> dict[str, list[Traffic]]:
-    """Servers broadcast what they own (asynchronously they send it to each worker), workers send gradients back."""
+    """Return the traffic of a server and of a worker.
+
+    Servers broadcast their parameters, or asynchronously send them to each worker. Workers send gradients back.
+    """
     servers = layout.num_servers
     total_bytes = bytes_per_element * sum(map(num_elements, shapes.values()))
     owned_bytes = bytes_per_element * max(server_loads(shapes, servers))
@@ -282,7 +302,7 @@ def _parameter_server_traffic(
 
 
 def server_loads(shapes: Shapes, num_servers: int) -> list[int]:
-    """Numbers that each server owns."""
+    """Return the number of elements that each server owns."""
     sizes = {name: num_elements(shape) for name, shape in shapes.items()}
     loads = [0] * num_servers
     for name, server in assign_parameters_to_servers(sizes, num_servers).items():
@@ -295,7 +315,7 @@ def _padded_elements(shapes: Shapes, ranks: int) -> int:
 
 
 def _merge_rows(traffic: list[Traffic]) -> list[Traffic]:
-    """Rows of the same operation and purpose added up."""
+    """Return the sums of rows with equal operation and purpose."""
     total: dict[tuple[str, str], Traffic] = {}
     for row in traffic:
         previous = total.get((row.operation, row.purpose), Traffic(row.operation, 0, row.purpose, calls=0))

@@ -1,1 +1,1 @@
-"""Closed formulas: collectives, fabrics, reliability, energy."""
+"""Closed formulas for collectives, fabrics, reliability and energy."""

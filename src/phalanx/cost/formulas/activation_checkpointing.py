@@ -1,5 +1,7 @@
-"""Recomputation by rule of thumb: how many checkpoints, and what computing again costs. What Phalanx itself keeps (the
-input of every block) is counted in `cost.exact.activation_memory`."""
+"""Rules of thumb for recomputation: the number of checkpoints and the cost in compute.
+
+`cost.exact.activation_memory` counts what Phalanx itself saves, which is the input of every block.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ from math import ceil, sqrt
 
 
 def peak_saved_layers(layers: int, checkpoints: int) -> int:
-    """Layers' worth held at the peak: one input for each of so many checkpoints, and all activations of the layers
-    between two of them (Chen et al., arXiv 1604.06174, section 4.1, which takes the two to be of one size)."""
+    """Return the peak number of layers whose activations are in memory.
+
+    The count is one input per checkpoint, plus all activations of the layers between two checkpoints (Chen et al.,
+    arXiv 1604.06174, section 4.1, which takes inputs and activations to have equal size).
+    """
     return checkpoints + ceil(layers / checkpoints)
 
 
 def optimal_num_checkpoints(layers: int) -> int:
-    """As many checkpoints as hold least: sqrt(layers), or of several the nearest to it; about twice as many layers'
-    worth are held."""
+    """Return the number of checkpoints with the lowest peak memory.
+
+    It is sqrt(layers), or the nearest of several optima. The peak is about twice that number of layers.
+    """
 
     def cost(checkpoints: int) -> tuple[int, float]:
         return peak_saved_layers(layers, checkpoints), abs(checkpoints - sqrt(layers))
@@ -23,6 +30,10 @@ def optimal_num_checkpoints(layers: int) -> int:
 
 
 def recompute_overhead(extra_forwards: float = 1.0, backward: float = 2.0) -> float:
-    """Compute that is added to a step, as a share of it: `extra_forwards` passes more, where a backward pass takes as
-    long as `backward` of them. Of one forward pass: a third."""
+    """Return the compute that recomputation adds to a step, as a fraction of the step.
+
+    Args:
+        extra_forwards: Number of recomputed forward passes.
+        backward: Time of a backward pass in forward passes. With the defaults, the result is a third.
+    """
     return extra_forwards / (1 + backward)

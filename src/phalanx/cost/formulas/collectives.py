@@ -1,4 +1,4 @@
-"""Bytes that collectives send: of each operation, and of one optimizer update."""
+"""Bytes that collectives send, per operation and per optimizer update."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Strategy = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "parameter_server"]
 
 
 def bus_factor(operation: Collective, ranks: int) -> float:
-    """busbw = algbw x this factor, where algbw = size / time (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+    """Return bus bandwidth / algorithm bandwidth of a collective (NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 
-    It makes speeds over different numbers of ranks comparable with a link's: it is the part of the size that a rank
-    sends. Size is of the whole tensor, gathered or yet unscattered; for all_to_all, of what one rank holds.
+    The algorithm bandwidth is size / time. The factor is the fraction of the size that a rank sends, so that bus
+    bandwidths over different numbers of ranks compare with the speed of a link. Size is that of the full tensor: after
+    an all-gather, before a reduce-scatter. For all_to_all, it is the size of one rank's buffer.
     """
     sent_fraction = (ranks - 1) / ranks
     factors: dict[Collective, float] = {
@@ -30,29 +31,29 @@ def bus_factor(operation: Collective, ranks: int) -> float:
 
 
 def sent_bytes(operation: Collective, size_bytes: float, ranks: int) -> float:
-    """Bytes that each rank sends, with `size_bytes` as in `bus_factor` and ring algorithms.
+    """Return the bytes that each rank sends with ring algorithms, for `size_bytes` as in `bus_factor`.
 
-    A broadcast goes down a chain from its root: every rank but the last passes the whole on.
+    A broadcast is a chain that starts at its root: every rank except the last forwards the full tensor.
     """
     return size_bytes * bus_factor(operation, ranks)
 
 
 def ring_steps(operation: Collective, ranks: int) -> int:
-    """Messages that wait for one another: 2 (N-1) for an all-reduce, half as many for the others."""
+    """Return the number of sequential messages: 2 (N-1) for an all-reduce, N-1 for the other collectives."""
     return (2 if operation == "all_reduce" else 1) * (ranks - 1)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends for one purpose in one optimizer update, over however many calls."""
+    """Bytes that one rank sends for one purpose in one optimizer update, summed over `calls`."""
 
     operation: Operation
-    """Named as in torch.distributed."""
+    """Name as in torch.distributed."""
     bytes: float
-    """Sent by the rank; received, if the operation is recv."""
+    """Bytes that the rank sends, or receives if the operation is recv."""
     purpose: str
     group_kind: GroupKind = "data"
-    """The ranks that it goes to."""
+    """Group that the collective runs in."""
     calls: int = 1
 
 
@@ -66,17 +67,25 @@ def step_traffic(
     replicas: int = 1,
     reshard_after_forward: bool = True,
 ) -> list[Traffic]:
-    """Traffic of one rank for one optimizer update of `accumulation` micro-batches.
+    """Return the traffic of one rank for one optimizer update.
 
-    P and G are the bytes of all parameters and gradients of the model as they are exchanged, N `ranks` (for hsdp, those
-    that share one of R = `replicas` copies), a `accumulation`. In sum, with f = (N-1)/N (ZeRO, arXiv 1910.02054,
-    section 7: 2 Psi for DDP and ZeRO-1 and 2, 3 Psi for ZeRO-3, where P = G = Psi, a = 1 and N is large):
+    Sum over all rows, with f = (N-1)/N (ZeRO, arXiv 1910.02054, section 7: 2 Psi for DDP and ZeRO-1 and 2, 3 Psi for
+    ZeRO-3, where P = G = Psi, a = 1 and N is large):
 
         ddp 2 G f | zero1 (G + P) f | zero2 (a G + P) f | zero3 a (2 P + G) f, or a (P + G) f if not resharded
         hsdp: zero3, + 2 (G/N) (R-1)/R
         parameter_server: P received, G sent by a worker
 
-    All is linear in P and G: parts of a model that are treated differently add up.
+    The formula is linear in P and G, so parts of a model with different strategies add up.
+
+    Args:
+        strategy: Data-parallel strategy.
+        parameter_bytes: P, bytes of all parameters of the model as they are sent.
+        gradient_bytes: G, bytes of all gradients of the model as they are sent.
+        ranks: N; for hsdp, the number of ranks that shard one replica.
+        accumulation: a, the number of micro-batches per update.
+        replicas: R, the number of replicas of hsdp.
+        reshard_after_forward: Free gathered parameters after the forward pass and gather them again for backward.
     """
 
     def traffic_row(operation: Collective, size_bytes: float, num_calls: int, purpose: str) -> Traffic:

@@ -1,4 +1,4 @@
-"""What a run uses and costs: electricity, or rented devices."""
+"""Energy and money that a run costs: electricity or rented devices."""
 
 from __future__ import annotations
 
@@ -9,26 +9,37 @@ from phalanx.spec.errors import UserError
 
 
 def energy_kwh(watts_per_device: float, devices: int, hours: float, pue: float = 1.0) -> float:
-    """Kilowatt-hours that `devices` draw in `hours`.
+    """Return the kilowatt-hours that `devices` draw in `hours`.
 
-    `watts_per_device` is the mean draw, with the device's share of its host if that is to be counted. `pue`, power
-    usage effectiveness (ISO/IEC 30134-2), is the whole building's energy over the machines': 1.0 counts these alone.
+    Args:
+        watts_per_device: Mean draw of a device, plus its share of the host if the host counts.
+        devices: Number of devices.
+        hours: Duration of the run.
+        pue: Power usage effectiveness (ISO/IEC 30134-2): energy of the building / energy of the machines. 1.0 counts
+            the
+        machines only.
     """
     require_non_negative(watts_per_device=watts_per_device, devices=devices, hours=hours)
     if not 1 <= pue < inf:
         raise UserError(
-            "pue", pue, "cannot be below 1, the machines alone", fix="give whole energy / the machines' energy"
+            "pue",
+            pue,
+            "is below 1, the value of the machines alone",
+            fix="give energy of the building / energy of the machines",
         )
     return watts_per_device * devices * hours * pue / 1000
 
 
 def energy_cost(watts_per_device: float, devices: int, hours: float, price_per_kwh: float, pue: float = 1.0) -> float:
-    """Money for the electricity of `energy_kwh`, in the currency of `price_per_kwh`."""
+    """Return the price of the electricity of `energy_kwh`, in the currency of `price_per_kwh`."""
     require_non_negative(price_per_kwh=price_per_kwh)
     return energy_kwh(watts_per_device, devices, hours, pue=pue) * price_per_kwh
 
 
 def rental_cost(devices: int, hours: float, price_per_device_hour: float) -> float:
-    """Money for rented devices, in the currency of `price_per_device_hour`; their electricity is mostly in it."""
+    """Return the price of rented devices, in the currency of `price_per_device_hour`.
+
+    The rent usually includes electricity.
+    """
     require_non_negative(devices=devices, hours=hours, price_per_device_hour=price_per_device_hour)
     return devices * hours * price_per_device_hour

@@ -1,4 +1,7 @@
-"""Which experts stand on one rank: an order of a layer's experts, of which each rank has a run of equal length."""
+"""Placement of a layer's experts on ranks.
+
+A placement is an order of the experts, in which each rank gets a contiguous range of equal length.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from collections.abc import Sequence
 
 
 def balanced_expert_order(tokens_E: Sequence[float], ranks: int) -> list[int]:
-    """An order in which ranks have about equally many tokens: the busiest experts first, each to the rank that has
-    least to do and still has room (Graham's rule, SIAM J. Appl. Math. 17, 1969, with equally many experts for each);
-    or the experts as they are, where that does not help."""
+    """Return an order of the experts that gives all ranks about the same number of tokens.
+
+    Greedy: assign the busiest expert first, to the least loaded rank that has room (Graham's rule, SIAM J. Appl. Math.
+    17, 1969, with an equal number of experts per rank). Returns the experts in their own order
+    if that does not help.
+    """
     identity_order = list(range(len(tokens_E)))
     experts_per_rank = len(tokens_E) // ranks
     rank_experts: list[list[int]] = [[] for _ in range(ranks)]
@@ -23,7 +29,7 @@ def balanced_expert_order(tokens_E: Sequence[float], ranks: int) -> list[int]:
 
 
 def max_rank_load(tokens_E: Sequence[float], order: Sequence[int], ranks: int) -> float:
-    """How much more than its share the busiest of so many ranks has to do: 1 is balanced."""
+    """Return the load of the busiest rank / mean load of the ranks; 1 is balanced."""
     experts_per_rank = len(order) // ranks
     rank_loads = [
         sum(tokens_E[expert] for expert in order[start : start + experts_per_rank])

@@ -1,4 +1,4 @@
-"""Latencies that NCCL's tuning model expects of an all-reduce.
+"""All-reduce latencies of NCCL's tuning model.
 
 The constants are those of NVIDIA/nccl 2.30, src/graph/tuning.cc: orders of magnitude, not measurements.
 """
@@ -12,9 +12,9 @@ from phalanx.cost.formulas.collectives import ring_steps
 
 Algorithm = Literal["ring", "tree"]
 Protocol = Literal["LL", "LL128", "Simple"]
-"""How receivers learn that data is there: a flag with every 4 B (LL), every 120 B (LL128), or a wait per chunk."""
+"""Arrival signal of data: a flag per 4 B (LL) or per 120 B (LL128), or a wait per chunk (Simple)."""
 Link = Literal["nvlink", "pci"]
-"""Between the GPUs of a node."""
+"""Link between the GPUs of a node."""
 Cpu = Literal["intel", "amd"]
 
 _ByProtocol = dict[Protocol, float]
@@ -23,7 +23,7 @@ BASE_MICROSECONDS: dict[Algorithm, _ByProtocol] = {
     "tree": {"LL": 6.8, "LL128": 14.0, "Simple": 8.4},
     "ring": {"LL": 6.6, "LL128": 14.0, "Simple": 8.4},
 }
-"""To start at all."""
+"""Fixed latency of a collective."""
 HOP_MICROSECONDS: dict[Link | Literal["net"], dict[Algorithm, _ByProtocol]] = {
     "nvlink": {
         "tree": {"LL": 0.6, "LL128": 1.25, "Simple": 4.0},
@@ -38,9 +38,12 @@ HOP_MICROSECONDS: dict[Link | Literal["net"], dict[Algorithm, _ByProtocol]] = {
         "ring": {"LL": 2.7, "LL128": 4.0, "Simple": 14.0},
     },
 }
-"""From one rank to the next."""
+"""Latency from one rank to the next."""
 NET_OVERHEAD_MICROSECONDS: dict[Cpu, float] = {"intel": 1.0, "amd": 2.0}
-"""For the host to post a message: the least a ring's step takes where nodes are several, 3 x as much with Simple."""
+"""Time in which the host posts a message.
+
+It is the minimum of a ring step over several nodes, and counts 3 times with Simple.
+"""
 
 
 def all_reduce_latency_seconds(
@@ -52,12 +55,13 @@ def all_reduce_latency_seconds(
     link: Link = "nvlink",
     cpu: Cpu = "intel",
 ) -> float:
-    """Time of an all-reduce of next to nothing.
+    """Return the latency of an all-reduce of almost zero bytes.
 
         ring: base + (2 (N - 1) - 2 (n - 1)) max(hop in a node, net overhead) + 2 (n - 1) hop between nodes
         tree: base + 2 ((ranks per node - 1) hop in a node + floor(log2 n) hop between nodes)
 
-    with N ranks on n nodes. Where each has one rank only, a ring's hop between nodes takes as long as a tree's.
+    N is the number of ranks and n the number of nodes. With one rank per node, a ring's hop between nodes takes as long
+    as a tree's.
     """
     require_at_least_one(nodes=nodes, ranks_per_node=ranks_per_node)
     hop_in_node = HOP_MICROSECONDS[link][algorithm][protocol]

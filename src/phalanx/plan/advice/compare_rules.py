@@ -1,4 +1,4 @@
-"""Published rules of thumb beside what the planner says: which apply to a run, whether they agree, and why."""
+"""Comparison of published rules of thumb with the planner: which rules apply, and whether they agree."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.run import RunSpec
 
 AGREEMENT_TOLERANCE = 0.01
-"""A rule agrees if the best layout that obeys it is slower by less: 80 of 100 steps differ from their prediction by up
-to a tenth."""
+"""Relative slowdown below which a rule agrees, for the best layout that satisfies it.
+
+80 of 100 steps differ from their prediction by up to a tenth.
+"""
 Verdict = Literal["agrees", "costs", "does not fit", "does not run"]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A rule that applies, beside the planner's best."""
+    """Rule that applies, compared with the planner's best layout."""
 
     rule: RuleOfThumb
     why_rule_applies: str
     verdict: Verdict
     option: EvaluatedLayout | None
-    """The fastest layout that obeys the rule and fits; the smallest, where none fits."""
+    """Fastest layout that satisfies the rule and fits; the smallest, if none fits."""
     slower: float
-    """Time of its step beyond the best one's, as a share of that; of what does not fit or run 0."""
+    """Relative slowdown of its step compared with the best one; 0 if it does not fit or run."""
     more_bytes: float
-    """Memory of its fullest rank beyond that of the best layout's."""
+    """Additional memory of its fullest rank, compared with the best layout."""
     reason: str
 
 
 @dataclass(frozen=True)
 class AdviceReport:
-    """All that is said of a run."""
+    """All advice for a run."""
 
     situation: RunSituation
     best: EvaluatedLayout
@@ -63,14 +65,15 @@ class AdviceReport:
 
     @property
     def num_agreeing(self) -> int:
-        """Rules that agree with the planner."""
+        """Number of rules that agree with the planner."""
         return sum(advice.verdict == "agrees" for advice in self.advice)
 
 
 def advise(run: RunSpec, world_size: int) -> AdviceReport:
-    """Every rule of thumb, held against the planner's search.
+    """Return all rules of thumb, compared with the planner's search.
 
-    Raises UserError for a cluster whose speeds are not known, and where no layout fits.
+    Raises:
+        UserError: If a speed of the cluster is unknown, or no layout fits.
     """
     layouts = enumerate_layouts(run, world_size)
     layouts, ordered = with_offload_variants(run, world_size, layouts) if layouts else ([], [])
@@ -78,12 +81,8 @@ def advise(run: RunSpec, world_size: int) -> AdviceReport:
     fastest = every.best(lambda _: True)
     if fastest is None:
         plan = search_layouts(run, world_size, keep=1)
-        fix = (
-            suggest_fit(run, world_size, plan)
-            if plan.closest_to_fitting
-            else "change the layout's choices or the batch"
-        )
-        raise UserError("layout", None, f"no layout of {plan.searched:,} fits; see also `phalanx advise oom`", fix=fix)
+        fix = suggest_fit(run, world_size, plan) if plan.closest_to_fitting else "change the layout or the batch size"
+        raise UserError("layout", None, f"no layout of {plan.searched:,} fits (see also `phalanx advise oom`)", fix=fix)
     bands = TimeBands(run, world_size, ordered, fastest=fastest)
     best = next(runnable_layouts(run, world_size, bands, order=bands.order))
     situation = describe_situation(every)
@@ -101,10 +100,10 @@ class EvaluatedLayouts:
     ranks: int
     candidates: list[CandidateLayout]
     fitting: list[CandidateLayout]
-    """Those that are likely to fit, in the planner's order of preference."""
+    """Layouts that are likely to fit, in the planner's order of preference."""
 
     def best(self, is_wanted: Callable[[CandidateLayout], bool]) -> EvaluatedLayout | None:
-        """The planner's best of some layouts; None if none of them fits and runs."""
+        """Return the planner's best of the wanted layouts; None if none of them fits and runs."""
         some = (candidate for candidate in self.fitting if is_wanted(candidate))
         return next(runnable_layouts(self.run, self.ranks, some), None)
 
@@ -112,7 +111,15 @@ class EvaluatedLayouts:
 def compare_with_best(
     every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
 ) -> Advice:
-    """A rule that applies beside the planner's best layout."""
+    """Return the comparison of a rule with the planner's best layout.
+
+    Args:
+        every: All layouts of the run.
+        best: Planner's best layout.
+        situation: Facts of the run.
+        rule: Rule that applies.
+        because: Evidence that it applies.
+    """
 
     def obeys_rule(candidate: CandidateLayout) -> bool:
         return rule.is_satisfied_by(candidate, situation.domain)
@@ -147,20 +154,20 @@ def compare_with_best(
 def _explain_agreement(
     every: EvaluatedLayouts, best: EvaluatedLayout, obeyed: Callable[[CandidateLayout], bool]
 ) -> str:
-    """Why the planner does what a rule says: what the fastest layout that does not would take."""
+    """Return why the planner satisfies a rule: the cost of the fastest layout that does not."""
     other = every.best(lambda candidate: not obeyed(candidate))
     if other is not None:
         return f"otherwise {other.candidate}, {explain_slowdown(every.run, other, best)}"
-    return "all layouts are so" if all(map(obeyed, every.candidates)) else "no other layout fits"
+    return "all layouts satisfy the rule" if all(map(obeyed, every.candidates)) else "no other layout fits"
 
 
 def _impossible_advice(
     every: EvaluatedLayouts, best: EvaluatedLayout, situation: RunSituation, rule: RuleOfThumb, because: str
 ) -> Advice:
-    """Of a rule that no layout obeys that fits and runs."""
+    """Return the advice for a rule that no fitting and running layout satisfies."""
     obeying = [candidate for candidate in every.candidates if rule.is_satisfied_by(candidate, situation.domain)]
     if not obeying:
-        reason = f"no layout of {situation.ranks} devices, this batch and this model has {rule.requirements_text}"
+        reason = f"no layout of {situation.ranks} devices for this batch and this model has {rule.requirements_text}"
         return Advice(rule, because, "does not run", option=None, slower=0.0, more_bytes=0.0, reason=reason)
     smallest = evaluate(every.run, every.ranks, [smallest_layout(every.run, every.ranks, obeying)])[0]
     if smallest.p_oom < MAX_OOM_PROBABILITY:
@@ -173,8 +180,8 @@ def _impossible_advice(
     largest_parts = sorted(part_bytes.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in largest_parts)
     reason = (
-        f"the smallest such layout takes {describe_memory_use(cluster, smallest)}, "
-        f"and {MAX_OOM_PROBABILITY:.0%} is too much; on the device {parts}"
+        f"the smallest such layout uses {describe_memory_use(cluster, smallest)}, "
+        f"but the limit is {MAX_OOM_PROBABILITY:.0%}; on the device {parts}"
     )
     return Advice(
         rule,
@@ -188,7 +195,7 @@ def _impossible_advice(
 
 
 def describe_situation(every: EvaluatedLayouts) -> RunSituation:
-    """What the rules look at."""
+    """Return the facts of a run that the rules depend on."""
     run = every.run
     model = every.run.model
     training = every.run.training
@@ -220,12 +227,12 @@ def describe_situation(every: EvaluatedLayouts) -> RunSituation:
 
 
 def _fullest_stage_bytes(option: EvaluatedLayout) -> dict[str, float]:
-    """Bytes by part of the stage that has most."""
+    """Return the bytes by part of the fullest stage."""
     return max(option.stages.values(), key=lambda stage: sum(stage.values()))
 
 
 def _largest_block_parameters(run: RunSpec) -> int:
-    """Parameters of the block that has most."""
+    """Return the number of parameters of the largest block."""
     blocks: Counter[str] = Counter()
     for name, shape in parameter_shapes(run.model).items():
         owner, _, suffix = name.partition(".")
@@ -235,7 +242,7 @@ def _largest_block_parameters(run: RunSpec) -> int:
 
 
 def _fits_with_zb_h2(every: EvaluatedLayouts) -> bool:
-    """Whether the fastest 1F1B pipeline that fits still does with ZB-H2 in place of 1F1B."""
+    """Return whether the fastest fitting 1F1B pipeline still fits with ZB-H2."""
     fastest = every.best(lambda candidate: candidate.pp > 1 and candidate.schedule == "1f1b")
     if fastest is None:
         return False

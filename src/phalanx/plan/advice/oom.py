@@ -1,7 +1,8 @@
-"""Out of memory: what each remedy frees and costs on its own, and one after the other until a run fits.
+"""OOM diagnosis: the effect of each remedy on its own, and of several in sequence until a run fits.
 
-Memory is what Phalanx itself would hold (`cost.exact.rank_memory`) on the fullest rank, not the planner's footprint of
-any trainer; what of it fits is what the planner takes to fit. Times are the planner's."""
+Memory is Phalanx's exact count (`cost.exact.rank_memory`) on the fullest rank, not the planner's estimate for any
+trainer. The limits of fitting are the planner's, and times are the planner's too.
+"""
 
 from __future__ import annotations
 
@@ -23,63 +24,66 @@ from phalanx.spec.run import RunSpec
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communication")
 MIN_FREED_FRACTION = 0.01
-"""Step by step, a change that frees less than this share of what is held is not made."""
+"""Minimum freed fraction of memory for which a change becomes a step of the sequence."""
 
 
 @dataclass(frozen=True)
 class RunFootprint:
-    """What a run takes: bytes of its fullest rank, and the seconds of its step."""
+    """Cost of a run: bytes of its fullest rank, and the seconds of its step."""
 
     memory: RankMemory
     p_oom: float
     step_seconds: float | None
-    """None where the planner does not know: machines without speeds, precisions that they were not calibrated in,
-    choices that it does not predict."""
+    """Step time; None if the planner cannot predict it.
+
+    Unknown are machines without speeds, precisions without calibration, and unsupported options.
+    """
 
     @property
     def fits(self) -> bool:
-        """Whether memory is almost surely enough."""
+        """True if memory is almost certainly sufficient."""
         return self.p_oom < SAFE_OOM_PROBABILITY
 
 
 @dataclass(frozen=True)
 class RemedyEffect:
-    """A remedy applied to a run."""
+    """Effect of a remedy on a run."""
 
     remedy: Remedy
     run: RunSpec | None
-    """As it is then; None where the remedy is not possible."""
+    """Changed run; None if the remedy is impossible."""
     settings: tuple[str, ...]
-    """What changed, as `--set` takes it."""
+    """Changed settings, in the format of `--set`."""
     freed: Mapping[str, int]
-    """Bytes by part, each at its most; negative where more is held."""
+    """Freed bytes by part at its peak; negative if a part grows."""
     freed_bytes: int
-    """Of the most at one time, on the fullest rank."""
+    """Freed bytes of the peak total, on the fullest rank."""
     new_footprint: RunFootprint | None
     problem: str = ""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A run's memory, and what would free some."""
+    """Memory of a run, and remedies."""
 
     current_footprint: RunFootprint
     limit_bytes: float
     micro_batch: int
     single_remedies: list[RemedyEffect]
-    """Cheapest first: those that make it fit, then those that help but do not suffice."""
+    """Each remedy alone, cheapest first: those that make the run fit, then those that only help."""
     steps: list[RemedyEffect]
-    """One after the other; empty where the run fits."""
+    """Remedies in sequence; empty if the run fits."""
     needed: list[RemedyEffect]
-    """Of those the ones that it cannot do without; all, where they are not enough."""
+    """Remedies of `steps` that are required; all of them, if they do not suffice."""
     best: EvaluatedLayout | None
-    """Of the planner, of all layouts on the same devices; None where it finds or knows none."""
+    """Planner's best of all layouts on the same devices; None if it finds none."""
 
 
 def diagnose(run: RunSpec) -> Diagnosis:
-    """What a run holds on its cluster, and every remedy alone and step by step.
+    """Return the memory of a run on its cluster, and the effect of every remedy alone and in sequence.
 
-    Raises UserError if its layout cannot run, or where the memory of its devices is not known.
+    Raises:
+        UserError: If the layout cannot run, or the memory of the devices is unknown.
     """
     now = run_footprint(run)
     effects = evaluate_single_remedies(run)
@@ -101,21 +105,24 @@ def diagnose(run: RunSpec) -> Diagnosis:
 
 
 def limit_bytes(run: RunSpec) -> float:
-    """What a run's tensors may take on a device, so that its memory is likely to be enough: not what driver and
-    libraries, or on a calibrated machine a process, have beside them.
+    """Return the maximum bytes of a run's tensors on a device with which its memory is likely to suffice.
 
-    Raises UserError where the memory is not known.
+    They exclude driver and libraries or, on a calibrated machine, the rest of the process.
+
+    Raises:
+        UserError: If the memory of the devices is unknown.
     """
     if run.cluster.rank_memory_bytes is None:
-        fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
-        raise UserError("cluster.memory_bytes", None, "is not known, and what fits depends on it", fix=fix)
+        fix = 'set it, or set cluster.preset (see `phalanx info --list`), such as "h100"'
+        raise UserError("cluster.memory_bytes", None, "is unknown, but the limit depends on it", fix=fix)
     return safe_capacity_bytes(run.cluster)
 
 
 def run_footprint(run: RunSpec) -> RunFootprint:
-    """What a run takes on its cluster's ranks.
+    """Return the cost of a run on its cluster's ranks.
 
-    Raises UserError if its layout cannot run.
+    Raises:
+        UserError: If the layout cannot run.
     """
     rank_memories = worker_memories(run, run.cluster.ranks)
     limit_bytes(run)
@@ -124,7 +131,7 @@ def run_footprint(run: RunSpec) -> RunFootprint:
 
 
 def step_seconds(run: RunSpec) -> float | None:
-    """The planner's time of a step, if it knows."""
+    """Return the planner's step time, or None if it cannot predict it."""
     try:
         return evaluate(run, run.cluster.ranks, [candidate_from_run(run, run.cluster.ranks)])[0].step_seconds
     except UserError:
@@ -132,26 +139,27 @@ def step_seconds(run: RunSpec) -> float | None:
 
 
 def with_explicit_micro_batch(run: RunSpec) -> RunSpec:
-    """The run with the micro-batch that it has anyway, so that no remedy changes it unasked."""
+    """Return the run with its effective micro-batch size set, so that no remedy changes it implicitly."""
     return with_layout(run, micro_batch_size=plan_batch(run, run.cluster.ranks).micro_batch_size)
 
 
 def evaluate_single_remedies(run: RunSpec) -> list[RemedyEffect]:
-    """Every remedy on its own: as little of it as fits, or else what frees most."""
+    """Return each remedy's effect on its own: the smallest sufficient change, or the most effective."""
     run = with_explicit_micro_batch(run)
     return [smallest_sufficient(remedy, run, run, before=run_footprint(run)) for remedy in REMEDIES]
 
 
 def relative_slowdown(effect: RemedyEffect, now: RunFootprint) -> float:
-    """The share by which a step takes longer than now; infinite where the planner does not know."""
+    """Return the relative increase of the step time; infinite if the planner cannot predict it."""
     after = effect.new_footprint.step_seconds if effect.new_footprint else None
     return after / now.step_seconds - 1 if after and now.step_seconds else inf
 
 
 def cheapest_first(effects: Sequence[RemedyEffect], now: RunFootprint) -> list[RemedyEffect]:
-    """Those that make a run fit, by the step time that they cost; then likewise those that help but do not suffice;
-    then those that free nothing. In each part those that cost something else too are last; the order stays as it was
-    where times are not known."""
+    """Return the effects that make a run fit, then those that help, then those that free nothing.
+
+    Each group is sorted by step time, with other costs last. The order is unchanged if times are unknown.
+    """
 
     def key(effect: RemedyEffect) -> tuple[int, bool, float]:
         fits_alone = effect.new_footprint is not None and effect.new_footprint.fits
@@ -167,9 +175,17 @@ def cheapest_first(effects: Sequence[RemedyEffect], now: RunFootprint) -> list[R
 def cheapest_sequence(
     run: RunSpec, now: RunFootprint, effects: Sequence[RemedyEffect]
 ) -> tuple[list[RemedyEffect], list[RemedyEffect]]:
-    """Remedies one after the other until a run fits, and which of them it needs: of several orders the one that leaves
-    the fastest run, if it can be with what costs time only. Tried are that of what each costs alone, the published one,
-    and each that makes it fit alone: this is no search, which is the planner's."""
+    """Return a sequence of remedies after which a run fits, and the remedies in it that are required.
+
+    Of several orders, the result is the one with the fastest run, preferably with remedies that only cost time. The
+    orders are by cost of each remedy alone, the published order, and each remedy that suffices alone. This is not a
+    full search, which is the planner's task.
+
+    Args:
+        run: The run.
+        now: Current cost of the run.
+        effects: Effects of the remedies alone.
+    """
     by_cost = sorted(effects, key=lambda effect: (effect.remedy.is_last_resort, relative_slowdown(effect, now)))
     orders = [tuple(effect.remedy for effect in by_cost), REMEDIES]
     orders += [(effect.remedy,) for effect in effects if fits_after([effect])]
@@ -191,15 +207,15 @@ def cheapest_sequence(
 
 
 def remaining_bytes(made: list[RemedyEffect]) -> float:
-    """Bytes that a run still holds after remedies that are not enough."""
+    """Return the bytes that a run still needs after remedies that do not suffice."""
     return made[-1].new_footprint.memory.device if made and made[-1].new_footprint else inf
 
 
 def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> list[RemedyEffect]:
-    """One remedy after the other, in their order, until the run fits; each on top of those before that freed enough to
-    be worth it.
+    """Return the effects of remedies in sequence, until the run fits.
 
-    The settings of each are all that changed so far; what it frees is beyond the one before it.
+    Each is applied on top of the previous ones that freed enough. Its settings are all changes so far; its freed bytes
+    are relative to the previous one.
     """
     current = with_explicit_micro_batch(run)
     footprint = run_footprint(run)
@@ -220,7 +236,7 @@ def apply_until_fits(run: RunSpec, remedies: Sequence[Remedy] | None = None) -> 
 
 
 def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]:
-    """Of remedies with which a run fits, those that it needs: what costs most time is the first to be left out."""
+    """Return the required remedies of a sequence that makes a run fit; the slowest are removed first."""
     if not fits_after(made):
         return made
     before = [
@@ -236,12 +252,19 @@ def minimal_subset(run: RunSpec, made: list[RemedyEffect]) -> list[RemedyEffect]
 
 
 def fits_after(made: list[RemedyEffect]) -> bool:
-    """Whether a run fits after these remedies."""
+    """Return whether a run fits after these remedies."""
     return bool(made) and made[-1].new_footprint is not None and made[-1].new_footprint.fits
 
 
 def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: RunFootprint) -> RemedyEffect:
-    """As little of a remedy as makes a run fit, or what frees most; settings are named since another run."""
+    """Return the smallest sufficient change of a remedy, or the one that frees most.
+
+    Args:
+        remedy: The remedy.
+        run: Run to change.
+        since: Run to which the settings are relative.
+        before: Cost of `run`.
+    """
     tried: list[RemedyEffect] = []
     problem = remedy.no_change_reason
     for changed in remedy.changes(run):
@@ -267,7 +290,7 @@ def smallest_sufficient(remedy: Remedy, run: RunSpec, since: RunSpec, before: Ru
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> tuple[str, ...]:
-    """What differs between two runs, as `--set` takes it."""
+    """Return the settings in which two runs differ, in the format of `--set`."""
     settings = []
     for table in ("training", "optimizer", "layout", "cluster"):
         old = getattr(before, table)

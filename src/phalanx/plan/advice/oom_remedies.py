@@ -1,8 +1,9 @@
-"""What to change when memory runs out, as data: each change, what it costs, and the paper of its method.
+"""Remedies for OOM, as data: each change, its cost, and the paper of its method.
 
-The order is for where times are not known (`oom.py` goes by these where they are): a smaller batch and accumulation,
-recomputation, then what shares the state, ZeRO before the ways that share products, and offload. What changes numbers
-(mixed precision, another optimizer) or the bill is tried after all that only costs time."""
+The order applies if times are unknown; otherwise `oom.py` orders by time. A smaller batch and accumulation come first,
+then recomputation, then sharding of the state: ZeRO before model parallelism, and offload. Changes of numerics (mixed
+precision, another optimizer) or of the price are tried after all remedies that only cost time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from phalanx.spec.run import RunSpec
 from phalanx.spec.tensor_sharding import check_divisibility
 
 MAX_DEVICE_MULTIPLE = 64
-"""As many devices, at most, as the last remedy tries."""
+"""Maximum multiple of the devices that the last remedy tries."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,15 @@ class Remedy:
     cost: str
     source: str
     changes: Callable[[RunSpec], Iterator[RunSpec]]
-    """Runs that have more and more of it."""
-    no_change_reason: str = "done already"
-    """Why there is nothing to change, where it gives no run."""
+    """Runs with more and more of the change."""
+    no_change_reason: str = "already applied"
+    """Reason why `changes` yields no run."""
     is_last_resort: bool = False
-    """Whether it costs what no step time shows, so that it is tried after those that only cost time."""
+    """True for costs other than step time; the remedy is then tried after those that only cost time."""
 
 
 def with_layout(run: RunSpec, **changes: Any) -> RunSpec:
-    """The run with another layout, without the choices that mean nothing in it."""
+    """Return the run with a changed layout, without the options that have no meaning in it."""
     layout = run.layout.model_copy(update=changes)
     lost = [field for field, meant in VALID_DATA_STRATEGIES.items() if layout.data_parallel not in meant]
     lost += INVALID_IN_PIPELINE if layout.pp > 1 else ()
@@ -90,7 +91,7 @@ def _raise_zero_stage(stage: int) -> Callable[[RunSpec], Iterator[RunSpec]]:
 
 
 def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpec], Iterator[RunSpec]]:
-    """Larger and larger degrees that divide the ranks."""
+    """Return a function that yields larger and larger degrees that divide the ranks."""
 
     def changes(run: RunSpec) -> Iterator[RunSpec]:
         ranks = run.cluster.ranks
@@ -102,7 +103,7 @@ def _increase_degree(axis: str, within_domain: bool = False) -> Callable[[RunSpe
 
 
 def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
-    """Their stages where the planner has them."""
+    """Yield larger pipelines, with the rank order that the planner chooses."""
     for changed in _increase_degree("pp")(run):
         tp = changed.layout.tp
         pp = changed.layout.pp
@@ -114,7 +115,10 @@ def _increase_pp(run: RunSpec) -> Iterator[RunSpec]:
 
 
 def _increase_cp(run: RunSpec) -> Iterator[RunSpec]:
-    """As the run has it, or as the planner does: on a GPU tokens for heads where there are enough, else a ring."""
+    """Yield larger context-parallel degrees.
+
+    The method is the run's, or as the planner chooses: on a GPU ulysses if there are enough heads, else a ring.
+    """
     usual = ("ring",) if run.cluster.uses_cpu else ("ulysses", "ring")
     kinds = (run.layout.cp_method,) if run.layout.cp > 1 else usual
     for changed in _increase_degree("cp")(run):
@@ -137,7 +141,7 @@ def _increase_ep(run: RunSpec) -> Iterator[RunSpec]:
 
 def _use_offload(run: RunSpec) -> Iterator[RunSpec]:
     if run.layout.offload == "none" and not run.cluster.uses_cpu:
-        # Only what is sharded is offloaded; with_layout would drop the choice again.
+        # Offload requires sharding; otherwise with_layout would drop the option again.
         alone = ("zero1", "zero2") if run.cluster.ranks == 1 else ("zero1",)
         kinds = (run.layout.data_parallel,) if run.layout.data_parallel in VALID_DATA_STRATEGIES["offload"] else alone
         yield from (with_layout(run, data_parallel=data, offload="cpu") for data in kinds)
@@ -166,32 +170,32 @@ def _add_devices(run: RunSpec) -> Iterator[RunSpec]:
         times *= 2
 
 
-NO_PEERS_REASON = "done already, or a lone device has nobody to share with"
+NO_PEERS_REASON = "already applied, or a single device has no peers"
 NO_LARGER_DEGREE_REASON = "no larger degree divides the devices"
 REMEDIES = (
     Remedy(
         "smaller micro-batch",
-        "more accumulation of smaller products",
+        "more accumulation steps with smaller products",
         GPIPE,
         changes=_reduce_micro_batch,
         no_change_reason="a micro-batch is one sequence",
     ),
     Remedy(
         "recompute attention",
-        "attention's forward pass once more",
+        "one more forward pass of attention",
         SEQUENCE_PARALLELISM,
         changes=_increase_recompute("selective"),
     ),
     Remedy(
         "recompute blocks",
-        f"a forward pass more: about {recompute_overhead():+.0%} compute",
+        f"one more forward pass: about {recompute_overhead():+.0%} compute",
         CHECKPOINTING,
         changes=_increase_recompute("full"),
     ),
-    Remedy("bf16", "less exact", BFLOAT16, changes=_use_bf16, is_last_resort=True),
+    Remedy("bf16", "lower precision", BFLOAT16, changes=_use_bf16, is_last_resort=True),
     Remedy(
         "ZeRO-1",
-        "optimizer state shared: no more traffic",
+        "optimizer state sharded: no additional traffic",
         ZERO,
         changes=_raise_zero_stage(1),
         no_change_reason=NO_PEERS_REASON,
@@ -219,29 +223,29 @@ REMEDIES = (
     ),
     Remedy(
         "tensor parallelism",
-        "exchanges in every block: fast links only",
+        "communication in every block: fast links only",
         MEGATRON,
         changes=_increase_degree("tp", within_domain=True),
         no_change_reason=NO_LARGER_DEGREE_REASON,
     ),
     Remedy(
         "context parallelism",
-        "exchanges in every attention",
+        "communication in every attention",
         LONG_SEQUENCES,
         changes=_increase_cp,
         no_change_reason=NO_LARGER_DEGREE_REASON,
     ),
     Remedy(
-        "pipeline", "stages wait for one another", GPIPE, changes=_increase_pp, no_change_reason=NO_LARGER_DEGREE_REASON
+        "pipeline", "stages wait for each other", GPIPE, changes=_increase_pp, no_change_reason=NO_LARGER_DEGREE_REASON
     ),
     Remedy(
         "offload to CPU memory",
         "state crosses PCIe every step",
         OFFLOAD,
         changes=_use_offload,
-        no_change_reason="done already, or CPU memory is what is short",
+        no_change_reason="already applied, or CPU memory is insufficient",
     ),
-    Remedy("SGD", "may converge slower; new learning rates", ZERO, changes=_use_sgd, is_last_resort=True),
+    Remedy("SGD", "may converge more slowly; needs new learning rates", ZERO, changes=_use_sgd, is_last_resort=True),
     Remedy(
         "more devices",
         "their price",
@@ -251,4 +255,4 @@ REMEDIES = (
         is_last_resort=True,
     ),
 )
-"""In the order to try them. Tensor parallelism comes with sequence parallelism."""
+"""Remedies in the order to try them. Tensor parallelism includes sequence parallelism."""

@@ -1,4 +1,4 @@
-"""Papers and documentation that advice quotes."""
+"""Papers and documentation that the advice cites."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ZERO = "ZeRO, arXiv 1910.02054"
 ZERO_BUBBLE = "zero bubble pipelines, arXiv 2401.10241"
 
 SERVERS = f"{MEGATRON_ON_CLUSTERS}, takeaway 1"
-"""Tensor parallelism up to the devices of a server, then pipelines across servers."""
+"""Tensor parallelism within a server, then pipelines across servers."""
 SCALE_OUT = f"{MEGATRON_ON_CLUSTERS}, takeaway 2"
 """Model parallelism until the model fits, then data parallelism."""
 
 
 def no_paper(method: str) -> str:
-    """Describe the source of a common rule that no paper states, by the paper of its method."""
+    """Return the source of a common rule that no paper states, with the paper of its method."""
     return f"a common rule that no paper states; the method: {method}"

@@ -1,6 +1,7 @@
-"""Published rules of thumb for choosing a layout, as data: when each applies, and which layouts obey it.
+"""Published rules of thumb for choosing a layout, as data: their conditions, and their requirements.
 
-They are quoted, not endorsed: `plan.advice.compare_rules` holds each against the planner. GiB is 2**30 bytes."""
+The rules are quoted, not endorsed: `plan.advice.compare_rules` compares each with the planner. GiB is 2**30 bytes.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +68,15 @@ class RuleOfThumb:
     name: str
     recommendation: str
     requirements: Requirements
-    """What it asks of the planner's layouts."""
+    """Requirements on the planner's layouts."""
     applies: Callable[[RunSituation], str]
-    """Why it applies; empty where it does not."""
+    """Return the evidence that the rule applies, or ""."""
     source: str
     unplanned_part: str = ""
-    """What it says besides, which the planner does not choose among, and why not."""
+    """Parts of the rule about options that the planner does not have, and the reason."""
 
     def is_satisfied_by(self, candidate: CandidateLayout, domain: int) -> bool:
-        """Whether a layout does what the rule asks."""
+        """Return whether a layout satisfies the rule."""
         return all(
             _meets_requirement(candidate, field, requirement, domain=domain)
             for field, requirement in self.requirements.items()
@@ -83,7 +84,7 @@ class RuleOfThumb:
 
     @property
     def requirements_text(self) -> str:
-        """What it asks, as text."""
+        """Requirements of the rule as text."""
         texts = {field: " or ".join(w) if isinstance(w, tuple) else str(w) for field, w in self.requirements.items()}
         return ", ".join(f"{field} {text}" for field, text in texts.items())
 
@@ -97,8 +98,8 @@ def _meets_requirement(
 
 
 ZERO3_PIPELINE_NOTE = (
-    "ZeRO-3 in a pipeline is not among the planner's layouts: it keeps and sends what ZeRO-1 does or more. Offload "
-    "is, of what does not fit without: it only saves memory"
+    "the planner has no ZeRO-3 in pipelines, where it stores and sends at least as much as ZeRO-1. It offloads only "
+    "layouts that do not fit otherwise, because offload only saves memory"
 )
 SIZE_RULES = (
     RuleOfThumb(
@@ -135,7 +136,7 @@ SIZE_RULES = (
         unplanned_part=ZERO3_PIPELINE_NOTE,
     ),
 )
-"""Half-open: a model of exactly 1B, 10B or 100B parameters belongs to the larger class."""
+"""Rules by size. Classes are half-open: exactly 1B, 10B or 100B parameters are in the larger class."""
 BOTTLENECK_RULES = (
     RuleOfThumb(
         "bottleneck",

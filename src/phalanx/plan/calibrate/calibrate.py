@@ -1,6 +1,7 @@
-"""What runs on a machine showed, as constants of its own: the planner's model, fitted to them.
+"""Calibration: the planner's constants, fitted to runs on a machine.
 
-The constants of published runs are where the fit begins, and what it keeps to where the runs say nothing."""
+The fit starts at the constants of published runs, and keeps those for which the runs have no evidence.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ from phalanx.spec.formatting import WRITTEN_BY
 SHARE_PRIOR = 0.2
 BUFFER_PRIOR = 2.0
 MEMORY_NOISE = 0.03
-"""Of the bytes of memory for each that is counted, about 1, and for each of buffers more, about 0; of the logarithm of
-a process's memory."""
+"""Standard deviations of the memory fit.
+
+Of the bytes of memory per counted byte, around 1; of the additional bytes per byte of buffers, around 0; and of the
+logarithm of a process's memory.
+"""
 Z_80_PERCENT = 1.2816
 """Standard deviations of a normal distribution on each side of the middle 80 %."""
 Array = NDArray[np.float64]
@@ -53,10 +57,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OperationFit:
-    """What was timed apart from steps: how many there are of a kind, and how far off the model is on them."""
+    """Number of operations of a kind that were timed outside of steps, and the model's error on them."""
 
     of: str
-    """A run's name, or a file of `phalanx bench`."""
+    """Name of a run, or file of `phalanx bench`."""
     kind: str
     count: int
     before: float
@@ -65,22 +69,27 @@ class OperationFit:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine with what runs showed, and how far off the model is on these: in the order of the runs, seconds or
-    bytes."""
+    """Calibrated machine and the model's errors on its runs: in the order of the runs, seconds or bytes."""
 
     machine: ClusterSpec
     before: Array
     after: Array
     leave_one_out: Array
-    """Each run as the others predict it."""
+    """Prediction of each run by the other runs."""
     memory: Array
     operations: list[OperationFit]
 
 
 def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequence[BenchmarkFile] = ()) -> Calibration:
-    """A machine with the constants that these runs on it make likely, and what `phalanx bench` found there.
+    """Return a machine with the constants that its runs and benchmarks make likely.
 
-    Raises UserError for runs in different arithmetics, or in layouts that the planner does not know.
+    Args:
+        runs: Measured runs on the machine.
+        machine: Machine to calibrate.
+        sweeps: Results of `phalanx bench` on the machine.
+
+    Raises:
+        UserError: If precisions differ, or the planner does not support a layout.
     """
     _check_same_device(runs, machine)
     precisions = {each.training.precision for each in (*(run.run for run in runs), *(sweep.run for sweep in sweeps))}
@@ -116,8 +125,7 @@ def calibrate(runs: Sequence[MeasuredRun], machine: ClusterSpec, sweeps: Sequenc
         update={
             "time_constants": {name: value for name, value in asdict(constants).items() if value != published[name]},
             "identified_constants": identified_constants(prior, jobs, truth, z=z),
-            "log_half_width": Z_80_PERCENT
-            * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too much alike
+            "log_half_width": Z_80_PERCENT * max(NOISE, float(np.sqrt(np.mean(errors**2)))),  # runs may be too similar
             "baseline_process_bytes": round(process),
             "bytes_per_counted_byte": share,
             "buffer_overhead": buffers,
@@ -151,14 +159,14 @@ def _check_same_device(runs: Sequence[MeasuredRun], machine: ClusterSpec) -> Non
     """Raise UserError for a run on another kind of machine."""
     for run in runs:
         if run.device is not None and run.device != (machine.device if machine.device != "auto" else run.device):
-            problem = f"was on a {run.device}, and the machine is {machine.preset or 'one'} with a {machine.device}"
+            problem = f"ran on a {run.device}, but the machine is {machine.preset or 'one'} with a {machine.device}"
             raise UserError("RUN_DIR", run.name, problem, fix="name the machine that the runs were on")
 
 
 def _collect_operations(
     runs: Sequence[MeasuredRun], jobs: JobTable, sweeps: Sequence[BenchmarkFile], machine: ClusterSpec
 ) -> list[OperationTimings]:
-    """What was timed apart from steps; `jobs` are the columns of the runs."""
+    """Return the operations that were timed outside of steps; `jobs` are the columns of the runs."""
     benchmarked = [
         timing for sweep in sweeps for timing in benchmark_timings(sweep, job_table([job_row(sweep, machine)]))
     ]
@@ -169,8 +177,11 @@ def _collect_operations(
 
 
 def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTargets:
-    """What runs took. Of ranks that share cores only whole steps: what one computes there is also others' time. Waits
-    that are hardly any are chance."""
+    """Return the measurements of runs.
+
+    Ranks that share cores contribute full steps only, because the compute time of one is also time of the others. Very
+    short waits are ignored as noise.
+    """
     measured_seconds = np.array([run.step_seconds for run in runs])
     alone = np.broadcast_to(jobs.ranks_per_core, len(runs)) <= 1
     computing = np.array([run.computing_seconds for run in runs])
@@ -180,16 +191,22 @@ def measured_targets(runs: Sequence[MeasuredRun], jobs: JobTable) -> MeasuredTar
 
 
 def detect_cpu() -> ClusterSpec:
-    """What is known of the CPU that this process runs on: how many cores it may use, and their memory."""
+    """Return the CPU of this process: the number of usable cores, and their memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return load_machine("cpu").model_copy(update={"cores": cores, "memory_bytes": memory})
 
 
 def write_machine(file: Path, machine: ClusterSpec, sources: Sequence[str]) -> None:
-    """A machine as a file that `--machine` and `cluster.preset` take.
+    """Write a machine to a file that `--machine` and `cluster.preset` accept.
 
-    Raises UserError where it cannot be written.
+    Args:
+        file: Path of the file.
+        machine: Calibrated machine.
+        sources: Names of the runs, for the header.
+
+    Raises:
+        UserError: If the file cannot be written.
     """
     head = f"# {WRITTEN_BY} calibrate, from {', '.join(sources)}.\n"
     try:
@@ -204,9 +221,10 @@ def _with_cluster_size(machine: ClusterSpec, measured: MeasuredRun | BenchmarkFi
 
 
 def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobRow:
-    """The columns of a run on a machine (`cost.estimate.job_table`).
+    """Return the columns of a run on a machine (`cost.estimate.job_table`).
 
-    Raises UserError for a layout that the planner does not know.
+    Raises:
+        UserError: If the planner does not support the layout.
     """
     run = measured.run.model_copy(update={"cluster": _with_cluster_size(machine, measured)})
     try:
@@ -217,8 +235,12 @@ def job_row(measured: MeasuredRun | BenchmarkFile, machine: ClusterSpec) -> JobR
 
 
 def _fit_memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array]:
-    """Bytes of a process that trains nothing, bytes of memory for each counted one, how many more each byte of buffers
-    counts, and what they predict. None is below 0: the least is taken out, and the others explain the memory alone."""
+    """Return the memory constants and the memory that they predict.
+
+    The constants are the bytes of a process that trains nothing, the bytes of memory per counted byte, and the
+    additional factor per byte of buffers. None is negative: the smallest is removed, and the others explain the memory
+    alone.
+    """
     held_bytes = np.array([run.counted_peak_bytes for run in runs], float)
     peak = np.array([run.memory_bytes for run in runs])
     buffers = np.array([run.memory.communication for run in runs], float)
@@ -234,8 +256,10 @@ def _fit_memory(runs: Sequence[MeasuredRun]) -> tuple[float, float, float, Array
 
 
 def predict_run(machine: ClusterSpec, measured: MeasuredRun) -> tuple[float, float, float]:
-    """Of a run on a calibrated machine: seconds of a step, what they are multiplied and divided by at the ends of the
-    80 % interval, and bytes that rank 0 holds."""
+    """Return the step seconds, the interval factor and rank 0's memory of a run on a calibrated machine.
+
+    The step seconds times and divided by the factor are the ends of the 80 % interval.
+    """
     jobs = job_table([job_row(measured, machine)])
     width = float(np.exp(interval_half_width(machine, jobs)[0]))
     known = machine.calibration

@@ -1,4 +1,4 @@
-"""One run as a measurement for the calibration (`report/measured_run.py` reads it from a run directory)."""
+"""One run as a measurement for calibration; `report/measured_run.py` reads it from a run directory."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from phalanx.plan.search.oom_risk import device_and_host_bytes
 from phalanx.spec.run import RunSpec
 
 WARM_UP_STEPS = 2
-"""Steps at the start of a run that do not count: memory is new, and data-parallel buckets are not settled."""
+"""Ignored steps at the start of a run: memory is new, and data-parallel buckets are not settled."""
 
 
 MIN_STEPS = 3
 
 
 MIN_WAIT_FRACTION = 0.03
-"""Of a step."""
+"""Minimum waiting time, as a fraction of a step."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run, and what it took."""
+    """One run and its measurements."""
 
     name: str
     run: RunSpec
     ranks: int
     step_seconds: float
-    """Median."""
+    """Median time of a step."""
     memory_bytes: float
-    """The most that the process of rank 0 held."""
+    """Peak memory of the process of rank 0."""
     peak_flops: float | None
-    """Of a rank, as it was measured or known when the run began."""
+    """Peak FLOP/s of a rank, measured or known when the run started."""
     tensor_bytes: float | None = None
-    """The most that tensors of rank 0 held at one time, where the run measured that (`--profile-memory`)."""
+    """Peak bytes of rank 0's tensors, if the run measured them (`--profile-memory`)."""
     computing_seconds: float = nan
-    """Of a step the slowest rank's passes without waits for others, where ranks noted that; NaN if they did not."""
+    """Seconds per step in the slowest rank's passes, without waits; NaN if not recorded."""
     waiting_seconds: float = nan
-    """Of a step, for collectives, of the rank that waits least, likewise."""
+    """Seconds per step that the rank that waits least waits for collectives; NaN if not recorded."""
     device: str | None = None
-    """What it ran on, where its ranks noted that."""
+    """Device type, if the ranks recorded it."""
     exchanges: tuple[CollectiveTiming, ...] = ()
-    """Collectives of steps that were looked at closely."""
+    """Collectives of profiled steps."""
 
     @property
     def memory(self) -> RankMemory:
-        """Counted of its tensors, on rank 0."""
+        """Exact memory of rank 0."""
         return next(iter(rank_memory(self.run, self.ranks).values()))
 
     @property
     def counted_peak_bytes(self) -> float:
-        """The most of these at one time, with what it offloads on a CPU."""
+        """Peak of the exact memory, including offloaded bytes on a CPU."""
         return device_and_host_bytes(self.run.cluster.model_copy(update={"calibration": None}), [self.memory])[0]

@@ -1,5 +1,7 @@
-"""Single operations that were timed apart from steps, as evidence for the planner's constants: products, attention and
-memory by `phalanx bench`, collectives by it or in steps that were looked at closely."""
+"""Operations timed outside of steps, as evidence for the planner's constants.
+
+`phalanx bench` times products, attention, memory and collectives; profiled steps also time collectives.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ from phalanx.spec.run import RunSpec
 
 KNOWN_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 NOISE = 0.1
-"""Of the logarithm of what all operations of a kind take together: those of a kind err alike, so that many of them say
-little more than a few."""
+"""Standard deviation of the logarithm of the total time of all operations of a kind.
+
+Operations of a kind have similar errors: many contain little more information than a few.
+"""
 Array = NDArray[np.float64]
 OperationIndices = NDArray[np.int64]
 
@@ -35,61 +39,66 @@ class OperationTimings:
     """Operations of a kind on one machine, for one run."""
 
     source: str
-    """Whose: of a run, or a file of `phalanx bench`."""
+    """Name of a run, or file of `phalanx bench`."""
     kind: str
     seconds: Array
     shares: Array
-    """How much each counts; together 1."""
+    """Weight of each operation; the sum is 1."""
     predicted: Callable[[TimeConstants, OperationIndices], Column]
-    """Seconds as the model has them of the operations with these numbers; each may have constants of its own."""
+    """Predicted seconds of the operations with these indices; each can have constants of its own."""
     run: int | None = None
-    """The number of the run in which they were; None if they were timed apart from runs."""
+    """Index of the operations' run; None if they were timed outside of runs."""
 
     def errors(self, c: TimeConstants, points: int = 1) -> Array:
-        """Of the logarithms of times, in standard deviations: [points, operation], for constants of all points and
-        operations in this order, or the same for all."""
+        """Return the errors of the logarithms of times, in standard deviations: [points, operation].
+
+        Args:
+            c: Constants, equal for all, or for all points and operations in this order.
+            points: Number of points.
+        """
         run_indices = np.tile(np.arange(len(self.seconds)), points)
         log_errors = np.log(self.predicted(c, run_indices)).reshape(points, -1) - np.log(self.seconds)
         return np.asarray(log_errors * np.sqrt(self.shares) / NOISE)
 
     def geometric_mean_error(self, c: TimeConstants) -> float:
-        """The factor by which a prediction is off, minus 1: of all the geometric mean, weighted."""
+        """Return the weighted geometric mean of the factor by which predictions differ, minus 1."""
         return float(np.exp(np.sum(self.shares * np.abs(NOISE * self.errors(c)[0] / np.sqrt(self.shares)))) - 1)
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """A collective, or a message to the next stage."""
+    """Timing of a collective, or of a message to the next stage."""
 
     operation: str
     ranks: int
     stride: int
-    """Of its ranks, how far the first two are apart."""
+    """Distance between the first two ranks."""
     size_bytes: float
-    """Of the whole: what is reduced or broadcast, what is gathered from all, what a rank has to scatter or send."""
+    """Size of the full tensor: reduced, broadcast or gathered, or that a rank scatters or sends."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class BenchmarkFile:
-    """What `phalanx bench` found of a machine, for a run on so many ranks."""
+    """Result of `phalanx bench` on a machine, for a run on `ranks` ranks."""
 
     name: str
     run: RunSpec
     ranks: int
     products: Array
-    """[product, (batch, m, n, k, seconds, times in a pass)], each of both passes' three."""
+    """Rows of (batch, m, n, k, seconds, times in a pass), for the three products of both passes."""
     core: Array
-    """Seconds of attention in a layer, forward and backward; none if they were not measured."""
+    """Seconds of attention in a layer, forward and backward; empty if not measured."""
     passes: Array
-    """[pass over memory, (bytes, seconds)]."""
+    """Rows of (bytes, seconds), one per memory pass."""
     exchanges: tuple[CollectiveTiming, ...]
 
 
 def read_benchmark_file(file: Path) -> BenchmarkFile:
-    """What `phalanx bench --out` wrote.
+    """Return the contents of a file that `phalanx bench --out` wrote.
 
-    Raises UserError for what is no such file.
+    Raises:
+        UserError: If the file has another format.
     """
     try:
         results = json.loads(file.read_text())
@@ -112,7 +121,7 @@ def read_benchmark_file(file: Path) -> BenchmarkFile:
     except OSError as error:
         raise UserError("measured", str(file), f"cannot be read: {error.strerror}", fix="name another file") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"is not what phalanx bench writes ({type(error).__name__}: {error})"
+        problem = f"is not a file of phalanx bench ({type(error).__name__}: {error})"
         fix = "write it with phalanx bench RUN.toml --out FILE.json"
         raise UserError("measured", str(file), problem, fix=fix) from None
 
@@ -133,7 +142,10 @@ def _parse_products(rows: Sequence[dict[str, Any]]) -> Array:
 
 
 def _parse_attention(rows: Sequence[dict[str, Any]]) -> Array:
-    """A layer's parts together: in a ring its own tokens, which are causal, and each of the others'."""
+    """Return the seconds of a layer's attention, forward and backward.
+
+    In a ring, a layer consists of the rank's own tokens, which are causal, and those of each other rank.
+    """
     layers = sum(row["count"] for row in rows if row["causal"])
     total = [sum(row["count"] * row[f"{direction}_seconds"] for row in rows) for direction in ("forward", "backward")]
     return np.array(total) / layers if rows else np.zeros(0)
@@ -153,11 +165,11 @@ def _parse_collective(group_result: dict[str, Any]) -> list[CollectiveTiming]:
     ]
 
 
-# -- beside the model --------------------------------------------------------------------------------------------------
+# -- Predictions of the model ------------------------------------------------------------------------------------------
 
 
 def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTimings]:
-    """What was measured for a run, with its columns on that machine (of one job)."""
+    """Return the timings of a benchmark file; `jobs` has the columns of its run on that machine (one job)."""
     timings = [collective_timings(sweep.name, sweep.exchanges, jobs)]
     if len(sweep.products):
         batch, m, n, k, seconds, times = sweep.products.T
@@ -200,8 +212,17 @@ def benchmark_timings(sweep: BenchmarkFile, jobs: JobTable) -> list[OperationTim
 def collective_timings(
     source: str, exchanges: Sequence[CollectiveTiming], jobs: JobTable, run: int | None = None
 ) -> OperationTimings:
-    """Collectives and messages, as far as the model knows them: not those of parameter servers. Each counts as much:
-    small ones tell latencies, and large ones bandwidths."""
+    """Return the timings of collectives and messages that the model can predict.
+
+    Parameter servers are excluded. All operations have equal weight: small ones determine latencies, large ones
+    bandwidths.
+
+    Args:
+        source: Name of the run or file.
+        exchanges: Timings of collectives and messages.
+        jobs: Columns of the run.
+        run: Index of the run; None if timed outside of runs.
+    """
     known = [exchange for exchange in exchanges if exchange.operation in KNOWN_OPERATIONS]
     ranks, stride, size = (
         np.array([getattr(exchange, name) for exchange in known], float) for name in ("ranks", "stride", "size_bytes")

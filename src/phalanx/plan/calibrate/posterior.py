@@ -1,8 +1,9 @@
 """Constants of step times that measured steps make likely: the mode of a posterior.
 
-The logarithm of each constant is normal about where it begins, and that of each step time, and of each part of one that
-was measured apart, about its prediction. What no run tells stays where it began; how narrow the posterior is beside the
-prior says what the runs decide (Laplace's approximation)."""
+The logarithm of each constant has a normal prior around its starting value. The logarithm of each step time, and of
+each separately measured part, is normal around its prediction. Constants without evidence stay at their starting value.
+The width of the posterior relative to the prior shows which constants the runs determine (Laplace's approximation).
+"""
 
 from __future__ import annotations
 
@@ -18,33 +19,35 @@ from phalanx.cost.estimate.step_time import step_seconds
 from phalanx.plan.calibrate.microbenchmarks import OperationTimings
 
 PRIOR_STD = 1.0
-"""Standard deviation of a constant's logarithm where only runs on other machines are known."""
+"""Standard deviation of a constant's logarithm if only runs on other machines are known."""
 NOISE = 0.04
 COMPUTING_NOISE = 0.1
 WAITING_NOISE = 0.5
-"""Of a step time's logarithm about its prediction, and of parts of it: these are what is left of several things, and
-what a rank waits depends on chance as well."""
+"""Standard deviation of the logarithms of a step time, and of two parts, around their prediction.
+
+The parts are remainders of several effects, and waiting also depends on chance.
+"""
 MAX_ITERATIONS = 60
 MAX_SHARE_BOUND = 1.1
-"""Constants whose bounds end below this are shares of something: they stay within these on any machine."""
+"""Upper bound below which a constant is a fraction of something; its bounds then apply to any machine."""
 Array = NDArray[np.float64]
 CONSTANTS = tuple(field.name for field in fields(TimeConstants))
 
 
 @dataclass(frozen=True)
 class MeasuredTargets:
-    """What runs took, in seconds of a step [run]; parts are NaN where nobody measured them."""
+    """Measured seconds per step [run]; NaN for parts that were not measured."""
 
     step_total: Array
     computing: Array
-    """Of the slowest rank's passes, without waits for others."""
+    """Seconds in the slowest rank's passes, without waits."""
     waiting: Array
-    """For collectives, of the rank that waits least."""
+    """Seconds that the rank that waits least waits for collectives."""
     operations: tuple[OperationTimings, ...] = ()
-    """What was timed apart from steps."""
+    """Operations that were timed outside of steps."""
 
     def take(self, runs: Array) -> MeasuredTargets:
-        """Some of them, without what was timed in the others."""
+        """Return the targets of some runs, without the operations of the other runs."""
         remaining = set(np.arange(len(self))[runs].tolist())
         operations = tuple(timing for timing in self.operations if timing.run is None or timing.run in remaining)
         parts = {"computing": self.computing[runs], "waiting": self.waiting[runs]}
@@ -56,12 +59,15 @@ class MeasuredTargets:
 
 @dataclass(frozen=True)
 class Prior:
-    """Where constants begin. `z` are their distances from there, in standard deviations of their logarithms."""
+    """Prior of the constants.
+
+    `z` is their distance from `start`, in standard deviations of their logarithms.
+    """
 
     start: TimeConstants
 
     def constants(self, z: Array) -> TimeConstants:
-        """Those that are so far from where they began; what has hardly moved is as it was."""
+        """Return the constants at distance `z` from the start; those that hardly moved are unchanged."""
         moved = {
             name: float(f"{getattr(self.start, name) * np.exp(PRIOR_STD * value):.4g}")
             for name, value in zip(CONSTANTS, z, strict=True)
@@ -71,14 +77,22 @@ class Prior:
 
     @property
     def limit(self) -> Array:
-        """The most that each z may be."""
+        """Maximum of each z."""
         highest = np.array([_upper_bound(field.name, bounds(field)[1]) for field in fields(TimeConstants)])
         begin = np.array([getattr(self.start, name) for name in CONSTANTS])
         return np.asarray(np.maximum(np.log(highest / begin), 0.0) / PRIOR_STD)
 
     def residuals(self, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
-        """Of the logarithms of step times, then of their parts, and then of operations, in standard deviations:
-        [..., 3 x run + operation] for z [..., constant], all in one pass of numpy; 0 for what was not measured."""
+        """Return the errors of step times, their parts and operations, in standard deviations of logarithms.
+
+        The shape is [..., 3 x run + operation] for z [..., constant], all in one pass of numpy. Errors are 0 for
+        unmeasured values.
+
+        Args:
+            jobs: Columns of the runs.
+            truth: Measurements of the runs.
+            z: Distances of the constants from the prior.
+        """
         count = len(truth)
         points = np.atleast_2d(z)
         time = step_seconds(
@@ -99,37 +113,54 @@ class Prior:
         return np.concatenate(errors, axis=1).reshape(*z.shape[:-1], -1)
 
     def _constants_per_prediction(self, points: Array, count: int) -> TimeConstants:
-        """The constants of all points, each for `count` predictions: columns of [point x prediction]."""
+        """Return the constants of all points, each for `count` predictions: columns of [point x prediction]."""
         begin = np.log([getattr(self.start, name) for name in CONSTANTS])
         columns: Any = np.exp(np.repeat(begin + PRIOR_STD * points, count, axis=0)).T
         return TimeConstants(**dict(zip(CONSTANTS, columns, strict=True)))
 
     def jacobian(self, jobs: JobTable, truth: MeasuredTargets, z: Array, step: float = 1e-4) -> Array:
-        """[error, constant]: how errors change with each constant."""
+        """Return the derivative of errors with respect to the constants, [error, constant].
+
+        Args:
+            jobs: Columns of the runs.
+            truth: Measurements of the runs.
+            z: Distances of the constants from the prior.
+            step: Step of the finite difference.
+        """
         moved = self.residuals(jobs, truth, z + step * np.eye(len(z)))
         return ((moved - self.residuals(jobs, truth, z)) / step).T
 
 
 def _log_ratio(predicted: Array, measured: Array) -> Array:
-    """Their logarithms' difference; 0 where either is not known, or none is predicted."""
+    """Return the difference of the logarithms; 0 if either is unknown, or the prediction is zero."""
     known = (predicted > 0) & ~np.isnan(measured)
     return np.log(np.where(known, predicted, 1.0) / np.where(known, measured, 1.0))
 
 
 def _upper_bound(name: str, bound: float) -> float:
-    """What is a share of something stays within its bounds on any machine; latencies and counts of passes need not."""
+    """Return the upper bound of a constant on any machine.
+
+    Fractions keep their bounds; latencies and numbers of passes have none.
+    """
     return bound if bound <= MAX_SHARE_BOUND and not name.endswith("_seconds") else np.inf
 
 
 def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array | None = None) -> Array:
-    """The likeliest z, by Levenberg's and Marquardt's method, beginning at `z`."""
+    """Return the most likely z, by the Levenberg-Marquardt method.
+
+    Args:
+        prior: Prior of the constants.
+        jobs: Columns of the runs.
+        truth: Measurements of the runs.
+        z: Start of the iteration; zeros by default.
+    """
     z, limit, damping = np.zeros(len(CONSTANTS)) if z is None else z, prior.limit, 1e-2
     now = prior.residuals(jobs, truth, z)
     slope = prior.jacobian(jobs, truth, z)
     for _ in range(MAX_ITERATIONS):
         precision = _posterior_precision(slope)
         gradient = slope.T @ now + z
-        free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave what they may be
+        free = np.flatnonzero((z < limit) | (gradient > 0))  # the others would leave their bounds
         damped = (precision + damping * np.diag(np.diag(precision)))[np.ix_(free, free)]
         trial = z.copy()
         trial[free] = np.minimum(z[free] - np.linalg.solve(damped, gradient[free]), limit[free])
@@ -148,13 +179,27 @@ def map_estimate(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array 
 
 
 def identified_constants(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> list[str]:
-    """Constants whose posterior is at most half as wide as their prior."""
+    """Return the constants whose posterior is at most half as wide as their prior.
+
+    Args:
+        prior: Prior of the constants.
+        jobs: Columns of the runs.
+        truth: Measurements of the runs.
+        z: Mode of the posterior.
+    """
     widths = np.sqrt(np.diag(np.linalg.inv(_posterior_precision(prior.jacobian(jobs, truth, z)))))
     return [name for name, width in zip(CONSTANTS, widths, strict=True) if width < 0.5]
 
 
 def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z: Array) -> Array:
-    """The error of the logarithm of each step time, as the other runs predict it. `z`: the mode of all of them."""
+    """Return the error of the logarithm of each step time, as the other runs predict it.
+
+    Args:
+        prior: Prior of the constants.
+        jobs: Columns of the runs.
+        truth: Measurements of the runs.
+        z: Mode of the posterior of all runs.
+    """
     errors = np.zeros(len(truth))
     for index in range(len(truth)):
         training_rows = np.arange(len(truth)) != index
@@ -165,7 +210,7 @@ def leave_one_out_errors(prior: Prior, jobs: JobTable, truth: MeasuredTargets, z
 
 
 def _posterior_precision(slope: Array) -> Array:
-    """The inverse of the posterior's covariance."""
+    """Return the inverse of the posterior's covariance."""
     return np.asarray(slope.T @ slope + np.eye(slope.shape[1]))
 
 

@@ -1,0 +1,1 @@
+"""Export of a run to the configuration of other trainers."""

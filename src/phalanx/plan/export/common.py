@@ -1,4 +1,4 @@
-"""What the writers of other trainers' settings share: what they are given, what they return, and what they refuse."""
+"""Inputs, results, notes and errors that all exports of trainer configurations share."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ RELEASES: dict[Trainer, str] = {
     "deepspeed": "deepspeed 0.19.8",
     "nanotron": "nanotron 0.4",
 }
-"""The package and version on PyPI whose names an export has, and whose parser `make test-exports` gives it to."""
+"""Package and version on PyPI whose names an export uses, and whose parser `make test-exports` runs."""
 
 
 @dataclass(frozen=True)
 class ExportedConfig:
-    """Settings for another trainer."""
+    """Configuration for another trainer."""
 
     text: str
-    """The file, without its notes until `export` writes them as comments."""
+    """Contents of the file; `export` adds the notes as comments."""
     notes: list[str]
-    """What is approximated, left out, or set elsewhere."""
+    """Approximations, omissions, and settings elsewhere."""
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A run on a number of ranks, and what follows from the two."""
+    """Run on a number of ranks, and derived quantities."""
 
     run: RunSpec
     sizes: ParallelDims
     batch_plan: BatchPlan
     stages: list[range]
-    """The layers of every pipeline stage, in order; all in one without a pipeline."""
+    """Layers of every pipeline stage, in order; one stage without a pipeline."""
 
     @property
     def learning_rate(self) -> float:
-        """The peak, scaled as the run asks."""
+        """Peak learning rate, scaled as the run requires."""
         return self.run.optimizer.learning_rate * self.batch_plan.learning_rate_scale
 
     @property
     def min_learning_rate(self) -> float:
-        """Where the learning rate ends."""
+        """Final learning rate."""
         spec = self.run.optimizer
         return float(f"{self.learning_rate * (1.0 if spec.lr_schedule == 'none' else spec.min_lr_ratio):.12g}")
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises."""
+        """Steps in which the learning rate increases."""
         return self.run.optimizer.warmup_within(self.run.training.steps)
 
     @property
     def decay_steps(self) -> int:
-        """Steps in which the learning rate falls, the last ones (wsd: `lr_decay_fraction` of all)."""
+        """Last steps, in which the learning rate decreases (wsd: `lr_decay_fraction` of all)."""
         training = self.run.training
         optimizer = self.run.optimizer
         remaining = training.steps - self.warmup_steps
@@ -85,23 +85,23 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class UnsupportedOption:
-    """Values of a field that a trainer cannot express, and what it can instead."""
+    """Values of a field that a trainer cannot express, and the alternative."""
 
     field: str
     values: tuple[object, ...]
-    """None of them: any but the default."""
+    """Unsupported values; empty for all values except the default."""
     fix: str = "use another model"
 
 
 UNSUPPORTED_EVERYWHERE = (
-    UnsupportedOption("layout.data_parallel", ("parameter_server",), 'use "zero1" or another'),
+    UnsupportedOption("layout.data_parallel", ("parameter_server",), 'use "zero1" or another strategy'),
     UnsupportedOption("layout.tp_attention", ("gathered",), "use a tensor-parallel degree that divides the heads"),
     UnsupportedOption("layout.gradient_compression", ("powersgd",), "remove it"),
-    UnsupportedOption("training.seconds", (), "set training.steps in its place"),
+    UnsupportedOption("training.seconds", (), "set training.steps instead"),
     UnsupportedOption("training.precision", ("fp64",), 'use "bf16" or "fp32"'),
-    UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon has the same updates'),
+    UnsupportedOption("optimizer.name", ("muon",), 'use "adamw": no other Muon computes the same updates'),
 )
-"""What none of the four can express."""
+"""Values that none of the four trainers can express."""
 TRAINER_SPECIFIC = (
     "layout.bucket_mb",
     "layout.first_bucket_mb",
@@ -112,16 +112,23 @@ TRAINER_SPECIFIC = (
     "layout.reshard_after_forward",
     "training.compile",
 )
-"""Choices that change no result, and that each trainer has its own ways of making."""
+"""Options that do not affect results, and that each trainer implements differently."""
 
 
 REQUIRED_CHOICES = ("optimizer.learning_rate", "training.steps")
-"""What every training is to choose for itself, and is written for a trainer whether or not the run file has it."""
+"""Options that every training must choose; they are exported even if the run file omits them."""
 
 
 def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[UnsupportedOption]) -> None:
-    """Raise UserError for the first value that this trainer cannot express; the layout's are last, since another
-    layout may do without them."""
+    """Raise UserError for the first value that a trainer cannot express.
+
+    Fields of the layout are checked last, since another layout may not need them.
+
+    Args:
+        job: Run to export.
+        trainer: The trainer.
+        gaps: Options that this trainer does not support.
+    """
     for gap in sorted((*UNSUPPORTED_EVERYWHERE, *gaps), key=lambda gap: gap.field.startswith("layout.")):
         value, default = _value_and_default(job.run, gap.field)
         if value in gap.values if gap.values else value != default:
@@ -129,7 +136,15 @@ def check_export_supported(job: ExportJob, trainer: Trainer, gaps: Sequence[Unsu
 
 
 def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, reason: str = "") -> UserError:
-    """The error for a value that a trainer cannot express."""
+    """Return the error for a value that a trainer cannot express.
+
+    Args:
+        trainer: The trainer.
+        field: Name of the field.
+        value: Value of the field.
+        fix: Imperative fix.
+        reason: Reason, if it is not obvious.
+    """
     shown = value if isinstance(value, bool | int | float | str) else None
     return UserError(
         field, shown, f"cannot be written for {TRAINER_NAMES[trainer]}" + (f": {reason}" if reason else ""), fix=fix
@@ -137,56 +152,67 @@ def unsupported_error(trainer: Trainer, field: str, value: object, fix: str, rea
 
 
 def common_notes(job: ExportJob, trainer: Trainer, *expressed: str) -> list[str]:
-    """Notes on what no trainer is told, on what nobody chose, and on choices left to its own ways, but for those that
-    it is told."""
-    notes = [f"Data and tokenizer are not in here: give {TRAINER_NAMES[trainer]} yours.", *_describe_defaults(job.run)]
+    """Return notes on missing settings, unchosen defaults, and options that the trainer replaces.
+
+    Args:
+        job: Run to export.
+        trainer: The trainer.
+        expressed: Options that the export expresses.
+    """
+    notes = [
+        f"Data and tokenizer are not included: configure them in {TRAINER_NAMES[trainer]}.",
+        *_describe_defaults(job.run),
+    ]
     if job.run.data.mask_documents and "data.mask_documents" not in expressed:
         notes.append("Documents packed into one sequence are not hidden from each other (data.mask_documents = true).")
     for field in TRAINER_SPECIFIC:
         value, default = _value_and_default(job.run, field)
         if value != default and field not in expressed:
-            notes.append(f"{field} = {value} is left out: {TRAINER_NAMES[trainer]} has its own ways.")
+            notes.append(f"{field} = {value} is left out: {TRAINER_NAMES[trainer]} has its own settings.")
     together = job.sizes.pp > 1 and job.sizes.dp_size > 1 and job.run.layout.rank_order == "data_outer"
     if together and "layout.rank_order" not in expressed:
-        notes.append("Ranks with different data are nearer to each other there than those of a pipeline.")
+        notes.append("There, data-parallel ranks are closer to each other than pipeline ranks.")
     return notes
 
 
 def _describe_defaults(run: RunSpec) -> list[str]:
-    """A note on what a run file leaves to our defaults, which are those of a small model, and every model needs its
-    own: trainers have none of these, or others for other models."""
+    """Return a note on required options for which the run file has Phalanx's defaults.
+
+    The defaults are those of a small model, and every model needs its own. Trainers have no defaults for them, or
+    others for other models.
+    """
     values = []
     for path in REQUIRED_CHOICES:
         table, _, field = path.partition(".")
         if field not in getattr(run, table).model_fields_set:
             values.append(f"{path} = {getattr(getattr(run, table), field)}")
     defaults = "a default of Phalanx" if len(values) == 1 else "defaults of Phalanx"
-    return [f"{' and '.join(values)}: {defaults}, not tuned for this model; set what you want."] if values else []
+    return [f"{' and '.join(values)}: {defaults}, not tuned for this model; set your own."] if values else []
 
 
 def check_kv_heads(job: ExportJob, trainer: Trainer) -> None:
-    """Raise UserError where tensor-parallel ranks would have copies of key/value heads."""
+    """Raise UserError if tensor-parallel ranks would have copies of key/value heads."""
     heads = job.run.model.num_kv_heads
     tp = job.sizes.tp
     if heads % tp:
-        fix = "lower it to a divisor of the key/value heads"
+        fix = "reduce it to a divisor of the key/value heads"
         raise unsupported_error(
             trainer, "layout.tp", tp, fix=fix, reason=f"it does not divide model.num_kv_heads ({heads})"
         )
 
 
 def with_comment_header(exported: ExportedConfig, trainer: Trainer) -> ExportedConfig:
-    """Return an export that begins with its version, followed by its notes as comments where the format has any."""
+    """Return an export with its version, and its notes as comments if the format has comments."""
     version = f"For {RELEASES[trainer]}."
     notes = [version, *exported.notes]
     if trainer == "deepspeed":
-        # JSON has no comments; DeepSpeed reads over keys that it does not know.
+        # JSON has no comments; DeepSpeed ignores unknown keys.
         return ExportedConfig(exported.text.replace("{", f'{{"_comment": "{version}",', 1), notes)
     return ExportedConfig("".join(f"# {note}\n" for note in notes) + exported.text, notes)
 
 
 def _value_and_default(run: RunSpec, path: str) -> tuple[object, object]:
-    """What a run has at "table.field", and the default; None for both where there is no such table."""
+    """Return the value of "table.field" in a run, and its default; None for both without such a table."""
     *tables, field = path.split(".")
     table = reduce(getattr, tables[:-1], run) if tables[:-1] else run
     owner = getattr(table, tables[-1])

@@ -1,5 +1,8 @@
-"""DeepSpeed: the JSON of deepspeed.initialize. Its keys are those of deepspeed/runtime/config.py of the release in
-`common.RELEASES`, and what that reads. JSON has no comments: the notes say what the program must do itself."""
+"""Export to DeepSpeed: the JSON of deepspeed.initialize.
+
+Its keys are those of deepspeed/runtime/config.py of the release in `common.RELEASES`, and of the modules that it uses.
+JSON has no comments, so the notes list what the program must do itself.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def deepspeed(job: ExportJob) -> ExportedConfig:
-    """Raises UserError for what DeepSpeed cannot express."""
+    """Return the DeepSpeed configuration of a run.
+
+    Raises:
+        UserError: If DeepSpeed cannot express the run.
+    """
     check_export_supported(job, "deepspeed", GAPS)
     _check(job)
     run = job.run
@@ -54,32 +61,36 @@ def _check(job: ExportJob) -> None:
     sizes = job.sizes
     stage = ZERO_STAGES[layout.data_parallel]
     if sizes.pp > 1 and stage > 1:
-        reason = "its pipelines go with stages 0 and 1 of ZeRO"
+        reason = "its pipelines support only ZeRO stages 0 and 1"
         raise unsupported_error(
             "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "ddp" or "zero1"', reason=reason
         )
     if sizes.tp > 1 and stage > 2:
-        reason = "its tensor parallelism (AutoTP) goes with stages up to 2 of ZeRO"
+        reason = "its tensor parallelism (AutoTP) supports only ZeRO stages up to 2"
         raise unsupported_error(
             "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "zero2"', reason=reason
         )
     if sizes.tp > 1 and sizes.pp > 1:
-        reason = "AutoTP takes no pipelines"
+        reason = "AutoTP does not support pipelines"
         raise unsupported_error("deepspeed", "layout.tp", sizes.tp, fix="use layout.pp = 1", reason=reason)
     if sizes.tp > 1 and layout.sequence_parallel:
-        reason = "AutoTP does not share the tokens"
+        reason = "AutoTP does not shard the tokens"
         raise unsupported_error("deepspeed", "layout.sequence_parallel", True, fix="set it to false", reason=reason)
     if sizes.cp > 1 and layout.cp_method == "ring":
         raise unsupported_error(
-            "deepspeed", "layout.cp_method", "ring", fix='use "ulysses"', reason="it exchanges tokens for heads"
+            "deepspeed",
+            "layout.cp_method",
+            "ring",
+            fix='use "ulysses"',
+            reason="its context parallelism exchanges tokens for heads",
         )
     if job.run.model.moe and stage > 2:
-        reason = "its experts go with stages up to 2 of ZeRO"
+        reason = "its experts support only ZeRO stages up to 2"
         raise unsupported_error(
             "deepspeed", "layout.data_parallel", layout.data_parallel, fix='use "zero2"', reason=reason
         )
     if layout.offload == "nvme" and stage < 3:
-        reason = "its files go with stage 3 of ZeRO"
+        reason = "its offload to files requires ZeRO stage 3"
         raise unsupported_error(
             "deepspeed", "layout.offload", "nvme", fix='use "cpu", or layout.data_parallel = "zero3"', reason=reason
         )
@@ -128,32 +139,32 @@ def _notes(job: ExportJob) -> list[str]:
         f"{spec.num_heads} heads of {spec.head_dim} ({spec.num_kv_heads} key/value)"
     )
     notes = [
-        f"The model is made by the program: {shape}, inner width {spec.ffn_hidden_size}, "
+        f"The program creates the model: {shape}, inner width {spec.ffn_hidden_size}, "
         f"{spec.vocab_size} rows of embedding; sequences of {run.training.seq_len} tokens, {run.training.steps} steps.",
-        "Vectors decay as matrices do, unless the program gives parameter groups.",
+        "Weight decay also applies to vectors, unless the program defines parameter groups.",
     ]
     if sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
         notes.append(
-            f"The pipeline is made by the program: PipelineModule(layers, num_stages={sizes.pp}), here {layers} layers "
-            "a stage; its schedule is 1F1B."
+            f"The program creates the pipeline: PipelineModule(layers, num_stages={sizes.pp}), here {layers} layers "
+            "per stage; its schedule is 1F1B."
         )
     if sizes.tp > 1:
-        notes.append("Tensor parallelism is AutoTP's, of Hugging Face models that it knows.")
+        notes.append("AutoTP provides tensor parallelism for the Hugging Face models that it supports.")
     if sizes.cp > 1:
         notes.append("The program registers Ulysses attention (deepspeed.runtime.sequence_parallel.ulysses_sp).")
     if spec.moe:
         notes.append(
-            f"Experts are made by the program: deepspeed.moe.layer.MoE with num_experts={spec.moe.num_experts}, "
+            f"The program creates the experts: deepspeed.moe.layer.MoE with num_experts={spec.moe.num_experts}, "
             f"k={spec.moe.top_k}, ep_size={sizes.ep}."
         )
     if layout.offload == "nvme" and layout.data_parallel == "zero3":
-        notes.append("Parameters rest in CPU memory, and optimizer state in files, as here.")
+        notes.append("Parameters are in CPU memory, and optimizer state is in files, as in Phalanx.")
     if layout.activation_checkpointing != "none":
         notes.append(
             f'The program recomputes (layout.activation_checkpointing = "{layout.activation_checkpointing}"): '
             "deepspeed.checkpointing.checkpoint."
         )
     if run.optimizer.lr_schedule == "linear" and run.optimizer.min_lr_ratio:
-        notes.append("The learning rate falls to 0, not to optimizer.min_lr_ratio.")
+        notes.append("The learning rate decays to 0, not to optimizer.min_lr_ratio.")
     return notes

@@ -1,4 +1,4 @@
-"""A run's model, batch and layout in the words of another trainer."""
+"""Export of a run's model, batch and layout as the configuration of another trainer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ WRITERS: dict[Trainer, Callable[[ExportJob], ExportedConfig]] = {
 
 
 def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
-    """What `trainer` needs to train the run's model, with its batch and layout, on so many ranks.
+    """Return the configuration with which `trainer` trains the run's model, with its batch and layout.
 
-    Raises UserError for a layout that cannot run, and for what that trainer cannot express, with those that can.
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        trainer: The trainer.
+
+    Raises:
+        UserError: If the layout cannot run, or the trainer cannot express the run; the fix lists the trainers that can.
     """
     require_known_trainer(trainer)
     check_layout(run, world_size)
@@ -43,21 +49,29 @@ def export(run: RunSpec, world_size: int, trainer: Trainer) -> ExportedConfig:
     except UserError as error:
         able = ", ".join(TRAINER_NAMES[other] for other in WRITERS if _can_express(job, other)) or "none of the four"
         raise UserError(
-            error.field, error.value, error.problem, fix=f"{error.fix}; as it is the run goes to {able}"
+            error.field, error.value, error.problem, fix=f"{error.fix}; trainers for the unchanged run: {able}"
         ) from None
 
 
 def check_run(run: RunSpec, trainer: Trainer) -> None:
-    """Raise UserError for what a trainer cannot express of a run in any layout: what it cannot in the plainest."""
+    """Raise UserError for options that a trainer cannot express in any layout, not even in the simplest."""
     export(run.model_copy(update={"layout": Layout(micro_batch_size=1)}), 1, trainer)
 
 
 def search_exportable(
     run: RunSpec, world_size: int, trainer: Trainer, keep: int, report: ProgressCallback = lambda *_: None
 ) -> Plan:
-    """The `keep` fastest layouts that a trainer can express; the fastest of all where it can express none.
+    """Return the `keep` fastest layouts that a trainer can express; if none, the fastest of all.
 
-    Raises UserError where nothing fits.
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        trainer: The trainer.
+        keep: Maximum number of layouts.
+        report: Progress callback.
+
+    Raises:
+        UserError: If no layout fits.
     """
 
     def is_exportable(candidate: CandidateLayout) -> bool:
@@ -72,7 +86,7 @@ def search_exportable(
 
 
 def _can_express(job: ExportJob, trainer: Trainer) -> bool:
-    """Whether a trainer has all that a run asks for."""
+    """Return whether a trainer can express a run."""
     try:
         WRITERS[trainer](job)
     except UserError:
@@ -81,20 +95,23 @@ def _can_express(job: ExportJob, trainer: Trainer) -> bool:
 
 
 def require_known_trainer(name: str, field: str = "trainer") -> None:
-    """Raise UserError for a trainer whose words are not known."""
+    """Raise UserError for an unknown trainer."""
     require(name in WRITERS, field, name, problem="is not known", fix=f"use one of {', '.join(WRITERS)}")
 
 
 def _make_job(run: RunSpec, world_size: int, trainer: Trainer) -> ExportJob:
-    """Raises UserError for ranks with unequal shares of a step, which no other trainer gives them."""
+    """Return the inputs of an export.
+
+    Raises UserError if ranks have unequal shares of a step, which no other trainer supports.
+    """
     batch = plan_batch(run, world_size)
     sequences = batch.micro_batch_size * batch.dp_size * batch.gradient_accumulation_steps
     if batch.global_batch_size != sequences:
         raise UserError(
             "training.tokens_per_step",
             run.training.tokens_per_step,
-            f"gives ranks unequal shares ({batch.global_batch_size} sequences a step), which {TRAINER_NAMES[trainer]} "
-            "cannot",
+            f"gives ranks unequal shares ({batch.global_batch_size} sequences per step), "
+            f"which {TRAINER_NAMES[trainer]} does not support",
             fix=f"use training.tokens_per_step = {sequences * run.training.seq_len}, or another "
             f"layout.micro_batch_size",
         )

@@ -1,5 +1,7 @@
-"""Megatron-LM: a shell script that starts its pretrain_gpt.py. The flags are those of megatron/training/arguments.py of
-the release in `common.RELEASES`."""
+"""Export to Megatron-LM: a shell script that starts its pretrain_gpt.py.
+
+The flags are those of megatron/training/arguments.py of the release in `common.RELEASES`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from phalanx.spec.layout import Layout
 from phalanx.spec.model import MoESpec
 
 Flags = dict[str, object]
-"""Flags by name, without the dashes; True for those that take no value, and those with None are left out."""
+"""Flags by name, without dashes; True for flags without a value, None for flags to omit."""
 
 GAPS = (
     UnsupportedOption(
@@ -31,11 +33,15 @@ GAPS = (
 )
 FSDP_SHARDING = {"zero2": "optim_grads", "zero3": "optim_grads_params", "hsdp": "optim_grads_params"}
 LLAMA3_ROPE = (1.0, 4.0, 8192)
-"""The other numbers of Llama 3's rope scaling, which Megatron-LM has fixed."""
+"""Fixed values in Megatron-LM of the other parameters of Llama 3's RoPE scaling."""
 
 
 def megatron(job: ExportJob) -> ExportedConfig:
-    """Raises UserError for what Megatron-LM cannot express."""
+    """Return the Megatron-LM script of a run.
+
+    Raises:
+        UserError: If Megatron-LM cannot express the run.
+    """
     run = job.run
     layout = job.run.layout
     check_export_supported(job, "megatron", GAPS)
@@ -51,13 +57,13 @@ def megatron(job: ExportJob) -> ExportedConfig:
     if layout.cp_method == "ulysses" and flags["cp-comm-type"] == "p2p":
         heads = f"model.num_kv_heads / layout.tp = {run.model.num_kv_heads // layout.tp}"
         notes.append(
-            "Context-parallel ranks pass keys and values round a ring (p2p), which takes another time than planned: "
+            "Context-parallel ranks send keys and values in a ring (p2p), so the step time differs from the plan: "
             f"for an all-to-all, {heads} is not a multiple of layout.cp = {layout.cp}."
         )
     if run.model.vocab_size % layout.tp:
         notes.append(f"The embedding is padded to a multiple of {layout.tp} rows.")
     if run.model.moe and run.model.moe.capacity_factor:
-        notes.append("Experts' capacities are those of a micro-batch, not of each sequence.")
+        notes.append("Expert capacities apply per micro-batch, not per sequence.")
     if run.cluster.nodes > 1:
         notes.append("torchrun needs --node-rank and --master-addr (or --rdzv-endpoint) on every node.")
     return ExportedConfig(_script(job, flags), notes)
@@ -67,7 +73,7 @@ def _script(job: ExportJob, flags: Flags) -> str:
     nodes = job.run.cluster.nodes
     start = f"torchrun --nnodes {nodes} --nproc-per-node {job.sizes.world_size // nodes} pretrain_gpt.py"
     if max(job.sizes.tp, job.sizes.cp) > 1 and job.run.layout.data_parallel not in FSDP_SHARDING:
-        start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py asks for it, before Blackwell
+        start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 {start}"  # arguments.py requires it before Blackwell
     lines = [
         f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
         for name, value in flags.items()
@@ -80,7 +86,7 @@ def _model(job: ExportJob) -> Flags:
     spec = job.run.model
     sequence = job.run.training.seq_len
     if spec.activation == "gelu_tanh" and not spec.bias:
-        reason = "its GELU by tanh is fused with a bias"
+        reason = "its tanh GELU is fused with a bias"
         raise unsupported_error(
             "megatron", "model.activation", spec.activation, fix='set model.bias, or use "gelu"', reason=reason
         )
@@ -90,7 +96,7 @@ def _model(job: ExportJob) -> Flags:
             "model.qk_norm",
             "head",
             fix='use model.norm = "rmsnorm"',
-            reason="its norms are all of one kind",
+            reason="all its norms are of one kind",
         )
     return {
         "num-layers": spec.num_layers,
@@ -126,13 +132,13 @@ def _rope(job: ExportJob) -> Flags:
     )
     for field, value in options.items():
         if value != int(value):
-            raise unsupported_error("megatron", field, value, fix="round it", reason="it takes whole numbers")
+            raise unsupported_error("megatron", field, value, fix="use an integer", reason="it accepts only integers")
     numbers = (rope.low_freq_factor, rope.high_freq_factor, rope.original_context)
     if rope.scaling == "llama3" and numbers != LLAMA3_ROPE:
         low, high, context = LLAMA3_ROPE
         fix = f"use low_freq_factor = {low}, high_freq_factor = {high} and original_context = {context}"
         raise unsupported_error(
-            "megatron", "model.rope.scaling", "llama3", fix=fix, reason="it has its other numbers fixed"
+            "megatron", "model.rope.scaling", "llama3", fix=fix, reason="its other scaling parameters are fixed"
         )
     return {
         "position-embedding-type": "rope",
@@ -178,8 +184,11 @@ def _balancing(moe: MoESpec) -> str:
 
 
 def _check_experts(moe: MoESpec, layout: Layout) -> None:
-    """Its routers' weights sum to one with softmax unless that comes before the choice, which a single expert needs,
-    and with sigmoid for more than one expert (core/transformer/moe/moe_utils.py, topk_routing_with_score_function)."""
+    """Raise UserError for routers that Megatron-LM cannot express.
+
+    With softmax, its router weights sum to one, unless softmax precedes the selection, which a single expert requires.
+    With sigmoid they do for more than one expert (core/transformer/moe/moe_utils.py, topk_routing_with_score_function).
+    """
     sums_to_one = moe.top_k > 1 and (moe.router_score == "sigmoid" or moe.normalize_top_k)
     if moe.normalize_top_k != sums_to_one:
         reason = f"with top_k = {moe.top_k} and {moe.router_score} it {'always' if sums_to_one else 'never'} normalizes"
@@ -190,7 +199,7 @@ def _check_experts(moe: MoESpec, layout: Layout) -> None:
         fix = 'set it to 0, or model.moe.router_score = "sigmoid"'
         raise unsupported_error("megatron", "model.moe.bias_update_rate", moe.bias_update_rate, fix=fix, reason=reason)
     if layout.tp > 1 and not layout.sequence_parallel:
-        reason = "with experts and tensor parallelism it needs it"
+        reason = "experts with tensor parallelism require it"
         raise unsupported_error("megatron", "layout.sequence_parallel", False, fix="set it to true", reason=reason)
 
 
@@ -199,7 +208,7 @@ def _parallel(job: ExportJob) -> Flags:
     sizes = job.sizes
     even = len({len(layers) for layers in job.stages}) == 1
     pipeline_layout = "|".join("t" * len(layers) for layers in job.stages)
-    # core/parallel_state.py: otherwise data-parallel ranks of experts and of the rest must be equally many.
+    # core/parallel_state.py: otherwise experts and other parameters need an equal number of data-parallel ranks.
     experts_inside = (
         layout.rank_order == "data_outer" and (sizes.ep if sizes.ep > 1 else sizes.tp) == sizes.tp * sizes.cp
     )
@@ -222,7 +231,10 @@ def _parallel(job: ExportJob) -> Flags:
 
 
 def _cp_comm_type(job: ExportJob) -> str:
-    """Its all-to-all gives every context-parallel rank key/value heads of its own, and copies none."""
+    """Return the type of context-parallel communication.
+
+    Megatron-LM's all-to-all requires different key/value heads on every context-parallel rank, without copies.
+    """
     heads = job.run.model.num_kv_heads // job.sizes.tp
     return "a2a" if job.run.layout.cp_method == "ulysses" and heads % job.sizes.cp == 0 else "p2p"
 
@@ -231,7 +243,7 @@ def _data_parallel(job: ExportJob) -> Flags:
     layout = job.run.layout
     sizes = job.sizes
     if layout.offload == "cpu" and layout.data_parallel != "zero1":
-        reason = "it offloads optimizer state, and that of its distributed optimizer"
+        reason = "it offloads only the state of its distributed optimizer"
         raise unsupported_error(
             "megatron", "layout.offload", "cpu", fix='use layout.data_parallel = "zero1"', reason=reason
         )

@@ -1,4 +1,7 @@
-"""nanotron: a YAML file. Its keys are the dataclasses of nanotron/config of the release in `common.RELEASES`."""
+"""Export to nanotron: a YAML file.
+
+Its keys are the dataclasses of nanotron/config of the release in `common.RELEASES`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,11 @@ ROPE_THETA = 10_000.0
 
 
 def nanotron(job: ExportJob) -> ExportedConfig:
-    """Raises UserError for what nanotron cannot express."""
+    """Return the nanotron configuration of a run.
+
+    Raises:
+        UserError: If nanotron cannot express the run.
+    """
     run = job.run
     if run.model.moe:
         raise unsupported_error(
@@ -48,10 +55,14 @@ def nanotron(job: ExportJob) -> ExportedConfig:
     if run.model.head_dim * run.model.num_heads != run.model.hidden_size:
         fix = f"use {run.model.hidden_size // run.model.num_heads}"
         raise unsupported_error(
-            "nanotron", "model.head_dim", run.model.head_dim, fix=fix, reason="its heads share the width"
+            "nanotron",
+            "model.head_dim",
+            run.model.head_dim,
+            fix=fix,
+            reason="its head width is hidden_size / num_heads",
         )
     if run.model.rope.theta != ROPE_THETA:
-        reason = f"its Llama always has {ROPE_THETA:g}"
+        reason = f"its Llama always uses {ROPE_THETA:g}"
         fix = f"set it to {ROPE_THETA:g}, or use another model"
         raise unsupported_error("nanotron", "model.rope.theta", run.model.rope.theta, fix=fix, reason=reason)
     check_export_supported(job, "nanotron", GAPS)
@@ -67,10 +78,10 @@ def nanotron(job: ExportJob) -> ExportedConfig:
         "data": {"dataset": None, "seed": run.training.seed},
     }
     notes = common_notes(job, "nanotron", "layout.bucket_mb")
-    notes.append("dataset: null trains on made-up tokens. Vectors decay as matrices do.")
+    notes.append("dataset: null trains on synthetic tokens. Weight decay also applies to vectors.")
     if job.sizes.pp > 1:
         layers = "/".join(str(len(stage)) for stage in job.stages)
-        notes.append(f"nanotron cuts the pipeline itself; here stages have {layers} layers.")
+        notes.append(f"nanotron splits the pipeline itself; here stages have {layers} layers.")
     return ExportedConfig("\n".join(_yaml(tables)) + "\n", notes)
 
 
@@ -151,7 +162,7 @@ def _optimizer(job: ExportJob) -> Table:
 
 
 def _yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
-    """Lines of YAML: tables in blocks, everything else as JSON, which YAML contains."""
+    """Yield lines of YAML: tables as blocks, everything else as JSON, which is valid YAML."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield f"{indent}{key}:"
@@ -162,5 +173,5 @@ def _yaml(table: Mapping[str, object], indent: str = "") -> Iterator[str]:
 
 def _scalar(value: object) -> str:
     text = json.dumps(value)
-    # YAML 1.1 knows a number with an exponent by its point.
+    # YAML 1.1 requires a decimal point in numbers with an exponent.
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text

@@ -1,5 +1,8 @@
-"""torchtitan: a Python module with a config function, which `-m torchtitan.train --module FILE --config run` calls.
-Its names are those of the release in `common.RELEASES`, which no longer reads TOML."""
+"""Export to torchtitan: a Python module with a config function.
+
+`-m torchtitan.train --module FILE --config run` calls it. Its names are those of the release in `common.RELEASES`,
+which no longer reads TOML.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from phalanx.plan.export.common import (
 from phalanx.plan.export.torchtitan_model import PythonSource, model_family, model_source, python_call
 from phalanx.schedule.registry import representative_schedule
 
-SCHEDULE_FILE_FIX = "write it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
+SCHEDULE_FILE_FIX = "save it with `phalanx pipeline show NAME --out FILE` and set layout.schedule_file"
 GAPS = (
     UnsupportedOption("layout.data_parallel", ("zero1",), 'use "zero2"'),
     UnsupportedOption("layout.schedule", ("naive", "zb-h1", "zb-h2"), SCHEDULE_FILE_FIX),
     UnsupportedOption("layout.cp_method", ("ulysses",), 'use "ring"'),
     UnsupportedOption("layout.gradient_compression", ("bf16",), "remove it"),
     UnsupportedOption(
-        "layout.activation_checkpointing", ("selective",), 'use "none" or "full": its own "selective" keeps attention'
+        "layout.activation_checkpointing", ("selective",), 'use "none" or "full": its own "selective" saves attention'
     ),
     UnsupportedOption("layout.offload", ("nvme",), 'use "cpu"'),
     UnsupportedOption("optimizer.name", ("sgd",), 'use "adamw"'),
@@ -57,7 +60,11 @@ from torchtitan.trainer import Trainer
 
 
 def torchtitan(job: ExportJob) -> ExportedConfig:
-    """Raises UserError for what torchtitan cannot express."""
+    """Return the torchtitan module of a run.
+
+    Raises:
+        UserError: If torchtitan cannot express the run.
+    """
     check_export_supported(job, "torchtitan", GAPS)
     check_kv_heads(job, "torchtitan")
     _check(job)
@@ -81,19 +88,19 @@ def _check(job: ExportJob) -> None:
         raise unsupported_error("torchtitan", "training.seq_len", training.seq_len, fix=fix, reason=reason)
     sharing_ranks = sizes.dp_shard * sizes.cp * sizes.tp
     if sharing_ranks % sizes.ep:
-        reason = f"experts are spread over the {sharing_ranks} ranks that shard the other parameters"
+        reason = f"experts are distributed over the {sharing_ranks} ranks that shard the other parameters"
         raise unsupported_error(
             "torchtitan", "layout.ep", sizes.ep, fix='use layout.data_parallel = "zero3", or a divisor', reason=reason
         )
     if sizes.pp > 1 and job.run.model.tie_embeddings:
-        reason = "its pipelines have no tied embeddings"
+        reason = "its pipelines do not support tied embeddings"
         raise unsupported_error("torchtitan", "model.tie_embeddings", True, fix="set it to false", reason=reason)
     if job.run.model.rope.scaling == "llama3" and model_family(job.run.model).name == "qwen3":
-        reason = "its models with experts or norms of queries and keys have none"
+        reason = "its models with experts or query/key norms do not support it"
         raise unsupported_error("torchtitan", "model.rope.scaling", "llama3", fix="use another model", reason=reason)
     rank_of = representative_schedule(layout).rank_of if layout.schedule_file else {}
     if layout.schedule_file and any(rank_of[stage] != stage % layout.pp for stage in range(len(rank_of))):
-        reason = "from a file it takes only schedules whose stage s is of rank s mod pp"
+        reason = "from a file it accepts only schedules with stage s on rank s mod pp"
         raise unsupported_error(
             "torchtitan", "layout.schedule_file", layout.schedule_file, fix='use "zb-v" or "dualpipe-v"', reason=reason
         )
@@ -133,7 +140,7 @@ def _training(job: ExportJob) -> PythonSource:
         mixed_precision_param={"bf16": "bfloat16", "fp32": "float32"}[training.precision],
         mixed_precision_reduce="float32",
         enable_cpu_offload=job.run.layout.offload == "cpu",
-        # It refuses CUDA graphs with these two, and takes them by default.
+        # torchtitan rejects CUDA graphs with these two, but enables them by default.
         disable_cuda_graphs=sizes.pp > 1 or sizes.ep > 1,
     )
 
@@ -157,7 +164,7 @@ def _parallelism(job: ExportJob) -> PythonSource:
 
 
 def _pipeline(job: ExportJob) -> dict[str, object]:
-    """The schedule, and the modules of every stage by the names of torchtitan's models."""
+    """Return the schedule, and the modules of every stage by the names of torchtitan's models."""
     layout = job.run.layout
     parts = [[f"layers.{layer}" for layer in layers] for layers in job.stages]
     parts[0].insert(0, "tok_embeddings")
@@ -172,7 +179,7 @@ def _pipeline(job: ExportJob) -> dict[str, object]:
 
 
 def _optimizer(job: ExportJob) -> PythonSource:
-    """AdamW, under which matrices decay and vectors, all of norms, do not."""
+    """Return AdamW with weight decay for matrices, and without for vectors, which are all in norms."""
     spec = job.run.optimizer
 
     def group(pattern: str, weight_decay: float) -> PythonSource:
@@ -205,17 +212,19 @@ def _notes(job: ExportJob) -> list[str]:
     ]
     notes.append("It needs PyTorch 2.14: on 2.13 torchtitan fails after its first step.")
     if not run.data.mask_documents:
-        notes.append("Documents packed into one sequence are hidden from each other there.")
+        notes.append("There, documents packed into one sequence are hidden from each other.")
     if run.model.moe and (run.model.moe.balance_loss_coef or run.model.moe.z_loss_coef):
         notes.append(
-            "Experts have no balancing loss and no z-loss there (model.moe.balance_loss_coef, model.moe.z_loss_coef)."
+            "There, experts have no balance loss and no z-loss (model.moe.balance_loss_coef, model.moe.z_loss_coef)."
         )
     if run.model.moe and run.training.precision == "fp32":
-        notes.append("Experts compute in bf16 there.")
+        notes.append("There, experts compute in bf16.")
     if layout.data_parallel == "zero2":
-        notes.append("zero2 is FSDP that keeps parameters gathered between the passes, and shards them after.")
+        notes.append("zero2 is FSDP that keeps parameters gathered between the passes, and shards them afterwards.")
     if sizes.cp > 1:
-        notes.append("Context-parallel ranks gather keys and values there, and pass none round a ring.")
+        notes.append("There, context-parallel ranks all-gather keys and values instead of sending them in a ring.")
     if layout.data_parallel == "ddp" and sizes.cp > 1:
-        notes.append("Context-parallel ranks share the parameters there (FSDP); in ddp each has them all.")
+        notes.append(
+            "There, context-parallel ranks shard the parameters (FSDP); with ddp each rank has all parameters."
+        )
     return notes

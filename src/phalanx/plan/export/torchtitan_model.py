@@ -1,4 +1,7 @@
-"""A model as Python source for torchtitan, which has no other words for one: its Llama 3, or its Qwen3."""
+"""Model as Python source for torchtitan, based on its Llama 3 or its Qwen3.
+
+torchtitan has no other format for models.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ LINE_LENGTH = 100
 
 
 class PythonSource(str):
-    """An expression that stands in source as it is, where another string would be quoted."""
+    """Expression that `repr` writes to source without quotes."""
 
     __slots__ = ()
 
@@ -23,7 +26,7 @@ class PythonSource(str):
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The names of one of torchtitan's models."""
+    """Names of one of torchtitan's models."""
 
     name: str
     class_prefix: str
@@ -36,12 +39,12 @@ QWEN3 = ModelFamily("qwen3", "Qwen3", "parallelize_qwen3", rope="CosSinRoPE")
 
 
 def model_family(spec: ModelSpec) -> ModelFamily:
-    """Qwen3 for experts, and for norms of queries and keys; else Llama 3."""
+    """Return Qwen3 for models with experts or query/key norms, else Llama 3."""
     return QWEN3 if spec.moe or spec.qk_norm == "head" else LLAMA3
 
 
 def python_call(name: str, /, **arguments: object) -> PythonSource:
-    """Return a call with keywords, on one line if it fits."""
+    """Return a call with keyword arguments, on one line if it fits."""
     words = [f"{key}={value!r}" for key, value in arguments.items()]
     line = f"{name}({', '.join(words)})"
     if len(line) <= LINE_LENGTH and "\n" not in line:
@@ -50,7 +53,7 @@ def python_call(name: str, /, **arguments: object) -> PythonSource:
 
 
 def model_source(job: ExportJob) -> str:
-    """Return the functions `layer` and `model_spec`, with what they need."""
+    """Return the source of the functions `layer` and `model_spec`, with imports and helpers."""
     spec = job.run.model
     family = model_family(spec)
     output_std = job.init_std / sqrt(2 * spec.num_layers)

@@ -1,1 +1,1 @@
-"""Placement of ranks on nodes and the resulting traffic."""
+"""Placement of ranks on nodes, and the resulting traffic."""

@@ -1,4 +1,7 @@
-"""Published figures of collectives over all ranks of a run: their load on a rail fabric, and NCCL's latencies."""
+"""Loads and latencies of collectives over all ranks of a run, by published formulas.
+
+Their load on a rail fabric, and NCCL's latencies.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,16 @@ BUFFER_BYTES = 1e9
 def fabric_loads(
     world_size: int, site: NodeLayout, nic_bytes_per_second: float | None, oversubscription: float
 ) -> dict[str, dict[str, float | None]]:
-    """Return what one rank sends per collective over all ranks, and the seconds that its NIC or the spine needs.
+    """Return the bytes that a rank sends per collective over all ranks, and the network's seconds.
 
-    Empty unless ranks fill two or more nodes and every device of a node has a rail of its own.
+    The slower of NIC and spine determines the seconds. The result is empty unless ranks fill two or more nodes and
+    every device of a node has a rail of its own.
+
+    Args:
+        world_size: Number of ranks.
+        site: Devices and rails of a node.
+        nic_bytes_per_second: Bandwidth of a NIC, if known.
+        oversubscription: Oversubscription of the spine.
     """
     if world_size % site.nproc or world_size == site.nproc or len(set(site.rail)) < site.nproc:
         return {}
@@ -47,9 +57,9 @@ def fabric_loads(
 
 
 def nccl_latencies(world_size: int, site: NodeLayout) -> dict[str, dict[str, float]]:
-    """Return NCCL's expected seconds of a small all-reduce over all ranks by algorithm and protocol, on Intel hosts.
+    """Return NCCL's estimate of a small all-reduce in seconds, by algorithm and protocol, on Intel hosts.
 
-    Empty for one rank, a partly filled last node, and fast links between nodes, of which the model knows nothing.
+    The result is empty for cases outside the model: one rank, a partly filled last node, and fast links between nodes.
     """
     ranks_per_node = min(world_size, site.nproc)
     if world_size == 1 or world_size % ranks_per_node or site.span > 1:

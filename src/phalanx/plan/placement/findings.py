@@ -1,7 +1,7 @@
-"""Where ranks sit, over which links their traffic goes, and what is badly placed.
+"""Placement of ranks: the links that their traffic uses, and problems of the placement.
 
-Rank r is on node r // nproc and there on device r mod nproc. A rail is the network of the NICs of one number: those of
-one rail reach each other over leaf switches, and from rail to rail it goes over the spine.
+Rank r is on node r // nproc, on device r mod nproc. A rail is the network of the NICs with the same index. NICs of one
+rail reach each other through leaf switches; traffic between rails crosses the spine.
 """
 
 from __future__ import annotations
@@ -27,53 +27,55 @@ LINK_KINDS = {
     "rail": "same rail",
     "spine": "cross-rail",
 }
-"""Kinds of ways between two ranks, nearest first: in a domain of fast links; in a node but not by them; between nodes
-on one rail; and from rail to rail, over the spine."""
+"""Kinds of links between two ranks, nearest first.
+
+A fast-link domain; a node without fast links; nodes on one rail; and different rails, over the spine.
+"""
 FIRST_NETWORK_LINK = 2
-"""From this kind on it leaves the node."""
+"""Index of the first link kind that leaves the node."""
 MAX_SHOWN_RANKS = 8
-"""Ranks of a group that are named."""
+"""Maximum number of ranks of a group that a message lists."""
 
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """What joins the devices: the same for every node. Of each device of a node:"""
+    """Devices and links of a node, equal for all nodes; tuples have one entry per device."""
 
     domain: tuple[int, ...]
-    """Which of the node's groups with fast links it is in."""
+    """Index of the device's fast-link group in the node."""
     rail: tuple[int, ...]
-    """Which rail its NICs are on."""
+    """Rail of the device's NICs."""
     nics: tuple[tuple[str, ...], ...]
-    """The network devices nearest to it, which share its traffic."""
+    """Network devices nearest to the device, which share its traffic."""
     span: int = 1
-    """Nodes in sequence whose devices fast links join."""
+    """Number of consecutive nodes whose devices are connected by fast links."""
     assumed: tuple[str, ...] = ()
-    """What was not known, and is taken for granted."""
+    """Assumptions for unknown facts."""
 
     @property
     def nproc(self) -> int:
-        """Ranks on a node."""
+        """Ranks per node."""
         return len(self.domain)
 
     @property
     def ranks_per_island(self) -> int:
-        """Ranks in sequence that are on one node, or on nodes that fast links join."""
+        """Consecutive ranks on one node, or on nodes that fast links connect."""
         return self.nproc * self.span
 
     def domain_of(self, ranks: Ranks) -> Ranks:
-        """A number for the fast domain of each rank."""
+        """Return the index of each rank's fast-link domain."""
         domains: Ranks = ranks // self.ranks_per_island * self.nproc + np.take(
             np.array(self.domain), ranks % self.nproc
         )
         return domains
 
     def rail_of(self, ranks: Ranks) -> Ranks:
-        """The rail of each rank."""
+        """Return the rail of each rank."""
         rails: Ranks = np.take(np.array(self.rail), ranks % self.nproc)
         return rails
 
     def links(self, source: Ranks, target: Ranks) -> Ranks:
-        """The kind of way between pairs of ranks, as a place in LINKS."""
+        """Return the kind of link between pairs of ranks, as an index into `LINK_KINDS`."""
         near = self.domain_of(source) == self.domain_of(target)
         same_node = source // self.nproc == target // self.nproc
         same = self.rail_of(source) == self.rail_of(target)
@@ -81,10 +83,17 @@ class NodeLayout:
 
 
 def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None = None) -> NodeLayout:
-    """The nodes of a cluster with so many ranks each, by its description and the topology of one node, if known.
+    """Return the nodes of a cluster, from its description and the topology of one node.
 
-    A preset's domain of up to 16 devices is inside a node, a larger one joins nodes. Raises UserError for more ranks
-    than the topology has GPUs.
+    A preset's domain of up to 16 devices is inside a node; a larger one connects nodes.
+
+    Args:
+        cluster: The cluster.
+        nproc: Ranks per node.
+        topology: Topology of one node, if known.
+
+    Raises:
+        UserError: If there are more ranks than GPUs in the topology.
     """
     size = cluster.fast_link_domain or nproc
     beyond = size > nproc and (cluster.preset is None or size > MAX_NVLINK_GPUS_PER_NODE)
@@ -92,31 +101,35 @@ def node_layout(cluster: ClusterSpec, nproc: int, topology: NodeTopology | None 
     span = size // nproc if beyond else 1
     rail = tuple(range(nproc))
     nics: tuple[tuple[str, ...], ...] = tuple((f"nic{device}",) for device in rail)
-    assumed = [] if cluster.fast_link_domain else [f"fast links join the {nproc} devices of a node"]
+    assumed = [] if cluster.fast_link_domain else [f"fast links connect the {nproc} devices of a node"]
     if topology is None:
         return NodeLayout(
             domain,
             rail,
             nics,
             span=span,
-            assumed=(*assumed, "every device has a NIC of its own, on a rail of its number"),
+            assumed=(*assumed, "every device has its own NIC, on the rail of its index"),
         )
     if nproc > len(topology.gpus):
         problem = f"is more than the {len(topology.gpus)} GPUs of the topology"
-        raise UserError("--nproc", nproc, problem, fix=f"use {len(topology.gpus)} or fewer, or leave --topology out")
+        raise UserError("--nproc", nproc, problem, fix=f"use {len(topology.gpus)} or fewer, or omit --topology")
     if None not in topology.nvlinks and span == 1:
         assumed = []
         domain = tuple(next(i for i, d in enumerate(topology.nvlink_domains()) if gpu in d) for gpu in range(nproc))
     if not topology.nics:
         return NodeLayout(
-            domain, rail, nics, span=span, assumed=(*assumed, "the topology lists no NIC: every device has its own")
+            domain,
+            rail,
+            nics,
+            span=span,
+            assumed=(*assumed, "every device has its own NIC, because the topology lists none"),
         )
     nics = tuple(topology.nearest_nics(gpu) for gpu in range(nproc))
     return NodeLayout(domain, _assign_rails(topology, nics), nics, span=span, assumed=tuple(assumed))
 
 
 def _assign_rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
-    """As NCCL numbers the rail of a device's first NIC; else devices with the same nearest NICs are on one rail."""
+    """Return NCCL's rail of each device's first NIC; otherwise one rail per set of nearest NICs."""
     numbered = dict(zip(topology.nics, topology.rails, strict=False))
     given = [numbered.get(local_nics[0]) for local_nics in nics]
     distinct = list(dict.fromkeys(nics))
@@ -125,8 +138,11 @@ def _assign_rails(topology: NodeTopology, nics: tuple[tuple[str, ...], ...]) -> 
 
 
 def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
-    """The same as NCCL sends it since 2.12 (PXN: PCI x NVLink): what goes to another rail is first handed over fast
-    links to a neighbour on that rail, if there is one, and leaves from there. Each of the two ways is counted."""
+    """Return the traffic with NCCL's PXN (PCI x NVLink, since 2.12).
+
+    Bytes for another rail first go over fast links to a neighbor on that rail, if there is one, and leave from there.
+    Both hops count.
+    """
     first = {rail: device for device, rail in reversed(list(enumerate(site.rail)))}
     by = np.array([first[rail] for rail in site.rail])
     source = matrix.source
@@ -141,14 +157,14 @@ def with_pxn(matrix: TrafficMatrix, site: NodeLayout) -> TrafficMatrix:
 
 
 def bytes_by_link(matrix: TrafficMatrix, site: NodeLayout) -> dict[str, float]:
-    """Bytes over each kind of way."""
+    """Return the bytes over each kind of link."""
     sums = np.bincount(site.links(matrix.source, matrix.target), matrix.bytes, len(LINK_KINDS))
     return dict(zip(LINK_KINDS, map(float, sums), strict=True))
 
 
 @dataclass(frozen=True)
 class NicLoad:
-    """What one network device of a node carries in one optimizer update."""
+    """Load of one network device of a node in one optimizer update."""
 
     node: int
     nic: str
@@ -157,7 +173,10 @@ class NicLoad:
 
 
 def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
-    """Of every network device that a rank is nearest to; a rank's traffic is shared evenly by those nearest to it."""
+    """Return the load of every network device that is nearest to a rank.
+
+    The nearest devices of a rank share its traffic evenly.
+    """
     names = list(dict.fromkeys(name for local_nics in site.nics for name in local_nics))
     share = np.array([[(name in local_nics) / len(local_nics) for name in names] for local_nics in site.nics])
     far = site.links(matrix.source, matrix.target) >= FIRST_NETWORK_LINK
@@ -180,7 +199,7 @@ def nic_loads(matrix: TrafficMatrix, site: NodeLayout) -> list[NicLoad]:
 
 @dataclass(frozen=True)
 class PlacementFinding:
-    """Something that is well or badly placed."""
+    """Property of the placement, and its verdict."""
 
     verdict: Literal["good", "note", "bad"]
     axis: str
@@ -191,17 +210,27 @@ class PlacementFinding:
 def placement_findings(
     sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec
 ) -> list[PlacementFinding]:
-    """What is well and what is badly placed, worst first."""
+    """Return all findings on a placement, worst first.
+
+    Args:
+        sizes: Parallel dimensions of the run.
+        parts: Traffic by axis.
+        site: Devices and links of a node.
+        cluster: The cluster.
+    """
     findings = [*_check_domains(sizes, site), *_check_rails(sizes, parts, site), *_check_spine(parts, site, cluster)]
     if sizes.world_size % site.nproc:
         last = sizes.world_size % site.nproc
-        message = f"the last node has {last} of {site.nproc} ranks: torchrun starts as many on every node"
+        message = f"the last node has {last} of {site.nproc} ranks, but torchrun starts an equal number on every node"
         findings.append(PlacementFinding("bad", "nodes", message, fix=f"use a multiple of {site.nproc} ranks"))
     return sorted(findings, key=lambda finding: ["bad", "note", "good"].index(finding.verdict))
 
 
 def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementFinding]:
-    """Ranks that talk in every layer belong inside a fast domain: those of a product must be, others should."""
+    """Yield findings on groups that communicate in every layer.
+
+    They belong inside a fast domain: tensor-parallel groups must be, others should be.
+    """
     domain = int(np.bincount(site.domain_of(np.arange(site.ranks_per_island))).max())
     where = f"a fast domain ({plural(domain, 'device')})"
     advice = ' with layout.rank_order = "pipeline_outer"' if sizes.pp > 1 and not sizes.pipeline_outermost else ""
@@ -225,11 +254,11 @@ def _check_domains(sizes: ParallelDims, site: NodeLayout) -> Iterator[PlacementF
 
 
 def _check_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: NodeLayout) -> Iterator[PlacementFinding]:
-    """Between nodes stages and data-parallel ranks should find their counterparts on the same rail."""
+    """Yield findings on rails: stages and data-parallel neighbors on different nodes should share a rail."""
     stage, copy = ("dp x tp x cp", "tp x cp") if sizes.pipeline_outermost else ("tp x cp", "tp x cp x pp")
     for axis, pair, fix in (
-        ("pp", "pipeline neighbours", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of it"),
-        ("dp", "data-parallel neighbours", f"make {copy} a multiple or a divisor of {{0}}"),
+        ("pp", "pipeline neighbors", f"make {stage} a multiple of {{0}}, or {stage} x pp a divisor of it"),
+        ("dp", "data-parallel neighbors", f"make {copy} a multiple or a divisor of {{0}}"),
     ):
         if axis not in parts:
             continue
@@ -244,7 +273,7 @@ def _check_rails(sizes: ParallelDims, parts: dict[str, TrafficMatrix], site: Nod
 
 
 def _check_spine(parts: dict[str, TrafficMatrix], site: NodeLayout, cluster: ClusterSpec) -> Iterator[PlacementFinding]:
-    """A thin spine slows down what crosses it."""
+    """Yield a finding if an oversubscribed spine slows down the traffic that crosses it."""
     sums = [bytes_by_link(part, site) for part in parts.values()]
     rail, spine = (sum(row[link] for row in sums) for link in ("rail", "spine"))
     slower = oversubscription_slowdown(spine / (rail + spine), cluster.oversubscription) if spine else 1.0

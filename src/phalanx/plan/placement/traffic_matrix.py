@@ -1,5 +1,8 @@
-"""Who sends how much to whom in one optimizer update: the bytes that `cost.exact.traffic` counts for each rank, spread
-over the members of its groups by the algorithm that the count assumes."""
+"""Bytes between all pairs of ranks in one optimizer update.
+
+`cost.exact.traffic` counts the bytes of each rank. They are distributed over the members of its groups by the algorithm
+that the count assumes.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ AXIS_BY_GROUP_KIND: dict[GroupKind, str] = {
     "ends": "pp",
     "servers": "servers",
 }
-"""By what ranks share that brings them to talk."""
+"""Parallel axis of each kind of group."""
 RING_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
-"""Operations that go around rings."""
+"""Operations with ring algorithms."""
 
 
 @dataclass(frozen=True)
 class TrafficMatrix:
-    """Bytes from ranks to ranks (or from nodes to nodes): three columns with a row for every pair that talks."""
+    """Bytes between ranks (or nodes), as three columns with one row per communicating pair."""
 
     ranks: int
     source: Ranks
@@ -51,17 +54,17 @@ class TrafficMatrix:
 
     @property
     def total(self) -> float:
-        """All bytes that are sent."""
+        """Sum of all sent bytes."""
         return float(self.bytes.sum())
 
     def to_dense(self) -> Sizes:
-        """Row: sender, column: receiver."""
+        """Return the bytes as a matrix, [sender, receiver]."""
         cells = np.zeros((self.ranks, self.ranks))
         np.add.at(cells, (self.source, self.target), self.bytes)
         return cells
 
     def aggregated(self, size: int) -> TrafficMatrix:
-        """The same between blocks of `size` neighbours, such as nodes; what stays in a block is on the diagonal."""
+        """Return the traffic between blocks of `size` neighbors, such as nodes; the diagonal is internal."""
         return merge_matrices(
             -(-self.ranks // size),
             [TrafficMatrix(self.ranks, self.source // size, self.target // size, bytes=self.bytes)],
@@ -69,7 +72,7 @@ class TrafficMatrix:
 
 
 def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
-    """The sum, with one row for each pair."""
+    """Return the sum of several matrices, with one row per pair."""
     if not parts:
         none = np.zeros(0, np.int64)
         return TrafficMatrix(ranks, none, none, bytes=np.zeros(0))
@@ -81,11 +84,19 @@ def merge_matrices(ranks: int, parts: list[TrafficMatrix]) -> TrafficMatrix:
 
 
 def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, TrafficMatrix]:
-    """The traffic of a run by axis: "tp", "cp", "ep", "pp", "dp" or "servers", of those that send anything.
+    """Return the traffic of a run by axis, for the axes with traffic.
 
-    `island` ranks in sequence are close (a node, or a fast domain of several): rings pass through an island before they
-    leave it. What is smaller than a kilobyte is not in it, and experts are balanced: see `traffic_by_role`.
-    Raises UserError if the layout cannot run on so many ranks.
+    The axes are "tp", "cp", "ep", "pp", "dp" and "servers". Rows below a kilobyte are not included, and experts are
+    balanced, as in `traffic_by_role`.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        island: Number of consecutive ranks that are close (a node, or a fast domain of several). Rings pass through an
+        island before they leave it.
+
+    Raises:
+        UserError: If `world_size` ranks cannot run the layout.
     """
     sizes = parallel_dims(run.layout, world_size)
     rows = traffic_by_group(run, world_size)
@@ -112,7 +123,7 @@ def traffic_matrices(run: RunSpec, world_size: int, island: int) -> dict[str, Tr
 
 
 def _merge_rows(rows: list[Traffic]) -> list[Traffic]:
-    """Added up where they take the same ways, whatever for."""
+    """Return the sums of rows that use the same links."""
     total: dict[tuple[Operation, GroupKind], float] = {}
     for row in rows:
         key = ("all_reduce" if row.operation in RING_OPERATIONS else row.operation), row.group_kind
@@ -124,18 +135,18 @@ Transfers = tuple[Ranks, Ranks, Sizes]
 
 
 def _row_transfers(members: Ranks, row: Traffic, island: int) -> Transfers:
-    """Rows of the matrix for what every member of groups sends."""
+    """Return the transfers of all members of groups, for the bytes that each member sends."""
     match row.operation:
         case "all_to_all":
             return _all_to_all_transfers(members, row.bytes)
-        case "send":  # around a ring of sequences' parts, which is in the order of tokens
+        case "send":  # in a ring of sequence shards, in the order of tokens
             return members.ravel(), np.roll(members, -1, axis=1).ravel(), np.full(members.size, row.bytes)
         case _:
             return _ring_transfers(members, row.bytes, island)
 
 
 def _all_to_all_transfers(members: Ranks, bytes_per_pair: float) -> Transfers:
-    """Evenly to all others."""
+    """Return the transfers of an all-to-all, which sends evenly to all other members."""
     count = members.shape[1]
     senders, receivers = np.nonzero(~np.eye(count, dtype=bool))
     source = members[:, senders].ravel()
@@ -143,9 +154,12 @@ def _all_to_all_transfers(members: Ranks, bytes_per_pair: float) -> Transfers:
 
 
 def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Transfers:
-    """To the next in the order of ranks, on one island; between islands by as many rings as a group has members on
-    each, every member being where one of them leaves, to its counterpart on the next (NCCL's channels, aligned with
-    the rails: `rail_fabric.flat_ring_all_reduce`). A group with different numbers on its islands has one ring."""
+    """Return the transfers of rings: one inside each island, and several between islands.
+
+    The number of rings equals the number of members per island. Each member is where one ring leaves, to its
+    counterpart on the next island (NCCL's channels, aligned with the rails: `rail_fabric.flat_ring_all_reduce`). A
+    group with unequal numbers of members on its islands has one ring.
+    """
     parts: list[Transfers] = []
     count = members.shape[1]
     on = members // island
@@ -171,7 +185,7 @@ def _ring_transfers(members: Ranks, bytes_per_rank: float, island: int) -> Trans
 
 
 def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -> Transfers:
-    """To the ranks of other stages that have the same part of them: as many messages as the schedule sends there."""
+    """Return the transfers to ranks of other stages with the same shard, by the messages of the schedule."""
     schedule = layout_schedule(run.layout, plan_batch(run, pipelines.size).gradient_accumulation_steps)
     if row.group_kind == "ends":
         messages = Counter(set(schedule.end_ranks) - {stage})
@@ -187,7 +201,10 @@ def _stage_transfers(run: RunSpec, pipelines: Ranks, stage: int, row: Traffic) -
 
 
 def _parameter_server_transfers(run: RunSpec, sizes: ParallelDims, worker: list[Traffic]) -> Iterator[TrafficMatrix]:
-    """Weights go from each server down a chain of workers (asynchronously to each of them), gradients straight back."""
+    """Yield the traffic of parameter servers.
+
+    Weights go from each server down a chain of workers, or asynchronously to each worker. Gradients go directly back.
+    """
     total_bytes = next(row.bytes for row in worker if row.operation == "send")
     loads = np.array(server_loads(parameter_shapes(run.model), sizes.servers), float)
     ranks = sizes.world_size

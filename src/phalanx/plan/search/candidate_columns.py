@@ -1,4 +1,4 @@
-"""Convert candidate layouts to a job table: one column per field, one row per candidate."""
+"""Conversion of candidate layouts to a job table: one column per field, one row per candidate."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STAGE_POSITIONS = ("first", "middle", "last")
 
 
 def candidate_jobs(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> JobTable:
-    """Candidates as columns, run by Phalanx."""
+    """Return the job table of candidate layouts under Phalanx."""
     common = {**_shared_columns(run, world_size), "ranks": world_size}
     return broadcast_jobs(common, {name: np.array(values) for name, values in _layout_columns(run, layouts).items()})
 
 
 def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
-    """Columns that all layouts of a run share: model, machine, and how Phalanx runs it."""
+    """Return the columns that are common to all layouts of a run: model, machine and trainer."""
     return {
         **model_columns(run.model, run.training.seq_len),
         **machine_columns(run.cluster, world_size),
@@ -56,7 +56,7 @@ def _shared_columns(run: RunSpec, world_size: int) -> JobRow:
 
 
 def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str, list[float]]:
-    """Columns that layouts differ in."""
+    """Return the columns in which layouts differ."""
     states = NUM_OPTIMIZER_STATES[optimizer_kind(run.optimizer)]
 
     @cache
@@ -100,8 +100,10 @@ def _layout_columns(run: RunSpec, layouts: list[CandidateLayout]) -> Mapping[str
 
 
 def _stage_block_kinds(run: RunSpec, candidate: CandidateLayout) -> tuple[list[bool], list[bool], list[bool]]:
-    """Whether blocks have experts, of all of the first rank of a pipeline, of the one between whose blocks cost most,
-    and of the rank with the head."""
+    """Return, per block, if it has experts: for the first, the middle and the last pipeline rank.
+
+    The middle rank is the one with the most expensive blocks. The last rank is the one with the head.
+    """
     candidate_run = run.model_copy(update={"layout": candidate.layout()})
     ranks = layers_per_rank(candidate_run)
     (first, last) = representative_schedule(candidate_run.layout).end_ranks

@@ -1,4 +1,4 @@
-"""Every layout that a run may have on a cluster, as columns of jobs."""
+"""All layouts that a run can have on a cluster."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ IGNORED_FIELDS = {
     "num_servers",
     "max_staleness",
 }
-"""Choices of a layout that a candidate has otherwise, or that nothing predicted depends on."""
-NOT_PREDICTED = "is not what the planner predicts"
+"""Fields of a layout that a candidate represents differently, or that do not affect the prediction."""
+NOT_PREDICTED = "is not supported by the planner"
 MAX_MICRO_BATCH = 32
 MAX_VIRTUAL_STAGES = 8
 
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """One layout's choices, as numbers and names."""
+    """Choices of one layout, as numbers and names."""
 
     data_parallel: Strategy
     dp: int
@@ -49,7 +49,7 @@ class CandidateLayout:
     pp: int
     cp: int
     cp_method: str
-    """How ranks that share sequences attend: ring or ulysses."""
+    """Attention of context-parallel ranks: ring or ulysses."""
     ep: int
     micro_batch_size: int
     micro_batches: int
@@ -62,7 +62,7 @@ class CandidateLayout:
 
     @property
     def num_parallel_axes(self) -> int:
-        """Ways in which ranks share the work: the fewer, the simpler."""
+        """Number of kinds of parallelism: the fewer, the simpler."""
         return sum(degree > 1 for degree in (self.dp, self.tp, self.pp, self.cp, self.ep)) + (
             self.data_parallel == "hsdp"
         )
@@ -84,7 +84,7 @@ class CandidateLayout:
         )
 
     def layout(self) -> Layout:
-        """As a run file has it."""
+        """Return the layout as a run file contains it."""
         piped = {name: getattr(self, name) for name in ("schedule", "virtual_stages", "rank_order") if self.pp > 1}
         shard = {"dp_shard": self.dp_shard} if self.data_parallel == "hsdp" else {}
         sequences = {"cp_method": self.cp_method} if self.cp > 1 else {}
@@ -107,12 +107,11 @@ class CandidateLayout:
 
 
 def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
-    """All that the planner chooses among, but for what `offloaded` makes of them.
+    """Return all layouts among which the planner chooses, without offload.
 
-    Not in it: what never wins on the same ranks (parameter servers, tensor parallelism without sequence parallelism
-    where the sequence divides), and ZeRO-2 and 3 in pipelines, where they keep and send what ZeRO-1 does or more.
-    Raises UserError for an arithmetic of which nothing is known.
-    """
+    Not included are options that are never best on equal ranks: parameter servers, and tensor parallelism without
+    sequence parallelism if the sequence divides. In pipelines, ZeRO-2 and 3 are not included, because there they store
+    and send at least as much as ZeRO-1. Raises UserError if the precision is unknown."""
     check_precision(run)
     domain = run.cluster.fast_link_domain_size
     return [
@@ -142,10 +141,10 @@ def enumerate_layouts(run: RunSpec, world_size: int) -> list[CandidateLayout]:
 
 
 def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[CandidateLayout]:
-    """The same layout with what ranks share, or one rank has, outside the device: in CPU memory, unless that is where
-    it computes, and in files where the run names a directory for them. One rank offloads as ZeRO-1 or 2 has it.
+    """Yield offload variants of a layout: state in CPU memory, or in files if the run names a directory.
 
-    It takes less of the device's memory and, of the same strategy, never less time.
+    CPU memory is not a variant if ranks compute on CPUs. The state is that which ranks shard, or that of a single rank,
+    which offloads as with ZeRO-1 or 2. A variant uses less device memory and, with the same strategy, never less time.
     """
     if candidate.offload != "none":
         return
@@ -160,10 +159,9 @@ def offload_variants(run: RunSpec, candidate: CandidateLayout) -> Iterator[Candi
 
 
 def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
-    """The run's own layout, by the strategy that it comes to.
+    """Return the run's own layout, with its effective strategy.
 
-    Raises UserError if it cannot run so, or for what the planner does not know.
-    """
+    Raises UserError if the layout cannot run, or the planner does not support it."""
     check_precision(run)
     layout = run.layout
     sizes = parallel_dims(run.layout, world_size)
@@ -181,7 +179,7 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
         keeps_parameters,
         "layout.data_parallel",
         data,
-        problem=f"in a pipeline {NOT_PREDICTED}",
+        problem=f"{NOT_PREDICTED} in a pipeline",
         fix='use layout.data_parallel = "zero1", or layout.pp = 1',
     )
     candidate = CandidateLayout(
@@ -207,7 +205,7 @@ def candidate_from_run(run: RunSpec, world_size: int) -> CandidateLayout:
 
 
 def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
-    """Raise UserError for a choice that costs or saves something and that a candidate does not have."""
+    """Raise UserError for an option that affects the cost and that a candidate cannot represent."""
     planned = candidate.layout()
     for field in sorted(Layout.model_fields.keys() - IGNORED_FIELDS):
         value = getattr(layout, field)
@@ -217,36 +215,38 @@ def check_representable(layout: Layout, candidate: CandidateLayout) -> None:
             f"layout.{field}",
             value,
             problem=NOT_PREDICTED,
-            fix=f"it knows {json.dumps(only)} only: use that",
+            fix=f"use {json.dumps(only)}, the only supported value",
         )
 
 
 def check_precision(run: RunSpec) -> None:
-    """Raise UserError for an arithmetic that nothing is known of."""
+    """Raise UserError for a precision that the planner cannot predict."""
     precision = run.training.precision
     known = known_precisions(run.cluster)
-    # Of a machine that is not named nothing is known, and a CPU's fp32 is.
+    # Nothing is known about an unnamed machine, but fp32 is known on a CPU.
     machine = "name the machine (--machine cpu, or cluster.preset), " if run.cluster.preset is None else ""
     require(
         precision in known,
         "training.precision",
         precision,
-        problem=f"{NOT_PREDICTED} here",
+        problem=f"{NOT_PREDICTED} on this machine",
         fix=f'{machine}set training.precision = "{known[0]}", or calibrate with runs in {precision} (`phalanx '
         f"calibrate`)",
     )
 
 
 def known_precisions(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Return the arithmetics that can be predicted there: that of the runs it was calibrated with; else bf16, as of
-    published runs, and on a CPU fp32, which it multiplies at its peak (`describe_assumptions` says so)."""
+    """Return the precisions that can be predicted on a cluster.
+
+    They are that of the calibration runs; else bf16, as in published runs, and on a CPU also fp32, which it multiplies
+    at its peak (see `describe_assumptions`)."""
     if cluster.calibration is not None:
         return (cluster.calibration.precision,)
     return ("bf16", "fp32") if cluster.uses_cpu else ("bf16",)
 
 
 def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int, int, str, int, int]]:
-    """Degrees that divide the ranks and the model."""
+    """Yield tp, pp, cp, cp_method, ep and dp of all degrees that divide the ranks and the model."""
     sequences = run.training.tokens_per_step // run.training.seq_len
     experts = run.model.moe.num_experts if run.model.moe else 1
     for tp in divisors(world_size):
@@ -261,8 +261,9 @@ def _enumerate_degrees(run: RunSpec, world_size: int) -> Iterator[tuple[int, int
 
 
 def _choose_cp_method(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, ep: int) -> str:
-    """How ranks that share sequences attend, if these degrees can share the model: on a GPU they exchange tokens for
-    heads where there are enough, since the ring has no flash kernel there; "" if they cannot."""
+    """Return the method of context parallelism, or "" if these degrees cannot share the model.
+
+    On a GPU, ranks exchange tokens for heads if there are enough heads, because the ring has no flash kernel there."""
     kinds = ("ulysses", "ring") if cp > 1 and not run.cluster.uses_cpu else ("ring",)
     for context in kinds:
         layout = Layout.model_validate(
@@ -285,7 +286,7 @@ def _choose_cp_method(run: RunSpec, world_size: int, tp: int, pp: int, cp: int, 
 
 
 def _data_parallel_options(dp: int, tp: int, pp: int, cp: int, domain: int) -> Iterator[tuple[Strategy, int]]:
-    """Strategies of data-parallel ranks, and how many of them share one copy: with hsdp those of a domain."""
+    """Yield data-parallel strategies with the ranks that share a copy; with hsdp, those of a domain."""
     yield "ddp", 1
     if dp * cp > 1:
         yield "zero1", dp
@@ -298,13 +299,15 @@ def _data_parallel_options(dp: int, tp: int, pp: int, cp: int, domain: int) -> I
 
 
 def choose_rank_order(dp: int, tp: int, pp: int, cp: int, domain: int) -> RankOrder:
-    """Stages, where ranks leave domains that more than one of a stage could share: data-parallel ranks and experts send
-    much more than stages do, and those of a domain send it together."""
+    """Return the rank order: stages outermost if several ranks of a stage could share a domain.
+
+    Data-parallel ranks and experts send much more than stages, and those of a domain send it together. `domain` is the
+    number of devices that fast links connect; the other arguments are degrees."""
     return "pipeline_outer" if dp > 1 and pp > 1 and dp * pp * tp * cp > domain > tp * cp else "data_outer"
 
 
 def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
-    """Micro-batches: how large, and how many of each rank in a step."""
+    """Yield the micro-batch size and the number of micro-batches per rank and step."""
     share = run.training.tokens_per_step // run.training.seq_len // dp
     for micro_batch in divisors(share):
         if micro_batch <= MAX_MICRO_BATCH:
@@ -312,8 +315,9 @@ def _micro_batch_options(run: RunSpec, dp: int) -> Iterator[tuple[int, int]]:
 
 
 def _schedule_options(pp: int, m: int, layers: int, halves: bool) -> Iterator[tuple[str, int]]:
-    """Schedules that a pipeline of so many stages can have; compiled blocks cannot split their backward passes,
-    and too few micro-batches leave nothing to fill bubbles with."""
+    """Yield the schedules that a pipeline of `pp` stages can have, with the virtual stages.
+
+    Compiled blocks cannot split their backward passes, and too few micro-batches cannot fill bubbles."""
     yield "1f1b", 1
     if pp == 1:
         return
@@ -336,4 +340,4 @@ SCHEDULE_KINDS: dict[str, ScheduleKind] = {
     "zb-h2": ScheduleKind.ZB_H2,
     "zb-v": ScheduleKind.ZB_V,
 }
-"""Schedules that the planner knows the time of; naive and dualpipe-v never beat all of them."""
+"""Schedules that the planner can predict; naive and dualpipe-v are never faster than all of them."""

@@ -1,4 +1,4 @@
-"""Evaluate layouts: step time, memory, and the probability of running out of it."""
+"""Evaluation of layouts: step time, memory, and the probability of running out of memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from phalanx.spec.run import RunSpec
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout from what a user writes: "tp=4, pp=8, data_parallel=zero1".
+    """Return the layout in a user's text: "tp=4, pp=8, data_parallel=zero1".
 
-    Raises UserError for what is not a field of it.
+    Raises:
+        UserError: If a key is not a field of `Layout`.
     """
     table: dict[str, object] = {}
     for item in filter(None, (part.strip() for part in text.replace("layout.", "").split(","))):
@@ -39,14 +40,20 @@ def parse_layout(text: str) -> Layout:
 
 
 def layout_to_text(layout: Layout) -> str:
-    """Write a layout as `parse_layout` reads it."""
+    """Return a layout as text that `parse_layout` reads."""
     return ",".join(f"{name}={value}" for name, value in layout.model_dump(exclude_defaults=True).items())
 
 
 def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedLayout:
-    """What a given layout takes.
+    """Return the predicted cost of a given layout.
 
-    Raises UserError if it cannot run, or for what the planner does not know.
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        layout: Layout to evaluate instead of the run's.
+
+    Raises:
+        UserError: If the layout cannot run, or the planner does not support it.
     """
     layout_run = run.model_copy(update={"layout": layout})
     check_layout(layout_run, world_size)
@@ -56,14 +63,26 @@ def evaluate_layout(run: RunSpec, world_size: int, layout: Layout) -> EvaluatedL
 
 
 def oom_probabilities(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> Column:
-    """The probability that memory is not enough for each of some layouts."""
+    """Return the estimated probability that memory is insufficient, per layout.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        layouts: Candidate layouts.
+    """
     jobs = candidate_jobs(run, world_size, layouts)
     c = memory_constants_for(run.cluster)
     return np.broadcast_to(oom_probability(c, jobs, estimate_memory(c, jobs)), len(layouts))
 
 
 def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
-    """Whether Phalanx trains it."""
+    """Return whether Phalanx can train a layout.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        candidate: Candidate layout.
+    """
     try:
         check_layout(run.model_copy(update={"layout": candidate.layout()}), world_size)
     except UserError:
@@ -72,8 +91,15 @@ def can_run(run: RunSpec, world_size: int, candidate: CandidateLayout) -> bool:
 
 
 def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) -> EvaluatedLayout:
-    """An option with what Phalanx itself would hold, counted tensor by tensor as `phalanx memory` does, which may be
-    more than the formula has for any trainer."""
+    """Return an option with Phalanx's exact memory, as `phalanx memory` counts it.
+
+    The exact count can exceed the estimate, which is for any trainer.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        option: Evaluated layout.
+    """
     layout_run = run.model_copy(update={"layout": option.candidate.layout()})
     cluster = run.cluster
     memories = list(rank_memory(layout_run, world_size).values())
@@ -88,7 +114,13 @@ def with_exact_memory(run: RunSpec, world_size: int, option: EvaluatedLayout) ->
 
 
 def evaluate(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[EvaluatedLayout]:
-    """What each of some layouts takes, in their order."""
+    """Return the predicted cost of each layout, in their order.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        layouts: Candidate layouts.
+    """
     if not layouts:
         return []
     jobs = candidate_jobs(run, world_size, layouts)

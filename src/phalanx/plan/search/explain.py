@@ -1,4 +1,4 @@
-"""Why a layout is as fast as it is, why others lose, and what would help."""
+"""Explanations of a layout's step time, of slower layouts, and of possible improvements."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from phalanx.spec.formatting import GIB, format_seconds_change
 from phalanx.spec.run import RunSpec
 
 PART_DESCRIPTIONS = {
-    "compute": "products, attention and passes over memory",
-    "exchange": "exchanges of ranks that share products, sequences or experts",
-    "bubble": "waiting for other stages",
-    "send": "sends between stages",
-    "data_parallel": "gradients and parameters, as far as nothing hides them",
+    "compute": "matrix products, attention and memory passes",
+    "exchange": "communication of tensor, context and expert parallelism",
+    "bubble": "pipeline bubble",
+    "send": "pipeline sends",
+    "data_parallel": "exposed communication of gradients and parameters",
     "update": "the optimizer",
-    "offload": "copies from and to where state rests, and the optimizer there",
-    "waiting": "for the slowest of many nodes",
+    "offload": "copies of offloaded state, and the optimizer on the host",
+    "waiting": "waiting for the slowest of many nodes",
 }
-"""Of the parts of a step."""
+"""Description of the parts of a step."""
 
 
 def plan_or_raise(
@@ -37,9 +37,18 @@ def plan_or_raise(
     group_schedules: bool = True,
     is_wanted: Callable[[CandidateLayout], bool] = lambda _: True,
 ) -> Plan:
-    """Search for the layouts that are wanted, in order of preference.
+    """Return the result of a search for layouts in order of preference.
 
-    Raises UserError if no layout fits, with a change that would make one fit, or if no layout is wanted.
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        keep: Maximum number of layouts.
+        report: Progress callback.
+        is_wanted: Predicate that chooses among the layouts.
+        group_schedules: Of layouts that differ in their schedule only, return none after the first safe one.
+
+    Raises:
+        UserError: If no layout is wanted, or none fits; then the fix says which change makes one fit.
     """
     plan = search_layouts(
         run, world_size, keep, report=report, is_wanted=is_wanted, prefer_simple=True, group_schedules=group_schedules
@@ -53,8 +62,16 @@ def plan_or_raise(
 
 
 def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_share: float = 0.005) -> list[str]:
-    """What a layout spends more on, or less, than the best one: parts of at least `least` of its step, then what others
-    add up to, if that is a hundredth of all or more."""
+    """Return the parts of a step in which a layout spends more or less time than the best one.
+
+    Only parts of at least `min_share` of the best step are listed, then the sum of the others if it is at least 1 % of
+    the difference.
+
+    Args:
+        option: Evaluated layout.
+        best: Evaluated best layout.
+        min_share: Minimum difference as a fraction of the best step.
+    """
     option_parts = option.parts
     best_parts = best.parts
     differences = [(option_parts[part] - best_parts[part], meaning) for part, meaning in PART_DESCRIPTIONS.items()]
@@ -64,48 +81,60 @@ def describe_differences(option: EvaluatedLayout, best: EvaluatedLayout, min_sha
     more = option.step_seconds - best.step_seconds
     remainder = more - sum(part for part, _ in large_differences)
     if abs(remainder) > 0.01 * abs(more) and (large_differences or not equally_fast(option, best)):
-        large_differences.append((remainder, "all else" if large_differences else "in small parts"))
+        large_differences.append((remainder, "in other parts" if large_differences else "in small parts"))
     return [f"{format_seconds_change(part)} {meaning}" for part, meaning in large_differences]
 
 
 def equally_fast(option: EvaluatedLayout, best: EvaluatedLayout) -> bool:
-    """Whether a layout is as fast as the best one, as the search ranks them."""
+    """Return whether a layout is as fast as the best one, in the search's ranking."""
     return abs(option.step_seconds / best.step_seconds - 1) < TIE_TOLERANCE
 
 
 def explain_slowdown(run: RunSpec, option: EvaluatedLayout, best: EvaluatedLayout) -> str:
-    """Why a layout loses against the best one, in a line."""
+    """Return the reason why a layout is slower than the best one, on one line.
+
+    Args:
+        run: The run.
+        option: Evaluated layout.
+        best: Evaluated best layout.
+    """
     more = option.step_seconds - best.step_seconds
     reasons = describe_differences(option, best)
     across = slow_link_warnings(run, option.candidate)
-    explanation = "; ".join([*reasons, *across]) or "equally fast; the best is simpler or smaller"
+    explanation = "; ".join([*reasons, *across]) or "equally fast, but the best is simpler or smaller"
     return f"{format_seconds_change(more)}: {explanation}"
 
 
 def slow_link_warnings(run: RunSpec, candidate: CandidateLayout) -> list[str]:
-    """What of a layout leaves the domain of fast links."""
+    """Return warnings for the communication of a layout that leaves the domain of fast links."""
     domain = run.cluster.fast_link_domain_size
     warnings = []
     if candidate.tp > domain:
         warnings.append(f"tp = {candidate.tp} leaves the domain of {domain} devices with fast links")
     world_size = candidate.dp * candidate.tp * candidate.pp * candidate.cp
     if candidate.ep > max(1.0, candidate_jobs(run, world_size, [candidate]).fast_link_ranks_per_stage[0]):
-        warnings.append(f"the exchange of ep = {candidate.ep} leaves the domain of {domain}")
+        warnings.append(f"the all-to-all of ep = {candidate.ep} leaves the domain of {domain} devices with fast links")
     return warnings
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change, and the best layout after it."""
+    """Change of a run, and the best layout after it."""
 
     change: str
     option: EvaluatedLayout | None
     speedup: float
-    """Of tokens per second; 0 where nothing fits."""
+    """New / old tokens per second; 0 if nothing fits."""
 
 
 def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -> Iterator[WhatIf]:
-    """What would make a job faster than its fastest layout does: more memory, faster links, a larger batch."""
+    """Yield changes that could make a job faster: more memory, faster links, a larger batch.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        fastest: Fastest layout of the run.
+    """
     cluster = run.cluster
     training = run.training
 
@@ -129,15 +158,21 @@ def evaluate_what_ifs(run: RunSpec, world_size: int, fastest: EvaluatedLayout) -
 
 
 def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
-    """What to change where no layout fits: by how much memory is short, and how many times the nodes would do."""
+    """Return what to change if no layout fits: the missing memory, and a sufficient number of devices.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        plan: Result of the search, without fitting layouts.
+    """
     if plan.closest_to_fitting is None:
         raise ValueError("something fits")
     suggestion = (
-        f"the smallest, {plan.closest_to_fitting.candidate}, "
-        f"takes {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
+        f"the smallest layout, {plan.closest_to_fitting.candidate}, "
+        f"uses {describe_memory_use(run.cluster, plan.closest_to_fitting)}"
     )
     if run.cluster.network_bytes_per_second is None:
-        return f"{suggestion}; set cluster.network_bytes_per_second to see on how many nodes it fits"
+        return f"{suggestion}; set cluster.network_bytes_per_second to search for the number of nodes that suffices"
     sequences = run.training.tokens_per_step // run.training.seq_len
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * world_size
@@ -147,12 +182,12 @@ def suggest_fit(run: RunSpec, world_size: int, plan: Plan) -> str:
         except UserError:
             break
         if options:
-            return f"{suggestion}; on {times} times as many devices ({ranks}) it fits: {options[0].candidate}"
-    return f"{suggestion}; more devices with {sequences} sequences a step do not help: shorten training.seq_len"
+            return f"{suggestion}; with {times} times the devices ({ranks}), this layout fits: {options[0].candidate}"
+    return f"{suggestion}; with {sequences} sequences per step, more devices do not help: shorten training.seq_len"
 
 
 def describe_memory_use(cluster: ClusterSpec, option: EvaluatedLayout) -> str:
-    """What a layout takes of the memory that it fills most: the device's, with driver and libraries, or the CPU's."""
+    """Return the use of the fuller memory: the device's, with driver and libraries, or the CPU's."""
     used = option.memory_bytes if cluster.calibration else process_bytes(cluster, option.memory_bytes)
     device = used / GIB, (cluster.rank_memory_bytes or 1) / GIB, "device"
     host = option.host_bytes / GIB, host_memory(cluster) / GIB, "CPU"

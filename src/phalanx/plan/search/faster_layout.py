@@ -1,4 +1,4 @@
-"""The layout that is much faster than all that fit, and how much memory it lacks."""
+"""Layout that is much faster than all that fit, and the memory that it lacks."""
 
 from __future__ import annotations
 
@@ -20,32 +20,37 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 MIN_SPEEDUP = 2.0
-"""A layout that does not fit is worth a line if it is at least this many times as fast as the fastest that fits."""
+"""Minimum speedup over the fastest fitting layout at which a layout that does not fit is shown."""
 MAX_COUNTED = 20
-"""Layouts whose memory is counted tensor by tensor: those that need least of it by the formula."""
+"""Maximum number of layouts whose memory is counted exactly: those with the lowest estimate."""
 SEQ_LEN_DIVISORS = (2, 4)
-"""How many times shorter sequences are tried."""
+"""Divisors of the sequence length that are tried."""
 
 
 @dataclass(frozen=True)
 class FasterLayout:
-    """A layout that does not fit and that is much faster than the fastest one that fits."""
+    """Layout that does not fit and is much faster than the fastest fitting one."""
 
     option: EvaluatedLayout
     speedup: float
     missing_device_bytes: float
-    """What its fullest rank needs beyond the device's memory, so that P(OOM) is below `MAX_OOM_PROBABILITY`."""
+    """Device memory that the fullest rank lacks for a P(OOM) below `MAX_OOM_PROBABILITY`."""
     missing_host_bytes: float
-    """The same for a rank's share of CPU memory."""
+    """CPU memory that a rank lacks for a P(OOM) below `MAX_OOM_PROBABILITY`."""
     fitting_seq_len: int | None
-    """The sequence length with which the layout fits, of those that were tried."""
+    """Sequence length with which the layout fits, if one of those tried does."""
     fitting_step_seconds: float | None
 
 
 def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayout | None:
-    """Return the layout that lacks least memory of those that are `MIN_SPEEDUP` times as fast as all that fit.
+    """Return the layout that lacks least memory of those `MIN_SPEEDUP` times as fast as all that fit.
 
-    The fastest of all would be of little use: it often needs several times the memory.
+    The fastest of all layouts is less useful: it often needs several times the memory.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        plan: Result of the search.
     """
     if plan.fastest is None:
         return None
@@ -72,7 +77,7 @@ def find_faster_layout(run: RunSpec, world_size: int, plan: Plan) -> FasterLayou
 def _count_shortage(
     run: RunSpec, world_size: int, candidate: CandidateLayout, fastest: EvaluatedLayout
 ) -> FasterLayout:
-    """Return a layout with the memory that it lacks: by the formula or as counted, whichever is more."""
+    """Return a layout with the memory that it lacks: the maximum of the estimate and the exact count."""
     cluster = run.cluster
     c = memory_constants_for(run.cluster)
     by_formula = evaluate(run, world_size, [candidate])[0]
@@ -92,14 +97,14 @@ def _count_shortage(
 
 
 def _missing_share(run: RunSpec, layout: FasterLayout) -> float:
-    """Return what a layout lacks as a share of the memory that there is, the larger one of device and CPU."""
+    """Return the missing memory / available memory, the larger one of device and CPU."""
     cluster = run.cluster
     device_share = layout.missing_device_bytes / (cluster.rank_memory_bytes or 1)
     return max(device_share, layout.missing_host_bytes / host_memory(cluster))
 
 
 def _with_fitting_sequences(run: RunSpec, world_size: int, layout: FasterLayout) -> FasterLayout:
-    """Add the longest of some shorter sequences with which the layout fits, at the same tokens per step."""
+    """Return `layout` with the longest tried sequence that fits, at equal tokens per step."""
     training = run.training
     for divisor in SEQ_LEN_DIVISORS:
         if training.seq_len % divisor:

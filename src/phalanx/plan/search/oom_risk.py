@@ -1,4 +1,4 @@
-"""Whether memory is enough for what ranks hold, as it is counted: a probability, and how much of one is too much."""
+"""Probability that memory is insufficient for a rank's exact bytes, and its limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from phalanx.spec.cluster import ClusterSpec
 from phalanx.spec.formatting import GIB, format_bytes, format_gib, plural
 
 MAX_OOM_PROBABILITY = 0.2
-"""A layout is offered if the probability that memory is not enough is below this, and shown with it: on published
-sweeps of one source the fastest that ran filled the memory nearly (first choices are 3.0 % behind the best instead of
-4.7 % with 0.05), on another it is 9 of 16 bests among our first three instead of 10."""
+"""Maximum P(OOM) of an offered layout, which is shown with it.
+
+On published sweeps of one source, the fastest layouts that ran almost filled the memory: first choices are 3.0 % slower
+than the best, but 4.7 % with 0.05. On another source, 9 of 16 best layouts are among the first three choices, but 10
+with 0.05.
+"""
 SAFE_OOM_PROBABILITY = 0.05
-"""Below this a layout is taken, or said to fit, without a look at that probability."""
+"""P(OOM) below which a layout is chosen, or reported to fit, without mention of the probability."""
 
 
 def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]) -> tuple[float, float]:
-    """The most bytes that a rank has on its device, and in CPU memory (`RankMemory.host`); on a CPU both are there.
-    Runs on a machine may have shown that buffers of communication take more than they are counted."""
+    """Return the maximum bytes of a rank on its device, and in CPU memory (`RankMemory.host`).
+
+    If CPUs compute, the device bytes contain both. Calibration can have shown that communication buffers exceed their
+    count.
+    """
     host = max(rank_memory.host for rank_memory in memories)
     more = cluster.calibration.buffer_overhead if cluster.calibration else 0.0
     device = max(rank_memory.device + more * rank_memory.communication for rank_memory in memories)
@@ -34,37 +40,49 @@ def device_and_host_bytes(cluster: ClusterSpec, memories: Collection[RankMemory]
 
 
 def layout_oom_probability(cluster: ClusterSpec, held_bytes: float, host_bytes: float) -> float:
-    """The probability that memory is not enough for a rank that holds tensors of so many bytes."""
+    """Return the probability that memory is insufficient for a rank.
+
+    Args:
+        cluster: The cluster.
+        held_bytes: Bytes of the rank's tensors.
+        host_bytes: Bytes of the rank in CPU memory.
+    """
     used = np.array([process_bytes(cluster, held_bytes), max(host_bytes, 1)])
     there = np.array([float(cluster.rank_memory_bytes or 1), host_memory(cluster)])
     return float(exceedance_probability(memory_constants_for(cluster), used, there).max())
 
 
 def ranks_oom_probability(cluster: ClusterSpec, memories: Collection[RankMemory]) -> float:
-    """Return the probability that memory is not enough for the fullest of some ranks."""
+    """Return the probability that memory is insufficient for the fullest of several ranks."""
     return layout_oom_probability(cluster, *device_and_host_bytes(cluster, memories))
 
 
 def describe_fit(p_oom: float) -> str:
-    """Say whether a layout fits; between the two thresholds `phalanx plan` offers it and says that it may not."""
+    """Return a text that says whether a layout fits; `phalanx plan` offers those that may not fit."""
     if p_oom >= MAX_OOM_PROBABILITY:
         return "does not fit"
     return "fits" if p_oom < SAFE_OOM_PROBABILITY else f"may not fit (P(OOM) {p_oom:.0%})"
 
 
 def safe_capacity_bytes(cluster: ClusterSpec) -> float:
-    """Bytes of tensors that a rank may hold on its device so that memory is almost surely enough."""
+    """Return the maximum bytes of a rank's tensors with which memory is almost certainly sufficient."""
     enough = enough_bytes(cluster, cluster.rank_memory_bytes or 0, SAFE_OOM_PROBABILITY)
     return max(0.0, enough - process_bytes(cluster, 0)) / bytes_per_counted_byte(cluster)
 
 
 def enough_bytes(cluster: ClusterSpec, memory_bytes: float, max_probability: float) -> float:
-    """Return the bytes up to which a memory may be filled by prediction, so that P(OOM) is at most a probability."""
+    """Return the maximum predicted bytes in a memory at which P(OOM) is at most `max_probability`.
+
+    Args:
+        cluster: The cluster.
+        memory_bytes: Size of the memory.
+        max_probability: Maximum P(OOM).
+    """
     return memory_bytes * exp(memory_constants_for(cluster).spread * NormalDist().inv_cdf(max_probability))
 
 
 def describe_memory_limit(cluster: ClusterSpec) -> str:
-    """Describe in one sentence how much of a device's memory tensors may take, and what the reserve is for."""
+    """Return one sentence on the device memory available to tensors, and the purpose of the reserve."""
     memory_bytes = float(cluster.rank_memory_bytes or 0)
     libraries = process_bytes(cluster, 0)
     error_bytes = memory_bytes - enough_bytes(cluster, memory_bytes, SAFE_OOM_PROBABILITY)
@@ -72,7 +90,7 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
     reserve = [f"{format_gib(libraries)} for {owner}"] if libraries else []
     reserve.append(f"{format_gib(error_bytes)} for errors of the prediction (P(OOM) {SAFE_OOM_PROBABILITY:.0%})")
     if (factor := bytes_per_counted_byte(cluster)) != 1:
-        reserve.append(f"and a byte of tensors takes {factor:.2f} as measured")
+        reserve.append(f"and a byte of tensors takes {factor:.2f} bytes as measured")
     limit = safe_capacity_bytes(cluster)
     beside_tensors = ", with what PyTorch's allocator reserves and NCCL takes" if cluster.uses_cuda else ""
     return (
@@ -83,32 +101,34 @@ def describe_memory_limit(cluster: ClusterSpec) -> str:
 
 
 def node_host_bytes(cluster: ClusterSpec, rank_host_bytes: float) -> float:
-    """Return the bytes of CPU memory that a node needs if each rank needs as given; 0 where CPUs compute, whose
-    offloaded bytes count as memory of the device."""
+    """Return the CPU memory that a node needs if each rank needs `rank_host_bytes`.
+
+    The result is 0 if CPUs compute, because offloaded bytes then count as device memory.
+    """
     return 0.0 if cluster.uses_cpu else rank_host_bytes * (cluster.nproc_per_node or 1)
 
 
 def describe_host_need(cluster: ClusterSpec, rank_host_bytes: float) -> str:
-    """Compare in one sentence the CPU memory that ranks need with what a node has; "" where they need none."""
+    """Return one sentence that compares the ranks' CPU memory with a node's; "" if they need none."""
     needed = node_host_bytes(cluster, rank_host_bytes)
     if not needed:
         return ""
     available = format_gib(node_host_bytes(cluster, host_memory(cluster)))
-    given = f"by cluster.host_memory_bytes it has {available}"
+    given = f"cluster.host_memory_bytes provides {available}"
     if cluster.host_memory_bytes is None:
-        given = f"make sure that it is there: cluster.host_memory_bytes is not set, {available} is assumed"
+        given = f"cluster.host_memory_bytes is not set, {available} is assumed: check it"
     owner = f"a node of {plural(cluster.nproc_per_node, 'rank')}" if cluster.nproc_per_node else "a rank"
     return f"CPU memory: {owner} needs up to {format_gib(needed)} for checkpoint copies and offload; {given}"
 
 
 def process_bytes(cluster: ClusterSpec, held_bytes: float) -> float:
-    """Bytes of memory of a rank that holds tensors of so many, with what is there whatever it trains."""
+    """Return the memory of a rank's process, including memory that does not depend on its tensors."""
     if cluster.calibration is None:
         context = CONTEXT_BYTES if cluster.uses_cuda else memory_constants_for(cluster).context_gib * GIB
-        return held_bytes + context  # what NCCL takes is among what a rank on CUDA is counted to hold
+        return held_bytes + context  # the exact count of a rank on CUDA includes NCCL
     return bytes_per_counted_byte(cluster) * held_bytes + cluster.calibration.baseline_process_bytes
 
 
 def bytes_per_counted_byte(cluster: ClusterSpec) -> float:
-    """Bytes of memory for each that is counted of tensors."""
+    """Return the bytes of memory per counted byte of tensors."""
     return cluster.calibration.bytes_per_counted_byte if cluster.calibration else 1.0

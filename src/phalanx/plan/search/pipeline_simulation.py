@@ -1,4 +1,4 @@
-"""A layout's pipeline, simulated: its very schedule, with the times that the planner gives each part of the model."""
+"""Simulation of a layout's pipeline: its schedule with the planner's times of each part of the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from phalanx.spec.run import RunSpec
 
 
 def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout) -> Timeline:
-    """What every rank of a pipeline does when, in seconds: compute and bubble of a step, without sends and exchanges of
-    data-parallel ranks."""
+    """Return the simulated timeline of every pipeline rank, in seconds.
+
+    It covers the compute and the bubble of a step, without sends and data-parallel communication.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        candidate: Candidate layout.
+    """
     stages = _stage_times(run, world_size, candidate)
     forward, backward, weight = (
         [_part_seconds(stage, part) for stage in stages] for part in ("forward", "backward", "weight_grad")
@@ -30,7 +37,13 @@ def simulate_candidate(run: RunSpec, world_size: int, candidate: CandidateLayout
 
 
 def show_command(run: RunSpec, world_size: int, candidate: CandidateLayout) -> str:
-    """The `phalanx pipeline show` that draws the schedule, with every rank as slow as the slowest."""
+    """Return the `phalanx pipeline show` command of the schedule; all ranks are as slow as the slowest.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        candidate: Candidate layout.
+    """
     schedule = _build_candidate_schedule(candidate)
     stages = _stage_times(run, world_size, candidate)
     ranks = (_sum_stage_times(stages[stage] for stage in schedule.stages_of(rank)) for rank in range(candidate.pp))
@@ -47,7 +60,7 @@ def _build_candidate_schedule(candidate: CandidateLayout) -> Schedule:
 
 
 def _stage_times(run: RunSpec, world_size: int, candidate: CandidateLayout) -> list[StageTime]:
-    """Of the blocks that each has, the first with the embedding and the last with the head."""
+    """Return the times of each stage's blocks; the first also has the embedding, the last the head."""
     parts = layer_seconds(time_constants_for(run.cluster), candidate_jobs(run, world_size, [candidate]))
     block = {True: parts.routed, False: parts.dense}
     stage_layers = layers_per_stage(run.model_copy(update={"layout": candidate.layout()}))

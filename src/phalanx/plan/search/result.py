@@ -43,7 +43,7 @@ class EvaluatedLayout:
     host_bytes: float
     """CPU memory of the rank that offloads most."""
     stages: dict[str, dict[str, float]]
-    """Bytes by part of the first and the last stage, as a formula estimates them."""
+    """Estimated bytes by part of the first and the last stage."""
     stage_bytes: dict[str, float]
     """Bytes of the same stages counted as `memory_bytes` are; the sum of the parts where nothing was counted."""
     p_oom: float
@@ -180,10 +180,19 @@ class Plan:
 
 
 TIE_TOLERANCE = 0.001
-"""Steps that differ by less are equally long: the simpler layout is preferred, then the smaller one."""
+"""Relative difference below which steps are equally long.
+
+The simpler layout is then preferred, and after that the smaller one.
+"""
 
 
 def preference_order(seconds: Column, axes: NDArray[np.int64], memory: Column) -> NDArray[np.int64]:
-    """The order of preference: by time, and where times are alike by simplicity, then by memory."""
+    """Return the indices in order of preference: by time, then simplicity, then memory.
+
+    Args:
+        seconds: Step times, compared in bins of `TIE_TOLERANCE`.
+        axes: Numbers of kinds of parallelism.
+        memory: Bytes.
+    """
     time_bins = np.floor(np.log(seconds) / TIE_TOLERANCE)
     return np.lexsort((memory, axes, time_bins))

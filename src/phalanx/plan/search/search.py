@@ -1,4 +1,4 @@
-"""The search: every layout's memory, then the time of those that are likely to fit, ranked."""
+"""Search: the memory of every layout, then the step time of those likely to fit, and their ranking."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.run import RunSpec
 
 UNCERTAIN_GAIN = 0.05
-"""Steps that are shorter by less do not make up for offload or another kind of parallelism. Half of an 80 % interval is
-7 % or more; in published sweeps the simplest layout within 5 % of the fastest predicted one is no further behind the
-best that ran (hage: 2.7 % instead of 3.0), the simplest within 7.5 % is (3.8 %)."""
+"""Minimum relative gain in step time that justifies offload or more kinds of parallelism.
+
+Half of an 80 % interval is 7 % or more. In published sweeps, the simplest layout within 5 % of the fastest predicted
+one is not slower relative to the best run (hage: 2.7 % instead of 3.0), but the simplest within 7.5 % is (3.8 %).
+"""
 MAX_EXACT_EVALUATIONS = 1000
-"""Layouts that are counted at most: beyond so many that fit by the formula and not as counted, none is looked for."""
+"""Maximum number of layouts whose memory is counted exactly; the search stops after that many."""
 
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Told during a search what is being done, how much of it is, and of how much."""
+"""Callback for search progress: current task, completed count, total count."""
 
 
 def search_layouts(
@@ -41,27 +43,35 @@ def search_layouts(
     prefer_simple: bool = False,
     group_schedules: bool = False,
 ) -> Plan:
-    """The `keep` fastest layouts that are wanted and likely to fit.
+    """Return the `keep` fastest layouts that are wanted and likely to fit.
 
-    With `prefer_simple` they are in order of preference (`TimeBands`). With `group_schedules`, of layouts that differ
-    in their schedule alone, none is shown after the first whose memory is almost surely enough.
+    The memory of all layouts is computed before the time of any, so the search needs no bound on time and prunes
+    nothing. Layouts that fit without offload get no offload, which never makes a step shorter.
 
-    Memory of all is computed before the time of any: no bound on time is needed, and none is lost. Nothing is offloaded
-    of what fits without: that never makes a step shorter.
-    Raises UserError for a cluster whose speeds are not known, and where no layout divides the ranks.
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        keep: Maximum number of layouts.
+        report: Progress callback.
+        is_wanted: Filter of layouts.
+        prefer_simple: Sort in order of preference (`TimeBands`).
+        group_schedules: Of layouts that differ in their schedule only, return none after the first safe one.
+
+    Raises:
+        UserError: If a speed of the cluster is unknown, or no layout divides the ranks.
     """
     layouts = enumerate_layouts(run, world_size)
     if not layouts:
         raise UserError(
             "cluster.nodes x cluster.nproc_per_node",
             world_size,
-            "ranks share this model and this batch in no layout",
+            "ranks cannot share this model and this batch in any layout",
             fix="use a number of ranks whose factors divide the sequences of a step and the model",
         )
     report("evaluating layouts", 0, len(layouts))
     layouts, ordered = with_offload_variants(run, world_size, layouts)
     report("evaluating layouts", len(layouts), len(layouts))
-    report("counting what the fastest hold", 0, keep)
+    report("counting memory of the fastest", 0, keep)
     fastest = next(_offer_wanted(run, world_size, ordered, is_wanted=is_wanted), None)
     preferred: Iterable[CandidateLayout] = ordered
     if prefer_simple and fastest is not None:
@@ -76,7 +86,7 @@ def search_layouts(
         offered.append(option)
         if group_schedules and option.p_oom < SAFE_OOM_PROBABILITY:
             shown.add(_without_schedule(option.candidate))
-        report("counting what the fastest hold", len(offered), keep)
+        report("counting memory of the fastest", len(offered), keep)
     smallest = None if offered else evaluate_smallest(run, world_size, layouts)
     return Plan(offered, layouts, len(ordered), fastest=fastest, closest_to_fitting=smallest)
 
@@ -87,15 +97,18 @@ def _offer_wanted(
     ordered: Iterable[CandidateLayout],
     is_wanted: Callable[[CandidateLayout], bool],
 ) -> Iterator[EvaluatedLayout]:
-    """Yield the layouts in order that are wanted, with what offload makes of some, and that fit as they are counted."""
+    """Yield the wanted layouts that run and fit, in order, including offload variants."""
     order = ordered.order if isinstance(ordered, TimeBands) else _step_seconds
     offering = runnable_layouts(run, world_size, filter(is_wanted, ordered), order=order)
     return (option for option in offering if is_wanted(option.candidate))
 
 
 class TimeBands:
-    """Layouts in order of preference: bands of steps that differ by less than `UNCERTAIN_GAIN`, from the fastest one's
-    on, and in each band those without offload before others, then those with fewer kinds of parallelism."""
+    """Layouts in order of preference, sorted within bands of similar step time.
+
+    Steps in a band differ by less than `UNCERTAIN_GAIN`; the first band starts at the fastest layout. Within a band,
+    layouts without offload come first, then those with fewer kinds of parallelism.
+    """
 
     def __init__(self, run: RunSpec, world_size: int, ordered: list[CandidateLayout], fastest: EvaluatedLayout) -> None:
         self.run = run
@@ -103,7 +116,7 @@ class TimeBands:
         self.ordered = ordered
         self.fastest = fastest
         self.ends: list[float] = []
-        """The longest step of each band, as far as bands were looked at."""
+        """Maximum step time of each band so far."""
 
     def __iter__(self) -> Iterator[CandidateLayout]:
         self.ends = []
@@ -117,7 +130,7 @@ class TimeBands:
             seconds = self._seconds(self.ordered[start]) if start < len(self.ordered) else 0.0
 
     def order(self, option: EvaluatedLayout) -> float:
-        """Return the number of the band of a layout, and half of one more with offload."""
+        """Return the index of a layout's band, plus one half with offload."""
         return bisect_left(self.ends, option.step_seconds) + 0.5 * (option.candidate.offload != "none")
 
     def _seconds(self, candidate: CandidateLayout) -> float:
@@ -135,7 +148,7 @@ def _without_schedule(candidate: CandidateLayout) -> CandidateLayout:
 def with_offload_variants(
     run: RunSpec, world_size: int, layouts: list[CandidateLayout]
 ) -> tuple[list[CandidateLayout], list[CandidateLayout]]:
-    """Layouts with what offload makes of those that are not likely to fit; and which of all these are, in order."""
+    """Return all layouts plus offload variants of those unlikely to fit, and the fitting ones in order."""
     risk = oom_probabilities(run, world_size, layouts)
     more = [
         other
@@ -152,8 +165,17 @@ def runnable_layouts(
     ordered: Iterable[CandidateLayout],
     order: Callable[[EvaluatedLayout], float] = _step_seconds,
 ) -> Iterator[EvaluatedLayout]:
-    """Of layouts in order those that can run, and fit as they are counted: of the first `MAX_EXACT_EVALUATIONS`. What
-    offload makes of those that fit by the formula only has its own place in `order`, which is later."""
+    """Yield the layouts that run and fit in memory, in order.
+
+    The exact memory count is used for the first `MAX_EXACT_EVALUATIONS`. If a layout fits by the estimate only, its
+    offload variants follow, at the later position that `order` gives them.
+
+    Args:
+        run: The run.
+        world_size: Number of ranks.
+        ordered: Layouts in order.
+        order: Key of the order.
+    """
     later: list[EvaluatedLayout] = []
     for candidate in islice(ordered, MAX_EXACT_EVALUATIONS):
         if not can_run(run, world_size, candidate):
@@ -176,7 +198,7 @@ def _if_likely_to_fit(option: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
 
 
 def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> list[CandidateLayout]:
-    """Of some layouts those that are likely to fit, in the order of preference; not all of them can run."""
+    """Return the layouts that are likely to fit, in order of preference; some may not run."""
     if not layouts:
         return []
     jobs = candidate_jobs(run, world_size, layouts)
@@ -195,13 +217,13 @@ def rank_fitting(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) 
 
 
 def smallest_layout(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> CandidateLayout:
-    """Of some layouts the one that most likely fits: that least fills the device's memory and the CPU's."""
+    """Return the layout that fills the memory of device and CPU least, and so most likely fits."""
     jobs = candidate_jobs(run, world_size, layouts)
     c = memory_constants_for(run.cluster)
     return layouts[int(np.argmin(np.broadcast_to(memory_utilisation(c, jobs, estimate_memory(c, jobs)), len(layouts))))]
 
 
 def evaluate_smallest(run: RunSpec, world_size: int, layouts: list[CandidateLayout]) -> EvaluatedLayout:
-    """What the smallest of some layouts takes, as it is counted if it can run."""
+    """Return the evaluation of the smallest layout, with exact memory if it can run."""
     option = evaluate(run, world_size, [smallest_layout(run, world_size, layouts)])[0]
     return with_exact_memory(run, world_size, option) if can_run(run, world_size, option.candidate) else option

@@ -1,4 +1,4 @@
-"""The file of a table of runs: its columns, and its rows as text."""
+"""CSV file of a table of runs: its columns, and its rows as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from phalanx.spec.errors import UserError
 
 Row = Mapping[str, str]
 REQUIRED_COLUMNS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "gpus", "gpu_type", "tp", "pp", "global_batch")
-"""Columns without which no row can be predicted."""
+"""Columns that every prediction requires."""
 OPTIONAL_COLUMNS = (
     "id",
     "model",
@@ -33,13 +33,14 @@ OPTIONAL_COLUMNS = (
     "schedule",
     "facts",
 )
-"""Columns that are read where they are there; all others are not."""
+"""Columns that are read if present; all others are ignored."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file by column.
+    """Return the rows of a CSV file by column.
 
-    Raises UserError for a file that cannot be read, or that lacks columns.
+    Raises:
+        UserError: If the file cannot be read, or lacks required columns.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -52,8 +53,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:
-    known = f"needed are {', '.join(REQUIRED_COLUMNS)}; also read are {', '.join(OPTIONAL_COLUMNS)}"
-    fix = f"give a CSV file whose first line names its columns, with commas between them: {known}"
+    known = f"required are {', '.join(REQUIRED_COLUMNS)}; optional are {', '.join(OPTIONAL_COLUMNS)}"
+    fix = f"give a CSV file whose first line contains its comma-separated column names: {known}"
     if not names:
         raise UserError("--batch", str(path), "is empty", fix=fix)
     missing = [column for column in REQUIRED_COLUMNS if column not in names]

@@ -1,4 +1,4 @@
-"""A model, a machine and a trainer's habits as columns of jobs."""
+"""Columns of a job table for a model, a machine and the behavior of a trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JobRow = dict[str, float]
 
 
 def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
-    """Shape and counts of a model."""
+    """Return the columns of a model: its shape and counts."""
     count = count_parameters(spec)
     moe = spec.moe
     return {
@@ -55,14 +55,16 @@ def model_columns(spec: ModelSpec, sequence: int) -> JobRow:
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:
-    """Model FLOPs of training on a token, every pair of tokens counted: the convention of most publications."""
+    """Return the model FLOPs to train on a token, with every pair of tokens, as most publications count."""
     return training_flops_per_token(spec, sequence, causal=False)
 
 
 def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
-    """Blocks of a pipeline's first rank, of one between, and of its last, as trainers cut it. Where they do not divide,
-    or embedding and head are said to take a block's place (`trimmed`), the first and the last stage have fewer, which
-    in a V are one rank's. Leading layers have no experts."""
+    """Return the blocks of a pipeline's first, middle and last rank, as trainers split it.
+
+    The first and the last stage have fewer blocks if the blocks do not divide evenly, or if embedding and head replace
+    a block (`trimmed`). In a V schedule these stages are on one rank. Leading layers have no experts.
+    """
     layers = job["layers"]
     dense = job["dense_layers"]
     pp = job["pp"]
@@ -83,9 +85,10 @@ def stage_columns(job: JobRow, trimmed: bool = False) -> JobRow:
 
 
 def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
-    """Constants of step times: where runs on this machine were measured theirs, else those of published runs.
+    """Return the constants of step times: calibrated ones, else those of published runs.
 
-    Raises UserError for a constant that there is not.
+    Raises:
+        UserError: If a calibrated constant does not exist.
     """
     if cluster.calibration is None:
         return time_constants()
@@ -102,9 +105,9 @@ def time_constants_for(cluster: ClusterSpec) -> TimeConstants:
 
 
 def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
-    """Return the constants of memory, with those that runs on the machine showed.
+    """Return the constants of memory, with those of the machine's calibration.
 
-    A measured machine gives the memory of a whole process, with nothing beside it. A CPU has no driver's context.
+    Calibration gives the memory of a complete process, so there is nothing else to add. A CPU has no driver context.
     """
     if cluster.calibration is None:
         c = memory_constants()
@@ -115,21 +118,28 @@ def memory_constants_for(cluster: ClusterSpec) -> MemoryConstants:
 
 
 def interval_half_width(cluster: ClusterSpec, jobs: JobTable) -> Column:
-    """Half of the width of the 80 % interval of step times, as a logarithm."""
+    """Return half of the 80 % interval's width of step times, as a logarithm."""
     width = log_half_width(interval_constants(), jobs)
     return width if cluster.calibration is None else np.full_like(width, cluster.calibration.log_half_width)
 
 
 def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool = False) -> JobRow:
-    """What a trainer does without being asked, by what is said of the run: its schedule's name and known facts.
+    """Return the default behavior of a trainer, from its description: schedule name and known facts.
 
-    These are facts of software, not fitted: Megatron-LM and DeepSpeed of fp16 times do not overlap data-parallel
-    exchanges and fuse softmax; bf16 brought Flash Attention; from Hopper on, Megatron-Core overlaps, keeps fp32
-    gradients, and fuses norms; FSDP gathers beside compute; XLA compiles. Trainers that name their attention kernel
-    run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv 2311.05610's). These and
-    nanotron do not part what tensor-parallel ranks send to the next stage. DeepSpeed's ZeRO-1 and 2 and nanotron's
-    wait for the parameters that they gather; Megatron-Core's need not (overlap_param_gather). All have pipelines
-    outermost.
+    The defaults are facts of software, not fitted. Megatron-LM and DeepSpeed of the fp16 era do not overlap
+    data-parallel communication and fuse softmax. bf16 came with Flash Attention. From Hopper on, Megatron-Core
+    overlaps, keeps fp32 gradients, and fuses norms. FSDP gathers during compute. XLA compiles. Trainers that name their
+    attention kernel run RMSNorm by operations unless they name its kernel too, and gather the logits (arXiv
+    2311.05610's). These and nanotron do not split pipeline messages over tensor-parallel ranks. ZeRO-1 and 2 of
+    DeepSpeed and nanotron wait for gathered parameters; Megatron-Core does not have to (overlap_param_gather). All have
+    pipelines outermost.
+
+    Args:
+        text: Description of the run.
+        precision: Precision of the run.
+        era: Hardware generation.
+        zero: ZeRO stage.
+        xla: The trainer compiles with XLA.
     """
     lowered = text.lower()
     sharded = zero >= 3 or "fsdp" in lowered
@@ -184,7 +194,7 @@ def trainer_behaviour(text: str, precision: str, era: int, zero: int, xla: bool 
 
 
 def is_low_precision(precision: str) -> bool:
-    """Whether linear layers run in 8 bits or fewer."""
+    """Return whether linear layers run in 8 bits or fewer."""
     return "fp8" in precision or "fp4" in precision
 
 

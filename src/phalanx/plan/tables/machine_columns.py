@@ -1,4 +1,4 @@
-"""A machine as columns of jobs, and what is assumed where a cluster does not give a speed or size."""
+"""Columns of a job table for a machine, and defaults for missing speeds and sizes of a cluster."""
 
 from __future__ import annotations
 
@@ -13,29 +13,39 @@ from phalanx.spec.files.load import load_machine
 from phalanx.spec.formatting import format_si
 
 MATMUL_EFFICIENCY = (0.87, 0.80, 0.775)
-"""Of the peak, the most that matrix products were seen to reach by generation: A100, H100 and B200
-(stas00/ml-engineering, compute/accelerator: MAMF)."""
+"""Fraction of the peak that matrix products reach at most, by generation: A100, H100 and B200.
+
+The maxima were measured by stas00/ml-engineering (compute/accelerator: MAMF).
+"""
 HOST_LINK_BYTES_PER_SECOND = (31.5e9, 63e9, 63e9)
-"""Between a device and CPU memory in one direction, by generation: PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in
-128b/130b, as in DGX A100, H100 and B200."""
+"""Bandwidth between a device and CPU memory per direction, by generation.
+
+PCIe Gen4 and Gen5, 16 lanes of 16 and 32 GT/s in 128b/130b, as in DGX A100, H100 and B200.
+"""
 HOST_BYTES_PER_SECOND = (51.2e9, 76.8e9, 89.6e9)
-"""A device's share of CPU memory's bandwidth: two channels of DDR4-3200, DDR5-4800 and DDR5-5600, as of the sixteen
-that the eight devices of a DGX A100, H100 and B200 share, and as in a workstation."""
+"""A device's share of CPU memory bandwidth, by generation.
+
+Two channels of DDR4-3200, DDR5-4800 and DDR5-5600. The eight devices of a DGX A100, H100 and B200 share sixteen such
+channels; a workstation has two.
+"""
 DISK_BYTES_PER_SECOND = 5e9
-"""Of an NVMe drive that is read and written: on four lanes of Gen4 data sheets name about 7 and 4 GB/s."""
+"""Bandwidth of an NVMe drive that is read and written.
+
+On four lanes of Gen4, data sheets state about 7 and 4 GB/s.
+"""
 HOST_MEMORY_BYTES = 2**38
 """A device's share of CPU memory: of the 2 TB of a DGX A100 (640 GB), H100 or B200."""
 
 
 class AssumedValue(NamedTuple):
-    """A value that stands for one that a cluster does not give."""
+    """Default of a value that a cluster does not give."""
 
     value: float
     text: str
 
 
 def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
-    """Map the fields that a cluster does not give, and that a plan fills in, to what it takes for them."""
+    """Return the default values of the fields that a cluster does not give and that a plan requires."""
     generation = cluster.generation
     peak = float(cluster.peak_flops or 0)
     matmul = cluster.matmul_flops or MATMUL_EFFICIENCY[generation] * peak
@@ -55,14 +65,15 @@ def assumed_values(cluster: ClusterSpec) -> dict[str, AssumedValue]:
 
 
 def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
-    """Speeds and sizes of one device and of what joins `ranks` of them.
+    """Return the speeds and sizes of one device and of the links between `ranks` devices.
 
-    Raises UserError for a machine whose speeds are not known.
+    Raises:
+        UserError: If a speed of the machine is unknown.
     """
     for field in ("peak_flops", "memory_bytes", "hbm_bytes_per_second"):
         if getattr(cluster, field) is None:
-            fix = 'set it, or cluster.preset (`phalanx info --list` shows them), such as "h100"'
-            raise UserError(f"cluster.{field}", None, "is not known, and a plan needs it", fix=fix)
+            fix = 'set it, or set cluster.preset (see `phalanx info --list`), such as "h100"'
+            raise UserError(f"cluster.{field}", None, "is unknown, but a plan requires it", fix=fix)
     link, network = _link_speeds(cluster, ranks)
     filled = {name: assumed.value for name, assumed in assumed_values(cluster).items()}
 
@@ -92,9 +103,9 @@ def machine_columns(cluster: ClusterSpec, ranks: int) -> JobRow:
 
 
 def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
-    """Return the speeds of fast links and of the network; what no rank uses is as fast as the other.
+    """Return the bandwidths of fast links and of the network; an unused one equals the other.
 
-    Raises UserError where one is not known that joins ranks.
+    Raises UserError if a bandwidth between ranks is unknown.
     """
     domain = cluster.fast_link_domain_size
     link = cluster.link_bytes_per_second
@@ -103,15 +114,15 @@ def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
         min(domain, ranks) == 1 or link is not None,
         "cluster.link_bytes_per_second",
         link,
-        problem=f"is not known for a domain of {domain} devices",
-        fix="set it (NVLink, or PCIe: 31.5e9 for 16 lanes of Gen4), or cluster.fast_link_domain = 1",
+        problem=f"is unknown for a domain of {domain} devices",
+        fix="set it (NVLink, or PCIe: 31.5e9 for 16 lanes of Gen4), or set cluster.fast_link_domain = 1",
     )
     require(
         ranks <= domain or network is not None,
         "cluster.network_bytes_per_second",
         network,
-        problem=f"is not known, and {ranks} devices are more than the {domain} that fast links join",
-        fix="set it to one device's share of its node's network cards, in one direction: 1.5625e9 where 8 share "
+        problem=f"is unknown, and {ranks} devices are more than the {domain} that fast links connect",
+        fix="set it to one device's share of its node's network cards, in one direction: 1.5625e9 if 8 devices share "
         "100 Gb/s",
     )
     speeds = [speed for speed in (link, network) if speed]
@@ -119,7 +130,7 @@ def _link_speeds(cluster: ClusterSpec, ranks: int) -> tuple[float, float]:
 
 
 def host_memory(cluster: ClusterSpec) -> float:
-    """Bytes of CPU memory for what one rank offloads."""
+    """Return the bytes of CPU memory for the offloaded state of one rank."""
     return float(cluster.host_memory_bytes or HOST_MEMORY_BYTES)
 
 
@@ -128,13 +139,20 @@ OFFLOAD_FIELDS = {
     "cpu": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes"),
     "nvme": ("host_link_bytes_per_second", "host_bytes_per_second", "host_memory_bytes", "disk_bytes_per_second"),
 }
-"""Fields that a plan with offload depends on."""
+"""Fields that affect a plan with offload."""
 
 
 def describe_assumptions(
     cluster: ClusterSpec, ranks: int, offload_targets: set[str], precision: str = "bf16"
 ) -> list[str]:
-    """Describe each value of a machine that the run does not give, that nobody measured, and that a plan depends on."""
+    """Return a text per value of a machine that affects a plan and is neither given nor measured.
+
+    Args:
+        cluster: The cluster.
+        ranks: Number of ranks.
+        offload_targets: Offload targets of the plan's layouts.
+        precision: Precision of the run.
+    """
     domain = cluster.fast_link_domain_size
     given = cluster.model_fields_set
     assumed = {}

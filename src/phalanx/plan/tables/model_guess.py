@@ -1,4 +1,4 @@
-"""Complete the model of a table row from the shapes of its published family."""
+"""Completion of a table row's model by the shapes of its published family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Multi-head latent attention and fine experts of DeepSeek's models (arXiv 2412.19437, section 4.2)."""
+    """Multi-head latent attention and fine-grained experts of DeepSeek (arXiv 2412.19437, section 4.2)."""
 
     expert_ffn: int
     shared_experts: int
@@ -28,7 +28,7 @@ class MLAShape:
     rotary: int = 64
 
     def attention_parameters(self, width: int) -> int:
-        """Of one layer: down- and up-projections of queries, of keys and values, and the output."""
+        """Return the parameters of a layer's attention: down- and up-projections of q and kv, and output."""
         queries = self.query_rank * (width + self.heads * (self.head + self.rotary))
         keys = width * (self.key_rank + self.rotary) + self.key_rank * self.heads * 2 * self.head
         return queries + keys + self.heads * self.head * width
@@ -40,22 +40,25 @@ MLA_SHAPES = {
     "deepseekv2": MLAShape(1536, 2, 1, ffn=12288),
     "kimi-k2": MLAShape(2048, 1, 1, ffn=18432, heads=64),
 }
-"""Models whose attention no column describes, by how their names begin (a truncated one has one dense layer)."""
+"""Models whose attention no column describes, by prefix of their names.
+
+A truncated model has one dense layer.
+"""
 
 
 HEAD_DIM = {"qwen3": 128, "gpt-oss": 64}
-"""Heads that are not width / heads wide."""
+"""Head widths that differ from width / heads, by prefix of the model's name."""
 
 
 SHARED_FFN = {"qwen2-57b": 20480}
 
 
 def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
-    """The model of a row as Phalanx describes it, and its columns."""
+    """Return the model of a row as Phalanx describes it, and its columns."""
     name = row.get("model", "").lower()
     latent = next((shape for start, shape in MLA_SHAPES.items() if name.startswith(start)), None)
     width, layers, heads = (read_count(row, column) for column in ("hidden", "layers", "heads"))
-    require(layers <= MAX_LAYERS, "layers", layers, problem=f"is more than {MAX_LAYERS:,}", fix="correct it")
+    require(layers <= MAX_LAYERS, "layers", layers, problem=f"is more than {MAX_LAYERS:,}", fix="correct the cell")
     experts = read_count(row, "experts", 0)
     ffn = read_count(row, "ffn")
     common: dict[str, Any] = {
@@ -90,7 +93,7 @@ def model_from_row(row: Row, sequence: int) -> tuple[ModelSpec, JobRow]:
 
 
 def _find_nearest_model(common: dict[str, Any], ffn: int, stated: float, gated: bool) -> ModelSpec:
-    """A dense model with the kind of MLP, and tied or not, that explains its stated parameters best."""
+    """Return the dense model whose parameter count is closest to the stated one, by kind of MLP and tying."""
     specs = [
         parse_table(ModelSpec, {**common, "ffn_hidden_size": ffn, "activation": activation, "tie_embeddings": tied})
         for activation in ("swiglu", "gelu")

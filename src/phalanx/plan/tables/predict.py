@@ -1,4 +1,4 @@
-"""What runs will take: time with an interval, memory with the probability that it is not enough, speed."""
+"""Predictions of runs: time with an interval, memory with the probability of OOM, and speed."""
 
 from __future__ import annotations
 
@@ -26,43 +26,45 @@ from phalanx.spec.errors import UserError
 from phalanx.spec.formatting import GIB
 
 MAX_ASSUMED_OOM_PROBABILITY = 0.5
-"""A choice that a row leaves open is taken to fit if it more likely does than not: somebody ran the row, and what they
-ran need not have the margin of what is offered (`MAX_OOM_PROBABILITY`)."""
+"""Maximum P(OOM) of a choice that a row leaves open: it more likely fits than not.
+
+The row was run, and a layout that was run can have a smaller margin than an offered layout (`MAX_OOM_PROBABILITY`).
+"""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One job's step, in the units of its names; the interval holds the truth in 80 of 100 cases."""
+    """Prediction of one job's step; the interval contains the true time in 80 of 100 cases."""
 
     id: str
     step_time_s: float
     step_time_low_s: float
     step_time_high_s: float
     memory_gib: float
-    """Allocated on the fullest rank."""
+    """Allocated memory on the fullest rank."""
     p_oom: float
     tflops_per_gpu: float
-    """Model FLOPs: what recomputation does is not counted."""
+    """Model FLOPs, without recomputation."""
     mfu: float
-    """Percent of the peak at the precision of training."""
+    """Model FLOPs utilization in percent of the peak at the precision of training."""
     hfu: float
-    """The same with what recomputation does."""
+    """Hardware FLOPs utilization in percent, including recomputation."""
     assumed: list[str]
-    """What the row leaves open, and the planner chose as a trainer would."""
+    """Options that the row leaves open and the planner chose as a trainer would."""
 
 
 @dataclass(frozen=True)
 class PredictionFailure:
-    """A row that cannot be predicted."""
+    """Row that cannot be predicted."""
 
     id: str
     reason: str
     memory_gib: float | None = None
-    """Of a row that asks for model state alone."""
+    """Model-state memory of a row that requests only that."""
 
 
 def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
-    """Every row of a table, in its order: all that they may mean in one pass."""
+    """Return the predictions of all rows of a table, in order; one pass evaluates all their choices."""
     results: list[TableJob | PredictionFailure] = []
     for row in rows:
         try:
@@ -75,7 +77,12 @@ def predict_rows(rows: Sequence[Row]) -> list[Prediction | PredictionFailure]:
 
 
 def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) -> Iterator[Prediction]:
-    """Every job, of what it may mean the fastest that is likely to fit (the smallest, where nothing is)."""
+    """Yield a prediction per job, from the fastest choice that is likely to fit (or the smallest).
+
+    Args:
+        jobs: Jobs with their choices.
+        time: Constants of time; the fitted ones by default.
+    """
     if not jobs:
         return
     time = time or time_constants()
@@ -103,12 +110,19 @@ def predict_jobs(jobs: Sequence[TableJob], time: TimeConstants | None = None) ->
 def best_choice_per_job(
     jobs: Sequence[TableJob], every: JobTable, time: TimeConstants, memory: MemoryConstants
 ) -> list[int]:
-    """Where in the columns of all jobs' choices each job's best one is."""
+    """Return the index of each job's best choice in the columns of all jobs' choices.
+
+    Args:
+        jobs: Jobs with their choices.
+        every: Columns of all choices.
+        time: Constants of time.
+        memory: Constants of memory.
+    """
     return list(_best_choices(jobs, *_estimate_costs(every, time, memory)))
 
 
 def _estimate_costs(jobs: JobTable, time: TimeConstants, memory: MemoryConstants) -> tuple[Column, Column, Column]:
-    """Seconds of a step, bytes of the fullest rank, and the probability that they are too many."""
+    """Return the step seconds, the bytes of the fullest rank, and P(OOM)."""
     memory_use = estimate_memory(memory, jobs)
     return step_seconds(time, jobs).total, memory_use.allocated, oom_probability(memory, jobs, memory_use)
 
@@ -122,6 +136,12 @@ def _best_choices(jobs: Sequence[TableJob], seconds: Column, memory: Column, ris
 
 
 def best_choice(seconds: Column, memory: Column, risk: Column) -> int:
-    """The fastest that is likely to fit, or the smallest."""
+    """Return the index of the fastest choice that is likely to fit, or of the smallest.
+
+    Args:
+        seconds: Step time of each choice.
+        memory: Bytes of each choice.
+        risk: P(OOM) of each choice.
+    """
     fits: NDArray[np.bool_] = risk < MAX_ASSUMED_OOM_PROBABILITY
     return int(np.argmin(np.where(fits, seconds, np.inf)) if fits.any() else np.argmin(memory))

@@ -1,6 +1,7 @@
-"""A table of runs, one a row, in the columns of published runs: each row as a job, with what it leaves open.
+"""Conversion of a table row to the jobs that it can stand for, in the columns of published runs.
 
-Only input columns are read (those up to `schedule`, and `facts`)."""
+Only input columns are read (those up to `schedule`, and `facts`).
+"""
 
 from __future__ import annotations
 
@@ -28,38 +29,41 @@ from phalanx.spec.files.load import load_machine, preset_names
 from phalanx.spec.model import ModelSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-"""Those that a trainer would try."""
+"""Micro-batch sizes that a trainer would try."""
 NETWORK_BYTES_PER_SECOND = (25e9, 50e9, 50e9)
-"""Of a device, by generation, where neither a row nor the device's preset has it: 200 or 400 Gb/s, as in DGX A100, H100
-and B200."""
+"""Network bandwidth per device by generation, if neither the row nor the preset states it.
+
+200 or 400 Gb/s, as in DGX A100, H100 and B200.
+"""
 ASSUMED_WIDTH_FACTOR = 1.3
-"""Times as wide, on a logarithmic scale, as an interval is where something had to be assumed."""
+"""Factor on the logarithmic width of the interval if a row requires assumptions."""
 
 
 @dataclass(frozen=True)
 class TableJob:
-    """One row: the jobs that it may mean, for what it leaves open, and what it counts by."""
+    """One row: the jobs that it can stand for, and the basis of its figures."""
 
     name: str
     choices: list[JobRow]
     assumed: list[str]
     recomputed_flops: list[float]
-    """Of a step, by each of `choices`, beside `flops_per_step`."""
+    """Recomputed FLOPs of a step for each of `choices`, in addition to `flops_per_step`."""
     flops_per_step: float
     peak_flops: float
-    """Of all devices, at the precision of training."""
+    """Peak of all devices, at the precision of training."""
     ranks: float
 
     @property
     def width(self) -> float:
-        """Times as wide, on a logarithmic scale, as the interval of a row that states everything."""
+        """Logarithmic width of the interval, relative to a row that states everything."""
         return ASSUMED_WIDTH_FACTOR if self.assumed else 1.0
 
 
 def job_from_row(row: Row) -> TableJob:
-    """The jobs that a row may mean.
+    """Return the jobs that a row can stand for.
 
-    Raises UserError for what is missing or cannot be.
+    Raises:
+        UserError: If a value is missing or impossible.
     """
     zero = read_count(row, "zero", 0)
     precision = row.get("precision", "")
@@ -74,14 +78,14 @@ def job_from_row(row: Row) -> TableJob:
         ranks % shared == 0,
         "gpus",
         ranks,
-        problem=f"is no multiple of tp x pp x cp = {shared}",
-        fix="correct one of them",
+        problem=f"is not a multiple of tp x pp x cp = {shared}",
+        fix="correct gpus, tp, pp or cp",
     )
     if read_number(row, "dp", dp) != dp:
-        assumed.append(f"dp = {dp}, which the other degrees leave")
+        assumed.append(f"dp = {dp}, from the other degrees")
     spec, shape = model_from_row(row, sequence)
     experts = spec.moe.num_experts if spec.moe else 1
-    require(experts % ep == 0, "ep", ep, problem=f"does not divide the {experts} experts", fix="correct one of them")
+    require(experts % ep == 0, "ep", ep, problem=f"does not divide the {experts} experts", fix="correct ep or experts")
     text = f"{row.get('schedule', '')}; {row.get('facts', '')}"
     chip = row.get("gpu_type", "")
     node = read_count(row, "gpus_per_node", 8)
@@ -116,8 +120,11 @@ def job_from_row(row: Row) -> TableJob:
 
 
 def state_memory(row: Row) -> float | None:
-    """What a rank keeps of parameters, gradients and optimizer state, of a row that states a number of parameters and
-    excludes activations: in units of 1e9 bytes, as such tables have it (ZeRO, arXiv 1910.02054, table 1)."""
+    """Return the model-state memory of a rank, for a row with a parameter count and without activations.
+
+    It covers parameters, gradients and optimizer state, in units of 1e9 bytes, as in such tables (ZeRO, arXiv
+    1910.02054, table 1).
+    """
     if "activations excluded" not in row.get("facts", "") or not row.get("params_b"):
         return None
     zero = read_number(row, "zero", 0)
@@ -187,7 +194,7 @@ def _enumerate_choices(row: Row, fixed: JobRow, layers: int, batch: int) -> tupl
 
 
 def _recomputed_flops(spec: ModelSpec, sequence: int, choice: JobRow) -> float:
-    """On a token, counted as `flops_per_token` counts."""
+    """Return the recomputed FLOPs per token, counted as in `flops_per_token`."""
     flash = choice["attention"] >= AttentionKernel.FLASH_1
     sharded = choice["zero_stage"] >= 3
     checkpointing = ActivationCheckpointing(int(choice["recompute"]))
@@ -210,8 +217,11 @@ def _schedule_kind(schedule: str, pp: int, virtual: int) -> ScheduleKind:
 
 
 def _checkpointing_method(description: str, sharded: bool) -> ActivationCheckpointing:
-    """What a column says; selective means attention's core in Megatron-LM, and in trainers on FSDP other products.
-    Megatron-Core also takes the names of a block's parts."""
+    """Return the checkpointing method that a column describes.
+
+    Selective means attention's core in Megatron-LM, and other products in trainers on FSDP. Megatron-Core also accepts
+    the names of a block's parts.
+    """
     if description == "full":
         return ActivationCheckpointing.FULL
     named = not description.startswith("none") and any(part in description for part in ("norm", "act", "mlp", "moe"))
@@ -221,7 +231,7 @@ def _checkpointing_method(description: str, sharded: bool) -> ActivationCheckpoi
 
 
 def _shard_group_size(text: str, zero: int, ranks: float, domain: int) -> float:
-    """Ranks that share what is sharded: all, those of a stated group, or with HSDP those of a node."""
+    """Return the ranks over which ZeRO shards: all, a stated group, or with HSDP those of a node."""
     stated = re.search(r"group (?:size=|of )(\d+)", text)
     if zero == 0:
         return 1.0
@@ -231,13 +241,13 @@ def _shard_group_size(text: str, zero: int, ranks: float, domain: int) -> float:
 
 
 def _read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
-    """The machine of a row, and what was assumed of it."""
+    """Return the machine of a row, and the assumptions about it."""
     preset, assumed = _find_preset(row.get("gpu_type", ""))
     cluster = load_machine(preset)
     changes: dict[str, float] = {}
     node = read_count(row, "gpus_per_node", 8)
     joined = cluster.fast_link_domain or node
-    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay so, unless a row states its links
+    if joined < 8 and not row.get("intra_bw"):  # single devices and pairs stay separate, unless a row states its links
         node = min(joined, node)
     changes["fast_link_domain"] = joined if joined > 8 else node
     for column, field in (("intra_bw", "link_bytes_per_second"), ("inter_bw", "network_bytes_per_second")):
@@ -252,8 +262,11 @@ def _read_machine(row: Row) -> tuple[ClusterSpec, list[str]]:
 
 
 def _find_preset(chip: str) -> tuple[str, list[str]]:
-    """The preset that a device's name means, and what that assumes: the one with most of the name's words, in whatever
-    order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB v100-32gb, and an MI250X one of its halves, as ROCm counts."""
+    """Return the preset that a device's name stands for, and the assumptions.
+
+    It is the preset that has the most words of the name, in any order. A100-80GB-PCIe is a100-pcie, V100-SXM2-32GB is
+    v100-32gb, and an MI250X is one of its halves, as ROCm counts.
+    """
     tokens = re.findall(r"[a-z0-9]+", chip.lower())
     halved = ["gcd"] if "mi250x" in tokens and "gcd" not in tokens else []
     known = preset_names("machines")
@@ -262,7 +275,7 @@ def _find_preset(chip: str) -> tuple[str, list[str]]:
         fix = did_you_mean("-".join(tokens), known, "`phalanx info --list` shows those that are")
         raise UserError("gpu_type", chip, "is not a known device", fix=fix)
     preset = max(meant, key=lambda name: name.count("-"))
-    assumed = ["gpus are GCDs, of which an MI250X has two"] if halved else []
+    assumed = ["gpus are counted as GCDs, of which an MI250X has two"] if halved else []
     if "pcie" in tokens and (load_machine(preset).fast_link_domain or 0) > 2:
         assumed.append(f"links of {preset}")
     return preset, assumed
