@@ -83,7 +83,7 @@ class Mesh:
         return _flatten(mesh, "same_experts").get_group()
 
     def submesh(self, *names: str) -> DeviceMesh | None:
-        """Return the submesh over the named axes of more than one rank, or None if there is no such axis."""
+        """Return the submesh over the named axes of more than one rank, or None without such axes."""
         present = tuple(name for name in names if getattr(self.data_dims, name) > 1)
         return self.device_mesh[present] if self.device_mesh is not None and present else None
 
