@@ -20,16 +20,14 @@ def upcycle_weights(spec: ModelSpec, source: ModelSpec, weights: Weights, seed: 
     """Return the initial weights of the mixture `spec` by name, from the `weights` of `source`.
 
     If `source` is a mixture too, its weights are unchanged. Routers are drawn at random; an untied head starts as the
-    embedding that it was tied to. An expert depends on seed, layer and expert index only.
+    embedding that it was tied to. An expert depends on seed, layer and expert index only. Raises UserError if the
+    experts do not have the shape of the MLP.
 
     Args:
         spec: Model with experts.
         source: Model of `weights`.
         weights: Weights of `source` by name and shape.
         seed: Seed of the reinitialized parts.
-
-    Raises:
-        UserError: the experts do not have the shape of the MLP.
     """
     moe = spec.moe
     assert moe is not None

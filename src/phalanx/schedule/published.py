@@ -153,9 +153,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Forward passes of one direction overlap with backward passes of the other, so that each hides the communication of
     the other's experts (github.com/deepseek-ai/DualPipe, dualpipev.py).
 
-    Raises:
-        UserError: there are fewer micro-batches than stages.
-    """
+    Raises UserError for fewer micro-batches than stages."""
     if m < 2 * p:
         raise UserError(
             "micro-batches", m, f"is less than the {2 * p} stages", fix="with dualpipe-v, use one or more per stage"

@@ -60,11 +60,10 @@ class ZeRO(Strategy):
         expert_mesh: DeviceMesh | None = None,
         model_sharding: ModelShardingProtocol | None = None,
     ) -> None:
-        """Shard the trainable parameters of a module by rows.
+        """Shard a module over `mesh`, which has one axis (None: a single rank).
 
-        `mesh` has one axis; it is None for a single rank. The model computes in `compute_dtype`, or in its own dtype if
-        None. `offload` stores the trained rows and their state. `expert_parameters` are sharded over `expert_mesh`.
-        `model_sharding` has the shards of the model itself, if ranks share it."""
+        The model computes in `compute_dtype` (None: unchanged). `offload` stores the trained rows and their state.
+        `expert_mesh` shards `expert_parameters`. `model_sharding` has the shards of the model itself, if any."""
         sharding = RowSharding(mesh)
         expert_sharding = RowSharding(expert_mesh)
         shardings = {
