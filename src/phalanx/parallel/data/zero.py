@@ -62,8 +62,8 @@ class ZeRO(Strategy):
     ) -> None:
         """Shard a module over `mesh`, which has one axis (None: a single rank).
 
-        The model computes in `compute_dtype` (None: unchanged). `offload` stores the trained rows and their state.
-        `expert_mesh` shards `expert_parameters`. `model_sharding` has the shards of the model itself, if any."""
+        The model computes in `compute_dtype` (None: unchanged). `offload` stores trained rows and their state.
+        `expert_mesh` shards `expert_parameters`. `model_sharding` has the model's shards, if any."""
         sharding = RowSharding(mesh)
         expert_sharding = RowSharding(expert_mesh)
         shardings = {
